@@ -60,3 +60,20 @@ class Receive(Operation):
 
     width: int
     sender: int
+
+
+class AllReduce(Operation):
+    """`output` is the sum of what the members of the team have; a rank without `x` adds nothing."""
+
+    x: str | None
+    width: int
+    team: tuple[int, ...]
+    place: int
+
+    reads = ("x",)
+    label = "reduce"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Its own term, if it has one."""
+        return () if self.x is None else (self.x,)

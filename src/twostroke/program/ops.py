@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.program.attention import Attention
-from twostroke.program.collectives import AllGather, Receive, Send, TakeColumns
+from twostroke.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
 from twostroke.program.experts import Expert, ExpertTerms, MixtureOfExperts, SumTerms
 from twostroke.program.operation import Activation, Operation
 from twostroke.program.sharding import COLUMN_GRAIN, Sharding, TokenParts, Weight
@@ -33,6 +33,7 @@ __all__ = [
     "Activation",
     "Add",
     "AllGather",
+    "AllReduce",
     "Attention",
     "Embed",
     "Expert",
@@ -166,6 +167,10 @@ class Linear(Operation):
 
     def part_reads(self, field: str, first: int, end: int) -> None:
         """Read the whole row."""
+
+    def term(self, first: int, end: int) -> Self:
+        """Return the product of the inputs from `first` to `end`: a term of the whole."""
+        return self._changed(in_width=end - first, bias=self.bias if first == 0 else None)
 
     @property
     def label(self) -> str:
@@ -311,4 +316,4 @@ LocalOp = (
     | Logits
     | TakeColumns
 )
-Op = LocalOp | AllGather | Send | Receive
+Op = LocalOp | AllGather | AllReduce | Send | Receive

@@ -2,7 +2,7 @@
 
 Every operation says which part of it a rank can compute (`sharding`), and which columns of its
 inputs that part reads. Where ranks hold a value differently from how an operation reads it, a
-collective is inserted. No sum is split.
+collective is inserted. No sum is split, unless `split_sums` are wanted.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, cast
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.program.collectives import AllGather, Receive, Send, TakeColumns
+from twostroke.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
 from twostroke.program.mesh import cuts
+from twostroke.program.ops import Linear
 from twostroke.program.pages import CacheGroup
 from twostroke.program.sharding import ColumnParts, RowParts, Sharding
 from twostroke.program.stages import cut_into_stages
+from twostroke.program.sums import split_sums
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
 class RankProgram(Frozen):
     """The part of a Program that one rank runs.
 
-    `weight_rows` are the rows (of a vector: values) of each weight that the rank reads. Values that
-    the rank holds whole are called as in the undivided Program.
+    `weight_rows` are the rows (of a vector: values) of each weight that the rank reads, and
+    `weight_columns` the columns of those of which it does not read all. Values that the rank holds
+    whole are called as in the undivided Program.
 
     Of a step's rows the rank computes part `row_part` of `num_row_parts` (see `RowParts`): every
     operation writes these rows of its output, and the others are undefined. Exceptions are
@@ -44,26 +47,34 @@ class RankProgram(Frozen):
 
     program: Program
     weight_rows: Mapping[str, Range]
+    weight_columns: Mapping[str, Range]
     row_part: int
     num_row_parts: int
 
 
-def shard(program: Program, mesh: Mesh, kept: Collection[str] = ()) -> tuple[RankProgram, ...]:
+def shard(
+    program: Program,
+    mesh: Mesh,
+    kept: Collection[str] = (),
+    block_sizes: Mapping[str, int] | None = None,
+) -> tuple[RankProgram, ...]:
     """Return the parts of a Program, by rank.
 
-    The last value (the logits), and those that are `kept`, become whole on rank 0.
+    The last value (the logits), and those that are `kept`, become whole on rank 0. With
+    `block_sizes` (values in a block, by weight) some sums are split: see `split_sums`.
     """
     is_divided = len(mesh.column_parts) > 1
     ops: list[Op] = []
     for op in program.ops:
         ops += cast("tuple[Op, ...]", op.steps) if is_divided else [op]
-    wanted = _wanted(ops, mesh)
+    sums = split_sums(ops, block_sizes) if block_sizes and is_divided else {}
+    wanted = _wanted(ops, mesh, sums)
     stages = cut_into_stages(program, ops, mesh.stages)
     ranks: list[RankProgram] = []
     sent: list[_Value] = []
     for number, own in enumerate(stages):
         read_later = {name for rest in stages[number + 1 :] for op in rest for name in op.inputs}
-        stage = _Stage(mesh, number, wanted)
+        stage = _Stage(mesh, number, wanted, sums)
         stage.receive(sent)
         for op in own:
             stage.add(op)
@@ -75,13 +86,17 @@ def shard(program: Program, mesh: Mesh, kept: Collection[str] = ()) -> tuple[Ran
     return tuple(ranks)
 
 
-def _wanted(ops: Sequence[Op], mesh: Mesh) -> dict[str, Ranges]:
+def _wanted(ops: Sequence[Op], mesh: Mesh, sums: Mapping[str, int]) -> dict[str, Ranges]:
     """Return the columns of values, by column part, that are read by operations after them.
 
     Values that are read whole are left out.
     """
     wanted: dict[str, Ranges] = {}
     for op in reversed(ops):
+        if isinstance(op, Linear) and op.output in sums:
+            inputs = cuts(op.in_width, mesh.column_parts, sums[op.output])
+            wanted.setdefault(op.x, tuple(pairwise(inputs)))
+            continue
         ranges = wanted.get(op.output)
         if op.sharding is Sharding.BY_COLUMN_PARTS and ranges is None:
             ranges = _shares(op, mesh.column_parts)
@@ -138,17 +153,25 @@ class _Stage:
     `index % num_columns`.
     """
 
-    def __init__(self, mesh: Mesh, number: int, wanted: Mapping[str, Ranges]) -> None:
-        self._mesh, self._wanted = mesh, wanted
+    def __init__(
+        self, mesh: Mesh, number: int, wanted: Mapping[str, Ranges], sums: Collection[str]
+    ) -> None:
+        self._mesh, self._wanted, self._sums = mesh, wanted, sums
         self._num_columns, self._num_rows = len(mesh.column_parts), mesh.row_parts
         self._size = mesh.ranks_per_stage
         self._first_rank = (len(mesh.stages) - 1 - number) * self._size
         self._held: dict[str, list[_Value]] = {}
         self._ops: list[list[Op]] = [[] for _ in range(self._size)]
         self._weight_rows: list[dict[str, Range]] = [{} for _ in range(self._size)]
+        self._weight_columns: list[dict[str, Range]] = [{} for _ in range(self._size)]
 
     def add(self, op: Op) -> None:
         """Add an operation, with the collectives that bring its inputs."""
+        if isinstance(op, Linear) and op.output in self._sums:
+            x = self._divided(op.x)
+            if x is not None and x.ranges == self._wanted[op.x]:
+                self._add_sum(op, x)
+                return
         ranges = self._ranges(op)
         reads = {field: self._read(op, field, ranges) for field in op.reads}
         all_rows = self._num_rows == 1 or op.sharding is Sharding.BY_STAGE
@@ -167,6 +190,21 @@ class _Stage:
             for weight in part.weights:
                 rows = own if own and weight.name in divided else (0, weight.shape[0])
                 assert self._weight_rows[index].setdefault(weight.name, rows) == rows
+        self._held[op.output] = [value]
+
+    def _add_sum(self, op: Linear, x: _Value) -> None:
+        """Add a product of which each member of a team computes a term, from its columns of `x`."""
+        value = _Value(op.output, op.width, all_rows=self._num_rows == 1)
+        for index in range(self._size):
+            own, columns, term = x.at(index), x.range_at(index), None
+            if own is not None:
+                term = f"{value.at(index)}.term"
+                part = replace(op.term(*columns), output=term, x=own)
+                self._ops[index].append(part)
+                self._weight_rows[index] |= {weight.name: (0, op.width) for weight in part.weights}
+                self._weight_columns[index][op.weight] = columns
+            team, place = self._team(index, self._num_columns)
+            self._ops[index].append(AllReduce(str(value.at(index)), term, op.width, team, place))
         self._held[op.output] = [value]
 
     def finish(self, last: str, kept: Collection[str]) -> None:
@@ -202,8 +240,14 @@ class _Stage:
     def programs(self, program: Program) -> list[RankProgram]:
         """Return the finished Programs."""
         return [
-            RankProgram(_part_of(program, ops), rows, index // self._num_columns, self._num_rows)
-            for index, (ops, rows) in enumerate(zip(self._ops, self._weight_rows, strict=True))
+            RankProgram(
+                _part_of(program, ops),
+                self._weight_rows[index],
+                self._weight_columns[index],
+                index // self._num_columns,
+                self._num_rows,
+            )
+            for index, ops in enumerate(self._ops)
         ]
 
     def _ranges(self, op: Op) -> Ranges | None:
@@ -274,8 +318,7 @@ class _Stage:
         whole = replace(value, ranges=None, parts=None)
         size = len(value.ranges)
         for index in range(self._size):
-            first = self._first_rank + index // size * size
-            team, place = tuple(range(first, first + size)), index % size
+            team, place = self._team(index, size)
             own = self._own_tile(value, index)
             gather = AllGather(
                 str(whole.at(index)), own, whole.width, value.parts, team, place, root
@@ -283,6 +326,11 @@ class _Stage:
             self._ops[index].append(gather)
         self._held[value.name].append(whole)
         return whole
+
+    def _team(self, index: int, size: int) -> tuple[tuple[int, ...], int]:
+        """Return the `size` ranks that have the parts of a value, and the place among them."""
+        first = self._first_rank + index // size * size
+        return tuple(range(first, first + size)), index % size
 
     def _own_tile(self, value: _Value, index: int) -> str | None:
         """Return a rank's part without the columns that an earlier rank has, too."""

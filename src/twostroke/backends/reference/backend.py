@@ -45,19 +45,27 @@ class ReferenceBackend:
         *,
         tapped_value: str | None = None,
         mesh: Mesh = ONE_RANK,
+        splits_sums: bool = False,
     ) -> None:
         """Dequantize the Program's weights and reserve its pages.
 
-        Steps return `tapped_value` for the rows in which they draw.
+        Steps return `tapped_value` for the rows in which they draw. Ranks split no sums unless
+        `splits_sums` (see `split_sums`).
         """
         self._program, self._tapped_value, self._mesh = program, tapped_value, mesh
+        sizes = {name: tensor.format.block_size for name, tensor in tensors.items()}
+        self._block_sizes = sizes if splits_sums else None
         self._logits, self._last = program.ops[-1].output, program.last_states
         self._kept = {self._last} if tapped_value is None else {self._last, tapped_value}
-        self._ranks = shard(program, mesh, self._kept)
+        self._ranks = shard(program, mesh, self._kept, self._block_sizes)
         weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
         self._weights = [
-            {name: weights[name][slice(*rows)] for name, rows in rank.weight_rows.items()}
+            {
+                name: weights[name][slice(*rows)][..., slice(*columns.get(name, (None,)))]
+                for name, rows in rank.weight_rows.items()
+            }
             for rank in self._ranks
+            for columns in (rank.weight_columns,)
         ]
         programs = [rank.program for rank in self._ranks]
         self._caches = [PagedCache(program, num_pages, page_size) for program in programs]
@@ -103,7 +111,7 @@ class ReferenceBackend:
         count, num_groups = len(tokens), len(self.facts.windows)
         spans = (Span(slice(0, count), 0, np.arange(num_groups)[:, None]),)
         rows, ids = np.arange(count), np.array(tokens)
-        ranks = shard(self._program, self._mesh, values)
+        ranks = shard(self._program, self._mesh, values, self._block_sizes)
         states = [
             # A page for each group.
             StepState(ids, rows, spans, rows, own, PagedCache(rank.program, num_groups, count))

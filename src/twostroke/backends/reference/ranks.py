@@ -63,9 +63,9 @@ def _walk(
     last_use = {name: op for op in rank.program.ops for name in op.inputs}
     for op in rank.program.ops:
         match op:
-            case ops.AllGather():
+            case ops.AllGather() | ops.AllReduce():
                 exchange.given[op.output, number] = None if op.x is None else values[op.x]
-                if op.root in (None, number):
+                if isinstance(op, ops.AllReduce) or op.root in (None, number):
                     while any((op.output, member) not in exchange.given for member in op.team):
                         yield True
                     parts = [exchange.given[op.output, member] for member in op.team]
@@ -101,10 +101,15 @@ def _rows(num_rows: int, part: int, num_parts: int) -> slice:
 
 
 def _together(
-    op: ops.AllGather, parts: Sequence[Array | None], values: Values, state: StepState
+    op: ops.AllGather | ops.AllReduce,
+    parts: Sequence[Array | None],
+    values: Values,
+    state: StepState,
 ) -> Array:
     """Return the whole of which the members of a team have `parts`."""
     present = [part for part in parts if part is not None]
+    if isinstance(op, ops.AllReduce):
+        return sum(present[1:], present[0])
     if isinstance(op.parts, ColumnParts):
         return np.concatenate(present, axis=1)
     num_rows = len(present[0])

@@ -1,0 +1,57 @@
+"""Ranks that split sums exchange less, and compute nearly the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.programs import PROGRAMS, random_tensors
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.program.mesh import Mesh
+from twostroke.program.ops import AllGather, AllReduce
+from twostroke.program.shard import shard
+
+MESHES = [
+    Mesh(column_parts=(1, 1)),
+    Mesh(column_parts=(3, 1)),
+    Mesh(column_parts=(1,) * 5),  # more than there are heads
+    Mesh((1, 1), 2, (1, 2)),
+]
+TOKENS = [(7 * i * i + 3) % 250 for i in range(37)]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_near_those_of_one_rank(name: str) -> None:
+    program = PROGRAMS[name]
+    tensors = random_tensors(program, "Q8_0")
+    values = list(program.value_widths)
+    whole = ReferenceBackend(program, tensors, 1, 16).trace(TOKENS, values)
+    for mesh in MESHES:
+        ranks = ReferenceBackend(program, tensors, 1, 16, mesh=mesh, splits_sums=True)
+        for value, found in ranks.trace(TOKENS, values).items():
+            error = np.abs(found - whole[value]).max() / np.abs(whole[value]).max()
+            assert error < 1e-5, f"{value} {mesh}"
+
+
+def test_a_layer_needs_two_sums_and_no_gather() -> None:
+    program = PROGRAMS["biases"]
+    blocks = dict.fromkeys(program.weight_shapes, 32)
+    for rank in shard(program, Mesh(column_parts=(1, 1)), block_sizes=blocks):
+        kinds = [type(op) for op in rank.program.ops if isinstance(op, AllGather | AllReduce)]
+        assert kinds == [AllGather, *[AllReduce] * 4, AllGather], "of two layers"
+
+
+@pytest.mark.parametrize("block_size", [1, 32, 64])
+def test_weights_are_cut_between_blocks(block_size: int) -> None:
+    program = PROGRAMS["biases"]
+    blocks = dict.fromkeys(program.weight_shapes, block_size)
+    for mesh in MESHES:
+        ranks = shard(program, mesh, block_sizes=blocks)
+        for name, (height, *rest) in program.weight_shapes.items():
+            held = np.zeros((height, *rest), int)
+            for rank in ranks:
+                if name in rank.weight_rows:
+                    columns = rank.weight_columns.get(name, (0, rest[0] if rest else 0))
+                    assert all(end % block_size == 0 or end == rest[0] for end in columns)
+                    held[(slice(*rank.weight_rows[name]), *[slice(*columns)][: len(rest)])] += 1
+            assert held.min() > 0, f"parts of {name} that no rank has"
