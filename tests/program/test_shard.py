@@ -14,7 +14,7 @@ from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.frozen import Frozen
 from twostroke.models import build_program
-from twostroke.program.mesh import Mesh, cuts
+from twostroke.program.mesh import Mesh
 from twostroke.program.ops import AllGather, Receive, Send
 from twostroke.program.shard import shard
 from twostroke.weights import load_path
@@ -132,10 +132,3 @@ def test_teams_agree_on_what_they_exchange(model: Model) -> None:
 def test_one_rank_has_the_program_unchanged(model: Model) -> None:
     (rank,) = shard(model.program, Mesh())
     assert rank.program.ops == model.program.ops
-
-
-def test_cuts_are_near_the_shares() -> None:
-    assert cuts(9, (1, 1)) == (0, 4, 9)
-    assert cuts(576, (3, 1), 32) == (0, 416, 576)
-    assert cuts(100, (1, 1), 32) == (0, 64, 100)
-    assert cuts(2, (1, 1, 1)) == (0, 0, 1, 2)

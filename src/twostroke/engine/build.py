@@ -28,6 +28,7 @@ from twostroke.engine.loop import EngineLoop
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
+from twostroke.program.mesh import mesh_of
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.spec import Lookahead, NgramProposer, Speculator, StepTime, budgets
 from twostroke.weights import GgufTokenizer, LoadedModel, release_tensors
@@ -99,6 +100,7 @@ def build(
     Raises:
         ModelNotFoundError, ModelFormatError, DownloadError: there is no such model, it cannot be
             fetched, or its files are damaged.
+        UsageError: the model cannot be divided into so many parts.
         MemoryLimitError: weights and key-value pages do not fit.
         BackendError: no backend can run here.
     """
@@ -106,6 +108,7 @@ def build(
     compute, speculation = options.compute, options.speculation
     loaded = load(model)
     program = build_program(loaded.spec)
+    mesh = mesh_of(options.parallel, program)
     num_weight_bytes = weight_bytes(loaded, compute)
     size = size_cache(
         program,
@@ -134,6 +137,7 @@ def build(
         progress=progress,
         tapped_value=last_hidden(program) if watcher or heads else None,
         embeds=True,
+        mesh=mesh,
     )
     with ExitStack() as if_it_fails:
         if_it_fails.callback(backend.close)

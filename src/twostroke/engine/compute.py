@@ -14,6 +14,7 @@ from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import resolve_num_threads
 from twostroke.program.cost import CostModel
+from twostroke.program.mesh import ONE_RANK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import ComputeOptions
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
+    from twostroke.program.mesh import Mesh
     from twostroke.quant import QuantTensor
     from twostroke.weights import LoadedModel
 
@@ -42,16 +44,18 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
     share_threads_with: Backend | None = None,
     tapped_value: str | None = None,
     embeds: bool = False,
+    mesh: Mesh = ONE_RANK,
 ) -> Backend:
     """Return a backend that has read its weights; options by name are those of `CpuBackend`.
 
-    Threads are shared only between cpu backends. The other backends can always embed.
+    Threads are shared only between cpu backends. The other backends can always embed. The ranks of
+    a `mesh` run in this process, which only the reference does.
     """
     if compute.backend == "reference":
         from twostroke.backends.reference import ReferenceBackend
 
         return ReferenceBackend(
-            program, tensors, size.num_pages, size.page_size, tapped_value=tapped_value
+            program, tensors, size.num_pages, size.page_size, tapped_value=tapped_value, mesh=mesh
         )
     if compute.backend == "torch":
         device = _torch_device(compute)

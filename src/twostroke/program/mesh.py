@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
+from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.program.experts import ExpertTerms
+from twostroke.program.sharding import Sharding
+
+if TYPE_CHECKING:
+    from twostroke.core.config import ParallelOptions
+    from twostroke.program.program import Program
 
 
 class Place(Frozen):
@@ -62,3 +70,28 @@ def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]
     num_grains, total = -(-count // grain), sum(shares)
     ends = [num_grains * share // total for share in accumulate(shares)]
     return (0, *(min(count, end * grain) for end in ends))
+
+
+def mesh_of(parallel: ParallelOptions, program: Program) -> Mesh:
+    """Return the mesh that the options ask for.
+
+    Raises:
+        UsageError: the Program cannot be divided into so many parts.
+    """
+    steps = [step for op in program.ops for step in op.steps]
+    num_layers = len(program.layer_outputs)
+    num_experts = max([op.length for op in steps if isinstance(op, ExpertTerms)], default=0)
+    divided = [op for op in steps if op.sharding is Sharding.BY_COLUMN_PARTS]
+    most = max([-(-op.length // op.grain) for op in divided], default=1)
+    if parallel.pipeline > num_layers:
+        reason = f"must be at most {num_layers}, the model's layers, got {parallel.pipeline}."
+        raise UsageError(reason, field="pipeline")
+    if parallel.expert > 1 and not num_experts:
+        raise UsageError("needs a model with experts, which this is not.", field="expert")
+    if parallel.expert > max(1, num_experts):
+        reason = f"must be at most {num_experts}, the model's experts, got {parallel.expert}."
+        raise UsageError(reason, field="expert")
+    if parallel.tensor * parallel.expert > most:
+        reason = f"must be at most {most // parallel.expert} for this model, got {parallel.tensor}."
+        raise UsageError(reason, field="tensor")
+    return Mesh(parallel.stage_shares, parallel.context, parallel.column_shares)

@@ -1,0 +1,50 @@
+"""How ranks are arranged, and which divisions are possible."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.programs import PROGRAMS
+from twostroke.core.config import ParallelOptions
+from twostroke.core.errors import UsageError
+from twostroke.program.mesh import Mesh, cuts, mesh_of
+
+
+def test_cuts_are_near_the_shares() -> None:
+    assert cuts(9, (1, 1)) == (0, 4, 9)
+    assert cuts(576, (3, 1), 32) == (0, 416, 576)
+    assert cuts(100, (1, 1), 32) == (0, 64, 100)
+    assert cuts(2, (1, 1, 1)) == (0, 0, 1, 2)
+
+
+def test_each_rank_has_one_place_and_rank_0_is_in_the_last_stage() -> None:
+    mesh = Mesh((1, 2), 3, (1, 1, 2))
+    places = [mesh.place(rank) for rank in range(mesh.num_ranks)]
+    assert [mesh.rank(place) for place in places] == list(range(18))
+    assert len(set(places)) == 18
+    assert places[0].stage == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("biases", {"pipeline": 3}, "pipeline must be at most 2, the model's layers, got 3."),
+        ("biases", {"tensor": 5}, "tensor must be at most 4 for this model, got 5."),
+        ("biases", {"expert": 2}, "expert needs a model with experts, which this is not."),
+        ("experts", {"expert": 9}, "expert must be at most 8, the model's experts, got 9."),
+        ("experts", {"expert": 4, "tensor": 3}, "tensor must be at most 2 for this model, got 3."),
+    ],
+)
+def test_an_impossible_degree_says_what_is_possible(
+    name: str, options: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        mesh_of(ParallelOptions(**options), PROGRAMS[name])
+    assert str(caught.value) == reason
+
+
+def test_shares_are_those_of_columns_or_else_of_stages() -> None:
+    program = PROGRAMS["experts"]
+    both = ParallelOptions(tensor=2, pipeline=2, context=2, shares=(3, 1))
+    assert mesh_of(both, program) == Mesh((1, 1), 2, (3, 1))
+    assert mesh_of(ParallelOptions(pipeline=2, shares=(3, 1)), program) == Mesh((3, 1))
