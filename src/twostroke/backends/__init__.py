@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepPlan, StepResult
 
 
+class RankFacts(Frozen):
+    """Where one of several ranks runs, and what it holds."""
+
+    rank: int
+    host: str
+    num_threads: int
+    weight_bytes: int
+    cache_bytes: int
+
+
 class BackendFacts(Frozen):
     """Facts about a backend. The engine branches on these, never on the name.
 
@@ -25,7 +35,8 @@ class BackendFacts(Frozen):
     computed alike, bit for bit, so that pages filled by either serve the other. Up to
     `rows_together` rows take as long as the next power of two of them, because kernels compute
     that many at once. With `steps_ahead` it is a `RankRunner`, and a step may be started while that
-    many others are in flight.
+    many others are in flight. `ranks` are those that run the Program together, if they are several;
+    sizes are those of all.
     """
 
     name: str
@@ -40,6 +51,7 @@ class BackendFacts(Frozen):
     one_arithmetic: bool = True
     rows_together: int = 1
     steps_ahead: int = 0
+    ranks: tuple[RankFacts, ...] = ()
 
 
 class Runner(Protocol):

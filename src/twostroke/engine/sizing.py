@@ -10,6 +10,8 @@ from twostroke.core.frozen import Frozen
 from twostroke.fetch.disk import megabytes as _mb
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from twostroke.core.config import CacheOptions
     from twostroke.program import Program
 
@@ -29,7 +31,7 @@ class CacheSize(Frozen):
     kv_format: str = DEFAULT_FORMAT
 
 
-def size_cache(
+def size_cache(  # noqa: PLR0913 - what only the builder knows
     program: Program,
     options: CacheOptions,
     token_budget: int,
@@ -38,8 +40,12 @@ def size_cache(
     *,
     most_running: int = 1,
     auto_format: str = DEFAULT_FORMAT,
+    parts: Sequence[Program] = (),
 ) -> CacheSize:
     """Choose the number of pages; `auto_format` is the format that "auto" stands for.
+
+    `parts` are those of the Program that store their keys and values in this memory, if ranks
+    share it.
 
     In time the prefix cache fills all pages, so a small model gets few: by default as many bytes as
     the weights and one whole context together, or the pages of `most_running` short requests if
@@ -58,7 +64,8 @@ def size_cache(
         raise UsageError(f"{message}, not {context_length}: lower --context-length.")
     page_size, memory_bytes = options.page_size, options.memory_bytes
     kv_format = auto_format if options.kv_format == "auto" else options.kv_format
-    page_bytes = program.page_bytes(page_size, FORMATS[kv_format])
+    stored = parts or (program,)
+    page_bytes = max(1, sum(one.page_bytes(page_size, FORMATS[kv_format]) for one in stored))
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     free_bytes = max(available_bytes - weight_bytes - _WORKING_BYTES, 0)
 

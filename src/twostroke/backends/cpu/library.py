@@ -14,7 +14,7 @@ from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 
-_INTERFACE_VERSION = 13  # as in native/c_interface.cpp
+INTERFACE_VERSION = 13  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
@@ -115,7 +115,7 @@ def load_library(level: str) -> ctypes.CDLL:
         message = f"{path} cannot be used: {error}. Run `make native`, or reinstall twostroke."
         raise BackendError(message) from None
     sizes = tuple(library.ts_record_size(i) for i in range(len(RECORD_SIZES)))
-    if library.ts_interface_version() != _INTERFACE_VERSION or sizes != RECORD_SIZES:
+    if library.ts_interface_version() != INTERFACE_VERSION or sizes != RECORD_SIZES:
         message = f"{path} was built for another version of twostroke. Run `make native`."
         raise BackendError(message)
     return library

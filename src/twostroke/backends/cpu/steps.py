@@ -270,6 +270,27 @@ class StepArrays:
             self._taps[0] = self._tapped.ctypes.data
 
 
+def record_of(frame: StepFrame) -> StepRecord:
+    """Return a step of another rank as kernels read it, while the frame lives; it draws nothing."""
+    tables, external = frame.page_tables, frame.external
+    return StepRecord(
+        tokens=frame.tokens.ctypes.data,
+        slices=frame.slices.ctypes.data,
+        page_tables=tables.ctypes.data,
+        sampled_rows=frame.sampled_rows.ctypes.data,
+        external=None if external is None else external.ctypes.data,
+        stores=frame.stores.ctypes.data,
+        copies=frame.copies.ctypes.data,
+        table_stride=tables.shape[2],
+        num_rows=len(frame.tokens),
+        num_generated=frame.num_generated,
+        num_slices=len(frame.slices),
+        num_sampled=len(frame.sampled_rows),
+        num_stores=len(frame.stores),
+        num_copies=len(frame.copies),
+    )
+
+
 class PageTables:
     """One row of page ids a request and in it one part a cache group, copied as its pages grow.
 

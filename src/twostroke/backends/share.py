@@ -1,0 +1,38 @@
+"""`Share`: a rank's place among those that run a Program together, and its part of the weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.frozen import Frozen
+from twostroke.program.shard import shard
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from twostroke.program import Program
+    from twostroke.program.mesh import Mesh
+    from twostroke.program.shard import RankProgram
+    from twostroke.quant import QuantTensor
+
+
+class Share(Frozen, eq=False):
+    """One rank's share of a Program, and its end of the link to the others.
+
+    No step has more than `max_rows` rows.
+    """
+
+    rank: int
+    mesh: Mesh
+    max_rows: int
+    link: Any  # a `LinkRecord` for the cpu backend
+
+    def parts(self, program: Program, kept: Collection[str] = ()) -> tuple[RankProgram, ...]:
+        """Return the part of each rank; the values that are `kept` are whole on rank 0."""
+        return shard(program, self.mesh, kept)
+
+    def tensors(
+        self, part: RankProgram, tensors: Mapping[str, QuantTensor]
+    ) -> dict[str, QuantTensor]:
+        """Return what this rank reads of each weight; nothing is copied."""
+        return {name: tensors[name].part(*rows) for name, rows in part.weight_rows.items()}

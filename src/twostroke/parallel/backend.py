@@ -1,0 +1,223 @@
+"""`ParallelBackend`: several ranks as one backend, on rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Protocol
+
+from msgspec.structs import replace
+
+from twostroke.backends import Backend, RankFacts
+from twostroke.core.errors import BackendError, RanksLostError
+from twostroke.parallel.channel import Kind
+from twostroke.parallel.job import Evaluate, Ready, Reset, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from twostroke.backends import BackendFacts
+    from twostroke.backends.frame import StepFrame
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan, StepResult
+    from twostroke.parallel.job import Job
+    from twostroke.parallel.link import Link
+    from twostroke.parallel.ranks import Ranks
+
+    Array = NDArray[np.float32]
+
+_CAUSE_S: Final = 2.0  # until it is known why a step failed
+_ATTEMPTS: Final = 3
+
+
+class RankBackend(Backend, Protocol):
+    """One rank's part of a Program, which computes a step in parts.
+
+    Rank 0 lays a step out with `fill`, sends it as `encoded`, and computes its part of it. The
+    others `follow`. `score` and `trace` are called on all ranks with the same arguments.
+    """
+
+    def fill(self, plan: StepPlan) -> None:
+        """Lay out a step, which the next call of `compute` computes."""
+
+    def encoded(self) -> bytes:
+        """Return the step that was laid out as a frame; once for each."""
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """Compute the step that was laid out last, of this plan."""
+
+    def follow(self, frame: StepFrame) -> None:
+        """Compute this rank's part of a step of rank 0."""
+
+
+class ParallelBackend:
+    """Sends each step to the other ranks and computes this rank's part of it.
+
+    Sampling, page tables and taps are those of `own`, rank 0's part. The steps that `start` has
+    sent are finished in that order; there are more than one with a pipeline.
+    """
+
+    def __init__(
+        self,
+        own: RankBackend,
+        ranks: Ranks,
+        link: Link,
+        jobs: Callable[[str], Mapping[int, Job]],
+        hosts: Mapping[int, str],
+    ) -> None:
+        """Join ranks that have their jobs; `jobs` makes those of ranks that are started again.
+
+        Takes over what it is given, and gives it back if it fails.
+
+        Raises:
+            RanksLostError, BackendError: a rank ended, or cannot take part.
+        """
+        self.own = own
+        self._ranks, self._link, self._jobs = ranks, link, jobs
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self._num_spoiled = 0
+        self._finished_s = 0.0
+        self._filled: StepPlan | None = None  # what `own` has laid out
+        try:
+            ranks.wait_until_ready()
+            link.begin()
+        except BaseException:
+            self.close()
+            raise
+        self.facts = _facts_of_all(own.facts, ranks.ready, hosts)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's rows and draw one token for each slice that samples."""
+        self.start(plan)
+        return self.finish()
+
+    def start(self, plan: StepPlan) -> None:
+        """Let the other ranks begin a step.
+
+        Raises:
+            RanksLostError: some of them are gone.
+        """
+        began_s = time.perf_counter()
+        self._lay_out(plan)
+        self._ranks.send(Kind.FRAME, self.own.encoded())
+        self._in_flight.append((plan, began_s))
+
+    def finish(self) -> StepResult:
+        """Compute this rank's part of the earliest step in flight.
+
+        Raises:
+            RanksLostError: some ranks are gone; no step is in flight any more.
+        """
+        plan, began_s = self._in_flight.popleft()
+        if self._num_spoiled:
+            self._num_spoiled -= 1
+            raise BackendError("An earlier step failed.")
+        with self._failing():
+            if self._filled is not plan:
+                self._lay_out(plan)
+            result = self.own.compute(plan)
+        now_s = time.perf_counter()
+        began_s, self._finished_s = max(began_s, self._finished_s), now_s
+        return replace(result, elapsed_s=now_s - began_s)
+
+    def recover(self) -> None:
+        """Start lost ranks again, with empty pages, and join all.
+
+        Raises:
+            BackendError: they end again and again.
+        """
+        self._in_flight.clear()
+        self._num_spoiled = 0
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._join(self._ranks.restart())
+                return
+            except RanksLostError as error:
+                if attempt == _ATTEMPTS - 1:
+                    reason = f"Ranks were started {_ATTEMPTS} times and lost again. {error}"
+                    raise BackendError(reason) from None
+
+    def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
+        """Return the logits of a sequence; see `Backend.score`."""
+        self._ranks.send(Kind.EVALUATE, pack(Evaluate(list(tokens), (), generated)))
+        with self._failing():
+            return self.own.score(tokens, generated=generated)
+
+    def trace(
+        self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
+    ) -> dict[str, Array]:
+        """Return values of the Program for a sequence; see `Backend.trace`."""
+        self._ranks.send(Kind.EVALUATE, pack(Evaluate(list(tokens), tuple(values), generated)))
+        with self._failing():
+            return self.own.trace(tokens, values, generated=generated)
+
+    def forget(self, request: Request) -> None:
+        """Drop all that is kept for a finished request."""
+        self.own.forget(request)
+
+    def close(self) -> None:
+        """End the other ranks, and give back memory and threads."""
+        self._link.abort()  # of steps in flight
+        self._ranks.close()
+        self.own.close()
+        self._link.close()
+
+    def _lay_out(self, plan: StepPlan) -> None:
+        self._filled = None
+        self.own.fill(plan)
+        self._filled = plan
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Bring all ranks back after a failed step, and raise what was the cause elsewhere."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 raised again once nobody waits
+            raise self._cause(error) from None
+
+    def _cause(self, error: Exception) -> Exception:
+        self._link.abort()
+        self._filled = None
+        if isinstance(error, RanksLostError):
+            cause = self._ranks.cause(_CAUSE_S)
+            if isinstance(cause, RanksLostError):
+                self._in_flight.clear()
+                return cause
+            error = cause
+        self._num_spoiled = len(self._in_flight)
+        self._join()
+        return error
+
+    def _join(self, new: Iterable[int] = ()) -> None:
+        """Let all ranks begin again; `new` ones load first."""
+        link = self._link.renew()
+        jobs = self._jobs(link)
+        new = set(new)
+        self._ranks.reset(Reset(link), new)
+        self._ranks.assign({rank: jobs[rank] for rank in new})
+        self._link.join(link)
+        self._ranks.wait_until_ready()
+        self._link.begin()
+
+
+def _facts_of_all(
+    own: BackendFacts, others: Mapping[int, Ready], hosts: Mapping[int, str]
+) -> BackendFacts:
+    """Return the facts of all ranks together."""
+    parts = {0: Ready(own.num_threads, own.weight_bytes, own.cache_bytes), **others}
+    ranks = [
+        RankFacts(rank, hosts[rank], part.num_threads, part.weight_bytes, part.cache_bytes)
+        for rank, part in sorted(parts.items())
+    ]
+    return replace(
+        own,
+        detail=f"{own.detail} on rank 0 of {len(ranks)}",
+        num_threads=sum(rank.num_threads for rank in ranks),
+        weight_bytes=sum(rank.weight_bytes for rank in ranks),
+        cache_bytes=sum(rank.cache_bytes for rank in ranks),
+        ranks=tuple(ranks),
+    )

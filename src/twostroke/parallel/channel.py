@@ -1,0 +1,288 @@
+"""`Channel`: messages between rank 0 and one other rank, over a socket."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from enum import IntEnum
+from queue import Empty, Queue
+from typing import Final
+
+from twostroke.core.errors import BackendError, PortInUseError
+from twostroke.core.frozen import Frozen
+
+_HEAD: Final = struct.Struct("<II")  # kind, bytes of the body
+_MAX_BODY: Final = 1 << 30
+_CHUNK: Final = 1 << 16
+_SPIN_S: Final = 0.0008  # about the time between the steps of a small model
+_PATIENCE_S: Final = 2.0  # with a peer that has not proved itself
+_NONCE: Final = 32
+_MAC: Final = 32
+
+
+class Kind(IntEnum):
+    """What a message is; all bodies but that of a frame are JSON of a struct in `job.py`."""
+
+    HELLO = 1  # to rank 0: who I am
+    JOB = 2  # from rank 0: what to load
+    READY = 3  # to rank 0: loaded, or reset
+    FRAME = 4  # from rank 0: a step
+    EVALUATE = 5  # from rank 0: a sequence, on separate pages
+    RESET = 6  # from rank 0: a step failed; begin again
+    FAILED = 7  # to rank 0: my part failed
+    BEAT = 8  # both ways: I live
+    END = 9  # from rank 0
+
+
+class ChannelClosedError(BackendError):
+    """The other end is gone, or sent what is not a message."""
+
+
+class Message(Frozen):
+    """A message; its body is a copy."""
+
+    kind: Kind
+    body: bytes
+
+
+class Channel:
+    """Sends and receives whole messages. Any thread may send, one at a time receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over a connected stream socket."""
+        sock.settimeout(None)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._lock = threading.Lock()
+        self._received = bytearray()
+        self._is_open = True
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        """Send a message; waits while the other end does not read.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+        """
+        with self._lock:
+            self._send_all(_HEAD.pack(kind, len(body)), body)
+
+    def beat(self) -> None:
+        """Send a heartbeat, unless a message is on its way, which says the same."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            beat = _HEAD.pack(Kind.BEAT, 0)
+            sent = self._socket.send(beat, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            if sent < len(beat):
+                self._send_all(beat[sent:])
+        except BlockingIOError:
+            pass  # the other end has not read for long: it will find many
+        except OSError as error:
+            raise ChannelClosedError(f"The connection ended: {error}.") from None
+        finally:
+            self._lock.release()
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Return the next message, or None if none comes in time.
+
+        Spins for a moment before it sleeps, because the next step usually follows at once.
+
+        Raises:
+            ChannelClosedError: the other end is gone, or what it sent is not a message.
+        """
+        now = time.monotonic()
+        spin_until = now + (_SPIN_S if timeout_s is None else min(_SPIN_S, timeout_s))
+        deadline = None if timeout_s is None else now + timeout_s
+        while (message := self._next()) is None:
+            if self._read():
+                continue
+            now = time.monotonic()
+            if now < spin_until:
+                continue
+            if deadline is not None and now >= deadline:
+                return None
+            wait_s = None if deadline is None else deadline - now
+            self._wait(wait_s)
+        return message
+
+    def is_cut(self) -> bool:
+        """Whether the other end is gone, even if some of its messages are still unread."""
+        if not self._is_open:
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def fileno(self) -> int:
+        """The socket's number, for `select`."""
+        return self._socket.fileno()
+
+    def cut(self) -> None:
+        """End the connection: both ends stop waiting for each other."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket; twice does no harm."""
+        self._is_open = False
+        self.cut()
+        self._socket.close()
+
+    def _send_all(self, *parts: bytes) -> None:
+        rest = [memoryview(part) for part in parts if part]
+        try:
+            while rest:
+                sent = self._socket.sendmsg(rest, (), socket.MSG_NOSIGNAL)
+                while rest and sent >= len(rest[0]):
+                    sent -= len(rest.pop(0))
+                if rest:
+                    rest[0] = rest[0][sent:]
+        except OSError as error:
+            raise ChannelClosedError(f"The connection ended: {error}.") from None
+
+    def _next(self) -> Message | None:
+        """Take a whole message out of what was received."""
+        data = self._received
+        if len(data) < _HEAD.size:
+            return None
+        kind, size = _HEAD.unpack_from(data)
+        if not Kind.HELLO <= kind <= Kind.END or size > _MAX_BODY:
+            raise ChannelClosedError("What arrived is not a message of a rank.")
+        end = _HEAD.size + size
+        if len(data) < end:
+            return None
+        message = Message(Kind(kind), bytes(memoryview(data)[_HEAD.size : end]))
+        del data[:end]
+        return message
+
+    def _read(self) -> bool:
+        """Read what has arrived; return whether anything had."""
+        try:
+            data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ChannelClosedError(f"The connection ended: {error}.") from None
+        if not data:
+            raise ChannelClosedError("The connection ended.")
+        self._received += data
+        return True
+
+    def _wait(self, timeout_s: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll(None if timeout_s is None else max(1, int(timeout_s * 1000)))
+
+
+class Listener:
+    """Where other ranks connect to rank 0 by TCP; those without the secret are dropped."""
+
+    def __init__(self, host: str, port: int, secret: bytes) -> None:
+        """Listen; port 0 takes a free one.
+
+        Raises:
+            PortInUseError: the address is taken, or is not one of this machine.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            reason = f"Ranks cannot connect to {host}:{port}: {error.strerror}."
+            raise PortInUseError(reason) from None
+        self._socket.listen(64)
+        self.port: int = self._socket.getsockname()[1]
+        self._secret = secret
+        self._greeted: Queue[Channel] = Queue()
+        self.num_strangers = 0
+        threading.Thread(target=self._accept, name="twostroke-ranks", daemon=True).start()
+
+    def accept(self, timeout_s: float) -> Channel | None:
+        """Return the connection of the next rank that knows the secret, or None."""
+        with suppress(Empty):
+            return self._greeted.get(timeout=timeout_s)
+        return None
+
+    def close(self) -> None:
+        """Accept no more ranks."""
+        with suppress(OSError):  # ends `accept`
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return
+            # A stranger that says nothing must not keep ranks waiting.
+            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(_PATIENCE_S)
+            nonce = os.urandom(_NONCE)
+            sock.sendall(nonce)
+            answer = _receive_exactly(sock, _NONCE + _MAC)
+            theirs, mac = answer[:_NONCE], answer[_NONCE:]
+            if not hmac.compare_digest(mac, _mac(self._secret, b"rank", nonce, theirs)):
+                raise ConnectionError
+            sock.sendall(_mac(self._secret, b"zero", theirs, nonce))
+        except OSError:
+            self.num_strangers += 1
+            sock.close()
+            return
+        self._greeted.put(Channel(sock))
+
+
+def connect(host: str, port: int, secret: bytes, timeout_s: float) -> Channel:
+    """Connect to rank 0's `Listener`; waits until it listens.
+
+    Raises:
+        ChannelClosedError: it does not answer in time, or does not know the secret.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock = socket.create_connection((host, port), timeout=_PATIENCE_S)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                reason = f"Rank 0 does not answer at {host}:{port} ({error.strerror or error})."
+                raise ChannelClosedError(reason) from None
+            time.sleep(0.1)
+    try:
+        theirs, nonce = _receive_exactly(sock, _NONCE), os.urandom(_NONCE)
+        sock.sendall(nonce + _mac(secret, b"rank", theirs, nonce))
+        if not hmac.compare_digest(
+            _receive_exactly(sock, _MAC), _mac(secret, b"zero", nonce, theirs)
+        ):
+            raise ConnectionError
+    except OSError:
+        sock.close()
+        reason = f"Rank 0 at {host}:{port} does not know the secret of this rank, or is not one."
+        raise ChannelClosedError(reason) from None
+    return Channel(sock)
+
+
+def _mac(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(secret, side + b"".join(nonces), "sha256")
+
+
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            raise ConnectionError
+        data += part
+    return data

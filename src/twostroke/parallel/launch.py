@@ -1,0 +1,103 @@
+"""Starts ranks on this machine."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Protocol
+
+from twostroke.core.errors import BackendError
+from twostroke.parallel.channel import Channel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Launcher = Callable[[int], "RankProcess"]  # starts one rank, by number
+
+_ENTRY: Final = "twostroke.engine.rank"
+_END_S: Final = 5.0  # for a rank to give its memory back
+
+
+class RankProcess(Protocol):
+    """Another rank, wherever it runs."""
+
+    channel: Channel
+
+    def ended(self) -> str | None:
+        """Return why it ended, such as "was killed by SIGKILL"; None if that is not known."""
+
+    def kill(self) -> None:
+        """End it now, if it is one of ours, and close its channel."""
+
+    def wait(self) -> None:
+        """Wait until it has ended, after it was asked to; kill it if it takes too long."""
+
+
+class LocalRank:
+    """A process on this machine. It ends by itself once its channel is closed."""
+
+    def __init__(self, rank: int, files: tuple[int, ...]) -> None:
+        """Start it; it inherits the open `files`.
+
+        A terminal's Ctrl-C does not reach it: rank 0 ends it.
+
+        Raises:
+            BackendError: the operating system refuses a process.
+        """
+        ours, theirs = socket.socketpair()
+        number = theirs.fileno()
+        command = [sys.executable, "-P", "-m", _ENTRY, "--rank", str(rank), "--channel"]
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - this package's own program
+                [*command, str(number)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(number, *files),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            reason = f"The operating system refuses a process for rank {rank}: {error.strerror}."
+            raise BackendError(reason) from None
+        finally:
+            theirs.close()
+        self.channel = Channel(ours)
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def ended(self) -> str | None:
+        """Return why it ended."""
+        with suppress(subprocess.TimeoutExpired):  # its channel ends a moment before it does
+            code = self._process.wait(0.2)
+            return f"was ended by {_name(-code)}" if code < 0 else f"ended with code {code}"
+        return None
+
+    def kill(self) -> None:
+        """Kill the process and reap it."""
+        self._process.kill()
+        self._process.wait()
+        self.channel.close()
+
+    def wait(self) -> None:
+        """Wait for the process, or kill it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self.kill()
+
+
+def local_launcher(*files: int) -> Launcher:
+    """Return a launcher of ranks that inherit open files."""
+    return lambda rank: LocalRank(rank, files)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

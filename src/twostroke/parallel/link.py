@@ -1,0 +1,38 @@
+"""`Link`: how the ranks' kernels reach each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Link(Protocol):
+    """One rank's end of what connects all of them.
+
+    Rank 0 calls `renew` for the text with which all can join, and sends it; all call `join` with
+    it, and rank 0 `begin` once all have. After `abort` every wait of every rank ends with an
+    error, until they have joined again.
+    """
+
+    record: Any  # what the backend needs: a `LinkRecord` for the cpu backend
+
+    def renew(self) -> str:
+        """Return what ranks need to join from now on; only on rank 0."""
+
+    def join(self, link: str) -> None:
+        """Meet the other ranks."""
+
+    def begin(self) -> None:
+        """Let steps run, now that all have joined; only on rank 0."""
+
+    def abort(self) -> None:
+        """End all waits of all ranks; any thread may call it at any time."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+# How ranks other than 0 join a kind of link: rank, number of ranks, level, text of `renew`.
+LINKS: dict[str, Callable[[int, int, str, str], Link]] = {}

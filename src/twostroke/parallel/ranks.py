@@ -1,0 +1,234 @@
+"""`Ranks`: the other ranks as rank 0 sees them: who is ready, who failed, and who is lost."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core import errors
+from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
+from twostroke.parallel.channel import ChannelClosedError, Kind
+from twostroke.parallel.job import Failed, Hello, Ready, pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from twostroke.parallel.channel import Message
+    from twostroke.parallel.job import Job, Reset
+    from twostroke.parallel.launch import Launcher, RankProcess
+
+BEAT_S: Final = 0.2  # between two heartbeats
+_LOOK_S: Final = 0.1
+_FROZEN_S: Final = 0.8  # without a heartbeat
+_FROZEN_LOADING_S: Final = 10.0  # a rank that loads may be busy for a while
+_START_S: Final = 60.0  # until the first message
+
+
+class Ranks:
+    """Starts the other ranks, sends to them, and notices when one is dead or frozen.
+
+    A thread reads all that they send. If one is lost or fails, it calls `abort`, so that nobody
+    waits for it.
+    """
+
+    def __init__(self, num_ranks: int, launch: Launcher, abort: Callable[[], None]) -> None:
+        """Start ranks 1 to `num_ranks` - 1."""
+        self._launch, self._abort = launch, abort
+        self._changed = threading.Condition()
+        self._processes: dict[int, RankProcess] = {}
+        self._silent_s: dict[int, float] = {}
+        self._closing = False
+        self.hellos: dict[int, Hello] = {}
+        self.ready: dict[int, Ready] = {}
+        self.failed: dict[int, Failed] = {}
+        self.lost: dict[int, str] = {}
+        try:
+            for rank in range(1, num_ranks):
+                self._start(rank)
+        except BaseException:
+            self._kill_all()
+            raise
+        self._monitor = threading.Thread(target=self._watch, name="twostroke-ranks", daemon=True)
+        self._monitor.start()
+
+    def meet(self) -> dict[int, Hello]:
+        """Return the first message of each rank.
+
+        Raises:
+            RanksLostError: one ended before it said anything, or takes too long.
+        """
+        self._wait_for(self.hellos, _START_S)
+        return self.hellos
+
+    def send(self, kind: Kind, body: bytes = b"", to: Iterable[int] | None = None) -> None:
+        """Send a message to all that live, or to some ranks.
+
+        Raises:
+            RanksLostError: one of them is lost.
+        """
+        for rank in list(self._processes) if to is None else to:
+            try:
+                self._processes[rank].channel.send(kind, body)
+            except ChannelClosedError as error:
+                self._lose(rank, self._processes[rank].ended() or _gone(error))
+                raise self._lost_error() from None
+
+    def assign(self, jobs: Mapping[int, Job]) -> None:
+        """Tell ranks what to load."""
+        for rank, job in jobs.items():
+            self.send(Kind.JOB, pack(job), [rank])
+
+    def wait_until_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until all ranks are ready.
+
+        Raises:
+            RanksLostError: one is lost.
+            BackendError: one has failed; the sentence names it.
+        """
+        self._wait_for(self.ready, timeout_s)
+
+    def reset(self, body: Reset, new: Collection[int]) -> None:
+        """Let all ranks but `new` ones begin again after a failed step."""
+        with self._changed:
+            old = [rank for rank in self._processes if rank not in new]
+            self.failed.clear()
+            for rank in old:
+                self.ready.pop(rank, None)
+        self.send(Kind.RESET, pack(body), old)
+
+    def restart(self) -> list[int]:
+        """Start the lost ranks again and wait for their first messages; returns which they are."""
+        with self._changed:
+            lost = sorted(self.lost)
+            for rank in lost:
+                self._processes.pop(rank).kill()
+                for known in (self.hellos, self.ready, self.failed, self.lost):
+                    known.pop(rank, None)
+        for rank in lost:
+            self._start(rank)
+        self._wait_for(self.hellos, _START_S)
+        return lost
+
+    def cause(self, timeout_s: float) -> TwostrokeError:
+        """Return why a step failed: a rank was lost, or failed; else that the link broke."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost or self._real_failures(), timeout_s)
+            if self.lost:
+                return self._lost_error()
+            for rank, failed in self._real_failures().items():
+                return _error_of(rank, failed)
+        return RanksLostError("The connection between the ranks broke.")
+
+    def close(self) -> None:
+        """End all ranks in order; twice does no harm."""
+        self._closing = True
+        self._monitor.join()
+        for process in self._processes.values():
+            with suppress(ChannelClosedError):
+                process.channel.send(Kind.END)
+        for process in self._processes.values():
+            process.wait()
+        self._processes.clear()
+
+    def _start(self, rank: int) -> None:
+        process = self._launch(rank)
+        with self._changed:
+            self._silent_s[rank] = 0.0
+            self._processes[rank] = process
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    def _wait_for(
+        self, known: dict[int, Hello] | dict[int, Ready], timeout_s: float | None
+    ) -> None:
+        def is_over() -> bool:
+            return bool(self.lost or self._real_failures() or len(known) == len(self._processes))
+
+        with self._changed:
+            in_time = self._changed.wait_for(is_over, timeout_s)
+            if not in_time:
+                for rank in sorted(set(self._processes) - set(known)):
+                    self._lose(rank, f"did not answer within {timeout_s:.0f} s")
+            if self.lost:
+                raise self._lost_error()
+            for rank, failed in self._real_failures().items():
+                raise _error_of(rank, failed)
+
+    def _real_failures(self) -> dict[int, Failed]:
+        return {rank: failed for rank, failed in self.failed.items() if not failed.lost}
+
+    def _lost_error(self) -> RanksLostError:
+        facts = [f"rank {rank} {why}" for rank, why in sorted(self.lost.items())]
+        text = "; ".join(facts)
+        return RanksLostError(f"{text[0].upper()}{text[1:]}.")
+
+    def _watch(self) -> None:
+        """Read what ranks send, and notice those that send nothing."""
+        before = beaten = time.monotonic()
+        while not self._closing:
+            poll = select.poll()
+            with self._changed:
+                alive = {r: p for r, p in self._processes.items() if r not in self.lost}
+            for process in alive.values():
+                poll.register(process.channel, select.POLLIN)
+            poll.poll(_LOOK_S * 1000)
+            now = time.monotonic()
+            # A thread that was not scheduled itself must not blame the others.
+            passed_s, before = min(now - before, 2 * _LOOK_S), now
+            for rank, process in alive.items():
+                self._listen(rank, process, passed_s)
+            if now - beaten >= BEAT_S:
+                beaten = now
+                for process in alive.values():
+                    with suppress(ChannelClosedError):
+                        process.channel.beat()
+
+    def _listen(self, rank: int, process: RankProcess, passed_s: float) -> None:
+        """Take a rank's messages."""
+        try:
+            while message := process.channel.receive(0):
+                self._silent_s[rank] = -passed_s
+                self._take(rank, message)
+        except BackendError as error:
+            self._lose(rank, process.ended() or _gone(error))
+            return
+        self._silent_s[rank] += passed_s
+        most_s = _FROZEN_S if rank in self.ready else _FROZEN_LOADING_S
+        if rank in self.hellos and self._silent_s[rank] > most_s:
+            self._lose(rank, f"has not responded for {self._silent_s[rank]:.1f} s")
+
+    def _take(self, rank: int, message: Message) -> None:
+        with self._changed:
+            match message.kind:
+                case Kind.HELLO:
+                    self.hellos[rank] = unpack(message.body, Hello)
+                case Kind.READY:
+                    self.ready[rank] = unpack(message.body, Ready)
+                case Kind.FAILED:
+                    self.failed[rank] = unpack(message.body, Failed)
+                    self._abort()
+                case _:  # a heartbeat
+                    return
+            self._changed.notify_all()
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """Note that a rank is lost, and let nobody wait for it."""
+        with self._changed:
+            self.lost.setdefault(rank, reason)
+            self._abort()
+            self._processes[rank].kill()
+            self._changed.notify_all()
+
+
+def _gone(error: Exception) -> str:
+    return f"is gone ({str(error).rstrip('.')})"
+
+
+def _error_of(rank: int, failed: Failed) -> TwostrokeError:
+    kind = getattr(errors, failed.kind, BackendError)
+    return kind(f"Rank {rank}: {failed.reason}")
