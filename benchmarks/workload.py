@@ -5,10 +5,8 @@ Only the standard library is used here: peers import this file in environments o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
-
-import msgspec
 
 Stamps = list[tuple[float, int]]  # when tokens of a stream came, and how many
 
@@ -83,8 +81,7 @@ class Timing:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, for `Timing(**fields)` in another process."""
-        fields: dict[str, Any] = msgspec.to_builtins(self)
-        return fields
+        return asdict(self)
 
 
 PROMPT_LENGTH = 32

@@ -1,0 +1,163 @@
+"""`make bench-parallel`: a model on several ranks beside one process on the same cores.
+
+One process has two threads, each of two ranks has one. A round is one run of each side (A B A B),
+with fresh prompts; the ratio is the median of the rounds' ratios. Beside it stand the time that
+ranks spent in collectives and what the cost model predicts for it, and how busy each rank was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import parallel_rows
+from interleaved import measure
+from parallel_rows import ROWS, Case
+from records import Entry, Record, keep
+from report import caption, machine_facts, note, positive, save, spread, table
+from texts import FreshPrompts, heldout_tokens
+from twostroke.engine.loading import load
+from workload import WORKS
+
+if TYPE_CHECKING:
+    from interleaved import Row
+    from sides import Side
+
+_HEADER = (
+    "tokens/s: median (lowest to highest)", "base", "divided", "ratio", "goal",
+    "in collectives", "predicted", "ranks busy", "disturbed runs",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Measure, then print and keep the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--row", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW",
+                        help=", ".join(f"{name}: {row.about}" for name, row in ROWS.items()))  # fmt: skip
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="only these of a row's")
+    parser.add_argument("--works", nargs="+", metavar="WORK", help="only these of a row's")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT",
+                        help="of the row before: another checkout with its .venv and kernels")  # fmt: skip
+    parser.add_argument("--llama-env", type=Path, help="a ready environment with RPC")
+    given = parser.parse_args()
+    lines, results = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in given.row:
+            for model in dict.fromkeys(case.model for case in ROWS[name].cases):
+                if given.models and model not in given.models:
+                    continue
+                for line, result in _measure_model(name, model, given, Path(folder)):
+                    lines.append(line)
+                    results.append(result)
+    facts = machine_facts()
+    limits = [result["limits"] for result in results if result["limits"]]
+    machine = ", ".join(dict.fromkeys(map(_limits, limits))) or "limits unknown"
+    text = ["## Several ranks beside one process", "", table(_HEADER, lines), ""]
+    text += [caption(facts, machine, f"{given.rounds} rounds")]
+    save("parallel", {**facts, "rows": results}, "\n".join(text))
+
+
+def _measure_model(
+    name: str, model: str, given: argparse.Namespace, folder: Path
+) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Measure a row's cases with one model, whose engines stay for all of them."""
+    row = ROWS[name]
+    cases = [c for c in row.cases if c.model == model and c.work in (given.works or WORKS)]
+    if not cases:
+        return []
+    note(f"== {name}: {model}")
+    path = parallel_rows.path_of(model)
+    tokens = FreshPrompts(heldout_tokens(load(path)))
+    sides = list(row.sides(path, cases[0], given, folder))
+    try:
+        for side in sides:
+            side.about = side.ask("about") or {}
+        limits = sides[0].ask("limits") or {}
+        done = []
+        for case in cases:
+            found = measure(WORKS[case.work], sides, tokens, given.rounds)
+            done.append(_result(name, case, found, sides, limits, given))
+    finally:
+        for side in sides:
+            side.worker.close()
+    return done
+
+
+def _result(
+    name: str, case: Case, row: Row, sides: list[Side], limits: dict[str, Any],
+    given: argparse.Namespace,
+) -> tuple[tuple[str, ...], dict[str, Any]]:  # fmt: skip
+    """Keep the record of a case, and return its line and its figures."""
+    base, divided = (row.best(one)[1] for one in case.compared(sides))
+    ratios = [ours / theirs for ours, theirs in zip(divided, base, strict=False)]
+    timings = row.timings.get(sides[1].name, [])
+    seconds = [t.prefill_s if row.work.is_prefill else t.decode_s for t in timings]
+    share = median([t.collective_s / s for t, s in zip(timings, seconds, strict=True)] or [0.0])
+    expected = _expected(sides[1], case)
+    busy = [median(each) for each in zip(*(t.busy for t in timings), strict=False)]
+    figures = {
+        "case": msgspec.to_builtins(case),
+        "ratio": median(ratios) if ratios else None,
+        "ratios": ratios,
+        "collective_share": share,
+        "expected": expected,
+        "busy": busy,
+        "link": sides[1].about.get("facts", {}).get("link", ""),
+        "limits": limits,
+        "same_first_tokens": row.same_first_tokens,
+    }
+    keep(
+        Record(
+            row=f"parallel-{name}-{case.work}",
+            name=f"{case.title}: {row.work.name}",
+            model=Path(case.model).stem if "/" in case.model else case.model,
+            unit="tokens/s",
+            entries=[Entry(one.engine, one.way, one.runs) for one in row.entries()],
+            command=f'make bench-parallel BENCH_ARGS="--row {name}"',
+            disturbed_runs=row.disturbed,
+            num_runs=row.runs,
+            failures=row.failures,
+            engines={side.name: side.about.get("version", "") for side in sides},
+            others=figures,
+        )
+    )
+    line = (
+        f"{case.model}, {case.title}: {row.work.name}",
+        spread(base) if base else row.failures.get(sides[0].name, "–"),
+        spread(divided) if divided else row.failures.get(sides[1].name, "–"),
+        f"{figures['ratio']:.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–",
+        f"{case.at_least:g}",
+        f"{share:.1%}",
+        f"{expected['collective_share']:.1%}, ratio {expected['ratio']:.2f}" if expected else "–",
+        ", ".join(f"{one:.0%}" for one in busy),
+        f"{row.disturbed} of {row.runs}",
+    )
+    return line, {**figures, "speed": row.as_json()}
+
+
+def _expected(side: Side, case: Case) -> dict[str, float]:
+    """Return what the engine expects of its split for a case; {} if it predicts nothing."""
+    work = WORKS[case.work]
+    lengths = [work.prompt_length] * work.num_streams
+    try:
+        return side.worker.ask("expected", lengths=lengths, is_prefill=work.is_prefill)
+    except Exception as error:  # noqa: BLE001 an older checkout does not know the question
+        note(f"{side.name} predicts nothing: {error}")
+        return {}
+
+
+def _limits(limits: dict[str, Any]) -> str:
+    return (
+        f"{limits['bandwidth'] / 1e9:.1f} GB/s, {limits['peak'] / 1e12:.2f} T operations/s "
+        f"({limits['peak_kind']})"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The rows of `make bench-parallel`: which models, which jobs, and which sides are compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import field
+
+import environments
+from experts import write_experts
+from goals import QWEN_15, SMOLLM2
+from pipe import Worker
+from records import OURS
+from sides import LLAMA, Side
+from twostroke.core.frozen import Frozen
+from twostroke.fetch import resolve
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+EXPERTS = "experts-64"  # a random mixture, written at first use
+_HERE = Path(__file__).parent
+_THREADS = 2  # of one process, and of all ranks together
+_EVERY_LAYER = 999
+
+
+class Case(Frozen):
+    """A model's job in a row, and the least ratio of the divided side to the base.
+
+    `degrees` are fields of `ParallelOptions`.
+    """
+
+    title: str
+    model: str
+    work: str
+    at_least: float
+    degrees: dict[str, int] = field(default_factory=dict)
+
+    def compared(self, sides: list[Side]) -> tuple[str, str]:
+        """Return the names of the sides whose ratio counts."""
+        return sides[0].name, sides[1].name
+
+
+class Row(Frozen):
+    """Cases, and the sides that run them."""
+
+    about: str
+    cases: tuple[Case, ...]
+    sides: Callable[[str, Case, argparse.Namespace, Path], Iterator[Side]]
+
+
+def path_of(model: str) -> str:
+    """Return where a model is."""
+    if model == EXPERTS:
+        return str(write_experts(environments.FOLDER / f"{EXPERTS}.gguf"))
+    return str(resolve(model))
+
+
+def _on_one_host(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
+    del given
+    yield _one(path, folder)
+    yield _ours(case.title, path, folder, _THREADS // _num_ranks(case), case.degrees)
+
+
+def _beside_llama(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
+    """Ours whole and divided, llama.cpp whole, and with its layers in another process."""
+    yield from _on_one_host(path, case, given, folder)
+    python = environments.python_of(LLAMA, given.llama_env, "rpc")
+    flash = {f"flash attention {'on' if on else 'off'}": on for on in (False, True)}
+    ways = {way: {"flash_attention": on} for way, on in flash.items()}
+    for name, layers in ((LLAMA, 0), (f"{LLAMA}, rpc-server", _EVERY_LAYER)):
+        command = [str(python), str(_HERE / "worker_llama.py"), path]
+        command += ["--threads", str(_THREADS), "--rpc-layers", str(layers)]
+        yield Side(name, Worker(name, command, folder / f"{name}.log"), ways)
+
+
+def _before_and_after(
+    path: str, case: Case, given: argparse.Namespace, folder: Path
+) -> Iterator[Side]:
+    del case
+    if given.before is None:
+        raise SystemExit("The row before needs --before CHECKOUT.")
+    python = given.before / ".venv" / "bin" / "python"
+    script = given.before / "benchmarks" / "worker_twostroke.py"
+    name = f"{OURS}, before"
+    command = [str(python), str(script), path, "--threads", str(_THREADS)]
+    yield Side(name, Worker(name, command, folder / f"{name}.log"))
+    yield _one(path, folder)
+
+
+def _one(path: str, folder: Path) -> Side:
+    return _ours("one process", path, folder, _THREADS, {})
+
+
+def _ours(
+    title: str, path: str, folder: Path, num_threads: int, degrees: dict[str, int]
+) -> Side:
+    name = f"{OURS}, {title}"
+    command = [sys.executable, str(_HERE / "worker_twostroke.py"), path]
+    command += ["--threads", str(num_threads), "--parallel", json.dumps(degrees)]
+    return Side(name, Worker(name, command, folder / f"{name}.log"))
+
+
+def _num_ranks(case: Case) -> int:
+    count = 1
+    for degree in case.degrees.values():
+        count *= degree
+    return count
+
+
+def _cases(
+    title: str, degrees: dict[str, int], *cases: tuple[str, tuple[str, ...], float]
+) -> tuple[Case, ...]:
+    return tuple(
+        Case(title, model, work, least, degrees)
+        for model, works, least in cases
+        for work in works
+    )
+
+
+_USUAL = ("decode-1", "decode-16", "prefill-512")
+_TENSOR: dict[str, Any] = {"tensor": 2}
+ROWS = {
+    "tensor2": Row(
+        "two parts of every layer, on one host",
+        _cases("tensor 2", _TENSOR, (SMOLLM2, _USUAL, 0.90), (QWEN_15, _USUAL, 0.95)),
+        _on_one_host,
+    ),
+    "llama-rpc": Row(
+        "the same, and llama.cpp with and without its rpc-server",
+        _cases("tensor 2", _TENSOR, (SMOLLM2, _USUAL, 0.90), (QWEN_15, _USUAL, 0.95)),
+        _beside_llama,
+    ),
+    "pipeline2": Row(
+        "two groups of layers, 16 streams",
+        _cases("pipeline 2", {"pipeline": 2}, (SMOLLM2, ("decode-16",), 0.90),
+               (QWEN_15, ("decode-16",), 0.90)),
+        _on_one_host,
+    ),
+    "context2": Row(
+        "the rows of a long prompt in two parts",
+        _cases("context 2", {"context": 2}, (SMOLLM2, ("prefill-4096",), 0.90),
+               (QWEN_15, ("prefill-4096",), 0.90)),
+        _on_one_host,
+    ),
+    "expert2": Row(
+        "64 experts in two parts, 16 streams",
+        _cases("expert 2", {"expert": 2}, (EXPERTS, ("decode-16",), 0.90)),
+        _on_one_host,
+    ),
+    "before": Row(
+        "one process of this checkout and of another",
+        _cases("one process", {}, (SMOLLM2, _USUAL, 1.0), (QWEN_15, _USUAL, 1.0)),
+        _before_and_after,
+    ),
+}  # fmt: skip
