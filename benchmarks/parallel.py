@@ -37,15 +37,16 @@ _HEADER = (
 def main() -> None:
     """Measure, then print and keep the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW",
-                        help=", ".join(f"{name}: {row.about}" for name, row in ROWS.items()))  # fmt: skip
+    about = ", ".join(f"{name}: {row.about}" for name, row in ROWS.items())
+    parser.add_argument("--row", nargs="+", choices=list(ROWS), metavar="ROW", help=about)
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="only these of a row's")
     parser.add_argument("--works", nargs="+", metavar="WORK", help="only these of a row's")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--before", type=Path, metavar="CHECKOUT",
-                        help="of the row before: another checkout with its .venv and kernels")  # fmt: skip
+                        help="of the row before: another checkout, compiled")  # fmt: skip
     parser.add_argument("--llama-env", type=Path, help="a ready environment with RPC")
     given = parser.parse_args()
+    given.row = given.row or [name for name in ROWS if given.before or name != "before"]
     lines, results = [], []
     with tempfile.TemporaryDirectory() as folder:
         for name in given.row:
@@ -82,7 +83,7 @@ def _measure_model(
         done = []
         for case in cases:
             found = measure(WORKS[case.work], sides, tokens, given.rounds)
-            done.append(_result(name, case, found, sides, limits, given))
+            done.append(_result(name, case, found, sides, limits))
     finally:
         for side in sides:
             side.worker.close()
@@ -90,12 +91,18 @@ def _measure_model(
 
 
 def _result(
-    name: str, case: Case, row: Row, sides: list[Side], limits: dict[str, Any],
-    given: argparse.Namespace,
-) -> tuple[tuple[str, ...], dict[str, Any]]:  # fmt: skip
-    """Keep the record of a case, and return its line and its figures."""
-    base, divided = (row.best(one)[1] for one in case.compared(sides))
+    name: str, case: Case, row: Row, sides: list[Side], limits: dict[str, Any]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Keep the record of a case, and return its line and its figures.
+
+    The second side is compared with the first one; where there are four, that ratio is divided by
+    the one of the fourth and the third.
+    """
+    base, divided, *others = (row.best(side.name)[1] for side in sides)
     ratios = [ours / theirs for ours, theirs in zip(divided, base, strict=False)]
+    if others:
+        pairs = zip(ratios, others[1], others[0], strict=False)
+        ratios = [ratio / (theirs / whole) for ratio, theirs, whole in pairs]
     timings = row.timings.get(sides[1].name, [])
     seconds = [t.prefill_s if row.work.is_prefill else t.decode_s for t in timings]
     share = median([t.collective_s / s for t, s in zip(timings, seconds, strict=True)] or [0.0])

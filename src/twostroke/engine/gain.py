@@ -1,0 +1,237 @@
+"""What dividing a model over ranks should gain: the time of a step, predicted from its cost.
+
+Each rank walks through its own operations at the speed of its part of the machine; at a collective
+all of its team wait for the last one, then for the link.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
+from twostroke.program import BatchShape
+from twostroke.program.collectives import AllGather, AllReduce, Receive, Send
+from twostroke.program.cost import CostModel
+from twostroke.program.sharding import RowParts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from twostroke.core.hardware import Hardware
+    from twostroke.program import CacheFormat, Program
+    from twostroke.program.ops import Op
+    from twostroke.program.shard import RankProgram
+
+_VALUE_BYTES = 4  # of a value on its way: float32
+_CONTEXT = 256  # tokens before each stream's next one
+_SHAPES: Mapping[str, BatchShape] = {
+    "decode of 1 stream": BatchShape.decode((_CONTEXT,)),
+    "of 16": BatchShape.decode((_CONTEXT,) * 16),
+    "prefill of 512 tokens": BatchShape.prefill(512),
+}
+
+
+class LinkSpeed(Frozen):
+    """Seconds of a collective without data, and the bytes/s at which data follow."""
+
+    latency_s: float
+    bandwidth: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return how long a collective takes from the moment when all are there."""
+        return self.latency_s + num_bytes / self.bandwidth
+
+
+class Step(Frozen):
+    """A step as predicted; figures are those of each rank, rank 0 first.
+
+    `waiting_s` is in collectives for slower ranks, `moving_s` is what collectives themselves take,
+    and `bytes` is what they bring to the rank. With several stages, `step_s` is the time from the
+    first rank's start to the last one's end; `each_s` is that from one step to the next if so many
+    are in flight that no stage waits.
+    """
+
+    computing_s: tuple[float, ...]
+    waiting_s: tuple[float, ...]
+    moving_s: tuple[float, ...]
+    bytes: tuple[int, ...]
+    step_s: float
+
+    @property
+    def each_s(self) -> float:
+        """Seconds from one step to the next of many."""
+        return max(map(sum, zip(self.computing_s, self.moving_s, strict=True)))
+
+
+class Divided(Frozen):
+    """A Program divided over ranks, each with its own limits, and the link between them.
+
+    `weight_bytes` are those of the whole weights.
+    """
+
+    program: Program
+    parts: tuple[RankProgram, ...]
+    weight_bytes: Mapping[str, int]
+    cache: CacheFormat
+    limits: tuple[Hardware, ...]
+    link: LinkSpeed
+
+    def step(self, batch: BatchShape) -> Step:
+        """Predict a step."""
+        return _Walk(self, batch).run()
+
+    def step_s_on_one(self, batch: BatchShape, limits: Hardware) -> float:
+        """Predict the seconds of one process with these limits."""
+        cost = CostModel(self.program, self.weight_bytes, self.cache).per_step().of(batch)
+        return cost.bytes / limits.bandwidth + cost.flops / limits.peak
+
+    def gains(self, limits: Hardware, num_in_flight: int = 1) -> dict[str, float]:
+        """Return how many times faster usual steps are than by one process with these limits."""
+        found = {}
+        for name, batch in _SHAPES.items():
+            step = self.step(batch)
+            divided_s = step.each_s if num_in_flight > 1 and len(batch.starts) > 1 else step.step_s
+            found[name] = self.step_s_on_one(batch, limits) / divided_s
+        return found
+
+    def rank_bytes(self, rank: int) -> dict[str, int]:
+        """Return the bytes of the weights that a rank holds."""
+        shapes, part = self.program.weight_shapes, self.parts[rank]
+        sizes = {}
+        for name, (first, end) in part.weight_rows.items():
+            low, high = part.weight_columns.get(name, (0, 1))
+            num_columns = shapes[name][-1] if name in part.weight_columns else 1
+            share = (end - first) / shapes[name][0] * (high - low) / num_columns
+            sizes[name] = round(self.weight_bytes[name] * share)
+        return sizes
+
+
+def part_of_machine(limits: Hardware, count: int) -> Hardware:
+    """Return the limits of each of `count` ranks that share a machine's cores."""
+    return replace(
+        limits,
+        num_threads=max(1, limits.num_threads // count),
+        bandwidth=limits.bandwidth / count,
+        peak=limits.peak / count,
+    )
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank on its way: its next operation, and its clock."""
+
+    ops: Sequence[Op]
+    cost: CostModel
+    batch: BatchShape  # of its rows
+    next: int = 0
+    now_s: float = 0.0
+    computing_s: float = 0.0
+    waiting_s: float = 0.0
+    moving_s: float = 0.0
+    bytes: int = 0
+
+    def arrive(self, at_s: float, moving_s: float, num_bytes: int) -> None:
+        """Go on after a collective for which all are there at `at_s`."""
+        self.waiting_s += max(0.0, at_s - self.now_s)
+        self.moving_s += moving_s
+        self.now_s = max(self.now_s, at_s) + moving_s
+        self.bytes += num_bytes
+        self.next += 1
+
+
+@dataclass
+class _Walk:
+    """Goes through the operations of all ranks, as far as they do not wait for each other."""
+
+    divided: Divided
+    batch: BatchShape
+    _ranks: list[_Rank] = field(default_factory=list)
+    _sent: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def run(self) -> Step:
+        """Return the step's figures."""
+        for rank, part in enumerate(self.divided.parts):
+            cost = CostModel(part.program, self.divided.rank_bytes(rank), self.divided.cache)
+            rows = _row_part(self.batch, part.row_part, part.num_row_parts)
+            self._ranks.append(_Rank(part.program.ops, cost, rows))
+        going = True
+        while going:
+            going = any(self._advance(rank) for rank in range(len(self._ranks)))
+        assert all(rank.next == len(rank.ops) for rank in self._ranks), "ranks wait for each other"
+        return Step(
+            tuple([rank.computing_s for rank in self._ranks]),
+            tuple([rank.waiting_s for rank in self._ranks]),
+            tuple([rank.moving_s for rank in self._ranks]),
+            tuple([rank.bytes for rank in self._ranks]),
+            max(rank.now_s for rank in self._ranks),
+        )
+
+    def _advance(self, number: int) -> bool:
+        """Let a rank do one thing; return False if it has ended or must wait."""
+        rank, link = self._ranks[number], self.divided.link
+        if rank.next == len(rank.ops):
+            return False
+        op = rank.ops[rank.next]
+        match op:
+            case AllGather() | AllReduce():
+                return self._meet(op)
+            case Send():
+                self._sent[number, op.to].append(rank.now_s)
+                rank.next += 1
+            case Receive():
+                if not (sent := self._sent[op.sender, number]):
+                    return False
+                num_bytes = _VALUE_BYTES * op.width * rank.batch.num_rows
+                rank.arrive(sent.pop(0), link.seconds(num_bytes), num_bytes)
+            case _:
+                cost, limits = rank.cost.operation(op, rank.batch), self.divided.limits[number]
+                seconds = cost.bytes / limits.bandwidth + cost.flops / limits.peak
+                rank.computing_s += seconds
+                rank.now_s += seconds
+                rank.next += 1
+        return True
+
+    def _meet(self, op: AllGather | AllReduce) -> bool:
+        """Bring a team over its collective, once all are there."""
+        team = [self._ranks[member] for member in op.team]
+        next_ops = [rank.ops[rank.next : rank.next + 1] for rank in team]
+        if any(not ops or ops[0].output != op.output for ops in next_ops):
+            return False
+        all_there_s = max(rank.now_s for rank in team)
+        for place, (member, rank) in enumerate(zip(op.team, team, strict=True)):
+            num_bytes = round(_VALUE_BYTES * op.width * self._num_rows_to(op, place, member))
+            rank.arrive(all_there_s, self.divided.link.seconds(num_bytes), num_bytes)
+        return True
+
+    def _num_rows_to(self, op: AllGather | AllReduce, place: int, member: int) -> float:
+        """Return how many whole rows a collective brings to a member of its team."""
+        if isinstance(op, AllReduce):  # parts of sums go around, then the sums
+            return 2 * self.batch.num_rows * (1 - 1 / len(op.team))
+        if op.root is None:
+            return self.batch.num_rows * (1 - _share_of(op, place))
+        return self.batch.num_sampled * (1 - _share_of(op, place)) if op.root == member else 0
+
+
+def _share_of(op: AllGather, place: int) -> float:
+    """Return about which share of the values a member of a team brings."""
+    if isinstance(op.parts, RowParts):
+        return 1 / op.parts.count
+    cuts = op.parts.cuts
+    return (cuts[place + 1] - cuts[place]) / cuts[-1]
+
+
+def _row_part(batch: BatchShape, part: int, count: int) -> BatchShape:
+    """Return the rows of a step that a row part computes; all sampled rows are its."""
+    first, end = batch.num_rows * part // count, batch.num_rows * (part + 1) // count
+    starts, counts, at = [], [], 0
+    for start, rows in batch.spans:
+        low, high = max(first, at), min(end, at + rows)
+        if low < high:
+            starts.append(start + low - at)
+            counts.append(high - low)
+        at += rows
+    return BatchShape(tuple(starts), tuple(counts), batch.num_sampled)

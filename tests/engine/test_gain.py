@@ -1,0 +1,72 @@
+"""What a split should gain: predicted steps of one process and of several ranks."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from support.tiny import tiny_of, write_tiny_gguf
+from twostroke.core.hardware import Hardware
+from twostroke.engine.gain import Divided, LinkSpeed, part_of_machine
+from twostroke.engine.loading import load
+from twostroke.models import build_program
+from twostroke.program import FLOAT16, BatchShape
+from twostroke.program.mesh import Mesh
+from twostroke.program.shard import shard
+
+MACHINE = Hardware("a machine", 2, 0, 1e6, 1e9, "any", "made up")
+AT_ONCE = LinkSpeed(0.0, 1e30)
+DECODE = BatchShape.decode((64,) * 4)
+PREFILL = BatchShape.prefill(128)
+
+
+def divided(tmp_path, mesh, link=AT_ONCE, family="llama", num_layers=4) -> Divided:
+    tiny = tiny_of(family, num_layers=num_layers)
+    loaded = load(str(write_tiny_gguf(tmp_path / "tiny.gguf", tiny)))
+    program = build_program(loaded.spec)
+    sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
+    parts = shard(program, mesh)
+    limits = (part_of_machine(MACHINE, len(parts)),) * len(parts)
+    return Divided(program, parts, sizes, FLOAT16, limits, link)
+
+
+def test_one_rank_takes_as_long_as_one_process(tmp_path):
+    one = divided(tmp_path, Mesh())
+    for batch in (DECODE, PREFILL):
+        step = one.step(batch)
+        assert step.step_s == pytest.approx(one.step_s_on_one(batch, MACHINE), rel=1e-6)
+        assert step.bytes == (0,)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3"])
+def test_ranks_share_a_step_and_wait_for_the_slowest(tmp_path, family):
+    num_layers = 7 if family == "gemma3" else 4
+    meshes = [
+        Mesh(column_parts=(1, 1)), Mesh(column_parts=(3, 1)), Mesh(row_parts=2),
+        Mesh(stages=(1, 1)), Mesh(stages=(1, 1), column_parts=(1, 1)),
+    ]  # fmt: skip
+    for mesh in meshes:
+        ranks = divided(tmp_path, mesh, family=family, num_layers=num_layers)
+        for batch in (DECODE, PREFILL):
+            step = ranks.step(batch)
+            ends = map(sum, zip(step.computing_s, step.waiting_s, step.moving_s, strict=True))
+            assert max(ends) == pytest.approx(step.step_s)
+            assert sum(step.bytes) > 0
+            assert step.step_s >= ranks.step_s_on_one(batch, MACHINE) * 0.999
+            assert step.each_s <= step.step_s
+
+
+def test_collectives_take_their_number_times_the_latency(tmp_path):
+    slow = divided(tmp_path, Mesh(column_parts=(1, 1)), LinkSpeed(1.0, 1e30))
+    gathers = 4 * 4 + 2  # four a layer, the embedding's and the logits'
+    step = slow.step(DECODE)
+    assert step.moving_s == pytest.approx((gathers, gathers))
+    fast = replace(slow, link=LinkSpeed(0.0, 1.0)).step(DECODE)
+    assert fast.moving_s == pytest.approx(fast.bytes)
+
+
+def test_two_machines_gain_over_one(tmp_path):
+    two = divided(tmp_path, Mesh(column_parts=(1, 1)))
+    two = replace(two, limits=(MACHINE, MACHINE))
+    for gain in two.gains(MACHINE).values():
+        assert 1.5 < gain <= 2.0
