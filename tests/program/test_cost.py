@@ -13,8 +13,10 @@ from twostroke.core.tree import ROOT, Branch
 from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.program import BatchShape
 from twostroke.program.cost import Cost, CostModel, StepCost
+from twostroke.program.mesh import Mesh
 from twostroke.program.ops import Expert, MixtureOfExperts
 from twostroke.program.pages import FLOAT16, CacheFormat, CacheLayer
+from twostroke.program.shard import shard
 
 ROPE = RopeSpec(base=10000.0, dim=128, interleaved=True)
 SIZES = {
@@ -127,3 +129,50 @@ def test_a_row_reads_only_its_chosen_experts() -> None:
 def test_a_token_s_bytes_count_the_scales_of_its_heads() -> None:
     layer = CacheLayer(num_kv_heads=4, head_dim=64)
     assert layer.bytes_per_token(CacheFormat(1, head_bytes=2)) == 2 * 4 * (64 + 2)
+
+
+def test_ranks_share_the_work_of_a_step() -> None:
+    model = cost_model("Llama-3-8B")
+    for mesh in (
+        Mesh(column_parts=(1, 1, 1)),
+        Mesh((1, 1)),
+        Mesh(row_parts=2),
+        Mesh((1, 1), 2, (3, 1)),
+    ):
+        parts = [model.part(rank).per_step() for rank in shard(model.program, mesh)]
+        for batch in (BatchShape.decode((1000,) * 16), BatchShape((0, 50), (300, 200), 2)):
+            whole = model.per_step().of(batch)
+            own = [part.of(batch) for part in parts]
+            assert sum(cost.flops for cost in own) == pytest.approx(whole.flops, rel=0.02)
+            copies = mesh.row_parts  # of most weights
+            assert sum(cost.weight_bytes for cost in own) >= whole.weight_bytes * 0.99
+            assert sum(cost.weight_bytes for cost in own) <= whole.weight_bytes * copies * 1.02
+            assert sum(cost.sent_bytes - cost.received_bytes for cost in own) == pytest.approx(
+                0, abs=9
+            )
+            assert sum(cost.sent_bytes for cost in own) > 0
+
+
+def test_parts_of_rows_attend_to_what_the_step_attends_to() -> None:
+    chance = random.Random(6)
+    for _ in range(50):
+        starts = tuple(chance.randrange(300) for _ in range(chance.randint(1, 6)))
+        batch = BatchShape(starts, tuple(chance.randint(1, 90) for _ in starts), 3)
+        count, window = chance.randint(1, 5), chance.choice((None, 40))
+        parts = [batch.part(index, count) for index in range(count)]
+        assert sum(part.num_attended(window) for part in parts) == batch.num_attended(window)
+        assert {part.num_rows_of_all for part in parts} == {batch.num_rows}
+
+
+def test_two_ranks_of_an_8b_exchange_106_kilobytes_for_a_row_and_layer() -> None:
+    model = cost_model("Llama-3-8B")
+    layers, hidden, ffn, *_, vocab, _ = SIZES["Llama-3-8B"]
+    of_layer = 4 * (hidden + hidden + ffn + hidden)  # attention, its sum, gated, its sum
+    assert of_layer == 106_496
+    for number, rank in enumerate(shard(model.program, Mesh(column_parts=(1, 1)))):
+        cost = model.part(rank).per_step().of(BatchShape.decode((1000, 1000)))
+        of_both = 2 * (layers * of_layer + 4 * hidden)
+        logits = 2 * 4 * vocab // 2  # one half of them goes to rank 0
+        assert cost.sent_bytes == of_both // 2 + number * logits
+        assert cost.received_bytes == of_both // 2 + (1 - number) * logits
+        assert cost.exchanges == 4 * layers + 2

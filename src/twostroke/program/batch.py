@@ -25,6 +25,7 @@ class BatchShape(Frozen, dict=True):  # its properties are cached
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     num_sampled: int
+    num_in_other_parts: int = 0  # rows of the same step that other row parts compute
 
     @classmethod
     def prefill(cls, num_tokens: int, start: int = 0) -> BatchShape:
@@ -51,6 +52,25 @@ class BatchShape(Frozen, dict=True):  # its properties are cached
         """Return the shape with one more request, whose `count` rows all get logits."""
         num_sampled = self.num_sampled + count
         return BatchShape((*self.starts, start), (*self.counts, count), num_sampled)
+
+    def part(self, index: int, count: int) -> BatchShape:
+        """Return the rows of row part `index` of `count`, with all logits (see `RowParts`)."""
+        first, end = self.num_rows * index // count, self.num_rows * (index + 1) // count
+        starts, counts, row = [], [], 0
+        for start, num_rows in self.spans:
+            skipped = max(0, first - row)
+            num_own = min(row + num_rows, end) - (row + skipped)
+            if num_own > 0:
+                starts.append(start + skipped)
+                counts.append(num_own)
+            row += num_rows
+        num_others = self.num_rows - (end - first)
+        return BatchShape(tuple(starts), tuple(counts), self.num_sampled, num_others)
+
+    @property
+    def num_rows_of_all(self) -> int:
+        """Tokens that all row parts compute in the step."""
+        return self.num_rows + self.num_in_other_parts
 
     @property
     def spans(self) -> Iterable[tuple[int, int]]:

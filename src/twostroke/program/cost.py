@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
@@ -9,11 +10,12 @@ from twostroke.program.pages import FLOAT16, CacheFormat
 from twostroke.program.work import Cost, Count, StepCost
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from twostroke.program.batch import BatchShape
     from twostroke.program.ops import Op
     from twostroke.program.program import Program
+    from twostroke.program.shard import RankProgram
 
 __all__ = ["Cost", "CostModel", "StepCost"]
 
@@ -21,16 +23,27 @@ __all__ = ["Cost", "CostModel", "StepCost"]
 class CostModel(Frozen):
     """Counts the work of a Program's steps, given how its weights and its cache are stored.
 
-    `weight_bytes` gives each weight's stored size.
+    `weight_bytes` gives each weight's stored size. A rank's steps have its part of the rows.
     """
 
     program: Program
     weight_bytes: Mapping[str, int]
     cache: CacheFormat = FLOAT16
+    row_part: int = 0
+    num_row_parts: int = 1
+
+    def part(self, rank: RankProgram) -> CostModel:
+        """Return the cost of one rank's part of this Program."""
+        whole = self.program.weight_shapes
+        stored = {
+            name: self.weight_bytes[name] * prod(shape) // prod(whole[name])
+            for name, shape in rank.program.weight_shapes.items()
+        }
+        return CostModel(rank.program, stored, self.cache, rank.row_part, rank.num_row_parts)
 
     def operation(self, op: Op, batch: BatchShape) -> Cost:
         """Return one operation's share of a step's cost."""
-        return StepCost(tuple(op.work(self.weight_bytes, self.cache))).of(batch)
+        return self._of(op.work(self.weight_bytes, self.cache)).of(batch)
 
     def per_step(self) -> StepCost:
         """Return the cost of a step of all operations: their terms, one for each count."""
@@ -38,4 +51,7 @@ class CostModel(Frozen):
         for op in self.program.ops:
             for count, cost in op.work(self.weight_bytes, self.cache):
                 terms[count] = terms.get(count, Cost(0)) + cost
-        return StepCost(tuple(terms.items()))
+        return self._of(terms.items())
+
+    def _of(self, terms: Iterable[tuple[Count, Cost]]) -> StepCost:
+        return StepCost(tuple(terms), self.row_part, self.num_row_parts)

@@ -6,6 +6,7 @@ No sum is ever split: a rank computes some outputs of an operation, each from al
 from __future__ import annotations
 
 from enum import Enum
+from typing import ClassVar
 
 from twostroke.core.frozen import Frozen
 
@@ -34,10 +35,36 @@ class Weight(Frozen):
     is_divided: bool = False
 
 
-class ColumnParts(Frozen):
-    """Member i of a team holds the columns from `cuts[i]` to `cuts[i + 1]` of each row."""
+class _Cut(Frozen):
+    """Member i of a team holds what lies between `cuts[i]` and `cuts[i + 1]`."""
 
     cuts: tuple[int, ...]
+
+    are_rows: ClassVar = False
+
+    def share(self, place: int) -> float:
+        """Return the share of the values that a member holds."""
+        return (self.cuts[place + 1] - self.cuts[place]) / self.cuts[-1]
+
+
+class ColumnParts(_Cut):
+    """Member i of a team holds the columns from `cuts[i]` to `cuts[i + 1]` of each row."""
+
+
+class TokenParts(_Cut):
+    """Member i of a team holds the rows whose token is in `range(cuts[i], cuts[i + 1])`."""
+
+    are_rows = True
+
+
+class TermParts(_Cut):
+    """Member i of a team holds the terms of the experts in `range(cuts[i], cuts[i + 1])`.
+
+    `scores` names the value by which each row chooses `num_used` experts.
+    """
+
+    scores: str
+    num_used: int
 
 
 class RowParts(Frozen):
@@ -45,22 +72,12 @@ class RowParts(Frozen):
 
     count: int
 
+    are_rows: ClassVar = True
 
-class TokenParts(Frozen):
-    """Member i of a team holds the rows whose token is in `range(cuts[i], cuts[i + 1])`."""
-
-    cuts: tuple[int, ...]
-
-
-class TermParts(Frozen):
-    """Member i of a team holds the terms of the experts in `range(cuts[i], cuts[i + 1])`.
-
-    `scores` names the value by which each row chooses `num_used` experts.
-    """
-
-    cuts: tuple[int, ...]
-    scores: str
-    num_used: int
+    def share(self, place: int) -> float:
+        """Return the share of the rows that a member holds."""
+        del place
+        return 1 / self.count
 
 
 Parts = ColumnParts | RowParts | TokenParts | TermParts

@@ -13,15 +13,20 @@ class Cost(Frozen):
 
     `weight_bytes` and `cache_bytes` (keys and values, read and written) are the traffic that no
     kernel can avoid; values between operations are left out, since they stay in the caches.
+    A rank exchanges values with others: in each of `exchanges` it waits once, and all of them
+    together bring it `received_bytes`.
     """
 
     flops: int
     weight_bytes: int = 0
     cache_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    exchanges: int = 0
 
     @property
     def bytes(self) -> int:
-        """All bytes that must move."""
+        """All bytes that memory must move."""
         return self.weight_bytes + self.cache_bytes
 
     def __add__(self, other: Cost) -> Cost:
@@ -30,6 +35,9 @@ class Cost(Frozen):
             self.flops + other.flops,
             self.weight_bytes + other.weight_bytes,
             self.cache_bytes + other.cache_bytes,
+            self.sent_bytes + other.sent_bytes,
+            self.received_bytes + other.received_bytes,
+            self.exchanges + other.exchanges,
         )
 
 
@@ -46,6 +54,11 @@ def once(batch: BatchShape) -> int:
 def each_row(batch: BatchShape) -> int:
     """Count the tokens that are computed."""
     return batch.num_rows
+
+
+def each_row_of_all(batch: BatchShape) -> int:
+    """Count the tokens that all row parts compute."""
+    return batch.num_rows_of_all
 
 
 def each_sampled_row(batch: BatchShape) -> int:
@@ -75,7 +88,7 @@ class EachCached(Frozen):
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of positions."""
-        return batch.num_context(self.window) + batch.num_rows
+        return batch.num_context(self.window) + batch.num_rows_of_all
 
 
 class ShareOfExperts(Frozen):
@@ -90,18 +103,33 @@ class ShareOfExperts(Frozen):
 
 
 class StepCost(Frozen):
-    """A cost as a sum of terms, each proportional to a count: quick to get for any batch."""
+    """A cost as a sum of terms, each proportional to a count: quick to get for any batch.
+
+    It is that of row part `row_part` of `num_row_parts`.
+    """
 
     terms: tuple[tuple[Count, Cost], ...]
+    row_part: int = 0
+    num_row_parts: int = 1
 
     def of(self, batch: BatchShape) -> Cost:
         """Return the cost for a batch."""
+        if self.num_row_parts > 1:
+            batch = batch.part(self.row_part, self.num_row_parts)
         flops: float = 0
         weight_bytes: float = 0
         cache_bytes: float = 0
+        sent_bytes: float = 0
+        received_bytes: float = 0
+        exchanges: float = 0
         for count, cost in self.terms:
             times = count(batch)
             flops += times * cost.flops
             weight_bytes += times * cost.weight_bytes
             cache_bytes += times * cost.cache_bytes
-        return Cost(round(flops), round(weight_bytes), round(cache_bytes))
+            if cost.sent_bytes or cost.received_bytes or cost.exchanges:  # of ranks alone
+                sent_bytes += times * cost.sent_bytes
+                received_bytes += times * cost.received_bytes
+                exchanges += times * cost.exchanges
+        amounts = (flops, weight_bytes, cache_bytes, sent_bytes, received_bytes, exchanges)
+        return Cost(*map(round, amounts))
