@@ -19,20 +19,23 @@ if TYPE_CHECKING:
 class Share(Frozen, eq=False):
     """One rank's share of a Program, and its end of the link to the others.
 
-    No step has more than `max_rows` rows.
+    No step has more than `max_rows` rows. With `block_sizes` sums are split (see `shard`).
     """
 
     rank: int
     mesh: Mesh
     max_rows: int
-    link: Any  # a `LinkRecord` for the cpu backend
+    link: Any  # a `LinkRecord` for the cpu backend, a `TorchLink` for torch
+    block_sizes: Mapping[str, int] | None = None
 
     def parts(self, program: Program, kept: Collection[str] = ()) -> tuple[RankProgram, ...]:
         """Return the part of each rank; the values that are `kept` are whole on rank 0."""
-        return shard(program, self.mesh, kept)
+        return shard(program, self.mesh, kept, self.block_sizes)
 
     def tensors(
         self, part: RankProgram, tensors: Mapping[str, QuantTensor]
     ) -> dict[str, QuantTensor]:
         """Return what this rank reads of each weight; nothing is copied."""
-        return {name: tensors[name].part(*rows) for name, rows in part.weight_rows.items()}
+        found = {name: tensors[name].part(*rows) for name, rows in part.weight_rows.items()}
+        cut = part.weight_columns.items()
+        return found | {name: found[name].columns(*columns) for name, columns in cut}

@@ -6,7 +6,7 @@ For readers that interpret a Program one operation after another.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from msgspec import field
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from twostroke.backends.frame import StepFrame
     from twostroke.core.step import Slice
     from twostroke.program import Program
 
     Numbers = NDArray[np.int64]
+    Rows: TypeAlias = "tuple[Numbers, Numbers, tuple[Span, ...], Numbers]"
 
 
 class Span(Frozen):
@@ -50,7 +52,7 @@ class Span(Frozen):
         return np.concatenate([self.above, np.arange(self.rows.start, self.rows.stop)])
 
 
-def flatten(slices: tuple[Slice, ...]) -> tuple[Numbers, Numbers, tuple[Span, ...], Numbers]:
+def flatten(slices: tuple[Slice, ...]) -> Rows:
     """Return a step's tokens, their positions, the spans, and the rows with logits."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -65,6 +67,21 @@ def flatten(slices: tuple[Slice, ...]) -> tuple[Numbers, Numbers, tuple[Span, ..
             positions += range(span.start, span.end)
         sampled += range(len(tokens) - part.num_with_logits, len(tokens))
     return np.array(tokens), np.array(positions), tuple(spans), np.array(sampled, np.int64)
+
+
+def unpack(frame: StepFrame) -> Rows:
+    """Return the same as `flatten`, for a step that rank 0 sent."""
+    spans: list[Span] = []
+    stored = frame.stores.astype(np.int64)
+    copies = tuple((target, source) for source, target in frame.copies.tolist())
+    for first, count, start, table in frame.slices.tolist():
+        above = stored[stored[:, 1] == table, 0]
+        pages = frame.page_tables[table].astype(np.int64)
+        spans.append(Span(slice(first, first + count), start, pages, above, copies))
+        copies = ()  # they are the whole step's
+    positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+    tokens, sampled = (a.astype(np.int64) for a in (frame.tokens, frame.sampled_rows))
+    return tokens, positions, tuple(spans), sampled
 
 
 def _spans(part: Slice, first: int) -> Iterator[Span]:

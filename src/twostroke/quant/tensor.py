@@ -58,12 +58,16 @@ class QuantTensor(Frozen, eq=False):
 
     def part(self, first: int, end: int) -> QuantTensor:
         """Return some of the outputs of a matrix, or values of a vector, without a copy."""
-        if len(self.shape) > 1:
-            rows = self.num_rows // self.shape[0]
-            data = self.data[first * rows : end * rows]
-        else:
-            data = self.data[:, self.format.num_bytes(first) : self.format.num_bytes(end)]
+        if len(self.shape) == 1:
+            return self.columns(first, end)
+        rows = self.num_rows // self.shape[0]
+        data = self.data[first * rows : end * rows]
         return QuantTensor(self.format, (end - first, *self.shape[1:]), data)
+
+    def columns(self, first: int, end: int) -> QuantTensor:
+        """Return some of the inputs, whole blocks of them, without a copy."""
+        data = self.data[:, self.format.num_bytes(first) : self.format.num_bytes(end)]
+        return QuantTensor(self.format, (*self.shape[:-1], end - first), data)
 
     def dequantize(self, rows: slice | None = None) -> Floats:
         """Return the values as float32: all in `shape`, or the chosen rows as (rows, inputs)."""

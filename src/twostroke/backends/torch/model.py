@@ -9,13 +9,14 @@ import torch
 from twostroke.backends.torch.operations import StepState, apply
 from twostroke.backends.torch.pages import OneSequence
 from twostroke.core.errors import BackendError
+from twostroke.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
-    from twostroke.program import Program
+    from twostroke.program import Op, Program
     from twostroke.quant import QuantTensor
 
 
@@ -52,20 +53,34 @@ class TorchModel:
         """Return values by name, (len(tokens), width), and the logits of a sequence (int64)."""
         every = torch.arange(len(tokens), device=self.device)
         state = StepState(tokens.to(self.device), every, every, self.weights, OneSequence())
-        return self.run(state, names)
+        return self.run(state, (*names, self.program.ops[-1].output))
 
-    def run(self, state: StepState, names: Collection[str] = ()) -> dict[str, Tensor]:
-        """Run the Program on a step's rows; return the named values and the last, the logits."""
-        program = self.program
-        last_use = {name: op for op in program.ops for name in op.inputs}
-        kept = {*names, program.ops[-1].output}
+    def run(
+        self, state: StepState, names: Collection[str], program: Program | None = None
+    ) -> dict[str, Tensor]:
+        """Run the Program, or another with its weights, on a step's rows; return named values."""
+        every = (program or self.program).ops
+        last_use = {name: op for op in every for name in op.inputs}
         values: dict[str, Tensor] = {}
-        for op in program.ops:
-            values[op.output] = apply(op, values, state)
-            for name in set(op.inputs) - kept:
+        for op in every:
+            values[op.output] = apply(op, _own_rows(op, values, state), state)
+            for name in set(op.inputs).difference(names):
                 if last_use[name] is op:
                     del values[name]
-        return {name: values[name] for name in kept}
+        return {name: values[name] for name in names}
+
+
+def _own_rows(op: Op, values: dict[str, Tensor], state: StepState) -> Mapping[str, Tensor]:
+    """Return the inputs of an operation, with this rank's rows where it does not read all."""
+    num_rows, own = len(state.tokens), state.own
+    if own == slice(0, num_rows) or not isinstance(op, ops.LocalOp):
+        return values
+    inputs = {getattr(op, field): field in op.needs_all_rows for field in op.reads}
+    return {
+        name: x if reads_all or len(x) < num_rows else x[own]
+        for name, reads_all in inputs.items()
+        for x in (values[name],)
+    }
 
 
 def choose_device(wanted: str) -> str:

@@ -14,6 +14,7 @@ from twostroke.program import Activation, ops
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from twostroke.backends.torch.link import TorchLink
     from twostroke.backends.torch.pages import Keeper
     from twostroke.program import Op
 
@@ -22,7 +23,8 @@ class StepState(Frozen):
     """Inputs of a step's operations besides values.
 
     `tokens`, `positions` (rows) and `sampled` (rows that get logits) are int64 on the weights'
-    device. `keeper` stores the step's keys and values and finds those that its rows see.
+    device. `keeper` stores the step's keys and values and finds those that its rows see. A rank
+    reaches the others by its `link`, and computes part `row_part` of `num_row_parts` of the rows.
     """
 
     tokens: Tensor
@@ -31,16 +33,30 @@ class StepState(Frozen):
     weights: Mapping[str, Tensor]
     keeper: Keeper
     external: Tensor | None = None
+    link: TorchLink | None = None
+    row_part: int = 0
+    num_row_parts: int = 1
+
+    @property
+    def own(self) -> slice:
+        """The rows that this rank computes."""
+        count, part, parts = len(self.tokens), self.row_part, self.num_row_parts
+        return slice(count * part // parts, count * (part + 1) // parts)
 
 
-def apply(  # noqa: PLR0911 - a case for each operation
+def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
     op: Op, values: Mapping[str, Tensor], state: StepState
 ) -> Tensor:
-    """Return what `op` writes, (rows, width), given the values written so far."""
+    """Return what `op` writes, (rows, width), given the values written so far.
+
+    Values have this rank's own rows of the step, or all rows.
+    """
     weights = state.weights
     match op:
+        case ops.AllGather() | ops.AllReduce() | ops.Send() | ops.Receive():
+            return _exchange(op, values, state)
         case ops.Embed():
-            return functional.embedding(state.tokens, weights[op.table])
+            return _embed(op, state.tokens, weights[op.table])
         case ops.ExternalInput():
             assert state.external is not None
             return state.external
@@ -50,13 +66,22 @@ def apply(  # noqa: PLR0911 - a case for each operation
             bias = None if op.bias is None else weights[op.bias]
             return functional.linear(values[op.x], weights[op.weight], bias)
         case ops.Rope():
-            return _rope(op, values[op.x], state.positions)
+            return _rope(op, values[op.x], state.positions[state.own])
         case ops.Attention():
             return _attention(op, values, state)
         case ops.GatedActivation():
             return _activate(op.activation, values[op.gate]) * values[op.up]
         case ops.MixtureOfExperts():
-            return _mix_experts(op, values[op.x], values[op.scores], weights)
+            terms, total = op.steps
+            assert isinstance(terms, ops.ExpertTerms)
+            assert isinstance(total, ops.SumTerms)
+            return _sum_terms(total, _expert_terms(terms, values, weights), values[op.scores])
+        case ops.ExpertTerms():
+            return _expert_terms(op, values, weights)
+        case ops.SumTerms():
+            return _sum_terms(op, values[op.x], values[op.scores])
+        case ops.TakeColumns():
+            return values[op.x][:, op.first : op.first + op.width]
         case ops.Scale():
             return values[op.x] * op.factor
         case ops.Add():
@@ -64,6 +89,25 @@ def apply(  # noqa: PLR0911 - a case for each operation
         case ops.Logits():
             logits = functional.linear(values[op.x][state.sampled], weights[op.weight])
             return logits if op.soft_cap is None else _soft_cap(logits, op.soft_cap)
+
+
+def _exchange(
+    op: ops.AllGather | ops.AllReduce | ops.Send | ops.Receive,
+    values: Mapping[str, Tensor],
+    state: StepState,
+) -> Tensor:
+    """Return what other ranks have of a value, with this rank's own."""
+    assert state.link is not None, "a divided Program needs the other ranks"
+    x = values[op.inputs[0]] if op.inputs else None
+    return state.link.apply(op, x, state.tokens, state.own)
+
+
+def _embed(op: ops.Embed, tokens: Tensor, table: Tensor) -> Tensor:
+    """Return rows of the table; zeros for tokens that it does not have."""
+    ids = tokens - op.first_id
+    elsewhere = (ids < 0) | (ids >= op.num_ids)
+    found = functional.embedding(ids.masked_fill(elsewhere, 0), table)
+    return found.masked_fill(elsewhere[:, None], 0)
 
 
 def _rms_norm(op: ops.RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
@@ -94,9 +138,14 @@ def _rope(op: ops.Rope, x: Tensor, positions: Tensor) -> Tensor:
 
 def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: StepState) -> Tensor:
     q, k, v = (values[name] for name in op.inputs)
-    outputs = []
-    for rows, keys, vals, first in state.keeper.spans(op, k, v):
-        queries = q[rows].reshape(-1, op.num_heads, op.head_dim)
+    own = state.own
+    outputs = [q[:0]]
+    for span, keys, vals, first in state.keeper.spans(op, k, v):
+        rows = slice(max(span.start, own.start), min(span.stop, own.stop))
+        if rows.start >= rows.stop:
+            continue
+        queries = q[rows.start - own.start : rows.stop - own.start]
+        queries = queries.reshape(-1, op.num_heads, op.head_dim)
         distance = state.positions[rows, None] - torch.arange(
             first, first + len(keys), device=q.device
         )
@@ -107,14 +156,14 @@ def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: StepState
 
 def _attend(op: ops.Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """Return (rows, width); q is (rows, heads, head_dim), k and v (context, kv_heads, head_dim)."""
+    heads = torch.arange(op.first_head, op.first_head + op.num_heads, device=q.device)
+    k, v = (x.index_select(1, heads // op.group_size) for x in (k, v))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
     if op.soft_cap is None:
         mixed = functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], seen, scale=op.scale, enable_gqa=True
+            q[None], k[None], v[None], seen, scale=op.scale
         )[0]
     else:
-        group = op.num_heads // op.num_kv_heads
-        k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
         scores = _soft_cap(q @ k.transpose(1, 2) * op.scale, op.soft_cap)
         mixed = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ v
     return mixed.transpose(0, 1).flatten(1)
@@ -132,21 +181,30 @@ def _activate(activation: Activation, x: Tensor) -> Tensor:
             return functional.gelu(x, approximate="tanh")
 
 
-def _mix_experts(
-    op: ops.MixtureOfExperts, x: Tensor, scores: Tensor, weights: Mapping[str, Tensor]
+def _expert_terms(
+    op: ops.ExpertTerms, values: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> Tensor:
-    shares = scores.softmax(dim=-1)  # (rows, experts)
-    chosen = scores.argsort(dim=-1, descending=True, stable=True)[:, : op.num_used]
-    kept = shares.gather(1, chosen)
-    if op.normalize:
-        kept = kept / kept.sum(dim=-1, keepdim=True)
-    output = torch.zeros_like(x)
-    for index, expert in enumerate(op.experts):
-        rows, ranks = torch.nonzero(chosen == index, as_tuple=True)
+    """Return the terms of each row's experts; zeros for those of experts that are elsewhere."""
+    x, chosen = values[op.x], _chosen(op, values[op.scores])
+    terms = x.new_zeros(*chosen.shape, op.hidden)
+    for index, expert in enumerate(op.experts, op.first_expert):
+        rows, places = torch.nonzero(chosen == index, as_tuple=True)
         if not len(rows):
             continue
         gate = _activate(op.activation, functional.linear(x[rows], weights[expert.gate]))
         mixed = gate * functional.linear(x[rows], weights[expert.up])
-        mixed = functional.linear(mixed, weights[expert.down])
-        output = output.index_add(0, rows, kept[rows, ranks, None] * mixed)
-    return output
+        terms[rows, places] = functional.linear(mixed, weights[expert.down])
+    return terms.flatten(1)
+
+
+def _sum_terms(op: ops.SumTerms, terms: Tensor, scores: Tensor) -> Tensor:
+    shares = scores.softmax(dim=-1).gather(1, _chosen(op, scores))  # (rows, num_used)
+    if op.normalize:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    weighed = shares[..., None] * terms.unflatten(1, (op.num_used, -1))
+    return sum(weighed.unbind(1)[1:], weighed[:, 0])
+
+
+def _chosen(op: ops.ExpertTerms | ops.SumTerms, scores: Tensor) -> Tensor:
+    """Return each row's experts, (rows, num_used), in the order of the choice."""
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, : op.num_used]

@@ -1,0 +1,156 @@
+"""How ranks reach each other: torch.distributed, with NCCL on GPUs and Gloo on CPUs."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from twostroke.core.errors import RanksLostError
+from twostroke.program import ops
+from twostroke.program.sharding import ColumnParts, RowParts, TokenParts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    Collective = ops.AllGather | ops.AllReduce | ops.Send | ops.Receive
+
+_TIMEOUT: Final = timedelta(seconds=20)  # for what heartbeats do not find: they take a second
+
+
+class TorchLink:
+    """One rank's end of a process group of all ranks; a `Link` (parallel/link.py)."""
+
+    def __init__(self, rank: int, num_ranks: int, host: str = "127.0.0.1") -> None:
+        """Belong to no group yet; others reach rank 0 at `host`."""
+        self._rank, self._num_ranks, self._host = rank, num_ranks, host
+        self._store: dist.Store | None = None  # where the ranks meet, in rank 0
+        self._address: tuple[str, int] | None = None
+        self._teams: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._busy = threading.Lock()  # Gloo's waits cannot be ended by another thread
+
+    @property
+    def record(self) -> TorchLink:
+        """Itself: what the backend calls."""
+        return self
+
+    def renew(self) -> str:
+        """Return where the ranks meet from now on."""
+        store = dist.TCPStore(
+            self._host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT
+        )
+        self._store = store
+        return f"{self._host}:{store.port}"
+
+    def join(self, link: str) -> None:
+        """Meet the other ranks there, in the first collective: until then one may be lost."""
+        with self._busy:
+            self._leave()
+            host, _, port = link.rpartition(":")
+            self._address = host, int(port)
+
+    def begin(self) -> None:
+        """Do nothing: the first collective waits for all."""
+
+    def abort(self) -> None:
+        """Leave the others, whose waits for this rank end; not while this rank waits itself."""
+        if self._busy.acquire(blocking=False):
+            try:
+                self._leave()
+            finally:
+                self._busy.release()
+
+    def close(self) -> None:
+        """Leave the others."""
+        self.abort()
+        self._store = None
+
+    def apply(self, op: Collective, x: Tensor | None, tokens: Tensor, own: slice) -> Tensor:
+        """Return the output of `op`, given this rank's part of its input.
+
+        `own` are this rank's of the step's rows, which have `tokens`.
+        Rows and terms that another member has are zeros in `x`. An output that nothing reads has
+        no rows.
+        """
+        num_rows, device = own.stop - own.start, tokens.device
+        with self._calling():
+            match op:
+                case ops.Receive():
+                    received = torch.empty(num_rows, op.width, device=device)
+                    dist.recv(received, op.sender)
+                    return received
+                case ops.Send():
+                    assert x is not None
+                    dist.send(x.contiguous(), op.to)
+                    return x[:0]
+                case ops.AllGather(parts=ColumnParts(cuts=cuts)):
+                    x = torch.empty(num_rows, 0, device=device) if x is None else x
+                    return self._join_parts(op, x.T, cuts).T.contiguous()
+                case ops.AllGather(parts=RowParts(count=count)):
+                    assert x is not None
+                    cuts = tuple(len(tokens) * part // count for part in range(count + 1))
+                    return self._join_parts(op, x, cuts)
+                case ops.AllGather() | ops.AllReduce():
+                    if isinstance(op, ops.AllGather) and isinstance(op.parts, TokenParts):
+                        num_rows = len(tokens)
+                    total = torch.zeros(num_rows, op.width, device=device)
+                    total = total if x is None else total.copy_(x)
+                    dist.all_reduce(total, group=self._team(op.team))
+                    return total
+
+    def _join_parts(self, op: ops.AllGather, x: Tensor, cuts: Sequence[int]) -> Tensor:
+        """Return the rows that the members have between `cuts`; they travel padded."""
+        counts = [end - start for start, end in pairwise(cuts)]
+        own = functional.pad(x, (0, 0, 0, max(counts) - len(x))).contiguous()
+        reads = op.root is None or op.root == self._rank
+        parts = [torch.empty_like(own) for _ in counts] if reads else []
+        if own.numel() and op.root is None:
+            dist.all_gather(parts, own, group=self._team(op.team))
+        elif own.numel():
+            dist.gather(own, parts or None, dst=op.root, group=self._team(op.team))
+        if not reads:
+            return x[:0]
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def _team(self, team: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group of a team, which its members make when they first need it."""
+        if team not in self._teams:
+            assert list(team) == sorted(team), "a group's members are in the order of their ranks"
+            self._teams[team] = dist.new_group(list(team), use_local_synchronization=True)
+        return self._teams[team]
+
+    def _meet(self) -> None:
+        """Make the group of all ranks, unless there is one."""
+        if dist.is_initialized():
+            return
+        if self._address is None:
+            raise RanksLostError("This rank has left the others.")
+        store = self._store or dist.TCPStore(*self._address, timeout=_TIMEOUT)
+        kind = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+        dist.init_process_group(
+            kind, store=store, rank=self._rank, world_size=self._num_ranks, timeout=_TIMEOUT
+        )
+
+    def _leave(self) -> None:
+        self._teams.clear()
+        self._address = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Raise RanksLostError where torch.distributed fails."""
+        with self._busy:
+            try:
+                self._meet()
+                yield
+            except RuntimeError as error:  # the class of all its errors
+                raise RanksLostError(f"torch.distributed failed: {error}") from error
