@@ -18,6 +18,7 @@ import msgspec
 import parallel_rows
 from interleaved import measure
 from parallel_rows import ROWS, Case
+from pipe import WorkerError
 from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
 from texts import FreshPrompts, heldout_tokens
@@ -141,22 +142,30 @@ def _result(
         f"{figures['ratio']:.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–",
         f"{case.at_least:g}",
         f"{share:.1%}",
-        f"{expected['collective_share']:.1%}, ratio {expected['ratio']:.2f}" if expected else "–",
+        f"{_share(expected):.1%}, ratio {expected['ratio']:.2f}" if expected else "–",
         ", ".join(f"{one:.0%}" for one in busy),
         f"{row.disturbed} of {row.runs}",
     )
     return line, {**figures, "speed": row.as_json()}
 
 
-def _expected(side: Side, case: Case) -> dict[str, float]:
+def _expected(side: Side, case: Case) -> dict[str, Any]:
     """Return what the engine expects of its split for a case; {} if it predicts nothing."""
     work = WORKS[case.work]
-    lengths = [work.prompt_length] * work.num_streams
+    length = work.prompt_length + work.num_tokens // 2
+    starts = [0 if work.is_prefill else length] * work.num_streams
+    counts = [work.prompt_length if work.is_prefill else 1] * work.num_streams
     try:
-        return side.worker.ask("expected", lengths=lengths, is_prefill=work.is_prefill)
-    except Exception as error:  # noqa: BLE001 an older checkout does not know the question
+        return side.worker.ask("expected", starts=starts, counts=counts)
+    except WorkerError as error:
         note(f"{side.name} predicts nothing: {error}")
         return {}
+
+
+def _share(expected: dict[str, Any]) -> float:
+    """Return the share of a step that rank 0 is expected to spend in collectives."""
+    seconds = float(expected["waiting_s"][0] + expected["moving_s"][0])
+    return seconds / (seconds + float(expected["computing_s"][0]))
 
 
 def _limits(limits: dict[str, Any]) -> str:

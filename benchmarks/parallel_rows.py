@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXPERTS = "experts-64"  # a random mixture, written at first use
 _HERE = Path(__file__).parent
-_THREADS = 2  # of one process, and of all ranks together
+_THREADS = 2  # of one process, or of all ranks together
 _EVERY_LAYER = 999
 
 
@@ -59,7 +59,7 @@ def path_of(model: str) -> str:
 def _on_one_host(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
     del given
     yield _one(path, folder)
-    yield _ours(case.title, path, folder, _THREADS // _num_ranks(case), case.degrees)
+    yield _ours(case.title, path, folder, case.degrees)
 
 
 def _beside_llama(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
@@ -89,21 +89,14 @@ def _before_and_after(
 
 
 def _one(path: str, folder: Path) -> Side:
-    return _ours("one process", path, folder, _THREADS, {})
+    return _ours("one process", path, folder, {})
 
 
-def _ours(title: str, path: str, folder: Path, num_threads: int, degrees: dict[str, int]) -> Side:
+def _ours(title: str, path: str, folder: Path, degrees: dict[str, int]) -> Side:
     name = f"{OURS}, {title}"
     command = [sys.executable, str(_HERE / "worker_twostroke.py"), path]
-    command += ["--threads", str(num_threads), "--parallel", json.dumps(degrees)]
+    command += ["--threads", str(_THREADS), "--parallel", json.dumps(degrees)]
     return Side(name, Worker(name, command, folder / f"{name}.log"))
-
-
-def _num_ranks(case: Case) -> int:
-    count = 1
-    for degree in case.degrees.values():
-        count *= degree
-    return count
 
 
 def _cases(

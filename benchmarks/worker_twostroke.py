@@ -21,7 +21,9 @@ from twostroke.core.config import (
     SpeculationOptions,
 )
 from twostroke.engine.build import build
+from twostroke.engine.gain import expect
 from twostroke.engine.limits import machine
+from twostroke.program import BatchShape
 
 
 def main() -> None:
@@ -69,11 +71,19 @@ def main() -> None:
             at = machine(facts.level, facts.num_threads, facts.weight_bytes, again=True)
             return {"bandwidth": at.bandwidth, "peak": at.peak, "peak_kind": at.peak_kind}
 
+        def expected(starts: list[int], counts: list[int]) -> dict[str, Any]:
+            divided, machine = expect(engine), engine.limits.hardware()
+            batch = BatchShape(tuple(starts), tuple(counts), len(starts))
+            assert machine is not None
+            gain = divided.gain(batch, machine, facts.steps_ahead + 1)
+            return {"ratio": gain, **msgspec.to_builtins(divided.step(batch))}
+
         def about() -> dict[str, Any]:
             return {"version": f"on {facts.detail}", "facts": msgspec.to_builtins(facts)}
 
         serve({
-            "about": about, "run": run, "loop": loop, "limits": limits, "forget": dict
+            "about": about, "run": run, "loop": loop, "limits": limits, "expected": expected,
+            "forget": dict,
         }, answers)  # fmt: skip
 
 

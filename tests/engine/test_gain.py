@@ -68,5 +68,14 @@ def test_collectives_take_their_number_times_the_latency(tmp_path):
 def test_two_machines_gain_over_one(tmp_path):
     two = divided(tmp_path, Mesh(column_parts=(1, 1)))
     two = replace(two, limits=(MACHINE, MACHINE))
-    for gain in two.gains(MACHINE).values():
-        assert 1.5 < gain <= 2.0
+    for batch in (DECODE, PREFILL):
+        assert 1.5 < two.gain(batch, MACHINE) <= 2.0
+
+
+def test_a_pipeline_gains_with_steps_in_flight_unless_weights_are_the_limit(tmp_path):
+    stages = divided(tmp_path, Mesh(stages=(1, 1)))
+    for bandwidth, low, high in ((1e12, 1.5, 2.0), (1.0, 0.9, 1.1)):
+        machine = replace(MACHINE, bandwidth=bandwidth)
+        two = replace(stages, limits=(machine, machine))
+        assert two.gain(DECODE, machine) == pytest.approx(1.0)
+        assert low <= two.gain(DECODE, machine, num_in_flight=2) <= high

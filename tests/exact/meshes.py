@@ -67,11 +67,11 @@ def crowded(mesh: ParallelOptions, context: int, kv_format: str, **sizes: Any) -
     """Return the options of a mesh in which much happens.
 
     `sizes` are `memory_bytes`, `token_budget` and `drafts`: little memory preempts requests, a
-    small budget cuts prompts into chunks, and drafts are always guessed. One thread a rank.
+    small budget cuts prompts into chunks, and drafts are always guessed.
     """
     cache = CacheOptions(sizes["memory_bytes"], context, page_size=PAGE_SIZE, kv_format=kv_format)
     return EngineOptions(
-        ComputeOptions(num_threads=1 if mesh.num_ranks > 1 else None),
+        ComputeOptions(),
         cache,
         BatchOptions(token_budget=sizes["token_budget"]),
         SpeculationOptions("ngram", count=sizes["drafts"]),

@@ -81,16 +81,22 @@ def fetch(model: str, *, quiet: bool = False) -> Path:
         return pull(model, watcher(bar, model))
 
 
+def _whisper(text: str) -> None:
+    click.secho(text, dim=True, err=True)
+
+
 def open_engine(
     model: str,
     options: EngineOptions,
     *,
     quiet: bool = False,
     accept: Callable[[ModelCard], None] | None = None,
+    say: Callable[[str], None] = _whisper,
 ) -> Engine:
     """Return an engine for `model`, which is fetched first if it is not here, as is its draft.
 
-    `accept` may refuse the model before its weights are read. Errors as `pull` and `build`.
+    `accept` may refuse the model before its weights are read. With several ranks, `say` is called
+    with what they should gain. Errors as `pull` and `build`.
     """
     from twostroke.engine.build import build
 
@@ -98,7 +104,12 @@ def open_engine(
     if options.speculation.draft not in {None, PARTNER}:
         fetch(str(options.speculation.draft), quiet=quiet)
     with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
-        return build(model, options, lambda done, total: bar.show(label, done, total), accept)
+        engine = build(model, options, lambda done, total: bar.show(label, done, total), accept)
+    if engine.facts.ranks and not quiet:
+        from twostroke.engine.gain import describe_gain  # one process needs nothing of it
+
+        say(describe_gain(engine))
+    return engine
 
 
 def watcher(bar: Bar, model: str) -> Watcher:

@@ -151,7 +151,7 @@ def command(**given: Any) -> int:
     # Bound before the weights are loaded, so that a port in use is reported at once.
     listener = bind(serving.host, serving.port)
     logging_ = logging_to(sys.stderr, form, given["log_level"])
-    with listener, logging_, open_engine(given["model"], options) as engine:
+    with listener, logging_, open_engine(given["model"], options, say=_logger.info) as engine:
         name = serving.model_names[0] if serving.model_names else engine.card.name
 
         def on_ready(url: str) -> None:

@@ -28,7 +28,7 @@ from twostroke.engine.loop import EngineLoop
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
-from twostroke.program.mesh import mesh_of
+from twostroke.program.mesh import ONE_RANK, Mesh, mesh_of
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.spec import Lookahead, NgramProposer, Speculator, StepTime, budgets
 from twostroke.weights import GgufTokenizer, LoadedModel, release_tensors
@@ -57,7 +57,8 @@ _CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat withou
 class Engine(Frozen):
     """A running engine: `client` takes requests, `facts` are its backend's.
 
-    `limits` are the machine's, `draft` is the name of the model that guesses tokens.
+    `limits` are the machine's, `draft` is the name of the model that guesses tokens, and `mesh`
+    says how ranks share the model.
     """
 
     client: Client
@@ -65,6 +66,7 @@ class Engine(Frozen):
     context_length: int
     limits: Limits
     draft: str | None = None
+    mesh: Mesh = ONE_RANK
 
     @property
     def card(self) -> ModelCard:
@@ -158,7 +160,7 @@ def build(
         client = Client(card, EngineLoop(backend, scheduler, speculator, cost))
         if_it_fails.pop_all()
     draft_name = draft.loaded.name if draft and drafter else None
-    return Engine(client, backend.facts, size.context_length, limits, draft_name)
+    return Engine(client, backend.facts, size.context_length, limits, draft_name, mesh)
 
 
 def build_speculator(

@@ -6,32 +6,37 @@ all of its team wait for the last one, then for the link.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from twostroke.core.errors import BackendError
 from twostroke.core.frozen import Frozen
 from twostroke.program import BatchShape
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send
 from twostroke.program.cost import CostModel
+from twostroke.program.shard import shard
 from twostroke.program.sharding import RowParts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from twostroke.core.hardware import Hardware
+    from twostroke.engine.build import Engine
     from twostroke.program import CacheFormat, Program
     from twostroke.program.ops import Op
     from twostroke.program.shard import RankProgram
 
+_IN_MEMORY = (1.5e-6, 10e9)  # seconds and bytes/s, where ranks of one machine share memory
+_OVER_NETWORK = (25e-6, 1e9)  # over 10 Gbit/s
 _VALUE_BYTES = 4  # of a value on its way: float32
 _CONTEXT = 256  # tokens before each stream's next one
 _SHAPES: Mapping[str, BatchShape] = {
-    "decode of 1 stream": BatchShape.decode((_CONTEXT,)),
-    "of 16": BatchShape.decode((_CONTEXT,) * 16),
-    "prefill of 512 tokens": BatchShape.prefill(512),
+    "decode": BatchShape.decode((_CONTEXT,)),
+    "decode of 16 streams": BatchShape.decode((_CONTEXT,) * 16),
+    "prefill": BatchShape.prefill(512),
 }
 
 
@@ -89,14 +94,19 @@ class Divided(Frozen):
         cost = CostModel(self.program, self.weight_bytes, self.cache).per_step().of(batch)
         return cost.bytes / limits.bandwidth + cost.flops / limits.peak
 
-    def gains(self, limits: Hardware, num_in_flight: int = 1) -> dict[str, float]:
-        """Return how many times faster usual steps are than by one process with these limits."""
-        found = {}
-        for name, batch in _SHAPES.items():
-            step = self.step(batch)
-            divided_s = step.each_s if num_in_flight > 1 and len(batch.starts) > 1 else step.step_s
-            found[name] = self.step_s_on_one(batch, limits) / divided_s
-        return found
+    def gain(self, batch: BatchShape, limits: Hardware, num_in_flight: int = 1) -> float:
+        """Return how many times faster than one process with these limits a step is.
+
+        The streams of a batch are divided over `num_in_flight` steps.
+        """
+        one_s, count = self.step_s_on_one(batch, limits), min(num_in_flight, len(batch.starts))
+        if count == 1:
+            return one_s / self.step(batch).step_s
+        parts = [
+            BatchShape(batch.starts[i::count], batch.counts[i::count], len(batch.starts[i::count]))
+            for i in range(count)
+        ]
+        return one_s / sum(self.step(part).each_s for part in parts)
 
     def rank_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes of the weights that a rank holds."""
@@ -108,6 +118,40 @@ class Divided(Frozen):
             share = (end - first) / shapes[name][0] * (high - low) / num_columns
             sizes[name] = round(self.weight_bytes[name] * share)
         return sizes
+
+
+def expect(engine: Engine) -> Divided:
+    """Return the division of a running engine's model; its ranks' machines are taken as equal.
+
+    Raises:
+        BackendError: this machine's speed cannot be measured.
+    """
+    limits, ranks, cost = engine.limits.hardware(), engine.facts.ranks, engine.card.cost
+    if limits is None:
+        raise BackendError("This machine's speed is unknown.")
+    on_host = Counter(rank.host for rank in ranks)
+    return Divided(
+        cost.program,
+        shard(cost.program, engine.mesh),
+        cost.weight_bytes,
+        cost.cache,
+        tuple([part_of_machine(limits, on_host[rank.host]) for rank in ranks]),
+        LinkSpeed(*(_OVER_NETWORK if len(on_host) > 1 else _IN_MEMORY)),
+    )
+
+
+def describe_gain(engine: Engine) -> str:
+    """Return in a sentence what several ranks should gain over one process on this machine."""
+    divided, limits = expect(engine), engine.limits.hardware()
+    assert limits is not None
+    gains = {
+        name: divided.gain(batch, limits, engine.facts.steps_ahead + 1)
+        for name, batch in _SHAPES.items()
+    }
+    figures = ", ".join(f"{gain:.2f}x at {name}" for name, gain in gains.items())
+    hosts = {rank.host for rank in engine.facts.ranks}
+    where = f"on {len(hosts)} machines" if len(hosts) > 1 else "on this machine"
+    return f"{len(engine.facts.ranks)} ranks {where}: expected {figures} of one process here."
 
 
 def part_of_machine(limits: Hardware, count: int) -> Hardware:
