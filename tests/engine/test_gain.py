@@ -10,7 +10,8 @@ from twostroke.core.hardware import Hardware
 from twostroke.engine.gain import Divided, LinkSpeed, part_of_machine
 from twostroke.engine.loading import load
 from twostroke.models import build_program
-from twostroke.program import FLOAT16, BatchShape
+from twostroke.program import BatchShape
+from twostroke.program.cost import CostModel
 from twostroke.program.mesh import Mesh
 from twostroke.program.shard import shard
 
@@ -27,7 +28,7 @@ def divided(tmp_path, mesh, link=AT_ONCE, family="llama", num_layers=4) -> Divid
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
     parts = shard(program, mesh)
     limits = (part_of_machine(MACHINE, len(parts)),) * len(parts)
-    return Divided(program, parts, sizes, FLOAT16, limits, link)
+    return Divided(CostModel(program, sizes), parts, limits, link)
 
 
 def test_one_rank_takes_as_long_as_one_process(tmp_path):

@@ -16,22 +16,19 @@ from twostroke.core.errors import BackendError
 from twostroke.core.frozen import Frozen
 from twostroke.program import BatchShape
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send
-from twostroke.program.cost import CostModel
 from twostroke.program.shard import shard
-from twostroke.program.sharding import RowParts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from twostroke.core.hardware import Hardware
     from twostroke.engine.build import Engine
-    from twostroke.program import CacheFormat, Program
+    from twostroke.program.cost import CostModel
     from twostroke.program.ops import Op
     from twostroke.program.shard import RankProgram
 
 _IN_MEMORY = (1.5e-6, 10e9)  # seconds and bytes/s, where ranks of one machine share memory
 _OVER_NETWORK = (25e-6, 1e9)  # over 10 Gbit/s
-_VALUE_BYTES = 4  # of a value on its way: float32
 _CONTEXT = 256  # tokens before each stream's next one
 _SHAPES: Mapping[str, BatchShape] = {
     "decode": BatchShape.decode((_CONTEXT,)),
@@ -73,15 +70,10 @@ class Step(Frozen):
 
 
 class Divided(Frozen):
-    """A Program divided over ranks, each with its own limits, and the link between them.
+    """A Program divided over ranks, each with its own limits, and the link between them."""
 
-    `weight_bytes` are those of the whole weights.
-    """
-
-    program: Program
+    cost: CostModel
     parts: tuple[RankProgram, ...]
-    weight_bytes: Mapping[str, int]
-    cache: CacheFormat
     limits: tuple[Hardware, ...]
     link: LinkSpeed
 
@@ -91,7 +83,7 @@ class Divided(Frozen):
 
     def step_s_on_one(self, batch: BatchShape, limits: Hardware) -> float:
         """Predict the seconds of one process with these limits."""
-        cost = CostModel(self.program, self.weight_bytes, self.cache).per_step().of(batch)
+        cost = self.cost.per_step().of(batch)
         return cost.bytes / limits.bandwidth + cost.flops / limits.peak
 
     def gain(self, batch: BatchShape, limits: Hardware, num_in_flight: int = 1) -> float:
@@ -108,17 +100,6 @@ class Divided(Frozen):
         ]
         return one_s / sum(self.step(part).each_s for part in parts)
 
-    def rank_bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes of the weights that a rank holds."""
-        shapes, part = self.program.weight_shapes, self.parts[rank]
-        sizes = {}
-        for name, (first, end) in part.weight_rows.items():
-            low, high = part.weight_columns.get(name, (0, 1))
-            num_columns = shapes[name][-1] if name in part.weight_columns else 1
-            share = (end - first) / shapes[name][0] * (high - low) / num_columns
-            sizes[name] = round(self.weight_bytes[name] * share)
-        return sizes
-
 
 def expect(engine: Engine) -> Divided:
     """Return the division of a running engine's model; its ranks' machines are taken as equal.
@@ -131,10 +112,8 @@ def expect(engine: Engine) -> Divided:
         raise BackendError("This machine's speed is unknown.")
     on_host = Counter(rank.host for rank in ranks)
     return Divided(
-        cost.program,
+        cost,
         shard(cost.program, engine.mesh),
-        cost.weight_bytes,
-        cost.cache,
         tuple([part_of_machine(limits, on_host[rank.host]) for rank in ranks]),
         LinkSpeed(*(_OVER_NETWORK if len(on_host) > 1 else _IN_MEMORY)),
     )
@@ -170,7 +149,6 @@ class _Rank:
 
     ops: Sequence[Op]
     cost: CostModel
-    batch: BatchShape  # of its rows
     next: int = 0
     now_s: float = 0.0
     computing_s: float = 0.0
@@ -198,10 +176,8 @@ class _Walk:
 
     def run(self) -> Step:
         """Return the step's figures."""
-        for rank, part in enumerate(self.divided.parts):
-            cost = CostModel(part.program, self.divided.rank_bytes(rank), self.divided.cache)
-            rows = _row_part(self.batch, part.row_part, part.num_row_parts)
-            self._ranks.append(_Rank(part.program.ops, cost, rows))
+        cost = self.divided.cost
+        self._ranks = [_Rank(part.program.ops, cost.part(part)) for part in self.divided.parts]
         going = True
         while going:
             going = any(self._advance(rank) for rank in range(len(self._ranks)))
@@ -229,10 +205,10 @@ class _Walk:
             case Receive():
                 if not (sent := self._sent[op.sender, number]):
                     return False
-                num_bytes = _VALUE_BYTES * op.width * rank.batch.num_rows
+                num_bytes = rank.cost.operation(op, self.batch).received_bytes
                 rank.arrive(sent.pop(0), link.seconds(num_bytes), num_bytes)
             case _:
-                cost, limits = rank.cost.operation(op, rank.batch), self.divided.limits[number]
+                cost, limits = rank.cost.operation(op, self.batch), self.divided.limits[number]
                 seconds = cost.bytes / limits.bandwidth + cost.flops / limits.peak
                 rank.computing_s += seconds
                 rank.now_s += seconds
@@ -246,36 +222,7 @@ class _Walk:
         if any(not ops or ops[0].output != op.output for ops in next_ops):
             return False
         all_there_s = max(rank.now_s for rank in team)
-        for place, (member, rank) in enumerate(zip(op.team, team, strict=True)):
-            num_bytes = round(_VALUE_BYTES * op.width * self._num_rows_to(op, place, member))
+        for rank, ops in zip(team, next_ops, strict=True):
+            num_bytes = rank.cost.operation(ops[0], self.batch).received_bytes
             rank.arrive(all_there_s, self.divided.link.seconds(num_bytes), num_bytes)
         return True
-
-    def _num_rows_to(self, op: AllGather | AllReduce, place: int, member: int) -> float:
-        """Return how many whole rows a collective brings to a member of its team."""
-        if isinstance(op, AllReduce):  # parts of sums go around, then the sums
-            return 2 * self.batch.num_rows * (1 - 1 / len(op.team))
-        if op.root is None:
-            return self.batch.num_rows * (1 - _share_of(op, place))
-        return self.batch.num_sampled * (1 - _share_of(op, place)) if op.root == member else 0
-
-
-def _share_of(op: AllGather, place: int) -> float:
-    """Return about which share of the values a member of a team brings."""
-    if isinstance(op.parts, RowParts):
-        return 1 / op.parts.count
-    cuts = op.parts.cuts
-    return (cuts[place + 1] - cuts[place]) / cuts[-1]
-
-
-def _row_part(batch: BatchShape, part: int, count: int) -> BatchShape:
-    """Return the rows of a step that a row part computes; all sampled rows are its."""
-    first, end = batch.num_rows * part // count, batch.num_rows * (part + 1) // count
-    starts, counts, at = [], [], 0
-    for start, rows in batch.spans:
-        low, high = max(first, at), min(end, at + rows)
-        if low < high:
-            starts.append(start + low - at)
-            counts.append(high - low)
-        at += rows
-    return BatchShape(tuple(starts), tuple(counts), batch.num_sampled)
