@@ -38,6 +38,8 @@ def test_gemma_3_270m_has_six_groups_of_three_layers() -> None:
     assert groups[0] == CacheGroup((5, 11, 17))
     assert [group.window for group in groups[1:]] == [512] * 5
     assert [len(group.layers) for group in groups] == [3] * 6
+    # Some of each third, so that each of three stages stores a third of every page.
+    assert groups[1].layers == (0, 6, 12)
     assert program(*gemma(18)).page_bytes(16) == 16 * 3 * 2 * 256 * 2
 
 

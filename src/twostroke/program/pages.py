@@ -67,7 +67,8 @@ def group_layers(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
     Of the sizes that make at most 16 groups it takes the one that leaves the fewest places empty,
     and of these the largest: the greatest common divisor of how many layers there are of each
     window, unless that makes too many groups. Then some groups have fewer layers than their pages
-    have places. Without layers there is one empty group.
+    have places. The layers of a group are spread over the whole. Without layers there is one empty
+    group.
     """
     layers: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -79,11 +80,11 @@ def group_layers(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
     max_groups = max(_MAX_GROUPS, len(kinds))
     sizes = [size for size in range(1, max(counts) + 1) if _num_groups(counts, size) <= max_groups]
     size = min(sizes, key=lambda size: (size * _num_groups(counts, size), -size))
-    return tuple(
-        CacheGroup(tuple(layers[kind][first : first + size]), kind)
-        for kind in kinds
-        for first in range(0, len(layers[kind]), size)
-    )
+    groups = []
+    for kind, count in zip(kinds, counts, strict=True):
+        step = _num_groups([count], size)  # so that each stage of a pipeline has some of a group
+        groups += [CacheGroup(tuple(layers[kind][first::step]), kind) for first in range(step)]
+    return tuple(groups)
 
 
 def _num_groups(counts: list[int], size: int) -> int:
