@@ -14,7 +14,7 @@ using ts::WeightType;
 namespace {
 
 // Raised whenever a struct or a function that crosses this interface changes.
-constexpr int32_t kInterfaceVersion = 13;
+constexpr int32_t kInterfaceVersion = 14;
 
 }  // namespace
 
@@ -31,7 +31,8 @@ TS_EXPORT int64_t ts_record_size(int32_t index) {
       sizeof(ts::OpRecord),     sizeof(ts::RopeRecord),  sizeof(ts::LayerRecord),
       sizeof(ts::PlanRecord),   sizeof(ts::SliceRecord), sizeof(ts::StepRecord),
       sizeof(ts::PackedWeight), sizeof(ts::StoreRecord), sizeof(ts::CopyRecord),
-      sizeof(ts::NodeRecord),   sizeof(ts::SampleRow),   sizeof(ts::SampleResult)};
+      sizeof(ts::NodeRecord),   sizeof(ts::SampleRow),   sizeof(ts::SampleResult),
+      sizeof(ts::LinkRecord),   sizeof(ts::SharedHead)};
   constexpr int32_t count = sizeof sizes / sizeof sizes[0];
   return index >= 0 && index < count ? sizes[index] : -1;
 }
@@ -86,13 +87,15 @@ TS_EXPORT Plan* ts_plan_create(Pool* pool, const ts::PlanRecord* record) {
 TS_EXPORT void ts_plan_destroy(Plan* plan) { delete plan; }
 
 /// 0; 1 if there is not enough memory for a step of this size; 2 if it names a token or a page that
-/// does not exist.
+/// does not exist; 3 if another rank is lost.
 TS_EXPORT int32_t ts_step(Plan* plan, ts::StepRecord* step) {
   try {
     ts::run_step(*plan, *step);
     return 0;
   } catch (const std::out_of_range&) {
     return 2;
+  } catch (const ts::RankLost&) {
+    return 3;
   } catch (const std::exception&) {
     return 1;
   }
@@ -105,3 +108,13 @@ TS_EXPORT void ts_plan_times(Plan* plan, double* pairs) { plan->take_times(pairs
 TS_EXPORT void ts_plan_copy_page(Plan* plan, int32_t from, int32_t to) {
   plan->copy_page({from, to}, 0, 1);
 }
+
+/// Ends the waits of all ranks that share this memory, now and until it is reset. From any process.
+TS_EXPORT void ts_link_abort(void* shared) { static_cast<ts::SharedHead*>(shared)->abort(); }
+
+TS_EXPORT int32_t ts_link_is_aborted(void* shared) {
+  return static_cast<ts::SharedHead*>(shared)->aborted.load() != 0;
+}
+
+/// Lets ranks meet again after an abort. Only while none of them is in a step.
+TS_EXPORT void ts_link_reset(void* shared) { static_cast<ts::SharedHead*>(shared)->reset(); }

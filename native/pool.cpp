@@ -10,6 +10,8 @@
 #include <chrono>
 #include <utility>
 
+#include "spin.h"
+
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
@@ -24,15 +26,6 @@ constexpr auto kBarrierSpin = std::chrono::microseconds(60);
 /// slept meanwhile comes some 200 microseconds late (measured in a virtual machine): 3% of a step
 /// of 5 ms.
 constexpr auto kTaskSpin = std::chrono::microseconds(800);
-
-/// Tells the core that the thread is waiting: some 40 to 140 cycles on x86.
-void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 #if defined(__x86_64__)
 
@@ -149,17 +142,9 @@ void Places::move_away(int) {}
 
 #endif
 
-void Barrier::meet(int thread, int num_threads, Places& places) {
-  if (num_threads == 1) return;
-  const uint32_t round = round_.value();
-  places.settle(thread);
-  if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads) {
-    num_arrived_.store(0, std::memory_order_relaxed);
-    round_.set(round + 1);
-  } else {
-    using std::chrono::microseconds;
-    round_.wait_beyond(round, places.is_shared(thread) ? microseconds(0) : kBarrierSpin);
-  }
+void Barrier::wait(uint32_t round, int thread, const Places& places) {
+  using std::chrono::microseconds;
+  round_.wait_beyond(round, places.is_shared(thread) ? microseconds(0) : kBarrierSpin);
 }
 
 Pool::Pool(int num_threads, Nodes nodes)
@@ -196,7 +181,7 @@ void Pool::run(Task task, void* context) {
   places_.settle(0);
   start_.set(start_.value() + 1);
   task(context, 0, num_threads_);
-  meet(0, num_threads_);
+  meet(0, num_threads_, [] {});
 }
 
 void Pool::work(int thread) {
@@ -208,7 +193,7 @@ void Pool::work(int thread) {
     if (stopping_) return;
     places_.settle(thread);
     task_(context_, thread, num_threads_);
-    meet(thread, num_threads_);
+    meet(thread, num_threads_, [] {});
   }
 }
 

@@ -65,10 +65,23 @@ class Places {
 /// Where all threads of a team meet.
 class Barrier {
  public:
-  /// Returns once all `num_threads` threads have called it.
-  void meet(int thread, int num_threads, Places& places);
+  /// Returns once all `num_threads` threads have called it; the last of them calls `last` first.
+  template <class Last>
+  void meet(int thread, int num_threads, Places& places, const Last& last) {
+    if (num_threads == 1) return last();
+    const uint32_t round = round_.value();
+    places.settle(thread);
+    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < num_threads) {
+      return wait(round, thread, places);
+    }
+    last();
+    num_arrived_.store(0, std::memory_order_relaxed);
+    round_.set(round + 1);
+  }
 
  private:
+  void wait(uint32_t round, int thread, const Places& places);
+
   alignas(64) std::atomic<int32_t> num_arrived_{0};
   Signal round_;
 };
@@ -94,8 +107,11 @@ class Pool {
   /// In a forked child, where the other threads do not exist, the caller is the only one.
   void run(Task task, void* context);
 
-  /// Within a task: waits until all threads are here.
-  void meet(int thread, int num_threads) { barrier_.meet(thread, num_threads, places_); }
+  /// Within a task: waits until all threads are here; the last to arrive calls `last` first.
+  template <class Last>
+  void meet(int thread, int num_threads, const Last& last) {
+    barrier_.meet(thread, num_threads, places_, last);
+  }
 
  private:
   void work(int thread);

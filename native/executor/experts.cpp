@@ -3,6 +3,7 @@
 #include "executor/experts.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "executor/products.h"
 #include "executor/worker.h"
@@ -20,7 +21,7 @@ enum Part { kGate, kUp, kDown };
 
 /// Groups of outputs with one barrier after their products.
 int64_t mixed_slots(int64_t num_pairs) {
-  return std::max<int64_t>(1, kMixFloats / (num_pairs * kGroupSize));
+  return std::max<int64_t>(1, kMixFloats / (std::max<int64_t>(1, num_pairs) * kGroupSize));
 }
 
 class Mixture {
@@ -28,17 +29,19 @@ class Mixture {
   Mixture(Worker& worker, const OpRecord& op)
       : worker_(worker),
         op_(op),
-        num_rows_(worker.step.record.num_rows),
-        num_generated_(num_generated_in(worker.step.record)),
+        first_row_(worker.step.row_begin),
+        num_rows_(worker.step.row_end - first_row_),
+        num_generated_(
+            std::clamp<int64_t>(num_generated_in(worker.step.record) - first_row_, 0, num_rows_)),
         num_pairs_(num_rows_ * op.num_used),
-        ffn_width_(weight(0, kDown).num_inputs),
+        ffn_width_(weight(op.own_expert, kDown).num_inputs),
         groups_(worker.memory.experts) {}
 
   void run() {
     choose();
-    groups_.make(op_, chosen_, num_rows_, num_generated_);
-    const float* x = worker_.buffer(op_.x);
+    num_places_ = groups_.make(op_, chosen_, num_rows_, num_generated_);
     const int64_t stride = worker_.stride(op_.x);
+    const float* x = worker_.buffer(op_.x) + first_row_ * stride;
     prepare(kGate, kUp, op_.width,
             [&](int64_t place) { return x + groups_.row_at[static_cast<size_t>(place)] * stride; });
     gate();
@@ -46,13 +49,13 @@ class Mixture {
     const float* mixed = worker_.plan.mixed.floats();
     prepare(kDown, kDown, ffn_width_, [&](int64_t place) { return mixed + place * ffn_width_; });
     mix();
-    worker_.meet();
+    worker_.finish();
   }
 
  private:
   const PackedWeight& weight(int32_t expert, Part part) const {
     const ExpertRecord& record =
-        worker_.plan.experts[static_cast<size_t>(op_.first_expert + expert)];
+        worker_.plan.experts[static_cast<size_t>(op_.first_expert + expert - op_.own_expert)];
     const int32_t index = part == kGate ? record.gate : part == kUp ? record.up : record.down;
     return worker_.plan.weights[static_cast<size_t>(index)];
   }
@@ -70,8 +73,8 @@ class Mixture {
     float* shares = alone ? groups_.shares.data() : worker_.plan.choices.floats() + num_pairs_;
     const int64_t end = alone ? num_rows_ : worker_.part_end(num_rows_);
     for (int64_t row = alone ? 0 : worker_.part_begin(num_rows_); row < end; ++row) {
-      choose_experts(worker_.buffer(op_.y) + row * worker_.stride(op_.y), op_.num_experts,
-                     op_.num_used, op_.normalize != 0, chosen + row * op_.num_used,
+      choose_experts(worker_.buffer(op_.y) + (first_row_ + row) * worker_.stride(op_.y),
+                     op_.num_experts, op_.num_used, op_.normalize != 0, chosen + row * op_.num_used,
                      shares + row * op_.num_used);
     }
     if (!alone) worker_.meet();
@@ -118,8 +121,8 @@ class Mixture {
     const int64_t num_prepared = first != kDown && num_rows_ == 1 ? 1 : num_pairs_;
     const bool alone = num_prepared * width <= kFewValues;
     prepared_ = alone ? worker_.memory.prepared.bytes() : worker_.plan.prepared.bytes();
-    const int64_t part_begin = alone ? 0 : worker_.part_begin(num_pairs_);
-    const int64_t part_end = alone ? num_pairs_ : worker_.part_end(num_pairs_);
+    const int64_t part_begin = alone ? 0 : worker_.part_begin(num_places_);
+    const int64_t part_end = alone ? num_places_ : worker_.part_end(num_places_);
     for (const ExpertGroup& group : groups_.groups) {
       const int64_t begin = std::max(part_begin, group.begin);
       const int64_t end = std::min(part_end, group.begin + group.count);
@@ -165,6 +168,7 @@ class Mixture {
                      factor(panel, kUp, 1, op_.width), begin, end, out, ffn_width_);
     };
     const auto num_panels = static_cast<int64_t>(groups_.panels.size());
+    if (num_panels == 0) return;
     const auto panel_at = [&](int64_t i) { return groups_.panels[static_cast<size_t>(i)]; };
     if (num_rows_ <= kFewRows) {
       // The weights are what costs: each thread streams through its own equal part of them.
@@ -190,7 +194,7 @@ class Mixture {
   void mix() {
     cut(ffn_width_);
     const int64_t num_slots = num_groups(op_.width);
-    const int64_t most = mixed_slots(num_pairs_);
+    const int64_t most = mixed_slots(num_places_);
     if (num_rows_ <= kFewRows) {
       const int64_t end = worker_.part_end(num_slots);
       for (int64_t slot = worker_.part_begin(num_slots); slot < end; slot += most) {
@@ -218,18 +222,29 @@ class Mixture {
     const int32_t target = op_.outputs[0].buffer;
     for (int64_t row = 0; row < num_rows_; ++row) {
       const int64_t pair = row * op_.num_used;
-      weighted_sum(products, width, groups_.place_of.data() + pair, shares_ + pair, op_.num_used,
-                   width, op_.accumulate != 0,
-                   worker_.buffer(target) + row * worker_.stride(target) + first);
+      float* out = worker_.buffer(target) + (first_row_ + row) * worker_.stride(target) + first;
+      const int32_t* places = groups_.place_of.data() + pair;
+      if (op_.kind == OpKind::Experts) {
+        weighted_sum(products, width, places, shares_ + pair, op_.num_used, width,
+                     op_.accumulate != 0, out);
+        continue;
+      }
+      for (int64_t i = 0; i < op_.num_used; ++i) {
+        if (places[i] != kNone) {
+          std::copy_n(products + places[i] * width, width, out + i * op_.width);
+        }
+      }
     }
   }
 
   Worker& worker_;
   const OpRecord& op_;
+  const int64_t first_row_;  // of those that this rank computes
   const int64_t num_rows_;
   const int64_t num_generated_;
   const int64_t num_pairs_;
   const int64_t ffn_width_;
+  int64_t num_places_ = 0;  // pairs whose expert this rank has
   ExpertGroups& groups_;
   const int32_t* chosen_ = nullptr;
   const float* shares_ = nullptr;
@@ -272,17 +287,21 @@ MixtureBytes mixture_bytes(const Plan& plan, size_t index, const StepRecord& ste
 
 }  // namespace
 
-void ExpertGroups::make(const OpRecord& op, const int32_t* choices, int64_t num_rows,
-                        int64_t num_generated) {
+int64_t ExpertGroups::make(const OpRecord& op, const int32_t* choices, int64_t num_rows,
+                           int64_t num_generated) {
   const int64_t num_used = op.num_used;
   const int64_t num_experts = op.num_experts;
+  const auto is_own = [&](int64_t row, int64_t rank) {
+    const int32_t expert = choices[row * num_used + rank] - op.own_expert;
+    return expert >= 0 && expert < op.num_own;
+  };
   const auto key = [&](int64_t row, int64_t rank) {
     const int64_t kind = row < num_generated ? 0 : num_experts;
     return static_cast<size_t>(kind + choices[row * num_used + rank]);
   };
   next_.assign(static_cast<size_t>(2 * num_experts), 0);
   for (int64_t row = 0; row < num_rows; ++row) {
-    for (int64_t rank = 0; rank < num_used; ++rank) ++next_[key(row, rank)];
+    for (int64_t rank = 0; rank < num_used; ++rank) next_[key(row, rank)] += is_own(row, rank);
   }
   groups.clear();
   int64_t begin = 0;
@@ -299,11 +318,14 @@ void ExpertGroups::make(const OpRecord& op, const int32_t* choices, int64_t num_
   place_of.resize(row_at.size());
   for (int64_t row = 0; row < num_rows; ++row) {
     for (int64_t rank = 0; rank < num_used; ++rank) {
-      const int64_t place = next_[key(row, rank)]++;
+      int32_t& place = place_of[static_cast<size_t>(row * num_used + rank)];
+      place = kNone;
+      if (!is_own(row, rank)) continue;
+      place = static_cast<int32_t>(next_[key(row, rank)]++);
       row_at[static_cast<size_t>(place)] = static_cast<int32_t>(row);
-      place_of[static_cast<size_t>(row * num_used + rank)] = static_cast<int32_t>(place);
     }
   }
+  return begin;
 }
 
 void ExpertGroups::reserve(int64_t num_pairs, int64_t num_experts) {
@@ -320,12 +342,36 @@ void ExpertGroups::reserve(int64_t num_pairs, int64_t num_experts) {
 
 void run_experts(Worker& worker, const OpRecord& op) { Mixture(worker, op).run(); }
 
+void run_expert_terms(Worker& worker, const OpRecord& op) { Mixture(worker, op).run(); }
+
+void run_sum_terms(Worker& worker, const OpRecord& op) {
+  ExpertGroups& memory = worker.memory.experts;
+  const auto count = static_cast<size_t>(op.num_used);
+  memory.chosen.resize(count);
+  memory.shares.resize(count);
+  memory.place_of.resize(count);
+  std::iota(memory.place_of.begin(), memory.place_of.end(), 0);
+  const OutputRecord& output = op.outputs[0];
+  for (int64_t row = worker.rows_begin(); row < worker.rows_end(); ++row) {
+    choose_experts(worker.buffer(op.y) + row * worker.stride(op.y), op.num_experts, op.num_used,
+                   op.normalize != 0, memory.chosen.data(), memory.shares.data());
+    weighted_sum(worker.buffer(op.x) + row * worker.stride(op.x), output.width,
+                 memory.place_of.data(), memory.shares.data(), op.num_used, output.width,
+                 op.accumulate != 0,
+                 worker.buffer(output.buffer) + row * worker.stride(output.buffer));
+  }
+  worker.finish();
+}
+
 void make_room_for_experts(Plan& plan, const StepRecord& step) {
   constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
   for (size_t i = 0; i < plan.ops.size(); ++i) {
     const OpRecord& op = plan.ops[i];
-    if (op.kind != OpKind::Experts) continue;
     const int64_t num_pairs = int64_t{step.num_rows} * op.num_used;
+    if (op.kind == OpKind::SumTerms || op.kind == OpKind::Gather) {
+      for (ThreadMemory& memory : plan.threads) memory.experts.reserve(op.num_used, op.num_experts);
+    }
+    if (op.kind != OpKind::Experts && op.kind != OpKind::Terms) continue;
     const int64_t slots = std::min(mixed_slots(num_pairs), num_groups(op.width));
     const MixtureBytes bytes = mixture_bytes(plan, i, step);
     plan.prepared.fit(bytes.prepared);

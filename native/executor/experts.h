@@ -15,6 +15,11 @@ struct Worker;
 
 void run_experts(Worker& worker, const OpRecord& op);
 
+/// The same in two operations, with a gather between them: the products of each row's choices, as
+/// far as this rank has the experts, and their sum.
+void run_expert_terms(Worker& worker, const OpRecord& op);
+void run_sum_terms(Worker& worker, const OpRecord& op);
+
 /// Makes room for what the mixtures of a plan need in a step; throws std::bad_alloc.
 void make_room_for_experts(Plan& plan, const StepRecord& step);
 
@@ -36,17 +41,19 @@ struct ExpertPanel {
   int64_t count;
 };
 
-/// The rows of a step in the order of (kind, expert, row). A pair is a row and one of its choices.
+/// The rows of a step in the order of (kind, expert, row). A pair is a row and one of its choices;
+/// pairs whose expert another rank has are left out.
 struct ExpertGroups {
   /// Makes room for that many pairs; throws std::bad_alloc.
   void reserve(int64_t num_pairs, int64_t num_experts);
 
-  /// `chosen` is (num_rows, num_used); rows from `num_generated` on are prompt.
-  void make(const OpRecord& op, const int32_t* chosen, int64_t num_rows, int64_t num_generated);
+  /// `chosen` is (num_rows, num_used); rows from `num_generated` on are prompt. Returns the number
+  /// of places.
+  int64_t make(const OpRecord& op, const int32_t* chosen, int64_t num_rows, int64_t num_generated);
 
   std::vector<ExpertGroup> groups;
   std::vector<int32_t> row_at;    // for each place
-  std::vector<int32_t> place_of;  // for each pair: row * num_used + rank
+  std::vector<int32_t> place_of;  // for each pair (row * num_used + rank), or kNone
   std::vector<ExpertPanel> panels;
   std::vector<int32_t> chosen;  // what `make` was given, where a thread chooses for itself
   std::vector<float> shares;

@@ -50,7 +50,7 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
 /// Adds the experts with a combination of weight types that is not there yet.
 void add_experts(const Plan& plan, const OpRecord& op, ProductFacts& facts) {
   const auto type = [&](int32_t index) { return plan.weights[static_cast<size_t>(index)].type; };
-  for (int32_t i = 0; i < op.num_experts; ++i) {
+  for (int32_t i = 0; i < op.num_own; ++i) {
     const ExpertRecord& expert = plan.experts[static_cast<size_t>(op.first_expert + i)];
     const auto is_alike = [&](const ExpertRecord& other) {
       return type(expert.gate) == type(other.gate) && type(expert.up) == type(other.up) &&
@@ -64,14 +64,24 @@ void add_experts(const Plan& plan, const OpRecord& op, ProductFacts& facts) {
 
 }  // namespace
 
+PlanLink::PlanLink(const PlanRecord& plan)
+    : teams(plan.teams, plan.teams + plan.num_teams),
+      team_ranks(plan.team_ranks, plan.team_ranks + plan.num_team_ranks),
+      cuts(plan.cuts, plan.cuts + plan.num_cuts),
+      channels(plan.channels, plan.channels + plan.num_channels),
+      max_rows(plan.max_rows),
+      row_part(plan.row_part),
+      num_row_parts(plan.num_row_parts) {
+  if (plan.link != nullptr) record = *plan.link;
+}
+
 Plan::Plan(Pool& team, const PlanRecord& record)
     : pool(team),
       ops(record.ops, record.ops + record.num_ops),
       weights(record.weights, record.weights + record.num_weights),
       vectors(record.vectors, record.vectors + record.num_vectors),
       experts(record.experts, record.experts + record.num_experts),
-      buffer_widths(record.buffer_widths, record.buffer_widths + record.num_buffers),
-      buffers(static_cast<size_t>(record.num_buffers)),
+      link(record),
       threads(static_cast<size_t>(team.num_threads())),
       elapsed_s(ops.size()) {
   for (ThreadMemory& memory : threads) memory.waiting_s.resize(ops.size());
@@ -80,10 +90,21 @@ Plan::Plan(Pool& team, const PlanRecord& record)
     ropes.emplace_back(rope.inverse_frequencies, rope.num_pairs, rope.is_interleaved != 0,
                        rope.magnitude, rope.head_dim);
   }
+  for (int32_t i = 0; i < record.num_memories; ++i) {
+    const MemoryRecord& memory = record.memories[i];
+    const bool is_shared = memory.offset >= 0 && link.record.shared != nullptr;
+    memories.push_back({memory, is_shared ? link.record.shared + memory.offset : nullptr, {}});
+  }
+  for (int32_t i = 0; i < record.num_buffers; ++i) {
+    const BufferRecord& buffer = record.buffers[i];
+    const int64_t stride = record.memories[buffer.memory].width;
+    buffers.push_back({buffer.memory, buffer.first_column, stride, nullptr});
+  }
   lay_out_pages(record);
   for (const OpRecord& op : ops) {
     facts.push_back(is_product(op) ? product_facts(*this, op) : ProductFacts());
-    if (op.kind == OpKind::Experts) add_experts(*this, op, facts.back());
+    if (op.kind == OpKind::Experts || op.kind == OpKind::Terms)
+      add_experts(*this, op, facts.back());
   }
   for (const OpRecord& op : ops) schedule_of.push_back(schedule_for(op));
 }
@@ -109,7 +130,7 @@ void Plan::lay_out_pages(const PlanRecord& record) {
     int64_t& window = group_windows[static_cast<size_t>(group)];
     window = std::max(window, window_of(op));
   }
-  if (sizes.empty() || num_pages == 0) return;
+  if (layers.empty() || num_pages == 0) return;
   const int64_t page_stride = *std::max_element(sizes.begin(), sizes.end());
   cache_bytes = num_pages * page_stride;
   cache = map_memory(cache_bytes);
@@ -124,7 +145,7 @@ void Plan::lay_out_pages(const PlanRecord& record) {
 int32_t Plan::schedule_for(const OpRecord& op) {
   if (op.kind != OpKind::Attention) return kNone;
   const LayerPages& pages = layers[static_cast<size_t>(op.layer)];
-  const int64_t group = op.num_heads / pages.num_kv_heads;
+  const int64_t group = op.group;
   const int64_t window = window_of(op);
   for (size_t i = 0; i < schedules.size(); ++i) {
     if (schedules[i].fits(group, window, pages)) return static_cast<int32_t>(i);

@@ -1,10 +1,12 @@
 // A lowered Program with everything that it needs between steps: weights, pages, buffers, tables.
 #pragma once
 
+#include <exception>
 #include <memory>
 #include <vector>
 
 #include "executor/experts.h"
+#include "executor/link.h"
 #include "executor/memory.h"
 #include "executor/records.h"
 #include "executor/schedule.h"
@@ -35,6 +37,57 @@ struct ThreadMemory {
   std::vector<double> waiting_s;  // for each operation, since times were last taken
 };
 
+/// Rows of values, of this rank or shared with others.
+struct PlanMemory {
+  MemoryRecord record;
+  uint8_t* shared;  // null: this rank's own
+  Block own;
+
+  int64_t bytes(int64_t step_rows) const {
+    const int64_t rows = record.num_rows == 0 ? step_rows : record.num_rows;
+    return rows * record.width * static_cast<int64_t>(sizeof(float));
+  }
+};
+
+/// Where a value lies: some columns of a memory.
+struct PlanBuffer {
+  int32_t memory;
+  int32_t first_column;
+  int64_t stride;
+  float* data;  // in row 0; of the step that is running
+};
+
+/// The link between ranks, and who gathers with whom.
+struct PlanLink {
+  LinkRecord record{};
+  std::vector<TeamRecord> teams;
+  std::vector<int32_t> team_ranks;
+  std::vector<int32_t> cuts;
+  std::vector<ChannelRecord> channels;
+  int64_t max_rows = 0;
+  int64_t row_part = 0;
+  int64_t num_row_parts = 1;
+  Block sent;                       // this rank's part of a value, packed
+  Block received;                   // all parts
+  std::vector<int64_t> part_bytes;  // of each member of a team
+
+  explicit PlanLink(const PlanRecord& record);
+
+  SharedHead* shared() const { return reinterpret_cast<SharedHead*>(record.shared); }
+  const TeamRecord& team_of(const OpRecord& op) const {
+    return teams[static_cast<size_t>(op.team)];
+  }
+  /// Where this rank's part of an operation begins and ends.
+  const int32_t* own_cuts(const OpRecord& op) const {
+    return &cuts[static_cast<size_t>(op.first_cut + team_of(op).place)];
+  }
+  /// Where the last part ends.
+  int32_t cuts_end(const OpRecord& op) const {
+    return cuts[static_cast<size_t>(op.first_cut + team_of(op).size)];
+  }
+  const int32_t* ranks_of(const TeamRecord& team) const { return &team_ranks[team.first_rank]; }
+};
+
 struct Plan {
   /// `record` must be consistent: Python's lowering is its only author.
   Plan(Pool& pool, const PlanRecord& record);
@@ -61,8 +114,9 @@ struct Plan {
   std::vector<const float*> vectors;
   std::vector<ExpertRecord> experts;
   std::vector<RopeTable> ropes;
-  std::vector<int64_t> buffer_widths;
-  std::vector<Block> buffers;
+  PlanLink link;
+  std::vector<PlanMemory> memories;
+  std::vector<PlanBuffer> buffers;
   std::vector<LayerPages> layers;
   std::vector<int32_t> group_of;             // for each layer
   std::vector<int64_t> group_windows;        // for each group of layers: the widest of its rows
@@ -84,8 +138,11 @@ struct Plan {
   int32_t schedule_for(const OpRecord& op);
 };
 
-/// Computes one step; throws std::bad_alloc, or std::out_of_range for a token or page that does not
-/// exist.
+/// Another rank is lost; the step was given up.
+struct RankLost : std::exception {};
+
+/// Computes one step; throws std::bad_alloc, std::out_of_range for a token or page that does not
+/// exist, or RankLost.
 void run_step(Plan& plan, StepRecord& record);
 
 }  // namespace ts

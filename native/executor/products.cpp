@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "executor/collectives.h"
 #include "kernels/rows.h"
 #include "linear/layout.h"
 
@@ -81,13 +82,14 @@ Prepared place(const Input& input, uint8_t* memory) {
   return prepared;
 }
 
-/// Input rows, and how many of them, in the order of the step, are of each kind.
-Input input_of(const Plan& plan, size_t index, int64_t num_generated, int64_t num_prompt) {
+/// Rows of the step from `begin` on, and how many of them are of each kind.
+Input input_of(const Plan& plan, size_t index, int64_t begin, int64_t num_generated,
+               int64_t num_prompt) {
   return {plan.ops[index],
           plan.facts[index],
           nullptr,
-          {{row_kind(plan.ops[index].precision, false), 0, num_generated},
-           {row_kind(plan.ops[index].precision, true), num_generated, num_prompt}}};
+          {{row_kind(plan.ops[index].precision, false), begin, num_generated},
+           {row_kind(plan.ops[index].precision, true), begin + num_generated, num_prompt}}};
 }
 
 /// Normalizes or gathers up to 16 rows if need be, and prepares them.
@@ -219,10 +221,51 @@ void finish_outputs(Worker& worker, const OpRecord& op, const OutputRecord& outp
   }
 }
 
-Input all_rows(const Worker& worker, size_t index) {
+/// A few rows of logits: all tokens, and from where on those that this rank computes lie.
+struct LogitRows {
+  float* whole;
+  float* own;
+  int64_t vocab_size;
+};
+
+/// Where the logits of sampled rows from `begin` on go.
+LogitRows logit_rows(const Worker& worker, const OpRecord& op, int64_t begin) {
+  const OutputRecord& output = op.outputs[0];
+  if (op.team != kNone) {
+    // Of two places in turn: rank 0 may still draw from the rows before these.
+    const int64_t row = begin % (2 * kLogitRows);
+    float* own = worker.buffer(output.buffer) + row * worker.stride(output.buffer);
+    return {own - worker.plan.link.own_cuts(op)[0], own, worker.stride(output.buffer)};
+  }
   const StepRecord& record = worker.step.record;
-  const int64_t num_generated = num_generated_in(record);
-  return input_of(worker.plan, index, num_generated, record.num_rows - num_generated);
+  float* logits =
+      record.logits == nullptr ? worker.plan.logits.floats() : record.logits + begin * output.width;
+  return {logits, logits, output.width};
+}
+
+/// Draws from whole rows of logits, and copies them where they are wanted: on rank 0.
+void use_logits(Worker& worker, const OpRecord& op, const LogitRows& logits, int64_t begin,
+                int64_t num_rows) {
+  const StepRecord& record = worker.step.record;
+  const int64_t size = logits.vocab_size;
+  if (op.team != kNone && record.logits != nullptr) {
+    const int64_t first = worker.part_begin(num_rows);
+    const int64_t count = worker.part_end(num_rows) - first;
+    std::copy_n(logits.whole + first * size, count * size, record.logits + (begin + first) * size);
+  }
+  if (record.samples == nullptr) return;
+  worker.share_out(num_rows, [&](int64_t i) {
+    sample_row(record.samples[begin + i], logits.whole + i * size, size, worker.memory.sampler,
+               record.results + begin + i);
+  });
+  worker.meet();
+}
+
+Input own_rows(const Worker& worker, size_t index) {
+  const int64_t begin = worker.step.row_begin;
+  const int64_t end = worker.step.row_end;
+  const int64_t middle = std::clamp(num_generated_in(worker.step.record), begin, end);
+  return input_of(worker.plan, index, begin, middle - begin, end - middle);
 }
 
 }  // namespace
@@ -270,8 +313,8 @@ void make_room_for_products(Plan& plan, const StepRecord& step) {
     const int64_t few = kFewValues / op.width;
     const int64_t num_generated = num_generated_in(step);
     const int64_t num_prompt = step.num_rows - num_generated;
-    together = std::max(together, input_bytes(input_of(plan, i, num_generated, num_prompt)));
-    alone = std::max(alone, input_bytes(input_of(plan, i, std::min(few, num_generated),
+    together = std::max(together, input_bytes(input_of(plan, i, 0, num_generated, num_prompt)));
+    alone = std::max(alone, input_bytes(input_of(plan, i, 0, std::min(few, num_generated),
                                                  std::min(few, num_prompt))));
   }
   plan.prepared.fit(together);
@@ -283,7 +326,7 @@ void make_room_for_products(Plan& plan, const StepRecord& step) {
 }
 
 void run_linear(Worker& worker, size_t index) {
-  const Input input = all_rows(worker, index);
+  const Input input = own_rows(worker, index);
   const Prepared prepared = prepare(worker, input);
   const ProductFacts& facts = input.facts;
   const int num_outputs = input.op.num_outputs;
@@ -306,11 +349,11 @@ void run_linear(Worker& worker, size_t index) {
     }
   };
   share_products(worker, input, facts.first_slot[num_outputs], body);
-  worker.meet();
+  worker.finish();
 }
 
 void run_gated(Worker& worker, size_t index) {
-  const Input input = all_rows(worker, index);
+  const Input input = own_rows(worker, index);
   const Prepared prepared = prepare(worker, input);
   const OutputRecord& output = input.op.outputs[0];
   const auto body = [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
@@ -321,13 +364,12 @@ void run_gated(Worker& worker, size_t index) {
                    worker.buffer(output.buffer) + row * stride, stride);
   };
   share_products(worker, input, input.facts.first_slot[1], body);
-  worker.meet();
+  worker.finish();
 }
 
 void run_logits(Worker& worker, size_t index) {
   const StepRecord& record = worker.step.record;
   const OpRecord& op = worker.plan.ops[index];
-  const int64_t vocab_size = op.outputs[0].width;
   const int32_t* rows = record.sampled_rows;
   const int32_t* rows_end = rows + record.num_sampled;
   const int64_t num_generated = std::lower_bound(rows, rows_end, num_generated_in(record)) - rows;
@@ -339,29 +381,29 @@ void run_logits(Worker& worker, size_t index) {
                       rows,
                       {{row_kind(op.precision, false), begin, middle - begin},
                        {row_kind(op.precision, true), middle, end - middle}}};
+    const LogitRows logits = logit_rows(worker, op, begin);
     const Prepared prepared = prepare(worker, input);
-    float* logits =
-        record.logits == nullptr ? worker.plan.logits.floats() : record.logits + begin * vocab_size;
     share_products(worker, input, input.facts.first_slot[1],
                    [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
                      const int64_t row = input.runs[panel.run].begin + panel.begin - begin;
-                     float* out = logits + row * vocab_size;
+                     float* out = logits.own + row * logits.vocab_size;
                      multiply(factor(worker, input, prepared, panel, 0), slot_begin, slot_end, out,
-                              vocab_size, false);
+                              logits.vocab_size, false);
                      if (op.soft_cap == 0) return;
                      const int64_t first = slot_begin * kGroupSize;
-                     const int64_t width = std::min(slot_end * kGroupSize, vocab_size) - first;
+                     const int64_t width =
+                         std::min<int64_t>(slot_end * kGroupSize, op.outputs[0].width) - first;
                      for (int64_t i = 0; i < panel.count; ++i) {
-                       soft_cap_row(out + i * vocab_size + first, op.soft_cap, width);
+                       soft_cap_row(out + i * logits.vocab_size + first, op.soft_cap, width);
                      }
                    });
-    worker.meet();
-    if (record.samples == nullptr) continue;
-    worker.share_out(end - begin, [&](int64_t i) {
-      sample_row(record.samples[begin + i], logits + i * vocab_size, vocab_size,
-                 worker.memory.sampler, record.results + begin + i);
-    });
-    worker.meet();
+    if (op.team == kNone) {
+      worker.meet();
+    } else {
+      gather_logits(worker, op, logits.whole, end - begin);
+      if (worker.step.is_lost) return;
+    }
+    use_logits(worker, op, logits, begin, end - begin);
   }
 }
 

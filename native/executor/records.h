@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "executor/link.h"
 #include "kernels/attention.h"
 #include "kernels/rows.h"
 #include "linear/linear.h"
@@ -28,7 +29,18 @@ enum class OpKind : int32_t {
   Tap = 10,            // rows of x leave the step as its value `tap`
   Experts = 11,        // outputs[0] = mixture of experts of x, the scores being y
   ExternalInput = 12,  // outputs[0] = rows from outside of the step
+  Gather = 13,         // outputs[0] = the whole of x, or of what lies there, on all of the team
+  Send = 14,           // rows of x go to another rank
+  Receive = 15,        // outputs[0] = rows from another rank
+  Terms = 16,          // outputs[0] = terms of this rank's experts of x, the scores being y
+  SumTerms = 17,       // outputs[0] = sum of the terms x times their shares, the scores being y
+  Copy = 18,           // outputs[0] = x
 };
+
+/// Which part of a gathered value each member of a team has: columns from cut to cut; of n rows
+/// those from n * i / size on; rows whose token lies from cut to cut; terms of the experts whose
+/// number does.
+enum class Parts : int32_t { Columns = 0, Rows = 1, Tokens = 2, Terms = 3 };
 
 /// How an operation's products are computed. Plain: 15 bits of an activation, on AMX bfloat16 tiles
 /// for prompt rows. Precise: tiles split in two. Coarse: 8 bits of an activation in place of 15.
@@ -65,18 +77,26 @@ struct OpRecord {
   int32_t accumulate;  // Linear, Experts: results are added to what the buffers hold
   int32_t layer;       // for Attention and for products that are stored
   int32_t num_heads;
-  float scale;     // Attention: of the scores
-  float factor;    // Embed, Scale
-  float soft_cap;  // Attention, Logits: x becomes soft_cap * tanh(x / soft_cap), 0: it stays
+  int32_t group;       // Attention: query heads of a whole key-value head
+  int32_t first_head;  // Attention: place of the first query head in its key-value head's group
+  float scale;         // Attention: of the scores
+  float factor;        // Embed, Scale
+  float soft_cap;      // Attention, Logits: x becomes soft_cap * tanh(x / soft_cap), 0: it stays
   Activation activation;
   int32_t is_stored;  // Attention: keys and values are in the pages already, else y and z hold them
   int32_t tap;        // index into the step's taps
   int32_t window;     // Attention: each row sees this many keys up to its own, 0: all
-  int32_t first_expert;
+  int32_t first_expert;  // index into experts
   int32_t num_experts;
+  int32_t own_expert;   // Terms: number of the first expert that this rank has
+  int32_t num_own;      // Terms: how many it has
   int32_t num_used;     // experts of a row
   int32_t normalize;    // Experts: whether the shares of a row's experts sum to one
-  Precision precision;  // Linear, Gated, Logits, Experts
+  Precision precision;  // Linear, Gated, Logits, Experts, Terms
+  int32_t team;         // Gather, Logits: index into teams, or kNone
+  Parts parts;          // Gather
+  int32_t first_cut;    // Gather, Logits, Embed of some tokens: index into cuts, or kNone
+  int32_t channel;      // Send, Receive: index into channels
   int32_t num_outputs;
   OutputRecord outputs[kMaxOutputs];
 };
@@ -109,6 +129,34 @@ struct LayerRecord {
   int32_t group;
 };
 
+/// Rows that ranks may share: `width` values each, as many as the step has, or `num_rows`.
+struct MemoryRecord {
+  int64_t offset;  // within the link's shared memory, or -1: this rank's own
+  int32_t width;
+  int32_t num_rows;  // 0: those of the step
+};
+
+/// Columns of a memory, from `first_column` on: where a value lies.
+struct BufferRecord {
+  int32_t memory;
+  int32_t first_column;
+};
+
+/// Ranks that gather values. This one is member `place`; all know its barrier by one number.
+struct TeamRecord {
+  int32_t first_rank;  // index into team_ranks
+  int32_t size;
+  int32_t place;
+  int32_t barrier;
+};
+
+/// The way from one rank to another, through `kChannelSlots` places in shared memory.
+struct ChannelRecord {
+  int64_t offset;  // within the link's shared memory
+  int32_t peer;    // the other rank
+  int32_t number;  // by which both know it
+};
+
 /// The Program, lowered. Arrays are copied, except what weights and vectors point to.
 struct PlanRecord {
   const OpRecord* ops;
@@ -117,7 +165,13 @@ struct PlanRecord {
   const RopeRecord* ropes;
   const LayerRecord* layers;
   const ExpertRecord* experts;
-  const int32_t* buffer_widths;
+  const MemoryRecord* memories;
+  const BufferRecord* buffers;
+  const TeamRecord* teams;
+  const int32_t* team_ranks;
+  const int32_t* cuts;
+  const ChannelRecord* channels;
+  const LinkRecord* link;  // copied; null: one process
   int32_t num_ops;
   int32_t num_weights;
   int32_t num_vectors;
@@ -125,10 +179,18 @@ struct PlanRecord {
   int32_t num_layers;
   int32_t num_groups;  // of layers
   int32_t num_experts;
+  int32_t num_memories;
   int32_t num_buffers;
+  int32_t num_teams;
+  int32_t num_team_ranks;
+  int32_t num_cuts;
+  int32_t num_channels;
   CacheFormat cache_format;
   int64_t num_pages;
   int64_t page_size;
+  int64_t max_rows;  // of a step, for which shared memory has room
+  int32_t row_part;  // this rank computes rows n * row_part / num_row_parts on
+  int32_t num_row_parts;
 };
 
 /// Consecutive rows of one request, all prompt or all generated.
@@ -172,8 +234,9 @@ struct StepRecord {
   int32_t num_sampled;
   int32_t num_stores;
   int32_t num_copies;
-  double elapsed_s;  // out: the whole step
-  double kernel_s;   // out: of it, not spent waiting for each other (mean of the threads)
+  double elapsed_s;     // out: the whole step
+  double kernel_s;      // out: of it, not spent waiting for each other (mean of the threads)
+  double collective_s;  // out: of it, exchanging values with other ranks, and waiting for them
 };
 
 }  // namespace ts

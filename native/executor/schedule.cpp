@@ -15,36 +15,41 @@ constexpr int64_t kMostShareFloats = 16 << 20;
 
 }  // namespace
 
-void AttentionSchedule::make(const StepRecord& step, int num_threads) {
+void AttentionSchedule::make(const StepRecord& step, int64_t row_begin, int64_t row_end,
+                             int num_threads) {
   tasks_.clear();
   splits_.clear();
+  rows_.clear();
   share_floats_ = 0;
   double total = 0;
   for (int32_t i = 0; i < step.num_slices; ++i) {
     const SliceRecord& slice = step.slices[i];
-    const int64_t middle = slice.position + slice.num_rows / 2;
-    total += static_cast<double>(slice.num_rows) *
+    const auto begin = static_cast<int32_t>(std::max<int64_t>(row_begin - slice.row, 0));
+    const auto end = static_cast<int32_t>(std::min<int64_t>(row_end - slice.row, slice.num_rows));
+    if (begin >= end) continue;
+    rows_.push_back({i, begin, end, int64_t{slice.position} + begin});
+    const int64_t middle = rows_.back().position + (end - begin) / 2;
+    total += static_cast<double>(end - begin) *
              static_cast<double>(num_pieces(middle + 1) - first_piece(middle, window_));
   }
   const double target = num_threads == 1 ? total + 1
                                          : total * static_cast<double>(num_kv_heads_) /
                                                static_cast<double>(num_threads * kTasksPerThread);
-  for (int32_t i = 0; i < step.num_slices; ++i) cut_slice(step, i, target);
+  for (const SliceRows& rows : rows_) cut_slice(rows, target);
   std::sort(tasks_.begin(), tasks_.end(),
             [](const AttentionTask& a, const AttentionTask& b) { return a.cost() > b.cost(); });
   reserve_shares();
 }
 
-void AttentionSchedule::cut_slice(const StepRecord& step, int32_t index, double target_cost) {
-  const SliceRecord& slice = step.slices[index];
+void AttentionSchedule::cut_slice(const SliceRows& rows, double target_cost) {
   const auto most_rows = static_cast<int32_t>(std::max<int64_t>(1, kQueriesPerTask / group_));
-  for (int32_t row = 0; row < slice.num_rows; row += most_rows) {
-    const int32_t num_rows = std::min(most_rows, slice.num_rows - row);
-    const int64_t position = slice.position + row;
+  for (int32_t row = rows.begin; row < rows.end; row += most_rows) {
+    const int32_t num_rows = std::min(most_rows, rows.end - row);
+    const int64_t position = rows.position + row - rows.begin;
     const auto begin = static_cast<int32_t>(first_piece(position, window_));
     const auto end = static_cast<int32_t>(num_pieces(position + num_rows));
     const int32_t pieces = end - begin;
-    AttentionTask task{index, row, num_rows, begin, end, kNone};
+    AttentionTask task{rows.index, row, num_rows, begin, end, kNone};
     const auto wanted = static_cast<int64_t>(static_cast<double>(task.cost()) / target_cost);
     const auto parts = static_cast<int32_t>(std::min(wanted + 1, pieces / kSmallestSplit));
     const int64_t floats = pieces * PieceShares::num_floats(num_rows * group_, head_dim_);

@@ -30,6 +30,14 @@ struct AttentionSplit {
   int64_t share_floats;  // of one head
 };
 
+/// Rows [begin, end) of slice `index`, the first of them at `position`.
+struct SliceRows {
+  int32_t index;
+  int32_t begin;
+  int32_t end;
+  int64_t position;
+};
+
 /// The tasks of one step, largest first. Results do not depend on how the cut is made.
 class AttentionSchedule {
  public:
@@ -45,7 +53,8 @@ class AttentionSchedule {
            pages.head_dim == head_dim_;
   }
 
-  void make(const StepRecord& step, int num_threads);
+  /// Of rows [row_begin, row_end) of the step.
+  void make(const StepRecord& step, int64_t row_begin, int64_t row_end, int num_threads);
 
   const std::vector<AttentionTask>& tasks() const { return tasks_; }
 
@@ -58,13 +67,14 @@ class AttentionSchedule {
   bool finish(const AttentionTask& task, int64_t head);
 
  private:
-  void cut_slice(const StepRecord& step, int32_t index, double target_cost);
+  void cut_slice(const SliceRows& rows, double target_cost);
   void reserve_shares();
 
   int64_t group_;
   int64_t window_;
   int64_t num_kv_heads_;
   int64_t head_dim_;
+  std::vector<SliceRows> rows_;
   std::vector<AttentionTask> tasks_;
   std::vector<AttentionSplit> splits_;
   std::unique_ptr<std::atomic<int32_t>[]> num_left_;  // (splits, heads)

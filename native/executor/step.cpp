@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "executor/collectives.h"
 #include "executor/products.h"
 #include "executor/worker.h"
 #include "kernels/rows.h"
@@ -11,28 +12,34 @@ namespace ts {
 
 namespace {
 
+/// Tokens that this rank embeds: all, or those of its part of the table.
 void run_embed(Worker& worker, const OpRecord& op) {
   const OutputRecord& output = op.outputs[0];
   const PackedWeight& table = worker.plan.weights[static_cast<size_t>(output.weight)];
+  const bool is_part = op.first_cut != kNone;
   const int64_t num_rows = worker.step.record.num_rows;
-  for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
+  const int64_t first = is_part ? worker.plan.link.own_cuts(op)[0] : 0;
+  const int64_t begin = is_part ? worker.part_begin(num_rows) : worker.rows_begin();
+  const int64_t end = is_part ? worker.part_end(num_rows) : worker.rows_end();
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t id = worker.step.record.tokens[row] - first;
+    if (id < 0 || id >= table.num_outputs) continue;
     float* out = worker.buffer(output.buffer) + row * worker.stride(output.buffer);
-    unpack_row(table, worker.step.record.tokens[row], out);
+    unpack_row(table, id, out);
     if (op.factor != 1.0F) scale_row(out, op.factor, op.width, out);
   }
-  worker.meet();
+  worker.finish();
 }
 
 /// Calls `body(x row, output row, row)` for this thread's rows.
 template <class Body>
 void for_rows(Worker& worker, const OpRecord& op, Body body) {
   const int32_t out = op.outputs[0].buffer;
-  const int64_t num_rows = worker.step.record.num_rows;
-  for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
+  for (int64_t row = worker.rows_begin(); row < worker.rows_end(); ++row) {
     body(worker.buffer(op.x) + row * worker.stride(op.x),
          worker.buffer(out) + row * worker.stride(out), row);
   }
-  worker.meet();
+  worker.finish();
 }
 
 void run_norm(Worker& worker, const OpRecord& op) {
@@ -54,18 +61,17 @@ void run_tap(Worker& worker, const OpRecord& op) {
   for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
     std::copy_n(worker.buffer(op.x) + row * worker.stride(op.x), op.width, values + row * op.width);
   }
-  worker.meet();
+  worker.finish();
 }
 
 void run_given(Worker& worker, const OpRecord& op) {
   const float* values = worker.step.record.external;
   const OutputRecord& output = op.outputs[0];
-  const int64_t num_rows = worker.step.record.num_rows;
-  for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
+  for (int64_t row = worker.rows_begin(); row < worker.rows_end(); ++row) {
     float* out = worker.buffer(output.buffer) + row * worker.stride(output.buffer);
     std::copy_n(values + row * output.width, output.width, out);
   }
-  worker.meet();
+  worker.finish();
 }
 
 void run_rope(Worker& worker, const OpRecord& op) {
@@ -106,23 +112,25 @@ void run_attention(Worker& worker, size_t index) {
       worker.plan.schedules[static_cast<size_t>(worker.plan.schedule_of[index])];
   if (op.is_stored == 0) store_rows(worker, op);
   const LayerPages& pages = worker.plan.layers[static_cast<size_t>(op.layer)];
-  const int64_t group = op.num_heads / pages.num_kv_heads;
-  const int64_t head_width = group * pages.head_dim;
   const int32_t out = op.outputs[0].buffer;
   const auto count = static_cast<int64_t>(schedule.tasks().size()) * pages.num_kv_heads;
   worker.share_out(count, [&](int64_t ticket) {
     const AttentionTask& task = schedule.tasks()[static_cast<size_t>(ticket / pages.num_kv_heads)];
     const int64_t head = ticket % pages.num_kv_heads;
+    // This rank's query heads that read the key-value head.
+    const int64_t first = std::max<int64_t>(head * op.group - op.first_head, 0);
+    const int64_t end = std::min<int64_t>((head + 1) * op.group - op.first_head, op.num_heads);
+    const int64_t column = first * pages.head_dim;
     const SliceRecord& slice = worker.step.record.slices[task.slice];
     const int64_t row = slice.row + task.first_row;
-    const AttentionRows rows{worker.buffer(op.x) + row * worker.stride(op.x) + head * head_width,
+    const AttentionRows rows{worker.buffer(op.x) + row * worker.stride(op.x) + column,
                              worker.stride(op.x),
-                             worker.buffer(out) + row * worker.stride(out) + head * head_width,
+                             worker.buffer(out) + row * worker.stride(out) + column,
                              worker.stride(out),
                              task.num_rows,
                              slice.position + task.first_row,
                              worker.page_table(slice.table, op.layer),
-                             group,
+                             end - first,
                              head,
                              window_of(op),
                              op.scale,
@@ -137,7 +145,7 @@ void run_attention(Worker& worker, size_t index) {
       merge_pieces(rows, pages.head_dim, worker.memory.attention, shares);
     }
   });
-  worker.meet();
+  worker.finish();
 }
 
 void run_op(Worker& worker, size_t index) {
@@ -173,6 +181,20 @@ void run_op(Worker& worker, size_t index) {
       return run_tap(worker, op);
     case OpKind::ExternalInput:
       return run_given(worker, op);
+    case OpKind::Gather:
+      return run_gather(worker, op);
+    case OpKind::Send:
+      return run_send(worker, op);
+    case OpKind::Receive:
+      return run_receive(worker, op);
+    case OpKind::Terms:
+      return run_expert_terms(worker, op);
+    case OpKind::SumTerms:
+      return run_sum_terms(worker, op);
+    case OpKind::Copy:
+      return for_rows(worker, op, [&](const float* x, float* out, int64_t) {
+        if (x != out) std::copy_n(x, op.width, out);
+      });
   }
 }
 
@@ -187,9 +209,12 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
   for (int32_t i = 0; i < step.record.num_copies; ++i) {
     step.plan.copy_page(step.record.copies[i], thread, num_threads);
   }
-  for (size_t i = 0; i < step.plan.ops.size(); ++i) {
+  const std::vector<OpRecord>& ops = step.plan.ops;
+  meet_ranks(worker);
+  for (size_t i = 0; i < ops.size() && !step.is_lost; ++i) {
     const Clock::time_point begin = worker.now;
     const double waited = worker.waiting_s;
+    worker.meets_next = i + 1 < ops.size() && begins_with_barrier(ops[i + 1]);
     run_op(worker, i);
     worker.memory.waiting_s[i] += worker.waiting_s - waited;
     if (thread == 0) step.plan.elapsed_s[i] += seconds_between(begin, worker.now);
@@ -233,7 +258,9 @@ bool is_inside(const Plan& plan, const StepRecord& record, const StoreRecord& st
 void check(const Plan& plan, const StepRecord& record) {
   for (const OpRecord& op : plan.ops) {
     if (op.kind != OpKind::Embed) continue;
-    const int64_t count = plan.weights[static_cast<size_t>(op.outputs[0].weight)].num_outputs;
+    const int64_t count = op.first_cut == kNone
+                              ? plan.weights[static_cast<size_t>(op.outputs[0].weight)].num_outputs
+                              : plan.link.cuts_end(op);
     const auto is_known = [&](int32_t token) { return token >= 0 && token < count; };
     if (!std::all_of(record.tokens, record.tokens + record.num_rows, is_known)) {
       throw std::out_of_range("token");
@@ -256,11 +283,18 @@ void get_ready(StepState& step) {
   Plan& plan = step.plan;
   const StepRecord& record = step.record;
   const auto float_bytes = static_cast<int64_t>(sizeof(float));
-  for (size_t i = 0; i < plan.buffers.size(); ++i) {
-    plan.buffers[i].fit(record.num_rows * plan.buffer_widths[i] * float_bytes);
+  for (PlanMemory& memory : plan.memories) {
+    if (memory.shared == nullptr) memory.own.fit(memory.bytes(record.num_rows));
+    if (memory.shared != nullptr && record.num_rows > plan.link.max_rows) throw std::bad_alloc();
+  }
+  for (PlanBuffer& buffer : plan.buffers) {
+    const PlanMemory& memory = plan.memories[static_cast<size_t>(buffer.memory)];
+    uint8_t* rows = memory.shared == nullptr ? memory.own.bytes() : memory.shared;
+    buffer.data = reinterpret_cast<float*>(rows) + buffer.first_column;
   }
   make_room_for_products(plan, record);
   make_room_for_experts(plan, record);
+  make_room_for_collectives(plan, record);
   step.slice_of_row.resize(static_cast<size_t>(record.num_rows));
   int64_t num_positions = 0;
   for (int32_t i = 0; i < record.num_slices; ++i) {
@@ -277,13 +311,13 @@ void get_ready(StepState& step) {
   }
   for (RopeTable& rope : plan.ropes) rope.cover(num_positions);
   for (const OpRecord& op : plan.ops) {
-    if (op.kind == OpKind::Logits && record.logits == nullptr) {
+    if (op.kind == OpKind::Logits && op.team == kNone && record.logits == nullptr) {
       const int64_t rows = std::min<int64_t>(record.num_sampled, kLogitRows);
       plan.logits.fit(rows * op.outputs[0].width * float_bytes);
     }
   }
   for (AttentionSchedule& schedule : plan.schedules) {
-    schedule.make(record, plan.pool.num_threads());
+    schedule.make(record, step.row_begin, step.row_end, plan.pool.num_threads());
   }
 }
 
@@ -293,6 +327,8 @@ void run_step(Plan& plan, StepRecord& record) {
   const Clock::time_point begin = Clock::now();
   check(plan, record);
   StepState step{plan, record, {}, {}, {}};
+  step.row_begin = record.num_rows * plan.link.row_part / plan.link.num_row_parts;
+  step.row_end = record.num_rows * (plan.link.row_part + 1) / plan.link.num_row_parts;
   step.waiting_s.assign(static_cast<size_t>(plan.pool.num_threads()), 0);
   get_ready(step);
   plan.pool.run(run_thread, &step);
@@ -300,6 +336,8 @@ void run_step(Plan& plan, StepRecord& record) {
   double waiting_s = 0;
   for (const double wait_s : step.waiting_s) waiting_s += wait_s;
   record.kernel_s = record.elapsed_s - waiting_s / static_cast<double>(step.waiting_s.size());
+  record.collective_s = step.collective_s;
+  if (step.is_lost) throw RankLost();
 }
 
 }  // namespace ts

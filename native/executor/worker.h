@@ -41,6 +41,10 @@ struct StepState {
   std::vector<int32_t> slice_of_row;
   std::vector<int32_t> first_store;  // of each row, and after the last; empty if there are none
   std::vector<double> waiting_s;     // of each thread
+  int64_t row_begin = 0;             // rows that this rank computes
+  int64_t row_end = 0;
+  double collective_s = 0;
+  bool is_lost = false;  // a rank is; written only while all threads wait
   alignas(64) std::atomic<int64_t> next_ticket{0};
 };
 
@@ -52,14 +56,27 @@ struct Worker {
   const int num_threads;
   int64_t ticket_base = 0;
   double waiting_s = 0;
-  Clock::time_point now;  // when the last barrier was left
+  Clock::time_point now;    // when the last barrier was left
+  bool meets_next = false;  // whether the next operation begins with a barrier
 
   /// Waits for the others.
   void meet() {
+    meet([] {});
+  }
+
+  /// The same; the last thread to arrive calls `last` before it lets the others go.
+  template <class Last>
+  void meet(const Last& last) {
     const Clock::time_point arrived = Clock::now();
-    plan.pool.meet(thread, num_threads);
+    plan.pool.meet(thread, num_threads, last);
     now = Clock::now();
     waiting_s += seconds_between(arrived, now);
+  }
+
+  /// The end of an operation: others read what it wrote. A gather that follows waits anyway.
+  void finish() {
+    if (!meets_next) return meet();
+    now = Clock::now();
   }
 
   /// Calls body(i) for the tickets 0 to count - 1 that this thread draws. All threads must pass
@@ -74,12 +91,16 @@ struct Worker {
     ticket_base += count + num_threads;
   }
 
+  /// This thread's equal part of the rows that this rank computes: [begin, end).
+  int64_t rows_begin() const { return step.row_begin + part_begin(step.row_end - step.row_begin); }
+  int64_t rows_end() const { return step.row_begin + part_end(step.row_end - step.row_begin); }
+
   /// This thread's equal part of `count` things: [begin, end).
   int64_t part_begin(int64_t count) const { return count * thread / num_threads; }
   int64_t part_end(int64_t count) const { return count * (thread + 1) / num_threads; }
 
-  float* buffer(int32_t index) const { return plan.buffers[static_cast<size_t>(index)].floats(); }
-  int64_t stride(int32_t index) const { return plan.buffer_widths[static_cast<size_t>(index)]; }
+  float* buffer(int32_t index) const { return plan.buffers[static_cast<size_t>(index)].data; }
+  int64_t stride(int32_t index) const { return plan.buffers[static_cast<size_t>(index)].stride; }
   const float* vector(int32_t index) const { return plan.vectors[static_cast<size_t>(index)]; }
 
   const SliceRecord& slice_of(int64_t row) const {

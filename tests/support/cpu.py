@@ -123,7 +123,7 @@ class Sequence:
         """Forget the answer, as if it had just arrived."""
         self.backend.forget(self.request)
         del self.request.tokens[self.request.num_prompt :]
-        self.request.num_computed = 0
+        self.request.num_computed = self.request.num_planned = 0
 
     def slice(self, chunk: int) -> Slice:
         """Return the next slice of at most `chunk` tokens."""
@@ -133,6 +133,7 @@ class Sequence:
     def commit(self, part: Slice, drawn: tuple[int, object] | None) -> tuple[int, object] | None:
         """Take in what a step computed; returns what was drawn."""
         self.request.num_computed += part.count
+        self.request.num_planned = self.request.num_computed
         if drawn is not None:
             self.request.tokens.append(drawn[0])
         return drawn

@@ -8,7 +8,8 @@ import pytest
 
 from support.cpu import tiny_model
 from support.programs import PROGRAMS
-from twostroke.backends.cpu.lower import Vector, lower
+from twostroke.backends.cpu.lower import lower
+from twostroke.backends.cpu.lowered import Vector
 from twostroke.backends.cpu.records import NONE, OpKind, Precision, Store
 from twostroke.core.errors import BackendError
 from twostroke.program import Program
@@ -39,8 +40,8 @@ def test_queries_and_keys_are_rotated_and_stored_after_their_product():
 
 
 def test_buffers_do_not_grow_with_the_number_of_layers():
-    assert len(lower(tiny_model(num_layers=2)[0]).buffer_widths) == len(
-        lower(tiny_model(num_layers=12)[0]).buffer_widths
+    assert len(lower(tiny_model(num_layers=2)[0]).buffers) == len(
+        lower(tiny_model(num_layers=12)[0]).buffers
     )
 
 

@@ -193,7 +193,7 @@ def test_drawn_tokens_do_not_depend_on_other_requests(level, model):
                     ]
                     tokens = run(backend, *slices) if slices else []
                     for request, token in zip(pending, tokens, strict=True):
-                        request.num_computed = len(request.tokens)
+                        request.num_computed = request.num_planned = len(request.tokens)
                         request.tokens.append(token)
             for request in requests:
                 backend.forget(request)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.cpu.lower import Lowered
+    from twostroke.backends.cpu.lowered import Lowered
     from twostroke.backends.cpu.plan import OpTime
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan

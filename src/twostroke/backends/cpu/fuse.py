@@ -18,20 +18,35 @@ def fuse(program: Program, kept: Collection[str] = ()) -> list[tuple[Op, ...]]:
     """Return runs in the Program's order; each operation is in exactly one.
 
     A run is one operation, or one of: RMSNorm and every Linear that reads it; the same two and
-    their GatedActivation; RMSNorm and Logits; Embed and Scale; Linear, RMSNorm or MixtureOfExperts
-    and the Add of its output to an earlier value that nothing reads later, so that the sum can
-    take its place. Values that are `kept` end a run.
+    their GatedActivation; RMSNorm and Logits; Embed and Scale; Linear, RMSNorm, MixtureOfExperts or
+    SumTerms and the Add of its output to an earlier value that nothing reads later, so that the sum
+    can take its place. Values that are `kept` end a run.
     """
     uses = Counter(name for op in program.ops for name in op.inputs)
     uses.update(kept)
     last_reader = {name: op for op in program.ops for name in op.inputs}
     runs: list[tuple[Op, ...]] = []
-    rest = program.ops
+    rest = _with_columns_first(program.ops)
     while rest:
         run = rest[: _run_length(rest, uses, last_reader)]
         runs.append(run)
         rest = rest[len(run) :]
     return runs
+
+
+def _with_columns_first(operations: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Take columns before the operation whose output is added to them."""
+    found = list(operations)
+    for i in range(1, len(found) - 1):
+        before, take, after = found[i - 1 : i + 2]
+        if (
+            isinstance(take, ops.TakeColumns)
+            and isinstance(after, ops.Add)
+            and (after.a, after.b) == (take.output, before.output)
+            and take.x != before.output
+        ):
+            found[i - 1 : i + 1] = take, before
+    return tuple(found)
 
 
 def _run_length(rest: tuple[Op, ...], uses: Counter[str], last_reader: Mapping[str, Op]) -> int:
@@ -70,7 +85,7 @@ def _is_pair(first: Op, second: Op, last_reader: Mapping[str, Op]) -> bool:
     """Whether one kernel does both, where `second` alone reads the output of `first`."""
     match first, second:
         case (
-            (ops.Linear(bias=None) | ops.RMSNorm() | ops.MixtureOfExperts()),
+            (ops.Linear(bias=None) | ops.RMSNorm() | ops.MixtureOfExperts() | ops.SumTerms()),
             ops.Add(a=earlier, b=name),
         ):
             is_free = last_reader[earlier] is second and earlier not in first.inputs

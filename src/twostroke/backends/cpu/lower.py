@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
+from twostroke.backends.cpu.buffers import Buffers, parts_in_place
+from twostroke.backends.cpu.collectives import Collectives
 from twostroke.backends.cpu.fuse import fuse
+from twostroke.backends.cpu.lowered import Lowered, Vector
 from twostroke.backends.cpu.records import (
     ACTIVATIONS,
     NONE,
@@ -21,11 +23,11 @@ from twostroke.backends.cpu.records import (
 )
 from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError
-from twostroke.core.frozen import Frozen
 from twostroke.program import ops
+from twostroke.program.sharding import RowParts, TermParts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from twostroke.program import Op, Program
 
@@ -34,47 +36,31 @@ T = TypeVar("T")
 _PRECISIONS = dict(
     zip(ACTIVATION_BITS, (Precision.PLAIN, Precision.MIXED, Precision.COARSE), strict=True)
 )
+LOGIT_ROWS = 32  # logits of this many rows are held at once, of two such chunks where ranks share
 _HEAD_UNIT = 16  # values of a head that the kernels handle at once
 _MAX_HEAD_DIM = 512
 _MOST_TOKENS = 2**31 - 1
 
 
-class Vector(Frozen):
-    """A weight of one dimension as the kernels read it: float32, with `offset` added."""
-
-    name: str
-    offset: float = 0.0
-
-
-class Lowered(Frozen):
-    """A Program for the native executor.
-
-    `records` name weights, vectors, ropes and buffers by their place in these tuples;
-    `buffer_widths` are values a row. `parts[i]` are the Program's operations that record i runs:
-    each is in exactly one of them.
-    """
-
-    records: tuple[OpRecord, ...]
-    parts: tuple[tuple[Op, ...], ...]
-    matrices: tuple[str, ...]
-    vectors: tuple[Vector, ...]
-    ropes: tuple[ops.Rope, ...]
-    experts: tuple[ExpertRecord, ...]
-    buffer_widths: tuple[int, ...]
-
-
 def lower(
-    program: Program, taps: Sequence[str] = (), *, activation_bits: int = DEFAULT_ACTIVATION_BITS
+    program: Program,
+    taps: Sequence[str] = (),
+    *,
+    activation_bits: int = DEFAULT_ACTIVATION_BITS,
+    has_routers: bool | None = None,
 ) -> Lowered:
     """Lower a Program whose values `taps` leave the step.
 
     `activation_bits` is the precision of activations at quantized weights, except before routers.
+    A rank must be told whether the whole Program `has_routers`.
 
     Raises:
         BackendError: a shape that the kernels cannot run.
     """
     _check(program)
-    return _Lowering(program, taps, activation_bits).lower()
+    if has_routers is None:
+        has_routers = any(isinstance(op, ops.MixtureOfExperts) for op in program.ops)
+    return _Lowering(program, taps, _PRECISIONS[activation_bits], has_routers=has_routers).lower()
 
 
 def _check(program: Program) -> None:
@@ -89,7 +75,9 @@ def _check(program: Program) -> None:
 class _Lowering:
     """One pass over the fused Program."""
 
-    def __init__(self, program: Program, taps: Sequence[str], activation_bits: int) -> None:
+    def __init__(
+        self, program: Program, taps: Sequence[str], precision: Precision, *, has_routers: bool
+    ) -> None:
         self._runs = fuse(program, taps)
         self._taps = taps
         self._readers: dict[str, list[Op]] = {}
@@ -97,15 +85,16 @@ class _Lowering:
             for name in op.inputs:
                 self._readers.setdefault(name, []).append(op)
         reads = Counter({name: len(found) for name, found in self._readers.items()})
-        self._buffers = _Buffers(reads + Counter(taps))
+        self._buffers = Buffers(reads + Counter(taps), parts_in_place(program))
         self._matrices: dict[str, int] = {}
         self._vectors: dict[Vector, int] = {}
         self._ropes: dict[ops.Rope, int] = {}
-        self._precision = _PRECISIONS[activation_bits]
-        self._has_routers = any(isinstance(op, ops.MixtureOfExperts) for op in program.ops)
+        self._precision = precision
+        self._has_routers = has_routers
         self._absorbed: set[str] = set()  # outputs of operations done right after a product
         self._stored: set[str] = set()  # keys and values that go to the pages after their product
         self._experts: list[ExpertRecord] = []
+        self._collectives = Collectives()
         self._records: list[OpRecord] = []
         self._parts: list[tuple[Op, ...]] = []
 
@@ -125,7 +114,11 @@ class _Lowering:
             tuple(self._vectors),
             tuple(self._ropes),
             tuple(self._experts),
-            tuple(self._buffers.widths),
+            tuple(self._buffers.memories),
+            tuple(self._buffers.all),
+            tuple(self._collectives.teams),
+            tuple(self._collectives.cuts),
+            tuple(self._collectives.channels),
         )
 
     def _lower_run(self, run: tuple[Op, ...]) -> None:  # noqa: C901, PLR0912 - a case for each run
@@ -134,7 +127,8 @@ class _Lowering:
                 pass
             case (ops.Embed() as embed, *scale):
                 factor = scale[0].factor if scale and isinstance(scale[0], ops.Scale) else 1.0
-                self._emit(OpKind.EMBED, *run, weight=embed.table, factor=factor)
+                fields = self._collectives.fields(self._gather_of_part(embed))
+                self._emit(OpKind.EMBED, *run, weight=embed.table, factor=factor, **fields)
             case (*_, ops.Linear() as gate, ops.Linear() as up, ops.GatedActivation() as op):
                 buffer = self._buffers.write(op.output, op.width)
                 outputs = [self._output(buffer, op.width, part.weight) for part in (gate, up)]
@@ -150,11 +144,19 @@ class _Lowering:
             case (*_, ops.Linear()):
                 self._linears(run)
             case (*_, ops.Logits() as op):
-                output = self._output(NONE, op.width, op.weight)
-                soft_cap = op.soft_cap or 0
-                self._append(OpKind.LOGITS, run, run[0].inputs, [output], soft_cap=soft_cap)
+                self._logits(op, run)
             case (ops.MixtureOfExperts() as op, *_):
-                self._mixture(op, run)
+                self._mixture(OpKind.EXPERTS, op, run, len(op.experts), normalize=op.normalize)
+            case (ops.ExpertTerms() as op,):
+                self._mixture(OpKind.TERMS, op, run, op.num_experts, own_expert=op.first_expert)
+            case (ops.SumTerms() as op, *_):
+                self._emit(
+                    OpKind.SUM_TERMS,
+                    *run,
+                    num_experts=self._width_of(op.scores),
+                    num_used=op.num_used,
+                    normalize=op.normalize,
+                )
             case (ops.Attention() as op,):
                 self._attention(op)
             case (ops.RMSNorm(), *_):
@@ -169,8 +171,25 @@ class _Lowering:
                 self._emit(OpKind.EXTERNAL_INPUT, op)
             case (ops.Add() as op,):
                 self._emit(OpKind.ADD, op)
+            case (op,):
+                self._lower_collective(op)
             case _:
                 raise BackendError(f"The cpu backend has no kernel for {run}.")
+
+    def _lower_collective(self, op: Op) -> None:
+        match op:
+            case ops.AllGather():
+                self._gather(op)
+            case ops.TakeColumns():
+                self._buffers.view(op.output, op.x, op.first, op.width)
+                self._buffers.done(op.inputs)
+            case ops.Send():
+                channel = self._collectives.channel(op)
+                self._append(OpKind.SEND, (op,), op.inputs, [], channel=channel)
+            case ops.Receive():
+                self._emit(OpKind.RECEIVE, op, channel=self._collectives.channel(op))
+            case _:
+                raise BackendError(f"The cpu backend has no kernel for {op}.")
 
     def _emit(
         self,
@@ -178,7 +197,7 @@ class _Lowering:
         *run: Op,
         weight: str | None = None,
         rope: int = NONE,
-        **fields: float,
+        **fields: Any,
     ) -> None:
         """Append a record with one output, that of the run's last operation.
 
@@ -186,7 +205,11 @@ class _Lowering:
         """
         last = run[-1]
         if len(run) > 1 and isinstance(last, ops.Add):
-            buffer = self._buffers.take_over(last.output, last.a)
+            if not self._buffers.take_over(last.output, last.a):
+                # The value moves to where the sum will be, then the sum takes its place.
+                buffer = self._buffers.write(last.output, last.width)
+                self._append(OpKind.COPY, (), [last.a], [self._output(buffer, last.width)])
+            buffer = self._buffers.of_value[last.output]
             fields |= {"y": buffer} if kind is OpKind.NORM else {"accumulate": 1}
         else:
             buffer = self._buffers.write(last.output, last.width)
@@ -199,13 +222,14 @@ class _Lowering:
         run: tuple[Op, ...],
         reads: Sequence[str],
         outputs: Sequence[OutputRecord],
-        **fields: float,
+        gather: ops.AllGather | None = None,
+        **fields: Any,
     ) -> None:
         """Append a record that computes `run` from the values that it `reads`."""
         buffers = [self._buffers.of_value[name] for name in reads]
-        record = OpRecord(kind=kind, norm=NONE, layer=NONE, num_groups=1)
+        record = OpRecord(kind=kind, norm=NONE, layer=NONE, num_groups=1, team=NONE, first_cut=NONE)
         record.x, record.y, record.z = (*buffers, NONE, NONE, NONE)[:3]
-        record.width = self._buffers.widths[buffers[0]] if buffers else run[0].width
+        record.width = self._buffers.all[buffers[0]].width if buffers else run[0].width
         record.precision = self._precision
         # With routers, the smallest difference in a product can change the choice of experts.
         if self._has_routers and kind in {OpKind.LINEAR, OpKind.GATED}:
@@ -219,6 +243,7 @@ class _Lowering:
         record.outputs[: len(outputs)] = outputs
         self._records.append(record)
         self._parts.append(run)
+        self._buffers.note(record, gather)
         self._buffers.done(reads)
 
     def _output(
@@ -274,7 +299,14 @@ class _Lowering:
         reader = self._only_reader(norm.output)
         return isinstance(reader, ops.Rope | ops.Attention) and reader.head_dim == dim
 
-    def _mixture(self, op: ops.MixtureOfExperts, run: tuple[Op, ...]) -> None:
+    def _mixture(
+        self,
+        kind: OpKind,
+        op: ops.MixtureOfExperts | ops.ExpertTerms,
+        run: tuple[Op, ...],
+        num_experts: int,
+        **fields: Any,
+    ) -> None:
         first = len(self._experts)
         for expert in op.experts:
             weights = (expert.gate, expert.up, expert.down)
@@ -282,14 +314,55 @@ class _Lowering:
                 ExpertRecord(*(_place_in(self._matrices, name) for name in weights))
             )
         self._emit(
-            OpKind.EXPERTS,
+            kind,
             *run,
             first_expert=first,
-            num_experts=len(op.experts),
+            num_experts=num_experts,
+            num_own=len(op.experts),
             num_used=op.num_used,
-            normalize=op.normalize,
             activation=ACTIVATIONS[op.activation],
+            **fields,
         )
+
+    def _logits(self, op: ops.Logits, run: tuple[Op, ...]) -> None:
+        """Append logits; those of a part of the vocabulary are gathered with them, on rank 0."""
+        fields: dict[str, Any] = {"soft_cap": op.soft_cap or 0}
+        buffer = NONE
+        if gather := self._gather_of_part(op):
+            assert gather.root == 0
+            self._buffers.gather(gather, num_rows=2 * LOGIT_ROWS)
+            buffer = self._buffers.write(op.output, op.width)
+            self._absorbed.add(gather.output)
+            fields |= self._collectives.fields(gather)
+            run = (*run, gather)
+        output = self._output(buffer, op.width, op.weight)
+        self._append(OpKind.LOGITS, run, run[0].inputs, [output], **fields)
+
+    def _gather(self, op: ops.AllGather) -> None:
+        """Append a gather: of what lies in its place already, or is put there."""
+        if op.root is not None:
+            raise BackendError("There are more ranks than parts of the vocabulary; ask for fewer.")
+        buffer, is_there = self._buffers.gather(op)
+        fields = self._collectives.fields(op)
+        if isinstance(op.parts, TermParts):
+            scores = self._buffers.of_value[op.parts.scores]
+            fields |= {"y": scores, "num_used": op.parts.num_used}
+            fields["num_experts"] = self._width_of(op.parts.scores)
+        reads = () if is_there else op.inputs
+        output = self._output(buffer, op.width)
+        self._append(OpKind.GATHER, (op,), reads, [output], gather=op, width=op.width, **fields)
+        if is_there:
+            self._buffers.done(op.inputs)
+
+    def _gather_of_part(self, op: Op) -> ops.AllGather | None:
+        """Return the gather of all parts of an operation's output, of which `op` computes one."""
+        for reader in self._readers.get(op.output, []):
+            if isinstance(reader, ops.AllGather) and not isinstance(reader.parts, RowParts):
+                return reader
+        return None
+
+    def _width_of(self, name: str) -> int:
+        return self._buffers.all[self._buffers.of_value[name]].width
 
     def _attention(self, op: ops.Attention) -> None:
         self._emit(
@@ -297,6 +370,8 @@ class _Lowering:
             op,
             layer=op.layer,
             num_heads=op.num_heads,
+            group=op.group_size,
+            first_head=op.first_head,
             scale=op.scale,
             window=min(op.window or 0, _MOST_TOKENS),
             soft_cap=op.soft_cap or 0,
@@ -311,41 +386,6 @@ class _Lowering:
     def _only_reader(self, name: str) -> Op | None:
         readers = self._readers.get(name, [])
         return readers[0] if len(readers) == 1 and name not in self._taps else None
-
-
-@dataclass(slots=True)
-class _Buffers:
-    """The buffer of each value; a buffer is reused after the last read of its value.
-
-    A buffer is only reused for values of the same width, so that rows stay dense.
-    """
-
-    reads_left: Counter[str]
-    widths: list[int] = field(default_factory=list)
-    free: dict[int, list[int]] = field(default_factory=dict)
-    of_value: dict[str, int] = field(default_factory=dict)
-
-    def write(self, name: str, width: int) -> int:
-        """Give a new value a buffer."""
-        pool = self.free.setdefault(width, [])
-        if not pool:
-            self.widths.append(width)
-            pool.append(len(self.widths) - 1)
-        self.of_value[name] = pool.pop()
-        return self.of_value[name]
-
-    def take_over(self, name: str, earlier: str) -> int:
-        """Let a new value replace an earlier one in its buffer."""
-        self.of_value[name] = self.of_value.pop(earlier)
-        return self.of_value[name]
-
-    def done(self, names: Iterable[str]) -> None:
-        """Count reads; a value without further ones gives its buffer back."""
-        for name in names:
-            self.reads_left[name] -= 1
-            if self.reads_left[name] <= 0 and name in self.of_value:
-                buffer = self.of_value.pop(name)
-                self.free[self.widths[buffer]].append(buffer)
 
 
 def _place_in(table: dict[T, int], thing: T) -> int:

@@ -11,16 +11,21 @@ import numpy as np
 from msgspec.structs import replace
 
 from twostroke.backends.cpu.records import (
+    BufferRecord,
     CacheFormat,
+    ChannelRecord,
     ExpertRecord,
     LayerRecord,
+    LinkRecord,
+    MemoryRecord,
     OpRecord,
     PlanRecord,
     RopeRecord,
     StepRecord,
+    TeamRecord,
     WeightRecord,
 )
-from twostroke.core.errors import BackendError, MemoryLimitError
+from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.cpu.lower import Lowered
+    from twostroke.backends.cpu.lowered import Lowered
     from twostroke.backends.cpu.weights import PackedWeights
     from twostroke.program import Program, ops
 
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 
 _EVALUATED_ROWS = 512  # rows of a step when a whole sequence is evaluated
 _NOT_THERE = 2  # `ts_step` returns it for a token or a page that does not exist
+_RANK_LOST = 3
 
 
 class PlanPages(Frozen):
@@ -44,6 +50,13 @@ class PlanPages(Frozen):
     num_pages: int
     page_size: int
     kv_format: str
+
+
+class PlanLink(Frozen):
+    """The link of a rank to the others; no step may have more than `max_rows` rows."""
+
+    record: LinkRecord
+    max_rows: int
 
 
 class OpTime(Frozen):
@@ -64,8 +77,12 @@ class NativePlan:
         lowered: Lowered,
         weights: PackedWeights,
         pages: PlanPages,
+        *,
+        link: PlanLink | None = None,
     ) -> None:
-        """Make a plan and its pages; `pool` and `weights` must outlive it.
+        """Make a plan and its pages; `pool`, `weights` and `link` must outlive it.
+
+        A rank of several has a `link`.
 
         Raises:
             MemoryLimitError: there is no room for the pages.
@@ -73,13 +90,16 @@ class NativePlan:
         self._library, self._pool = library, pool
         self._program, self._weights, self._pages = program, weights, pages
         self._num_ops = len(lowered.records)
+        self._link = link
         record = PlanRecord(
             num_groups=len(program.cache_groups),
-            num_buffers=len(lowered.buffer_widths),
-            buffer_widths=(c_int32 * len(lowered.buffer_widths))(*lowered.buffer_widths),
+            link=None if link is None else ctypes.pointer(link.record),
             cache_format=CacheFormat[pages.kv_format.upper()],
             num_pages=pages.num_pages,
             page_size=pages.page_size,
+            max_rows=0 if link is None else link.max_rows,
+            row_part=lowered.rows[0],
+            num_row_parts=lowered.rows[1],
         )
         vectors = [weights.vectors[vector].ctypes.data for vector in lowered.vectors]
         arrays: tuple[tuple[str, Any, Sequence[Any]], ...] = (
@@ -89,6 +109,8 @@ class NativePlan:
             ("ropes", RopeRecord, [_rope_record(rope) for rope in lowered.ropes]),
             ("layers", LayerRecord, _layer_records(program)),
             ("experts", ExpertRecord, lowered.experts),
+            ("buffers", BufferRecord, [(b.memory, b.first_column) for b in lowered.buffers]),
+            *_shared_arrays(lowered, 0 if link is None else link.max_rows),
         )
         for name, kind, items in arrays:
             setattr(record, name, (kind * len(items))(*items))
@@ -104,8 +126,11 @@ class NativePlan:
         Raises:
             MemoryLimitError: there is no room for a step of that many rows.
             BackendError: a token or a page that does not exist; nothing was computed.
+            RanksLostError: another rank ended, or the link to it.
         """
         outcome = self._library.ts_step(self._open_plan(), byref(step))
+        if outcome == _RANK_LOST:
+            raise RanksLostError("Another rank of the model has ended, or does not answer.")
         if outcome == _NOT_THERE:
             raise BackendError("The step names a token or a page that the model does not have.")
         if outcome:
@@ -120,21 +145,25 @@ class NativePlan:
         taps: Sequence[Array],
         *,
         generated: bool,
+        has_logits: bool | None = None,
     ) -> None:
         """Compute a sequence on separate pages, as prompt or as `generated` rows.
 
         `lowered` is a lowering of the same Program. Writes `logits` (len(tokens), vocab_size) and
-        its `taps` (len(tokens), width).
+        its `taps` (len(tokens), width). All ranks call it, with `has_logits` if rank 0 wants them.
         """
+        has_logits = logits is not None if has_logits is None else has_logits
         self._open_plan()
         num_groups = len(self._program.cache_groups)
         places = -(-len(tokens) // self._pages.page_size)  # of each group
         table = np.arange(num_groups * places, dtype=np.int32)
         pages = replace(self._pages, num_pages=len(table))
-        plan = NativePlan(self._library, self._pool, self._program, lowered, self._weights, pages)
+        own = self._library, self._pool, self._program, lowered, self._weights, pages
+        plan = NativePlan(*own, link=self._link)
         with closing(plan):
-            for start in range(0, len(tokens), _EVALUATED_ROWS):
-                part = np.array(tokens[start : start + _EVALUATED_ROWS], np.int32)
+            most = min(_EVALUATED_ROWS, self._link.max_rows) if self._link else _EVALUATED_ROWS
+            for start in range(0, len(tokens), most):
+                part = np.array(tokens[start : start + most], np.int32)
                 count = len(part)
                 rows = np.arange(count, dtype=np.int32)
                 slices = np.array([0, count, start, 0], np.int32)
@@ -150,7 +179,7 @@ class NativePlan:
                         num_rows=count,
                         num_generated=count if generated else 0,
                         num_slices=1,
-                        num_sampled=0 if logits is None else count,
+                        num_sampled=count if has_logits else 0,
                     )
                 )
 
@@ -186,6 +215,36 @@ def _layer_records(program: Program) -> list[LayerRecord]:
         LayerRecord(layer.num_kv_heads, layer.head_dim, group_of[index])
         for index, layer in enumerate(program.cache_layers)
     ]
+
+
+def _shared_arrays(lowered: Lowered, max_rows: int) -> tuple[tuple[str, Any, Sequence[Any]], ...]:
+    """Return the arrays of a plan record that say what lies where, and whom this rank meets."""
+    layout = lowered.layout
+    memories = [(-1, memory.width, memory.num_rows) for memory in lowered.memories]
+    if layout is None:
+        return (("memories", MemoryRecord, memories),)
+    slots, channels, _ = layout.offsets(max_rows)
+    for i, memory in enumerate(lowered.memories):
+        if memory.gathers:
+            slot = layout.slot_of[memory.team, memory.gathers[0].output]
+            memories[i] = (slots[slot], memory.width, memory.num_rows)
+    team_ranks: list[int] = []
+    teams: list[tuple[int, ...]] = []
+    for team, place in lowered.teams:
+        teams.append((len(team_ranks), len(team), place, layout.barriers[team]))
+        team_ranks += team
+    numbers = [layout.channels[channel.key(lowered.rank)] for channel in lowered.channels]
+    ways = [
+        (channels[number], channel.peer, number)
+        for number, channel in zip(numbers, lowered.channels, strict=True)
+    ]
+    return (
+        ("memories", MemoryRecord, memories),
+        ("teams", TeamRecord, teams),
+        ("team_ranks", c_int32, team_ranks),
+        ("cuts", c_int32, lowered.cuts),
+        ("channels", ChannelRecord, ways),
+    )
 
 
 def _rope_record(rope: ops.Rope) -> RopeRecord:

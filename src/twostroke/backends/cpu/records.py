@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 import numpy as np
@@ -31,6 +31,12 @@ class OpKind(IntEnum):
     TAP = 10
     EXPERTS = 11
     EXTERNAL_INPUT = 12
+    GATHER = 13
+    SEND = 14
+    RECEIVE = 15
+    TERMS = 16
+    SUM_TERMS = 17
+    COPY = 18
 
 
 # The kernels' numbers for the functions of a gate.
@@ -44,6 +50,15 @@ class Precision(IntEnum):
     PRECISE = 1
     COARSE = 2
     MIXED = 3
+
+
+class PartsKind(IntEnum):
+    """Which part of a gathered value each member of a team has."""
+
+    COLUMNS = 0
+    ROWS = 1
+    TOKENS = 2
+    TERMS = 3
 
 
 class Store(IntEnum):
@@ -93,6 +108,8 @@ class OpRecord(ctypes.Structure):
         ("accumulate", c_int32),
         ("layer", c_int32),
         ("num_heads", c_int32),
+        ("group", c_int32),
+        ("first_head", c_int32),
         ("scale", c_float),
         ("factor", c_float),
         ("soft_cap", c_float),
@@ -102,9 +119,15 @@ class OpRecord(ctypes.Structure):
         ("window", c_int32),
         ("first_expert", c_int32),
         ("num_experts", c_int32),
+        ("own_expert", c_int32),
+        ("num_own", c_int32),
         ("num_used", c_int32),
         ("normalize", c_int32),
         ("precision", c_int32),
+        ("team", c_int32),
+        ("parts", c_int32),
+        ("first_cut", c_int32),
+        ("channel", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
     )
@@ -146,6 +169,64 @@ class WeightRecord(ctypes.Structure):
     )
 
 
+class MemoryRecord(ctypes.Structure):
+    """Rows that ranks may share."""
+
+    _fields_ = (("offset", c_int64), ("width", c_int32), ("num_rows", c_int32))
+
+
+class BufferRecord(ctypes.Structure):
+    """Columns of a memory."""
+
+    _fields_ = (("memory", c_int32), ("first_column", c_int32))
+
+
+class TeamRecord(ctypes.Structure):
+    """Ranks that gather values."""
+
+    _fields_ = (
+        ("first_rank", c_int32),
+        ("size", c_int32),
+        ("place", c_int32),
+        ("barrier", c_int32),
+    )
+
+
+class ChannelRecord(ctypes.Structure):
+    """The way from one rank to another."""
+
+    _fields_ = (("offset", c_int64), ("peer", c_int32), ("number", c_int32))
+
+
+# Arguments are the context; the team, its size, what this rank gives and what it gets, and how many
+# bytes each gives; or another rank, data and how many bytes.
+AllGatherFunction = CFUNCTYPE(
+    c_int32, c_void_p, POINTER(c_int32), c_int32, c_void_p, c_void_p, POINTER(c_int64)
+)
+SendFunction = CFUNCTYPE(c_int32, c_void_p, c_int32, c_void_p, c_int64)
+ReceiveFunction = SendFunction
+
+
+class LinkRecord(ctypes.Structure):
+    """How ranks reach each other: memory that they share, or functions; native/executor/link.h."""
+
+    _fields_ = (
+        ("context", c_void_p),
+        ("rank", c_int32),
+        ("num_ranks", c_int32),
+        ("shared", c_void_p),
+        ("shared_bytes", c_int64),
+        ("all_gather", AllGatherFunction),
+        ("send", SendFunction),
+        ("receive", ReceiveFunction),
+    )
+
+
+LINK_HEAD_BYTES = 65536  # at the beginning of shared memory: barriers and channels
+CHANNEL_SLOTS = 4
+MOST_TEAMS, MOST_CHANNELS = 255, 256
+
+
 class PlanRecord(ctypes.Structure):
     """The Program, lowered."""
 
@@ -156,7 +237,13 @@ class PlanRecord(ctypes.Structure):
         ("ropes", POINTER(RopeRecord)),
         ("layers", POINTER(LayerRecord)),
         ("experts", POINTER(ExpertRecord)),
-        ("buffer_widths", POINTER(c_int32)),
+        ("memories", POINTER(MemoryRecord)),
+        ("buffers", POINTER(BufferRecord)),
+        ("teams", POINTER(TeamRecord)),
+        ("team_ranks", POINTER(c_int32)),
+        ("cuts", POINTER(c_int32)),
+        ("channels", POINTER(ChannelRecord)),
+        ("link", POINTER(LinkRecord)),
         ("num_ops", c_int32),
         ("num_weights", c_int32),
         ("num_vectors", c_int32),
@@ -164,10 +251,18 @@ class PlanRecord(ctypes.Structure):
         ("num_layers", c_int32),
         ("num_groups", c_int32),
         ("num_experts", c_int32),
+        ("num_memories", c_int32),
         ("num_buffers", c_int32),
+        ("num_teams", c_int32),
+        ("num_team_ranks", c_int32),
+        ("num_cuts", c_int32),
+        ("num_channels", c_int32),
         ("cache_format", c_int32),
         ("num_pages", c_int64),
         ("page_size", c_int64),
+        ("max_rows", c_int64),
+        ("row_part", c_int32),
+        ("num_row_parts", c_int32),
     )
 
 
@@ -213,6 +308,7 @@ class StepRecord(ctypes.Structure):
         ("num_copies", c_int32),
         ("elapsed_s", c_double),
         ("kernel_s", c_double),
+        ("collective_s", c_double),
     )
 
 
@@ -230,4 +326,6 @@ RECORD_SIZES = (
     ctypes.sizeof(NodeRecord),
     ROW.itemsize,
     RESULT.itemsize,
+    ctypes.sizeof(LinkRecord),
+    LINK_HEAD_BYTES,
 )

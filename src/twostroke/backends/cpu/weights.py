@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.backends.cpu.lower import Vector
+    from twostroke.backends.cpu.lowered import Vector
     from twostroke.quant import QuantTensor
 
     Progress = Callable[[int, int], None]

@@ -1,0 +1,30 @@
+// Operations that move values between ranks. Where ranks share memory, each wrote its part of a
+// value in its place, and a gather is no more than a barrier; elsewhere the link moves the bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace ts {
+
+struct OpRecord;
+struct Plan;
+struct StepRecord;
+struct Worker;
+
+/// Waits at the beginning of a step until no rank reads what it is about to write.
+void meet_ranks(Worker& worker);
+
+void run_gather(Worker& worker, const OpRecord& op);
+void run_send(Worker& worker, const OpRecord& op);
+void run_receive(Worker& worker, const OpRecord& op);
+
+/// Brings rows [0, num_rows) of logits to rank 0: `logits` points at row 0, token 0.
+void gather_logits(Worker& worker, const OpRecord& op, float* logits, int64_t num_rows);
+
+/// Whether a gather begins with a barrier, so that the operation before it needs none.
+bool begins_with_barrier(const OpRecord& op);
+
+/// Makes room for packed parts; throws std::bad_alloc.
+void make_room_for_collectives(Plan& plan, const StepRecord& step);
+
+}  // namespace ts

@@ -1,0 +1,218 @@
+"""Where the values of a step lie: buffers, which are columns of a memory of rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from twostroke.backends.cpu.records import NONE
+from twostroke.core.frozen import Frozen
+from twostroke.program.ops import AllGather, Embed, ExpertTerms
+from twostroke.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.backends.cpu.records import OpRecord
+    from twostroke.program import Program
+
+
+class Buffer(Frozen):
+    """Columns of a memory; `is_part` if of a gathered value it has this rank's part alone."""
+
+    memory: int
+    first_column: int
+    width: int
+    is_part: bool = False
+
+
+@dataclass(slots=True)
+class Memory:
+    """Rows that one value after another takes; `num_rows` 0 means those of the step.
+
+    Ranks may share the memory of a gathered value. `gathers` are the outputs of the gathers whose
+    values it holds in turn. A barrier of the team ends one interval of a step and begins the next:
+    `writes`, `reads` (of what other ranks wrote) and `uses` (all of both) are numbers of intervals.
+    """
+
+    width: int
+    num_rows: int = 0
+    num_values: int = 0  # that lie there now
+    gathers: list[AllGather] = field(default_factory=list)
+    writes: set[int] = field(default_factory=set)
+    reads: set[int] = field(default_factory=set)
+    uses: set[int] = field(default_factory=set)
+
+    @property
+    def team(self) -> tuple[int, ...]:
+        """The ranks that share it."""
+        return self.gathers[0].team
+
+    def join(self, others: Iterable[Memory]) -> Memory:
+        """Return it as used by this rank and others."""
+        joined = Memory(
+            self.width,
+            self.num_rows,
+            gathers=list(self.gathers),
+            writes=set(self.writes),
+            reads=set(self.reads),
+            uses=set(self.uses),
+        )
+        for other in others:
+            joined.gathers += other.gathers
+            joined.writes |= other.writes
+            joined.reads |= other.reads
+            joined.uses |= other.uses
+        return joined
+
+
+@dataclass(slots=True)
+class Buffers:
+    """The buffer of each value; a buffer is reused after the last read of its value.
+
+    A buffer is only reused for values of the same width, so that rows stay dense. A part that will
+    be gathered (`gather_of` says by which operation) is written in its place in the whole.
+    """
+
+    reads_left: Counter[str]
+    gather_of: dict[str, AllGather] = field(default_factory=dict)
+    all: list[Buffer] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)
+    of_value: dict[str, int] = field(default_factory=dict)
+    _free: dict[int, list[int]] = field(default_factory=dict)
+    _shared: dict[str, int] = field(default_factory=dict)  # the memory of each gathered value
+    _intervals: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    def write(self, name: str, width: int) -> int:
+        """Give a new value a buffer."""
+        if gather := self.gather_of.get(name):
+            memory = self._shared_memory(gather)
+            return self._place(name, Buffer(memory, _first_column(gather), width, is_part=True))
+        pool = self._free.setdefault(width, [])
+        if pool:
+            return self._place(name, self.all[pool[-1]], pool.pop())
+        self.memories.append(Memory(width))
+        return self._place(name, Buffer(len(self.memories) - 1, 0, width))
+
+    def view(self, name: str, x: str, first: int, width: int) -> int:
+        """Let a new value be columns of an earlier one."""
+        whole = self.all[self.of_value[x]]
+        memory = self.memories[whole.memory]
+        own = memory.gathers and _own_columns(memory.gathers[-1])
+        is_part = whole.is_part or own == (first, first + width)
+        column = whole.first_column + first
+        return self._place(name, Buffer(whole.memory, column, width, is_part))
+
+    def take_over(self, name: str, earlier: str) -> bool:
+        """Let a new value replace an earlier one in its buffer, if that can be.
+
+        It cannot where other values lie in the same memory, or other ranks may still read it.
+        """
+        buffer = self.all[self.of_value[earlier]]
+        memory = self.memories[buffer.memory]
+        gather = self.gather_of.get(name)
+        if memory.num_values > 1 or bool(memory.gathers) != bool(gather):
+            return False
+        if gather:
+            before = memory.gathers[-1]
+            is_same = (before.team, before.parts) == (gather.team, gather.parts)
+            is_read = self._intervals[gather.team] in memory.reads
+            if is_read or not (
+                is_same and buffer.is_part and isinstance(gather.parts, ColumnParts)
+            ):
+                return False
+            memory.gathers.append(gather)
+            self._shared[gather.output] = buffer.memory
+        self.of_value[name] = self.of_value.pop(earlier)
+        return True
+
+    def gather(self, gather: AllGather, num_rows: int = 0) -> tuple[int, bool]:
+        """Return the buffer of a gathered value, and whether this rank's part lies there."""
+        memory = self._shared_memory(gather, num_rows)
+        place = self.of_value.get(gather.x or "", NONE)
+        is_there = gather.x is None or self.all[place].memory == memory
+        return self._place(gather.output, Buffer(memory, 0, gather.width)), is_there
+
+    def note(self, record: OpRecord, gather: AllGather | None = None) -> None:
+        """Take down which shared memories a record reads and writes, and the barrier in it."""
+        outputs = [output.buffer for output in record.outputs[: record.num_outputs]]
+        if gather and record.x == NONE:
+            outputs = []
+        for buffers, is_write in ((outputs, True), ((record.x, record.y, record.z), False)):
+            for buffer in (self.all[index] for index in buffers if index != NONE):
+                memory = self.memories[buffer.memory]
+                if not memory.gathers:
+                    continue
+                interval = self._intervals[memory.team]
+                memory.uses.add(interval)
+                if is_write:
+                    memory.writes.add(interval)
+                elif not buffer.is_part:
+                    memory.reads.add(interval)
+        if gather:
+            self._intervals[gather.team] += 1
+            memory = self.memories[self._shared[gather.output]]
+            memory.reads.add(self._intervals[gather.team])
+            memory.uses.add(self._intervals[gather.team])
+
+    def done(self, names: Iterable[str]) -> None:
+        """Count reads; a value without further ones gives its buffer back."""
+        for name in names:
+            self.reads_left[name] -= 1
+            if self.reads_left[name] <= 0 and name in self.of_value:
+                index = self.of_value.pop(name)
+                buffer = self.all[index]
+                memory = self.memories[buffer.memory]
+                memory.num_values -= 1
+                if memory.num_values == 0 and not memory.gathers:
+                    self._free[memory.width].append(self._whole(buffer.memory))
+
+    def _place(self, name: str, buffer: Buffer, index: int | None = None) -> int:
+        if index is None:
+            self.all.append(buffer)
+            index = len(self.all) - 1
+        self.of_value[name] = index
+        self.memories[buffer.memory].num_values += 1
+        return index
+
+    def _shared_memory(self, gather: AllGather, num_rows: int = 0) -> int:
+        if gather.output not in self._shared:
+            self.memories.append(Memory(gather.width, num_rows, gathers=[gather]))
+            self._shared[gather.output] = len(self.memories) - 1
+        return self._shared[gather.output]
+
+    def _whole(self, memory: int) -> int:
+        """Return the buffer of all columns of a memory."""
+        return next(i for i, b in enumerate(self.all) if b.memory == memory)
+
+
+def _first_column(gather: AllGather) -> int:
+    own = _own_columns(gather)
+    return own[0] if own else 0
+
+
+def _own_columns(gather: AllGather) -> tuple[int, int] | None:
+    """Return which columns of the whole this rank has, if columns are divided."""
+    if not isinstance(gather.parts, ColumnParts):
+        return None
+    return gather.parts.cuts[gather.place], gather.parts.cuts[gather.place + 1]
+
+
+def parts_in_place(program: Program) -> dict[str, AllGather]:
+    """Return the parts of gathered values that can be written in their place, by name."""
+    found: dict[str, AllGather] = {}
+    writers = {op.output: op for op in program.ops}
+    for op in program.ops:
+        if not isinstance(op, AllGather) or op.x is None:
+            continue
+        match op.parts:
+            case TokenParts():
+                writes_own_part = isinstance(writers[op.x], Embed)
+            case TermParts():
+                writes_own_part = isinstance(writers[op.x], ExpertTerms)
+            case ColumnParts() | RowParts():
+                writes_own_part = True
+        if writes_own_part:
+            found.setdefault(op.x, op)
+    return found

@@ -1,0 +1,56 @@
+"""The teams, cuts and channels that the records of a rank name by their places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from twostroke.backends.cpu.layout import Channel
+from twostroke.backends.cpu.records import PartsKind
+from twostroke.program.ops import Receive, Send
+from twostroke.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
+
+if TYPE_CHECKING:
+    from twostroke.backends.cpu.layout import Team
+    from twostroke.program.ops import AllGather
+
+_PARTS = {
+    ColumnParts: PartsKind.COLUMNS,
+    RowParts: PartsKind.ROWS,
+    TokenParts: PartsKind.TOKENS,
+    TermParts: PartsKind.TERMS,
+}
+
+
+@dataclass(slots=True)
+class Collectives:
+    """What a rank's collectives name. A team has this rank's place among it."""
+
+    teams: dict[tuple[Team, int], int] = field(default_factory=dict)
+    channels: list[Channel] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
+    _cuts_at: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def fields(self, gather: AllGather | None) -> dict[str, Any]:
+        """Return the fields of a record that gathers, or computes a part to be gathered."""
+        if gather is None:
+            return {}
+        fields: dict[str, Any] = {
+            "team": self.teams.setdefault((gather.team, gather.place), len(self.teams)),
+            "parts": _PARTS[type(gather.parts)],
+        }
+        if not isinstance(gather.parts, RowParts):
+            cuts = gather.parts.cuts
+            if cuts not in self._cuts_at:
+                self._cuts_at[cuts] = len(self.cuts)
+                self.cuts += cuts
+            fields["first_cut"] = self._cuts_at[cuts]
+        return fields
+
+    def channel(self, op: Send | Receive) -> int:
+        """Return the place of the channel for an operation's value."""
+        is_sent = isinstance(op, Send)
+        peer = op.to if isinstance(op, Send) else op.sender
+        number = sum((c.is_sent, c.peer) == (is_sent, peer) for c in self.channels)
+        self.channels.append(Channel(is_sent, peer, number, op.width))
+        return len(self.channels) - 1

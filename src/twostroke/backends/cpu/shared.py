@@ -1,0 +1,116 @@
+"""Lowers a rank's part of a Program, and lays out the memory that the ranks of a host share.
+
+Every rank lowers the parts of all, so that they find the same places by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.backends.cpu.layout import SharedLayout, Slot
+from twostroke.backends.cpu.lower import lower
+from twostroke.backends.cpu.records import MOST_CHANNELS, MOST_TEAMS
+from twostroke.core.config import DEFAULT_ACTIVATION_BITS
+from twostroke.core.errors import BackendError
+from twostroke.program import ops
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.backends.cpu.buffers import Memory
+    from twostroke.backends.cpu.layout import Key, Team
+    from twostroke.backends.cpu.lowered import Lowered
+    from twostroke.program.shard import RankProgram
+
+
+def lower_rank(
+    ranks: Sequence[RankProgram],
+    rank: int,
+    taps: Sequence[str] = (),
+    *,
+    activation_bits: int = DEFAULT_ACTIVATION_BITS,
+) -> Lowered:
+    """Lower the part of one rank; see `lower`. `ranks` are the parts of all.
+
+    Raises:
+        BackendError: a shape that the kernels cannot run, or more ranks than they can.
+    """
+    own = ranks[rank]
+    has_routers = _have_routers(ranks)
+    lowered = lower(own.program, taps, activation_bits=activation_bits, has_routers=has_routers)
+    rows = own.row_part, own.num_row_parts
+    return replace(lowered, rank=rank, rows=rows, layout=shared_layout(ranks))
+
+
+def shared_bytes(ranks: Sequence[RankProgram], max_rows: int) -> int:
+    """Return how much memory ranks of one host share, for steps of up to `max_rows` rows.
+
+    It must be zero at first, and takes room only where it is touched.
+    """
+    return shared_layout(ranks).offsets(max_rows)[2]
+
+
+def shared_layout(ranks: Sequence[RankProgram]) -> SharedLayout:
+    """Lay out what ranks share: the same on each of them, whatever it taps.
+
+    Raises:
+        BackendError: too many ranks.
+    """
+    has_routers = _have_routers(ranks)
+    every = [lower(rank.program, has_routers=has_routers) for rank in ranks]
+    slots: list[Slot] = []
+    slot_of: dict[Key, int] = {}
+    free_from: dict[tuple[Team, Slot], dict[int, int]] = {}  # slots of a team: their first interval
+    for memory in sorted(_joined(every), key=lambda memory: min(memory.uses)):
+        slot = Slot(memory.width, memory.num_rows)
+        known = free_from.setdefault((memory.team, slot), {})
+        place = next((p for p, begin in known.items() if begin <= min(memory.uses)), len(slots))
+        if place == len(slots):
+            slots.append(slot)
+        known[place] = max(memory.uses) + 1
+        slot_of |= {(memory.team, gather.output): place for gather in memory.gathers}
+    teams = dict.fromkeys(team for lowered in every for team, _ in lowered.teams)
+    channels = {
+        channel.key(rank): channel.width
+        for rank, lowered in enumerate(every)
+        for channel in lowered.channels
+    }
+    if len(teams) > MOST_TEAMS or len(channels) > MOST_CHANNELS:
+        raise BackendError(f"{len(ranks)} ranks are more than the cpu backend runs; ask for fewer.")
+    return SharedLayout(
+        tuple(slots),
+        slot_of,
+        {team: number for number, team in enumerate(teams)},
+        {channel: number for number, channel in enumerate(channels)},
+        tuple(channels.values()),
+    )
+
+
+def _joined(every: Sequence[Lowered]) -> list[Memory]:
+    """Return the shared memories of all ranks, each once, as all of them together use it.
+
+    Where a rank lets a value take another's place, the two are one memory for all.
+    """
+    found: dict[Key, Memory] = {}
+    for lowered in every:
+        for memory in lowered.memories:
+            if not memory.gathers:
+                continue
+            keys = [(memory.team, gather.output) for gather in memory.gathers]
+            alike = {id(found[key]): found[key] for key in keys if key in found}
+            joined = memory.join(alike.values())
+            for gather in joined.gathers:
+                found[joined.team, gather.output] = joined
+    memories = list({id(memory): memory for memory in found.values()}.values())
+    for memory in memories:
+        # Others may still read what they gathered until the next barrier.
+        clash = memory.reads & memory.writes
+        assert not clash, f"{memory.gathers[-1].output} is written while others read it"
+    return memories
+
+
+def _have_routers(ranks: Sequence[RankProgram]) -> bool:
+    kinds = (ops.MixtureOfExperts, ops.ExpertTerms)
+    return any(isinstance(op, kinds) for rank in ranks for op in rank.program.ops)

@@ -1,0 +1,98 @@
+"""Ranks compute the same logits as one process, bit for bit, however a Program is divided."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from support.cpu import cpu_backend, tiny_model
+from support.programs import PROGRAMS, random_tensors
+from support.ranks import Post, ThreadRanks
+from twostroke.backends.cpu.library import choose_level
+from twostroke.core.errors import RanksLostError
+from twostroke.program.mesh import Mesh
+
+LEVEL = choose_level(None).level
+MESHES = [
+    Mesh(column_parts=(1, 1)),
+    Mesh(column_parts=(3, 1)),
+    Mesh(column_parts=(1,) * 7),
+    Mesh(row_parts=3),
+    Mesh(stages=(1, 1)),
+    Mesh((1, 1), 2, (1, 2)),
+]
+MODELS = {
+    "llama": lambda: tiny_model(fmt="Q4_1", embedding_fmt="Q8_0", num_heads=6, num_kv_heads=3),
+    "windows": lambda: tiny_model(fmt="Q8_0", num_layers=3, windows=(37, None, 100), soft_cap=4.0),
+    **{
+        name: lambda name=name: (PROGRAMS[name], random_tensors(PROGRAMS[name], "Q4_0", "Q8_0"))
+        for name in PROGRAMS
+    },
+}
+
+
+def tokens_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 250, length).tolist()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_are_those_of_one_process(kind):
+    model, tokens = MODELS[kind](), tokens_of(1, 150)
+    with cpu_backend(model, LEVEL, 16) as whole:
+        expected = {generated: whole.score(tokens, generated=generated) for generated in (0, 1)}
+    for number, mesh in enumerate(MESHES):
+        if len(mesh.stages) > len(model[0].layer_outputs):
+            continue
+        options = {"threads": 1 + number % 2, "post": Post() if number % 3 == 0 else None}
+        with ThreadRanks(model, mesh, LEVEL, 16, max_rows=100, **options) as ranks:
+            for generated, logits in expected.items():
+                actual = ranks.score(tokens, generated=generated)
+                assert np.array_equal(actual, logits), (mesh, generated)
+
+
+def test_a_link_without_shared_memory_moves_the_same_values():
+    model, tokens = MODELS["experts"](), tokens_of(2, 40)
+    with cpu_backend(model, LEVEL, 16) as whole:
+        expected = whole.score(tokens)
+    for mesh in MESHES[:4]:
+        with ThreadRanks(model, mesh, LEVEL, 16, post=Post()) as ranks:
+            assert np.array_equal(ranks.score(tokens), expected), mesh
+
+
+@pytest.mark.parametrize("mesh", [Mesh(column_parts=(1, 1)), Mesh(stages=(1, 1))])
+def test_an_abort_ends_the_wait_for_a_rank_that_stalls(mesh):
+    model, tokens = MODELS["llama"](), tokens_of(3, 20)
+    chance = random.Random(4)
+    with ThreadRanks(model, mesh, LEVEL, 16) as ranks:
+        expected = ranks.score(tokens)
+        for _ in range(10):
+            stalled, go = chance.randrange(2), threading.Event()
+            errors = []
+
+            def step(rank, stalled=stalled, go=go, errors=errors):
+                if rank == stalled:
+                    go.wait()
+                    return
+                try:
+                    ranks.plans[rank].evaluate(
+                        ranks.lowered[rank], tokens, None, [], generated=False, has_logits=True
+                    )
+                except RanksLostError:
+                    errors.append(rank)
+                finally:
+                    go.set()
+
+            waiting = threading.Thread(target=ranks.together, args=[step])
+            waiting.start()
+            time.sleep(chance.choice([0, 0.02]))
+            ranks.abort()
+            waiting.join(5)
+            assert not waiting.is_alive()
+            # The first stage waits for nobody.
+            assert errors or (len(mesh.stages) > 1 and stalled == 0)
+            ranks.reset()
+            assert np.array_equal(ranks.score(tokens), expected)
