@@ -33,6 +33,7 @@ _HEADER = (
     "tokens/s: median (lowest to highest)", "base", "divided", "ratio", "goal",
     "in collectives", "predicted", "ranks busy", "disturbed runs",
 )  # fmt: skip
+_MEMORY_HEADER = ("share of one process's", "weights", "pages", "both", "memory in use")
 
 
 def main() -> None:
@@ -48,31 +49,36 @@ def main() -> None:
     parser.add_argument("--llama-env", type=Path, help="a ready environment with RPC")
     given = parser.parse_args()
     given.row = given.row or [name for name in ROWS if given.before or name != "before"]
-    lines, results = [], []
+    lines, results, memory = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         for name in given.row:
             for model in dict.fromkeys(case.model for case in ROWS[name].cases):
                 if given.models and model not in given.models:
                     continue
-                for line, result in _measure_model(name, model, given, Path(folder)):
-                    lines.append(line)
-                    results.append(result)
+                rows, held = _measure_model(name, model, given, Path(folder))
+                lines += [line for line, _ in rows]
+                results += [result for _, result in rows]
+                memory += held
     facts = machine_facts()
     limits = [result["limits"] for result in results if result["limits"]]
     machine = ", ".join(dict.fromkeys(map(_limits, limits))) or "limits unknown"
     text = ["## Several ranks beside one process", "", table(_HEADER, lines), ""]
+    text += [table(_MEMORY_HEADER, memory), ""] if memory else []
     text += [caption(facts, machine, f"{given.rounds} rounds")]
     save("parallel", {**facts, "rows": results}, "\n".join(text))
 
 
 def _measure_model(
     name: str, model: str, given: argparse.Namespace, folder: Path
-) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Measure a row's cases with one model, whose engines stay for all of them."""
+) -> tuple[list[tuple[tuple[str, ...], dict[str, Any]]], list[tuple[str, ...]]]:
+    """Measure a row's cases with one model, whose engines stay for all of them.
+
+    Returns the line and the figures of each case, and a line of memory for each rank.
+    """
     row = ROWS[name]
     cases = [c for c in row.cases if c.model == model and c.work in (given.works or WORKS)]
     if not cases:
-        return []
+        return [], []
     note(f"== {name}: {model}")
     path = parallel_rows.path_of(model)
     tokens = FreshPrompts(heldout_tokens(load(path)))
@@ -85,10 +91,10 @@ def _measure_model(
         for case in cases:
             found = measure(WORKS[case.work], sides, tokens, given.rounds)
             done.append(_result(name, case, found, sides, limits))
+        return done, _memory(f"{model}, {cases[0].title}", *sides[:2])
     finally:
         for side in sides:
             side.worker.close()
-    return done
 
 
 def _result(
@@ -147,6 +153,25 @@ def _result(
         f"{row.disturbed} of {row.runs}",
     )
     return line, {**figures, "speed": row.as_json()}
+
+
+def _memory(title: str, one: Side, divided: Side) -> list[tuple[str, ...]]:
+    """Return a line for each rank: what it holds, as a share of what one process holds.
+
+    Of the processes' memory, what an interpreter has without a model is a part on both sides.
+    """
+    whole, facts = one.about["facts"], divided.about["facts"]
+    if not facts.get("ranks"):
+        return []
+    (alone,) = one.worker.ask("memory")["processes"]
+    lines = []
+    for rank, held in zip(facts["ranks"], divided.worker.ask("memory")["processes"], strict=True):
+        names = ("weight_bytes", "cache_bytes")
+        sizes = [(rank[name], whole[name]) for name in names] + [(held, alone)]
+        cells = [f"{own / 1e6:,.1f} MB, {own / all_:.1%}" for own, all_ in sizes]
+        share = sum(rank[name] for name in names) / sum(whole[name] for name in names)
+        lines.append((f"{title}: rank {rank['rank']}", *cells[:2], f"{share:.1%}", cells[2]))
+    return lines
 
 
 def _expected(side: Side, case: Case) -> dict[str, Any]:

@@ -67,6 +67,13 @@ def process_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) * _TICK_S if words else 0.0
 
 
+def held_bytes(pid: int) -> int:
+    """Return the resident memory of a process that no file backs, shared memory included."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    words = dict(line.split(":", 1) for line in lines)
+    return sum(int(words[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
 def _stat(pid: int) -> list[str]:
     """Return the words of a process's state, from its letter on; none if it has gone."""
     try:

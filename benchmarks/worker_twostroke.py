@@ -11,7 +11,7 @@ import msgspec
 from closed_loop import Loop
 from ours import run_job, run_loop
 from pipe import claim_output, serve
-from quiet import descendants, process_s
+from quiet import descendants, held_bytes, process_s
 from twostroke.core.config import (
     DEFAULT_ACTIVATION_BITS,
     CacheOptions,
@@ -78,12 +78,17 @@ def main() -> None:
             gain = divided.gain(batch, machine, facts.steps_ahead + 1)
             return {"ratio": gain, **msgspec.to_builtins(divided.step(batch))}
 
+        def memory() -> dict[str, Any]:
+            return {
+                "processes": [held_bytes(pid) for pid in (os.getpid(), *descendants(os.getpid()))]
+            }
+
         def about() -> dict[str, Any]:
             return {"version": f"on {facts.detail}", "facts": msgspec.to_builtins(facts)}
 
         serve({
             "about": about, "run": run, "loop": loop, "limits": limits, "expected": expected,
-            "forget": dict,
+            "memory": memory, "forget": dict,
         }, answers)  # fmt: skip
 
 
