@@ -13,7 +13,13 @@ from support.servers import wait_for
 from support.tiny import infill_metadata, write_base_gguf, write_tiny_folder, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.backends.cpu import CpuBackend
-from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
+from twostroke.core.config import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    ParallelOptions,
+)
 from twostroke.core.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -45,6 +51,14 @@ def test_a_model_is_a_path_or_a_name(path: Path) -> None:
     for wrong in (None, 5, b"smollm2"):
         with pytest.raises(UsageError, match="by a name or a path"):
             LLM(wrong)  # type: ignore[arg-type]
+
+
+def test_the_reference_runs_several_ranks_in_this_process(path: Path) -> None:
+    reference, answers = ComputeOptions("reference"), []
+    for parallel in (ParallelOptions(), ParallelOptions(tensor=3, pipeline=2, context=2)):
+        with LLM(path, EngineOptions(reference, SMALL, parallel=parallel)) as llm:
+            answers.append([many[0].text for many in llm.generate(["hello", "the world"], GREEDY)])
+    assert answers[0] == answers[1]
 
 
 def test_public_names_are_listed_and_importable() -> None:
