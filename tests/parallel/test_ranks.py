@@ -83,7 +83,7 @@ def test_ranks_that_live_are_left_alone(group):
 def test_a_lost_rank_is_noticed_and_started_again(group, how):
     group.ranks.wait_until_ready()
     if how == "dead":
-        group.started[1].own.close()
+        group.started[1].own.cut()
     else:
         group.started[1].beats = False
     assert group.aborted.wait(5)

@@ -113,11 +113,12 @@ class FrameReader:
             raise FrameError(f"A step of {len(data)} bytes is not of the size that it states.")
         body = numbers[_HEADER:]
         fixed = expected - 2 * num_changes
+        # Even if the step is refused: rank 0 sends a change once.
+        self._change(body[fixed:expected].reshape(-1, 2), num_tables)
         most = _bounds(limits, num_rows, tuple(counts[:4]), num_tables)
         if (body[:fixed].view(np.uint32) >= most).any():
             raise FrameError("A step names a row, token, table or page that does not exist.")
         tokens, slices, sampled, stores, copies = _split(body, shapes)
-        self._change(body[fixed:expected].reshape(-1, 2), num_tables)
         external = body[expected:].view("<f4").reshape(num_rows, width) if width else None
         frame = StepFrame(
             tokens, slices, sampled, stores, copies, self._tables, num_generated, external

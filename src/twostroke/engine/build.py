@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -112,36 +112,34 @@ def build(
     program = build_program(loaded.spec)
     mesh = mesh_of(options.parallel, program)
     num_weight_bytes = weight_bytes(loaded, compute)
-    size = size_cache(
-        program,
-        options.cache,
-        options.batch.token_budget,
-        num_weight_bytes,
-        memory_available(),
-        most_running=options.batch.most_running,
-        auto_format=auto_kv_format(compute),
-    )
-    card = _card(loaded, program, size)
-    if accept is not None:
-        accept(card)
-    draft = Draft.wanted(speculation, model, card)
-    heads = Heads.of(speculation.heads, speculation.method, loaded) if speculation.heads else None
-    tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
-    del loaded  # so that the tokenizer's tables are freed before the weights take their memory
-    give_back_memory()
-    limits = _limits(compute, num_weight_bytes)
-    backend = make_backend(
-        tensors,
-        program,
-        compute,
-        size,
-        release=release,
-        progress=progress,
-        tapped_value=last_hidden(program) if watcher or heads else None,
-        embeds=True,
-        mesh=mesh,
-    )
     with ExitStack() as if_it_fails:
+        ranks = None
+        if mesh.num_ranks > 1 and compute.backend != "reference":
+            from twostroke.engine.ranks import RankGroup  # one process needs nothing of it
+
+            ranks = if_it_fails.enter_context(RankGroup(model, loaded, program, mesh, options))
+        size = ranks.size() if ranks else _size(program, options, num_weight_bytes)
+        card = _card(loaded, program, size)
+        if accept is not None:
+            accept(card)
+        draft = Draft.wanted(speculation, model, card)
+        heads = None
+        if speculation.heads:
+            heads = Heads.of(speculation.heads, speculation.method, loaded)
+        tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
+        del loaded  # so that the tokenizer's tables are freed before the weights take their memory
+        give_back_memory()
+        limits = _limits(compute, num_weight_bytes)
+        tapped_value = last_hidden(program) if watcher or heads else None
+        make = partial(make_backend, compute=compute, embeds=True, mesh=mesh)
+        backend = (ranks.backend if ranks else make)(
+            tensors,
+            program,
+            size=size,
+            release=release,
+            progress=progress,
+            tapped_value=tapped_value,
+        )
         if_it_fails.callback(backend.close)
         scheduler = _build_scheduler(options.cache, options.batch, size, backend)
         helpers: list[Proposer] = []
@@ -157,7 +155,8 @@ def build(
             helpers.append(drafter)
         cost, rows_together = card.cost.per_step(), backend.facts.rows_together
         speculator = build_speculator(speculation, cost, limits, rows_together, helpers, watchers)
-        client = Client(card, EngineLoop(backend, scheduler, speculator, cost))
+        with ranks.own_cores() if ranks else nullcontext():  # the loop's thread computes, too
+            client = Client(card, EngineLoop(backend, scheduler, speculator, cost))
         if_it_fails.pop_all()
     draft_name = draft.loaded.name if draft and drafter else None
     return Engine(client, backend.facts, size.context_length, limits, draft_name, mesh)
@@ -186,6 +185,18 @@ def build_speculator(
     on_request = [Lookahead()] if options.method == "auto" else []
     budget_of = budgets(step_time, options.count)
     return Speculator(proposers, budget_of, step_time, on_request, watchers)
+
+
+def _size(program: Program, options: EngineOptions, num_weight_bytes: int) -> CacheSize:
+    return size_cache(
+        program,
+        options.cache,
+        options.batch.token_budget,
+        num_weight_bytes,
+        memory_available(),
+        most_running=options.batch.most_running,
+        auto_format=auto_kv_format(options.compute),
+    )
 
 
 def _limits(compute: ComputeOptions, num_weight_bytes: int) -> Limits:

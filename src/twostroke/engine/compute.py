@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from twostroke.backends import Backend
+    from twostroke.backends.share import Share
     from twostroke.core.config import ComputeOptions
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
@@ -45,11 +46,13 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
     tapped_value: str | None = None,
     embeds: bool = False,
     mesh: Mesh = ONE_RANK,
+    share: Share | None = None,
 ) -> Backend:
     """Return a backend that has read its weights; options by name are those of `CpuBackend`.
 
     Threads are shared only between cpu backends. The other backends can always embed. The ranks of
-    a `mesh` run in this process, which only the reference does.
+    a `mesh` run in this process, which only the reference does; with a `share` this process is one
+    rank.
     """
     if compute.backend == "reference":
         from twostroke.backends.reference import ReferenceBackend
@@ -64,6 +67,7 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
         return TorchBackend(
             program, tensors, size.num_pages, size.page_size, device, tapped_value=tapped_value
         )
+    threads_of = getattr(share_threads_with, "own", share_threads_with)  # of several ranks
     return CpuBackend(
         program,
         tensors,
@@ -75,11 +79,10 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
         activation_bits=compute.activation_bits,
         release=release,
         progress=progress,
-        share_threads_with=(
-            share_threads_with if isinstance(share_threads_with, CpuBackend) else None
-        ),
+        share_threads_with=threads_of if isinstance(threads_of, CpuBackend) else None,
         tapped_value=tapped_value,
         embeds=embeds,
+        share=share,
     )
 
 

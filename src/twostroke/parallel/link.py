@@ -34,5 +34,11 @@ class Link(Protocol):
         """Give everything back."""
 
 
+def _join_shared(rank: int, num_ranks: int, level: str, link: str) -> Link:
+    from twostroke.parallel.shared import join_shared
+
+    return join_shared(rank, num_ranks, level, link)
+
+
 # How ranks other than 0 join a kind of link: rank, number of ranks, level, text of `renew`.
-LINKS: dict[str, Callable[[int, int, str, str], Link]] = {}
+LINKS: dict[str, Callable[[int, int, str, str], Link]] = {"shared": _join_shared}

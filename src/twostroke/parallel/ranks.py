@@ -45,6 +45,7 @@ class Ranks:
         self.ready: dict[int, Ready] = {}
         self.failed: dict[int, Failed] = {}
         self.lost: dict[int, str] = {}
+        self._resetting: set[int] = set()  # what they say until they are ready is out of date
         try:
             for rank in range(1, num_ranks):
                 self._start(rank)
@@ -95,6 +96,7 @@ class Ranks:
         with self._changed:
             old = [rank for rank in self._processes if rank not in new]
             self.failed.clear()
+            self._resetting = set(old)
             for rank in old:
                 self.ready.pop(rank, None)
         self.send(Kind.RESET, pack(body), old)
@@ -105,6 +107,7 @@ class Ranks:
             lost = sorted(self.lost)
             for rank in lost:
                 self._processes.pop(rank).kill()
+                self._resetting.discard(rank)
                 for known in (self.hellos, self.ready, self.failed, self.lost):
                     known.pop(rank, None)
         for rank in lost:
@@ -174,8 +177,8 @@ class Ranks:
             poll = select.poll()
             with self._changed:
                 alive = {r: p for r, p in self._processes.items() if r not in self.lost}
-            for process in alive.values():
-                poll.register(process.channel, select.POLLIN)
+                for process in alive.values():  # now, as lost ones are closed at any time
+                    poll.register(process.channel, select.POLLIN)
             poll.poll(_LOOK_S * 1000)
             now = time.monotonic()
             # A thread that was not scheduled itself must not blame the others.
@@ -209,7 +212,8 @@ class Ranks:
                     self.hellos[rank] = unpack(message.body, Hello)
                 case Kind.READY:
                     self.ready[rank] = unpack(message.body, Ready)
-                case Kind.FAILED:
+                    self._resetting.discard(rank)
+                case Kind.FAILED if rank not in self._resetting:
                     self.failed[rank] = unpack(message.body, Failed)
                     self._abort()
                 case _:  # a heartbeat

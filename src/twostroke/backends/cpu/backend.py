@@ -12,8 +12,8 @@ import numpy as np
 from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.lower import lower
-from twostroke.backends.cpu.plan import NativePlan, PlanPages
-from twostroke.backends.cpu.steps import StepArrays
+from twostroke.backends.cpu.plan import NativePlan, PlanLink, PlanPages
+from twostroke.backends.cpu.steps import StepArrays, record_of
 from twostroke.backends.cpu.team import thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.reference.operations import rms_norm
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from twostroke.backends.cpu.lowered import Lowered
     from twostroke.backends.cpu.plan import OpTime
+    from twostroke.backends.frame import StepFrame
+    from twostroke.backends.share import Share
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.program import Op, Program
@@ -54,6 +56,7 @@ class CpuBackend:
         share_threads_with: CpuBackend | None = None,
         tapped_value: str | None = None,
         embeds: bool = False,
+        share: Share | None = None,
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
@@ -63,7 +66,9 @@ class CpuBackend:
         other. `release(tensors)` is called with tensors that are not read again, `progress(done,
         total)` with bytes of weights as they are packed. Steps return `tapped_value` for the rows
         that draw; with `embeds` they return the normed last hidden states of slices that ask for
-        them, and `tapped_value` can only be the last hidden state.
+        them, and `tapped_value` can only be the last hidden state. With a `share` this is one rank
+        of several, which computes and holds its part of the whole `program` and `tensors`; ranks
+        other than 0 only `follow`.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -71,24 +76,36 @@ class CpuBackend:
         """
         assert page_size % 16 == 0, "kernels handle 16 tokens of a page at once"
         choice = choose_level(level)
-        self._program, self._activation_bits = program, activation_bits
+        self._program, self._activation_bits, self._share = program, activation_bits, share
         self._norm = _last_norm(program, tensors) if embeds else None
         tapped = self._norm.args[0].x if self._norm else tapped_value
         assert tapped_value in (None, tapped), "a step can return one value"
+        own, held = program, tensors
+        if share is not None:
+            part = share.parts(program)[share.rank]
+            own, held = part.program, share.tensors(part, tensors)
         self._lowered = self._lower([] if tapped is None else [tapped])
         library = load_library(choice.level)
         pages = PlanPages(num_pages, page_size, kv_format)
-        with ExitStack() as held:  # frees what was made if the rest fails
+        with ExitStack() as opened:  # frees what was made if the rest fails
             if share_threads_with is None:
-                self._pool = held.enter_context(thread_pool(library, num_threads))
+                self._pool = opened.enter_context(thread_pool(library, num_threads))
             else:
                 self._pool = share_threads_with._pool  # noqa: SLF001
-            weights = PackedWeights(library, tensors, self._lowered.matrices, self._lowered.vectors)
-            held.callback(weights.close)
-            self._plan = NativePlan(library, self._pool, program, self._lowered, weights, pages)
-            held.callback(self._plan.close)
+            weights = PackedWeights(library, held, self._lowered.matrices, self._lowered.vectors)
+            opened.callback(weights.close)
+            self._plan = NativePlan(
+                library,
+                self._pool,
+                own,
+                self._lowered,
+                weights,
+                pages,
+                link=PlanLink(share.link, share.max_rows) if share else None,
+            )
+            opened.callback(self._plan.close)
             weights.pack(self._pool, release, progress)
-            self._held = held.pop_all()
+            self._opened = opened.pop_all()
         self.facts = BackendFacts(
             name="cpu",
             detail=_detail(choice.level, num_threads, activation_bits, kv_format),
@@ -99,8 +116,9 @@ class CpuBackend:
             windows=tuple(group.window for group in program.cache_groups),
             one_arithmetic=bool(library.ts_one_arithmetic()),
             rows_together=library.ts_linear_rows_together(),
+            steps_ahead=len(share.mesh.stages) - 1 if share else 0,
             weight_bytes=weights.num_bytes,
-            cache_bytes=num_pages * program.page_bytes(page_size, FORMATS[kv_format]),
+            cache_bytes=num_pages * own.page_bytes(page_size, FORMATS[kv_format]),
         )
         groups = PageGroups(page_size, self.facts.windows)
         longest = groups.most_tokens(num_pages, program.context_length)
@@ -112,12 +130,26 @@ class CpuBackend:
             tapped_width=0 if tapped is None else program.value_widths[tapped],
             returns_tapped=tapped_value is not None,
         )
+        if share is not None:
+            self._steps.tables.note_changes()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
-        started = time.perf_counter()
-        sampled = self._steps.fill(plan)
-        step = self._steps.record
+        self.fill(plan)
+        return self.compute(plan)
+
+    def fill(self, plan: StepPlan) -> None:
+        """Lay out a step, which the next call of `compute` computes."""
+        self._began_s = time.perf_counter()
+        self._sampled = self._steps.fill(plan)
+
+    def encoded(self) -> bytes:
+        """Return the step that was laid out, for the other ranks to `follow`; once for each."""
+        return self._steps.encoded()
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """Compute the step that was laid out last, of this plan."""
+        sampled, step = self._sampled, self._steps.record
         self._plan.run(step)
         tokens, logprobs, hidden, scores = self._steps.results(plan, sampled)
         states = self._steps.states(plan)
@@ -125,8 +157,21 @@ class CpuBackend:
             assert self._norm is not None, "built to draw tokens, not to embed texts"
             with np.errstate(all="ignore"):  # readers check for numbers that are not finite
                 states = [self._norm(x=rows) for rows in states]
-        elapsed_s = time.perf_counter() - started
-        return StepResult(tokens, logprobs, elapsed_s, step.kernel_s, hidden, scores, states)
+        elapsed_s = time.perf_counter() - self._began_s
+        return StepResult(
+            tokens,
+            logprobs,
+            elapsed_s,
+            step.kernel_s,
+            hidden,
+            scores,
+            states,
+            collective_s=step.collective_s,
+        )
+
+    def follow(self, frame: StepFrame) -> None:
+        """Compute this rank's part of a step of rank 0."""
+        self._plan.run(record_of(frame))
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits of a sequence; see `Backend.score`."""
@@ -168,10 +213,16 @@ class CpuBackend:
 
     def close(self) -> None:
         """Give back memory and threads; closing twice does no harm."""
-        self._held.close()
+        self._opened.close()
 
     def _lower(self, taps: Sequence[str]) -> Lowered:
-        return lower(self._program, taps, activation_bits=self._activation_bits)
+        bits, share = self._activation_bits, self._share
+        if share is None:
+            return lower(self._program, taps, activation_bits=bits)
+        from twostroke.backends.cpu.shared import lower_rank  # one process needs nothing of it
+
+        parts, kept = share.parts(self._program, taps), taps if share.rank == 0 else ()
+        return lower_rank(parts, share.rank, kept, activation_bits=bits)
 
 
 def _last_norm(

@@ -1,0 +1,215 @@
+"""What ranks other than 0 do: load their part of a model, and follow the steps of rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.frame import FrameLimits, FrameReader
+from twostroke.backends.share import Share
+from twostroke.cache import PageGroups
+from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
+from twostroke.core.hardware import give_back_memory, memory_available, num_cores
+from twostroke.engine.compute import make_backend
+from twostroke.engine.loading import load
+from twostroke.engine.ranks import on_cores, own_part
+from twostroke.engine.sizing import CacheSize
+from twostroke.models import build_program
+from twostroke.parallel.channel import Channel, ChannelClosedError, Kind
+from twostroke.parallel.job import (
+    Evaluate,
+    Failed,
+    Hello,
+    Job,
+    Ready,
+    Reset,
+    pack,
+    unpack,
+    version,
+)
+from twostroke.parallel.link import LINKS
+from twostroke.parallel.ranks import BEAT_S
+from twostroke.weights import target_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.core.frozen import Frozen
+    from twostroke.parallel.channel import Message
+
+
+def main() -> None:
+    """Run a rank whose channel to rank 0 is an open file that it inherited."""
+    parser = argparse.ArgumentParser(prog="twostroke.engine.rank")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--channel", type=int, required=True)
+    given = parser.parse_args()
+    follow(Channel(socket.socket(fileno=given.channel)), given.rank)
+
+
+def follow(channel: Channel, rank: int) -> None:
+    """Do what rank 0 says, until it ends this rank or is gone."""
+    try:
+        here = socket.gethostname(), os.getpid(), memory_available(), num_cores()
+        hello = Hello(rank, version(), *here)
+        channel.send(Kind.HELLO, pack(hello))
+        with _beating(channel):
+            _serve(channel)
+    except ChannelClosedError:
+        pass  # rank 0 is gone
+    finally:
+        channel.close()
+
+
+@contextmanager
+def _beating(channel: Channel) -> Iterator[None]:
+    """Tell rank 0 that this rank lives; end the process at once if rank 0 does not."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(BEAT_S):
+            try:
+                channel.beat()
+            except ChannelClosedError:
+                break
+            if channel.is_cut():
+                break
+        if not is_over.is_set():  # this rank may be waiting for rank 0 in a step
+            os._exit(1)
+
+    thread = threading.Thread(target=beat, name="twostroke-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _serve(channel: Channel) -> None:
+    message = channel.receive()
+    while message is not None and message.kind is Kind.BEAT:
+        message = channel.receive()
+    if message is None or message.kind is not Kind.JOB:
+        return
+    follower: Follower | None = None
+    try:
+        follower = Follower(unpack(message.body, Job))
+        channel.send(Kind.READY, pack(follower.sizes))
+        while (message := channel.receive()) and message.kind is not Kind.END:
+            if (answer := _answer(follower, message)) is not None:
+                kind = Kind.READY if isinstance(answer, Ready) else Kind.FAILED
+                channel.send(kind, pack(answer))
+    except ChannelClosedError:
+        raise
+    except Exception as error:  # noqa: BLE001 whatever it is, rank 0 must learn of it
+        channel.send(Kind.FAILED, pack(_failed(error)))
+    finally:
+        if follower is not None:
+            follower.close()
+
+
+def _answer(follower: Follower, message: Message) -> Frozen | None:
+    """Do what a message says; return what rank 0 must know."""
+    if message.kind is Kind.RESET:
+        follower.reset(unpack(message.body, Reset))
+        return follower.sizes
+    try:
+        match message.kind:
+            case Kind.FRAME:
+                follower.step(message.body)
+            case Kind.EVALUATE:
+                follower.evaluate(unpack(message.body, Evaluate))
+    except Exception as error:  # noqa: BLE001 the step is over, this rank is not
+        follower.abort()
+        return _failed(error)
+    return None
+
+
+def _failed(error: Exception) -> Failed:
+    name = type(error).__name__
+    reason = str(error) if isinstance(error, TwostrokeError) else f"{name}: {error}"
+    return Failed(reason, name, lost=isinstance(error, RanksLostError))
+
+
+class Follower:
+    """A rank's part of a model."""
+
+    def __init__(self, job: Job) -> None:
+        """Load it.
+
+        Raises:
+            TwostrokeError: there is no such model here, it is another one, or does not fit.
+        """
+        loaded = load(job.model)
+        if target_identity(loaded.tensors) != job.model_id:
+            raise BackendError(f"{loaded.path} is not the file that rank 0 has.")
+        program = build_program(loaded.spec)
+        groups = PageGroups(job.page_size, tuple(g.window for g in program.cache_groups))
+        longest = groups.most_tokens(job.num_pages, program.context_length)
+        self._link = LINKS[job.link_kind](job.rank, job.mesh.num_ranks, job.level, job.link)
+        with on_cores(*job.place):
+            backend = make_backend(
+                loaded.tensors,
+                program,
+                own_part(job.compute, *job.place),
+                CacheSize(program.context_length, job.num_pages, job.page_size, 0, job.kv_format),
+                release=loaded.release,
+                tapped_value=job.tapped_value,
+                share=Share(job.rank, job.mesh, job.max_rows, self._link.record),
+            )
+        assert isinstance(backend, CpuBackend)
+        self._backend = backend
+        facts = self._backend.facts
+        if facts.one_arithmetic != job.one_arithmetic:
+            raise BackendError(
+                f"Its level {facts.level} computes prompts otherwise than that of rank 0: set "
+                "--level to one that both have."
+            )
+        self.sizes = Ready(facts.num_threads, facts.weight_bytes, facts.cache_bytes)
+        self._frames = FrameReader(
+            FrameLimits(
+                vocab_size=program.vocab_size,
+                num_pages=job.num_pages,
+                page_size=job.page_size,
+                max_rows=job.max_rows,
+                num_groups=len(program.cache_groups),
+                table_stride=-(-longest // job.page_size),
+            )
+        )
+        give_back_memory()
+
+    def step(self, body: bytes) -> None:
+        """Compute this rank's part of a step."""
+        self._backend.follow(self._frames.read(body))
+
+    def evaluate(self, what: Evaluate) -> None:
+        """Compute this rank's part of a sequence on separate pages."""
+        if what.taps:
+            self._backend.trace(what.tokens, what.taps, generated=what.generated)
+        else:
+            self._backend.score(what.tokens, generated=what.generated)
+
+    def reset(self, what: Reset) -> None:
+        """Join the other ranks again."""
+        self._link.join(what.link)
+
+    def abort(self) -> None:
+        """Let no other rank wait for this one."""
+        self._link.abort()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._backend.close()
+        self._link.close()
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,220 @@
+"""`RankGroup`: an engine's other ranks, from their start until all are one backend."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from msgspec.structs import replace
+
+from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.cpu.library import choose_level, load_library
+from twostroke.backends.cpu.shared import shared_bytes
+from twostroke.backends.share import Share
+from twostroke.core.errors import BackendError, UsageError
+from twostroke.core.hardware import memory_available, resolve_num_threads
+from twostroke.engine.compute import FLOAT32_BACKENDS, auto_kv_format, make_backend
+from twostroke.engine.sizing import size_cache
+from twostroke.models.heads import last_hidden
+from twostroke.parallel.backend import ParallelBackend
+from twostroke.parallel.job import Job, version
+from twostroke.parallel.launch import local_launcher
+from twostroke.parallel.ranks import Ranks
+from twostroke.parallel.shared import SharedLink
+from twostroke.program.shard import shard
+from twostroke.weights import target_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from twostroke.core.config import ComputeOptions, EngineOptions
+    from twostroke.engine.sizing import CacheSize
+    from twostroke.program import Program
+    from twostroke.program.mesh import Mesh
+    from twostroke.program.shard import RankProgram
+    from twostroke.quant import QuantTensor
+    from twostroke.weights import LoadedModel
+
+_EVALUATED_ROWS = 512  # of a step when a whole sequence is evaluated
+_SPARE = 4  # times as much memory as a step needs, since taps need more; untouched, it costs none
+
+
+class RankGroup:
+    """Ranks that have started and wait for what they shall load."""
+
+    def __init__(
+        self,
+        model: str,
+        loaded: LoadedModel,
+        program: Program,
+        mesh: Mesh,
+        options: EngineOptions,
+    ) -> None:
+        """Divide the Program and start the other ranks.
+
+        Raises:
+            UsageError: the Program cannot be divided so.
+            BackendError: ranks cannot be started.
+        """
+        compute, batch = options.compute, options.batch
+        if compute.backend in FLOAT32_BACKENDS:
+            reason = f"Several ranks need the backend cpu, not {compute.backend}."
+            raise UsageError(reason)
+        self._model, self._model_id = model, target_identity(loaded.tensors)
+        self._program, self._options = program, options
+        self._mesh = mesh
+        self._parts = shard(program, mesh, [last_hidden(program)])
+        self._weight_bytes = [_weight_bytes(part, loaded.tensors) for part in self._parts]
+        self._max_rows = max(batch.token_budget, batch.most_running, _EVALUATED_ROWS)
+        self._level = choose_level(compute.level).level
+        count = mesh.num_ranks
+        num_bytes = _SPARE * shared_bytes(self._parts, self._max_rows)
+        self._link = SharedLink.create(count, self._level, num_bytes)
+        try:
+            self._ranks = Ranks(count, local_launcher(self._link.file), self._link.abort)
+        except BaseException:
+            self._link.close()
+            raise
+        self._hosts = {0: socket.gethostname()}
+
+    def size(self) -> CacheSize:
+        """Return the size of the cache, the same on all ranks: what the smallest host can hold.
+
+        Raises:
+            BackendError: a rank ended, or is of another version.
+            UsageError, MemoryLimitError: as `size_cache`.
+        """
+        hellos = self._ranks.meet()
+        for rank, hello in hellos.items():
+            self._hosts[rank] = hello.host
+            if hello.version != version():
+                raise BackendError(
+                    f"Rank {rank} on {hello.host} has twostroke {hello.version}, rank 0 has "
+                    f"{version()}: install the same version on all machines."
+                )
+        options, sizes = self._options, []
+        for host in set(self._hosts.values()):
+            here = [rank for rank, other in self._hosts.items() if other == host]
+            free = memory_available() if 0 in here else hellos[here[0]].memory_bytes
+            sizes.append(
+                size_cache(
+                    self._program,
+                    options.cache,
+                    options.batch.token_budget,
+                    sum(self._weight_bytes[rank] for rank in here),
+                    free,
+                    most_running=options.batch.most_running,
+                    auto_format=auto_kv_format(options.compute),
+                    parts=[self._parts[rank].program for rank in here],
+                )
+            )
+        return min(sizes, key=lambda size: size.num_pages)
+
+    def backend(
+        self,
+        tensors: Mapping[str, QuantTensor],
+        program: Program,
+        size: CacheSize,
+        *,
+        tapped_value: str | None,
+        **options: Any,
+    ) -> ParallelBackend:
+        """Let all ranks load their parts, this one too; return them as one backend.
+
+        The arguments are those of `make_backend`.
+        """
+        jobs = partial(self._jobs, size)
+        self._ranks.assign(jobs(self._link.renew()))
+        place = self._place(0)
+        with self.own_cores():
+            own = make_backend(
+                tensors,
+                program,
+                own_part(self._options.compute, *place),
+                size,
+                tapped_value=tapped_value,
+                embeds=True,
+                share=Share(0, self._mesh, self._max_rows, self._link.record),
+                **options,
+            )
+        assert isinstance(own, CpuBackend)
+        return ParallelBackend(own, self._ranks, self._link, jobs, self._hosts)
+
+    def own_cores(self) -> AbstractContextManager[None]:
+        """Let threads that start inside keep to the cores of rank 0."""
+        return on_cores(*self._place(0))
+
+    def close(self) -> None:
+        """End the ranks; does nothing if a backend has them that was closed."""
+        self._link.abort()
+        self._ranks.close()
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        """End the ranks if the block fails."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """End the ranks if the block failed."""
+        if kind is not None:
+            self.close()
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Return a rank's number among those on its host, and how many these are."""
+        here = [other for other, host in self._hosts.items() if host == self._hosts[rank]]
+        return sorted(here).index(rank), len(here)
+
+    def _jobs(self, size: CacheSize, link: str) -> dict[int, Job]:
+        return {
+            rank: Job(
+                rank=rank,
+                mesh=self._mesh,
+                model=self._model,
+                model_id=self._model_id,
+                compute=self._options.compute,
+                place=self._place(rank),
+                level=self._level,
+                one_arithmetic=bool(load_library(self._level).ts_one_arithmetic()),
+                num_pages=size.num_pages,
+                page_size=size.page_size,
+                kv_format=size.kv_format,
+                max_rows=self._max_rows,
+                tapped_value=last_hidden(self._program),
+                link_kind="shared",
+                link=link,
+            )
+            for rank in range(1, self._mesh.num_ranks)
+        }
+
+
+def _weight_bytes(part: RankProgram, tensors: Mapping[str, QuantTensor]) -> int:
+    return sum(tensors[name].part(*rows).num_bytes for name, rows in part.weight_rows.items())
+
+
+def own_part(compute: ComputeOptions, index: int, count: int) -> ComputeOptions:
+    """Return the options of rank `index` of `count` on a machine: each has some of the threads."""
+    total = resolve_num_threads(compute.num_threads)
+    num_threads = (index + 1) * total // count - index * total // count
+    return replace(compute, num_threads=max(1, num_threads))
+
+
+@contextmanager
+def on_cores(index: int, count: int) -> Iterator[None]:
+    """Let threads that start inside keep to the cores of rank `index` of `count` on a machine.
+
+    Two ranks that spin on one core would take turns, each for milliseconds.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    first, end = index * len(allowed) // count, (index + 1) * len(allowed) // count
+    os.sched_setaffinity(0, allowed[first:end] or allowed)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -1,0 +1,79 @@
+"""`SharedLink`: memory that the ranks of one machine share."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from twostroke.backends.cpu.library import load_library
+from twostroke.backends.cpu.records import LinkRecord
+from twostroke.core.errors import MemoryLimitError
+
+
+class SharedLink:
+    """Memory that the ranks of one machine map; it has no name, and ends with the last of them."""
+
+    def __init__(self, rank: int, num_ranks: int, level: str, file: int, num_bytes: int) -> None:
+        """Map `num_bytes` of an open file without a name; the file is closed with the link."""
+        self._library = load_library(level)
+        self._file = file
+        self._num_bytes = num_bytes
+        self._memory = mmap.mmap(file, num_bytes)
+        start = (ctypes.c_char * num_bytes).from_buffer(self._memory)
+        self._address = ctypes.addressof(start)
+        del start  # else the memory could not be closed
+        self.record = LinkRecord(
+            rank=rank, num_ranks=num_ranks, shared=self._address, shared_bytes=num_bytes
+        )
+
+    @classmethod
+    def create(cls, num_ranks: int, level: str, num_bytes: int) -> SharedLink:
+        """Make the memory, as rank 0. Pages that nobody touches take none.
+
+        Raises:
+            MemoryLimitError: there is no room.
+        """
+        file = os.memfd_create("twostroke", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, num_bytes)
+            return cls(0, num_ranks, level, file, num_bytes)
+        except OSError:
+            os.close(file)
+            reason = f"No memory for {num_bytes / 1e6:.0f} MB that {num_ranks} ranks share."
+            raise MemoryLimitError(reason) from None
+
+    @property
+    def file(self) -> int:
+        """The file's number, which ranks must inherit."""
+        return self._file
+
+    def renew(self) -> str:
+        """Return the number and the size of the file."""
+        return f"{self._file}:{self._num_bytes}"
+
+    def join(self, link: str) -> None:
+        """Do nothing: who has the memory has joined."""
+        del link
+
+    def begin(self) -> None:
+        """Put barriers and channels into their first state."""
+        self._library.ts_link_reset(self._address)
+
+    def abort(self) -> None:
+        """End all waits."""
+        if self._address:
+            self._library.ts_link_abort(self._address)
+
+    def close(self) -> None:
+        """Unmap the memory; closing twice does no harm."""
+        if self._address:
+            self._address = 0
+            self._memory.close()
+            os.close(self._file)
+
+
+def join_shared(rank: int, num_ranks: int, level: str, link: str) -> SharedLink:
+    """Return the end of a rank that has inherited the file."""
+    file, num_bytes = map(int, link.split(":"))
+    return SharedLink(rank, num_ranks, level, file, num_bytes)

@@ -1,0 +1,168 @@
+"""Several real processes give the answers of one, survive each other, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.cpu import greedy_request
+from support.native import native_dir
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke import LLM, SamplingParams
+from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, ParallelOptions
+from twostroke.core.errors import BackendError, RanksLostError, UsageError
+from twostroke.core.step import Slice, StepPlan
+
+SMALL = CacheOptions(memory_bytes=4_000_000)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+PROMPTS = ["hello", "the world is round", "a b c d e f g h i j k l m n o p q r s t u v w x y z"]
+ENTRY = "twostroke.engine.rank"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    native_dir()
+    folder = tmp_path_factory.mktemp("tiny")
+    return str(write_tiny_gguf(folder / "tiny.gguf", Tiny(num_layers=3, fmt="Q8_0")))
+
+
+def engine(path, **degrees):
+    return LLM(
+        path, EngineOptions(ComputeOptions("cpu"), SMALL, parallel=ParallelOptions(**degrees))
+    )
+
+
+def rank_pids(parent):
+    """Return the ranks that a process has started and that have not been reaped."""
+    children = Path(f"/proc/{parent}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in pids if ENTRY in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def is_over(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    with engine(path) as llm:
+        tokens = llm.engine.card.tokenizer.encode("hello world")
+        scores = llm.engine.client.loop._backend.score(tokens)
+        answers = llm.generate(PROMPTS, GREEDY)
+        vectors = [one.vector for one in llm.embed(PROMPTS)]
+        return answers, scores, vectors
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"tensor": 2}, {"tensor": 2, "shares": (3, 1), "pipeline": 2}, {"context": 3}],
+    ids=str,
+)
+def test_answers_are_those_of_one_process(path, expected, degrees):
+    answers, scores, vectors = expected
+    count = ParallelOptions(**degrees).num_ranks
+    with engine(path, **degrees) as llm:
+        facts = llm.engine.facts
+        assert [rank.rank for rank in facts.ranks] == list(range(count))
+        assert facts.weight_bytes == sum(rank.weight_bytes for rank in facts.ranks)
+        assert len(rank_pids(os.getpid())) == count - 1
+        for ours, theirs in zip(llm.generate(PROMPTS, GREEDY), answers, strict=True):
+            assert ours[0].token_ids == theirs[0].token_ids
+            assert ours[0].logprobs == theirs[0].logprobs
+        tokens = llm.engine.card.tokenizer.encode("hello world")
+        backend = llm.engine.client.loop._backend
+        assert np.array_equal(backend.score(tokens), scores)
+        for ours, theirs in zip(llm.embed(PROMPTS), vectors, strict=True):
+            assert np.array_equal(ours.vector, theirs)
+    assert not rank_pids(os.getpid())
+
+
+def plan_of(request, start, count):
+    return StepPlan((Slice(request, start, count, samples=True),))
+
+
+def test_ranks_that_die_or_freeze_are_replaced(path):
+    request = greedy_request([5, 6, 7], logprobs=None)
+    request.pages = [[3]]
+    with engine(path, tensor=2) as llm:
+        backend = llm.engine.client.loop._backend
+        token = backend.run(plan_of(request, 0, 3)).tokens
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            (pid,) = rank_pids(os.getpid())
+            os.kill(pid, number)
+            began = time.monotonic()
+            with pytest.raises(RanksLostError, match=r"Rank 1 (was ended by|has not)"):
+                backend.run(plan_of(request, 0, 3))
+            assert time.monotonic() - began < 3  # about 1 s, on a machine that does nothing else
+            assert is_over(pid)
+            backend.recover()
+            request.num_moves += 1  # as a preemption does
+            assert backend.run(plan_of(request, 0, 3)).tokens == token
+
+
+def test_a_step_that_fails_is_the_only_one(path):
+    request = greedy_request([5, 6, 7], logprobs=None)
+    request.pages = [[3]]
+    with engine(path, tensor=2) as llm:
+        backend = llm.engine.client.loop._backend
+        token = backend.run(plan_of(request, 0, 3)).tokens
+        wrong = greedy_request([5, 6, 10**6], logprobs=None)
+        wrong.pages = [[4]]
+        with pytest.raises(BackendError, match="token"):
+            backend.run(plan_of(wrong, 0, 3))
+        assert backend.run(plan_of(request, 0, 3)).tokens == token
+        assert len(rank_pids(os.getpid())) == 1
+
+
+PROGRAM = """
+import sys
+from twostroke import LLM, EngineOptions, CacheOptions, ParallelOptions, SamplingParams
+options = EngineOptions(
+    cache=CacheOptions(memory_bytes=4_000_000), parallel=ParallelOptions(tensor=2)
+)
+with LLM(sys.argv[1], options) as llm:
+    print("ready", flush=True)
+    while True:
+        llm.generate("hello", SamplingParams(max_tokens=50, ignore_eos=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_rank_0(path, number):
+    command = [sys.executable, "-c", PROGRAM, path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout.readline() == b"ready\n"
+        (pid,) = rank_pids(process.pid)
+        process.send_signal(number)
+        assert process.wait(10) != 0
+        wait_until(lambda: is_over(pid))
+
+
+def test_what_cannot_be_divided_is_refused_before_ranks_start(path, tmp_path):
+    with pytest.raises(UsageError, match="must be at most 3, the model's layers, got 4"):
+        engine(path, pipeline=4)
+    assert not rank_pids(os.getpid())
+
+
+def test_another_file_on_a_rank_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("twostroke.engine.ranks.target_identity", lambda tensors: "another")
+    with pytest.raises(BackendError, match=r"Rank 1: .* is not the file that rank 0 has"):
+        engine(path, tensor=2)
+    assert not rank_pids(os.getpid())
