@@ -1,4 +1,4 @@
-"""A stored tensor: its shape, and the rows that it returns."""
+"""A stored tensor: its shape, and the rows and columns that it returns."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from twostroke.quant import FORMATS, Format, QuantTensor
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
-def test_rows_equal_the_same_rows_of_the_whole(fmt: Format) -> None:
+def test_rows_and_columns_equal_those_of_the_whole(fmt: Format) -> None:
     values = np.random.default_rng(0).standard_normal((40, 512)).astype(np.float32)
     tensor = QuantTensor.from_floats(values, fmt)
     whole = tensor.dequantize()
     assert whole.shape == (40, 512)
     for rows in (slice(0, 1), slice(7, 23), slice(39, None), slice(5, 5)):
         assert np.array_equal(tensor.dequantize(rows), whole[rows])
+    assert np.array_equal(tensor.part(7, 23).dequantize(), whole[7:23])
+    assert np.array_equal(tensor.columns(256, 512).dequantize(), whole[:, 256:])
 
 
 def test_a_tensor_larger_than_one_chunk_is_decoded_whole() -> None:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from twostroke.quant import QuantTensor
 
 
+def block_sizes(tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
+    """Return how many values a block of each tensor has."""
+    return {name: tensor.format.block_size for name, tensor in tensors.items()}
+
+
 class Share(Frozen, eq=False):
     """One rank's share of a Program, and its end of the link to the others.
 

@@ -211,7 +211,7 @@ class _Stage:
         """Bring the last value to rank 0, and those that are kept."""
         (value,) = self._held[last]
         if value.ranges is None:
-            kept = {last, *kept}
+            kept = (last, *kept)
         else:
             self._gather_columns(value, root=0)
         for name in kept:

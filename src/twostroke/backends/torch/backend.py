@@ -15,6 +15,7 @@ from twostroke.backends.torch.operations import StepState
 from twostroke.backends.torch.pages import OneSequence, PagedStep, Pages
 from twostroke.cache import PageGroups
 from twostroke.core.step import StepResult
+from twostroke.models.heads import last_hidden
 from twostroke.program.mesh import ONE_RANK
 from twostroke.program.shard import shard
 from twostroke.sample.reference import draw_all
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 class TorchBackend:
     """Runs a Program in float32 with PyTorch."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts that only the builder knows
         self,
         program: Program,
         tensors: Mapping[str, QuantTensor],
@@ -50,18 +51,23 @@ class TorchBackend:
         page_size: int,
         device: str = "cpu",
         *,
+        num_threads: int | None = None,
         tapped_value: str | None = None,
         share: Share | None = None,
     ) -> None:
         """Dequantize the Program's weights onto `device` and reserve its pages there.
 
-        Steps return `tapped_value` for the rows in which they draw. With a `share` this is one rank
-        of several, which computes and holds its part of the whole `program` and `tensors`; ranks
-        other than 0 only `follow`.
+        `num_threads` None leaves the choice to PyTorch. Steps return `tapped_value` for the rows in
+        which they draw. With a `share` this is one rank of several, which computes and holds its
+        part of the whole `program` and `tensors`; ranks other than 0 only `follow`, and
+        `tapped_value` can only be the last hidden state.
         """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
         self._program, self._share = program, share
         self.logits, self._tapped_value = program.ops[-1].output, tapped_value
-        returned = {self.logits, program.last_states, tapped_value or self.logits}
+        tapped = tapped_value if share is None else last_hidden(program)  # the same on all ranks
+        returned = [self.logits, program.last_states, *([] if tapped is None else [tapped])]
         self._part = self._divided(returned)
         self._returned = self._here(returned)
         held = tensors if share is None else share.tensors(self._part, tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,6 +29,9 @@ _TIMEOUT: Final = timedelta(seconds=20)  # for what heartbeats do not find: they
 
 class TorchLink:
     """One rank's end of a process group of all ranks; a `Link` (parallel/link.py)."""
+
+    kind = "torch"
+    files = ()
 
     def __init__(self, rank: int, num_ranks: int, host: str = "127.0.0.1") -> None:
         """Belong to no group yet; others reach rank 0 at `host`."""
@@ -135,9 +139,11 @@ class TorchLink:
             raise RanksLostError("This rank has left the others.")
         store = self._store or dist.TCPStore(*self._address, timeout=_TIMEOUT)
         kind = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+        hook = sys.excepthook
         dist.init_process_group(
             kind, store=store, rank=self._rank, world_size=self._num_ranks, timeout=_TIMEOUT
         )
+        sys.excepthook = hook  # PyTorch's would put the rank before each line
 
     def _leave(self) -> None:
         self._teams.clear()

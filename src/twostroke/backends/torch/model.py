@@ -83,13 +83,17 @@ def _own_rows(op: Op, values: dict[str, Tensor], state: StepState) -> Mapping[st
     }
 
 
-def choose_device(wanted: str) -> str:
+def choose_device(wanted: str, local_rank: int | None = None) -> str:
     """Return the device for `wanted`; "auto" is a GPU where PyTorch sees one.
+
+    Of several ranks on a machine each has a GPU: the one of its number there, `local_rank`.
 
     Raises:
         BackendError: PyTorch does not have this device here.
     """
     has_gpu = torch.cuda.is_available()
+    if local_rank is not None and has_gpu and wanted in {"auto", "cuda"}:
+        wanted = f"cuda:{local_rank}"
     if wanted == "auto":
         return "cuda" if has_gpu else "cpu"
     count = torch.cuda.device_count() if has_gpu else 0

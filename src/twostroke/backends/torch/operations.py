@@ -111,7 +111,7 @@ def _embed(op: ops.Embed, tokens: Tensor, table: Tensor) -> Tensor:
 
 
 def _rms_norm(op: ops.RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
-    grouped = x.reshape(len(x), op.num_groups, -1)
+    grouped = x.reshape(len(x), op.num_groups, op.width // op.num_groups)
     normed = functional.rms_norm(grouped, (grouped.shape[-1],), weight + op.offset, op.epsilon)
     return normed.reshape(x.shape)
 
