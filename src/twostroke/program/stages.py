@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from twostroke.program.ops import Op
     from twostroke.program.program import Program
 
+_CONTEXT = 1024  # tokens before the one whose work is balanced
+
 
 def cut_into_stages(
     program: Program, ops: Sequence[Op], shares: tuple[int, ...]
@@ -35,6 +37,6 @@ def cut_into_stages(
 
 
 def _work(op: Op) -> int:
-    """Return the floating-point operations for one generated token."""
+    """Return the floating-point operations for one generated token of a usual context."""
     nothing = dict.fromkeys([weight.name for weight in op.weights], 0)
-    return StepCost(tuple(op.work(nothing, FLOAT16))).of(BatchShape.decode((0,))).flops
+    return StepCost(tuple(op.work(nothing, FLOAT16))).of(BatchShape.decode((_CONTEXT,))).flops
