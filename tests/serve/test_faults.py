@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import chat_body, events, live_server, wait_for
+from support.unreliable import Ranks
 from twostroke.serve.names import ModelNames
 from twostroke.serve.running import Answers
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     import httpx
 
+    from support.engines import Backend
     from twostroke.engine.output import Output
 
 PATH = "/v1/chat/completions"
@@ -206,14 +208,39 @@ def test_stalled_engine_is_seen(tmp_path: Path) -> None:
     with live_server(tmp_path) as server, ThreadPoolExecutor(1) as pool:
         server.backend.gate.clear()
         waiting = pool.submit(server.chat, max_tokens=1)
-        wait_for(lambda: server.client.loop._step_began_s is not None)
-        server.client.loop._step_began_s -= 3600
+        wait_for(lambda: server.client.loop._busy_since_s is not None)
+        server.client.loop._busy_since_s -= 3600
         health = server.http.get("/health")
         assert health.status_code == 503
         assert health.json()["status"] == "stalled"
         server.backend.gate.set()
         assert waiting.result().status_code == 200
         assert server.http.get("/health").status_code == 200
+
+
+def test_lost_ranks_are_seen_and_streams_go_on(tmp_path: Path) -> None:
+    made: list[Ranks] = []
+
+    def lose(backend: Backend) -> None:
+        made.append(Ranks(backend, steps_ahead=1))
+
+    with (
+        live_server(tmp_path, prepare=lose, steps_ahead=1) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        expected = server.chat(max_tokens=5, temperature=0).json()["choices"]
+        [ranks] = made
+        ranks.gate.clear()
+        ranks.chance = 1.0
+        waiting = pool.submit(server.chat, max_tokens=5, temperature=0)
+        wait_for(lambda: ranks.num_losses == 1)
+        ranks.chance = 0.0
+        wait_for(lambda: server.http.get("/health").json()["status"] == "recovering")
+        assert server.http.get("/health").status_code == 503
+        ranks.gate.set()
+        assert waiting.result().json()["choices"] == expected
+        assert server.http.get("/health").status_code == 200
+        assert "twostroke_recoveries_total 1.0" in server.http.get("/metrics").text
 
 
 def test_abort_sends_an_error_to_every_client(tmp_path: Path) -> None:

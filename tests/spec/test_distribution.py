@@ -278,7 +278,7 @@ def test_a_wrongly_accepted_draft_changes_the_distribution(table, monkeypatch, f
 
 
 def test_a_wrongly_accepted_branch_changes_the_distribution(table, monkeypatch):
-    monkeypatch.setattr("twostroke.schedule.drafting.right_drafts", trusts_a_sibling)
+    monkeypatch.setattr("twostroke.schedule.results.right_drafts", trusts_a_sibling)
     params = CASES[0]
     assert deviate(answers(table, params, "any tree"), exact(params)) > DIFFERS
 

@@ -185,12 +185,13 @@ class Simulation:
             plan = line.plan()
             assert plan is not None
             began_s = self.clock.now_s
-            self.speculator.extend(plan, line.add_drafts)
+            guesses = self.speculator.extend(plan, line.add_drafts)
             asking_s = self.clock.now_s - began_s
             batch, result = BatchShape.of(plan), StepResult(*drawn(plan, known))
             line.commit(plan, result)
             step_s = float(np.interp(batch.num_rows, ROWS, STEP_S))
-            self.speculator.learn(plan, batch, result, asking_s + step_s * self.noise.draw())
+            elapsed_s = asking_s + step_s * self.noise.draw()
+            self.speculator.learn(plan, guesses, batch, result, elapsed_s)
             for part in plan.slices:
                 if part.request.is_finished:
                     self.speculator.finish(part.request)

@@ -26,7 +26,7 @@ from twostroke.tokenize import from_gguf
 from twostroke.weights import GgufTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from twostroke.core.step import StepPlan
@@ -78,11 +78,13 @@ def tiny_client(
     batch: BatchOptions | None = None,
     speculation: SpeculationOptions | None = None,
     metadata: Mapping[str, Any] | None = None,
+    prepare: Callable[[Backend], None] | None = None,
     **limits: int,
 ) -> Iterator[tuple[Client, Backend]]:
     """Yield a client of a running engine, and its backend.
 
-    `metadata` stand in the model's file besides its own, `limits` are `SchedulerConfig`'s.
+    `metadata` stand in the model's file besides its own, `limits` are `SchedulerConfig`'s. The
+    backend is given to `prepare` before the engine starts.
     """
     loaded = load(str(write_tiny_gguf(folder / "tiny.gguf", tiny, metadata)))
     assert isinstance(loaded.tokenizer_source, GgufTokenizer)
@@ -90,6 +92,8 @@ def tiny_client(
     backend = Backend(program, loaded.tensors, num_pages, PAGE_SIZE)
     backend.gate = threading.Event()
     backend.gate.set()
+    if prepare is not None:
+        prepare(backend)
     tokenizer = from_gguf(loaded.tokenizer_source.metadata)
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
     card = ModelCard(

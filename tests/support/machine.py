@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.num_added = 0
+        self.num_done = 0
         self.live: dict[str, tuple[Request, list[int], FinishReason]] = {}
         self.scores: dict[Request, list[TokenLogprobs | None]] = {}
         self.num_read: dict[Request, int] = {}
@@ -98,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(seed=_SEEDS, count=st.integers(1, 8))
     def add(self, seed: int, count: int) -> None:
-        rng = random.Random(seed)
+        rng = self.chance(seed)
         for _ in range(count):
             self.num_added += 1
             request = random_request(rng, f"r{self.num_added}", self.room, self.earlier)
@@ -127,8 +128,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seed=_SEEDS, count=st.integers(1, 3))
     def end(self, seed: int, count: int) -> None:
         """Cancel, or finish as a stop string would, wherever the request is."""
-        rng = random.Random(seed)
-        for request_id in rng.sample(sorted(self.live), min(count, len(self.live))):
+        rng = self.chance(seed)
+        ids = sorted(self.live)
+        if rng.random() < 0.5:
+            ids = [one for one in ids if self.live[one][0].is_in_flight] or ids
+        for request_id in rng.sample(ids, min(count, len(ids))):
             request = self.live.pop(request_id)[0]
             if rng.random() < 0.5:
                 assert self.scheduler.finish(request, FinishReason.CANCEL)
@@ -162,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         outputs = {request_id: output for request_id, (_, output, _) in self.live.items()}
         for piece in plan.slices:
             outputs.setdefault(piece.request.id, [])  # it has ended meanwhile
-        rng = random.Random(seed)
+        rng = self.chance(seed)
         self.counts["drafts"] += add_guesses(rng, plan, self.scheduler, outputs, VOCAB_SIZE)
         self.counts["branches"] += sum(len(piece.branches) for piece in plan.slices)
         assert plan.num_rows <= self.scheduler.config.token_budget
@@ -199,18 +203,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counted("commit")
 
     @precondition(lambda self: len(self.flights) > self.num_started)
-    @rule()
-    def recall(self) -> None:
-        """Take back a step that was not started."""
+    @rule(seed=_SEEDS)
+    def recall(self, seed: int) -> None:
+        """Now and then take back a step that was not started."""
+        if self.chance(seed).random() < 0.5:
+            return
         self.flights.pop()
         self.scheduler.recall()
         self.counted("recall")
 
     @precondition(lambda self: self.flights)
-    @rule(is_rare=st.integers(0, 3))
-    def lose(self, is_rare: int) -> None:
-        """Lose ranks, and with them the steps in flight and all pages."""
-        if is_rare:
+    @rule(seed=_SEEDS)
+    def lose(self, seed: int) -> None:
+        """Now and then lose ranks, and with them the steps in flight and all pages."""
+        if self.chance(seed).random() < 0.4:
             return
         self.flights.clear()
         self.num_started = 0
@@ -222,7 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         count=st.integers(1, 25),
         dt_s=st.sampled_from((0.0, 0.1, 2.0)),
-        guesses=st.none() | _SEEDS,
+        guesses=st.none() | _SEEDS | _SEEDS,
     )
     def steps(self, count: int, dt_s: float, guesses: int | None = None) -> None:
         for number in range(count):
@@ -231,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             while num_flights < len(self.flights) <= self.steps_ahead:
                 num_flights = len(self.flights)
                 self.plan()
-                if guesses is not None and len(self.flights) > num_flights:
+                if guesses is not None and len(self.flights) > self.num_started:
                     self.guess(guesses + number)
             if not self.flights:
                 return
@@ -310,7 +316,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not request.is_finished or self.num_read[request] == request.num_prompt
         self.counts["vectors"] += request.is_finished
 
+    def chance(self, seed: int) -> random.Random:
+        """Return random numbers that differ from operation to operation, even with one seed."""
+        return random.Random(f"{seed} {self.num_done}")
+
     def counted(self, operation: str) -> None:
+        self.num_done += 1
         self.counts["operations"] += 1
         self.counts[operation] += 1
         check_scheduler(self.scheduler)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
-from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
+from twostroke.core.errors import EngineStoppedError, RanksLostError, TwostrokeError
 from twostroke.core.request import FinishReason
-from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
-from twostroke.core.tree import right_drafts
 from twostroke.engine.counters import Counters
 from twostroke.engine.delivery import deliver
+from twostroke.engine.faults import find_unusable, run_each
 from twostroke.engine.view import View, take_view
 from twostroke.program import BatchShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from twostroke.backends import BackendFacts, Runner
+    from twostroke.backends import BackendFacts, RankRunner, Runner
     from twostroke.core.request import Request
-    from twostroke.core.step import Delta, Slice
+    from twostroke.core.step import Delta, Slice, StepPlan, StepResult
     from twostroke.engine.counters import Snapshot
     from twostroke.engine.delivery import Mailbox
     from twostroke.engine.listener import Listener
@@ -32,9 +31,12 @@ if TYPE_CHECKING:
     from twostroke.engine.seconds import Span
     from twostroke.program.cost import StepCost
     from twostroke.schedule import Scheduler, SchedulerConfig
-    from twostroke.spec import Speculator
+    from twostroke.spec import Guesses, Speculator
+
+_logger = logging.getLogger("twostroke.engine")
 
 _STALLED_AFTER_S = 60.0
+_MOST_LOSSES = 3  # of ranks, one after another without a step that succeeds
 
 
 class Health(Enum):
@@ -42,15 +44,27 @@ class Health(Enum):
 
     READY = "ready"
     STALLED = "stalled"  # one step has been running for a minute
+    RECOVERING = "recovering"  # lost ranks are replaced; requests go on afterwards
     STOPPED = "stopped"
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in flight, and the error with which it could not be started."""
+
+    plan: StepPlan
+    guesses: Guesses
+    error: Exception | None = None
 
 
 class EngineLoop:
     """Owns the scheduler and the backend, and runs steps while there are requests.
 
-    The lock guards the scheduler and the listeners. It is free while a step runs, so requests can
-    be added and cancelled at any time; the scheduler keeps pages in flight until the commit.
-    Outputs are delivered under the lock, so that no output follows a request's last one.
+    Steps are started as long as the backend takes more of them (`BackendFacts.steps_ahead`), and
+    finished in the same order. The lock guards the scheduler and the listeners. It is free while a
+    step runs, so requests can be added and cancelled at any time; the scheduler keeps pages in
+    flight until the commit. Outputs are delivered under the lock, so that no output follows a
+    request's last one.
     """
 
     def __init__(
@@ -58,6 +72,7 @@ class EngineLoop:
     ) -> None:
         """Start the thread. `cost` counts the work of steps."""
         self._backend = backend
+        self._ranks = cast("RankRunner", backend)  # if it has `steps_ahead`, or loses ranks
         self._scheduler = scheduler
         self.speculator = speculator
         self._counters = Counters(cost, scheduler.stats, speculator.stats)
@@ -66,7 +81,10 @@ class EngineLoop:
         self._condition = threading.Condition()
         self._stopping = False
         self._failure: str | None = None
-        self._step_began_s: float | None = None
+        self._steps: deque[_Step] = deque()
+        self._busy_since_s: float | None = None  # with the oldest of these alone
+        self._num_losses = 0  # since a step succeeded
+        self._is_recovering = False
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
@@ -149,9 +167,11 @@ class EngineLoop:
     @property
     def health(self) -> Health:
         """Whether the engine can answer."""
-        began = self._step_began_s
+        began = self._busy_since_s
         if self._failure is not None or self._stopping or not self._thread.is_alive():
             return Health.STOPPED
+        if self._is_recovering:
+            return Health.RECOVERING
         if began is not None and time.monotonic() - began > _STALLED_AFTER_S:
             return Health.STALLED
         return Health.READY
@@ -193,7 +213,7 @@ class EngineLoop:
         listener.counter.end(listener.request, output)
 
     def _forget(self, listener: Listener, reason: FinishReason) -> None:
-        """End a request; the backend, which may be computing it, is told between steps."""
+        """End a request; the backend is told when no step in flight computes it."""
         self._listeners.pop(listener.request.id, None)
         if not listener.request.is_finished:
             self._scheduler.finish(listener.request, reason)
@@ -205,7 +225,9 @@ class EngineLoop:
                 pass
             reason = "it was shut down."
         except BaseException as error:  # noqa: BLE001 the thread's outermost boundary: callers must learn of any failure, of a panic in a library too
-            reason = f"{type(error).__name__}: {error}"
+            reason = str(error)
+            if not isinstance(error, TwostrokeError):
+                reason = f"{type(error).__name__}: {error}"
             self._failure = reason
         stopped = TwostrokeError(f"The engine stopped: {reason}")
         with self._condition:
@@ -216,31 +238,119 @@ class EngineLoop:
             self._listeners.clear()
 
     def _step(self) -> bool:
-        """Do one step, or wait for work; return False once the engine is to stop."""
+        """Start a step if more may be in flight, else finish the oldest; False to stop.
+
+        Without either, wait for work.
+        """
         with self._condition:
             if self._stopping:
                 return False
-            while self._ended:
-                ended = self._ended.pop()
-                self._backend.forget(ended)
-                self.speculator.finish(ended)
-            plan = self._scheduler.plan()
-            if plan is None or not plan.slices:
+            self._tell_ended()
+            plan = self._scheduler.plan() if self._may_start else None
+            if plan is None and not self._steps:
                 self._condition.wait(timeout=self._scheduler.wait_s)
                 return True
-            began_s = self._step_began_s = time.monotonic()
-        self.speculator.extend(plan, self._add_drafts)
-        result = self._compute(plan)
-        self._fail_unusable(plan, result)
+        try:
+            if plan is not None:
+                self._start(plan)
+            if plan is None or not self._may_start:
+                self._finish()
+        except RanksLostError as error:
+            self._recover(error)
+        return True
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether another step may be in flight."""
+        return len(self._steps) <= self._backend.facts.steps_ahead
+
+    def _tell_ended(self) -> None:
+        """Let the backend and proposers drop what they keep for requests that have ended."""
+        ended, self._ended = self._ended, []
+        for request in ended:
+            if request.is_in_flight:
+                self._ended.append(request)
+            else:
+                self._backend.forget(request)
+                self.speculator.finish(request)
+
+    def _start(self, plan: StepPlan) -> None:
+        """Begin a step; a backend that takes one at a time computes it when it is finished."""
+        if self._busy_since_s is None:
+            self._busy_since_s = time.monotonic()
+        step = _Step(plan, self.speculator.extend(plan, self._add_drafts))
+        self._steps.append(step)
+        if not self._backend.facts.steps_ahead:
+            return
+        try:
+            self._ranks.start(plan)
+        except RanksLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 a failure must not end the other steps
+            step.error = error
+
+    def _finish(self) -> None:
+        """Wait for the oldest step in flight, and take in and deliver what it brought."""
+        step = self._steps[0]
+        plan, result = step.plan, self._result(step)
+        for request, error in find_unusable(plan, result):
+            self._fail(request, error)
         with self._condition:
             self._counters.seconds.turn(time.monotonic())
             deltas = self._scheduler.commit(plan, result)
+            self._steps.popleft()
+            self._num_losses = 0
             batch = BatchShape.of(plan)
             self._counters.add_step(plan, batch, result)
-            self.speculator.learn(plan, batch, result, time.monotonic() - began_s)
-            self._step_began_s = None
+            now_s, began_s = time.monotonic(), self._busy_since_s
+            assert began_s is not None
+            self.speculator.learn(plan, step.guesses, batch, result, now_s - began_s)
+            self._busy_since_s = now_s if self._steps else None
             deliver(self._take(deltas))
-        return True
+
+    def _result(self, step: _Step) -> StepResult:
+        """Return a step's result; if it failed, run its requests one by one."""
+        error = step.error
+        if error is None:
+            try:
+                if self._backend.facts.steps_ahead:
+                    return self._ranks.finish()
+                return self._backend.run(step.plan)
+            except RanksLostError:
+                raise
+            except Exception as its_own:  # noqa: BLE001 a failure must not end other requests
+                error = its_own
+        if len(step.plan.slices) > 1:
+            self._recall_later()
+        return run_each(step.plan, error, self._backend.run, self._fail)
+
+    def _recall_later(self) -> None:
+        """Take back all steps but the oldest: some rows may follow those that failed."""
+        while len(self._steps) > 1:
+            step = self._steps.pop()
+            if step.error is None:
+                try:
+                    self._ranks.finish()
+                except RanksLostError:
+                    raise
+                except Exception:  # computed again
+                    _logger.debug("A step failed after another one.", exc_info=True)
+            with self._condition:
+                self._scheduler.recall()
+
+    def _recover(self, error: RanksLostError) -> None:
+        """Let lost ranks be replaced; all requests are computed again, and go on."""
+        _logger.warning("%s Running requests wait until lost ranks are replaced.", error)
+        self._num_losses += 1
+        if self._num_losses > _MOST_LOSSES:
+            raise error
+        with self._condition:
+            self._is_recovering = True
+            self._steps.clear()
+            self._busy_since_s = None
+            self._scheduler.preempt_all()
+        self._ranks.recover()
+        self._is_recovering = False
 
     def _add_drafts(
         self, part: Slice, drafts: Sequence[int], parents: Sequence[int]
@@ -265,64 +375,9 @@ class EngineLoop:
         self._counters.count_gaps(now_s)
         return outputs
 
-    def _compute(self, plan: StepPlan) -> StepResult:
-        """Run a plan; if it fails, run its requests one by one, so that only the bad ones fail."""
-        try:
-            return self._backend.run(plan)
-        except Exception as error:  # noqa: BLE001 a kernel's failure must not end other requests
-            if len(plan.slices) == 1:
-                return self._failed(plan.slices[0], error)
-        parts = [self._compute(StepPlan((part,))) for part in plan.slices]
-        tokens = [token for part in parts for token in part.tokens]
-        logprobs = [p for part in parts for p in part.logprobs]
-        scores = [score for part in parts for score in part.scores]
-        states = [rows for part in parts for rows in part.states]
-        return StepResult(tokens, logprobs, scores=scores, states=states)
-
-    def _failed(self, part: Slice, error: Exception) -> StepResult:
-        """End a request that cannot be computed, and return an empty result for its slice."""
-        if not isinstance(error, RequestError):  # such an error is the request's own
-            error = _failure(f"{type(error).__name__}: {error}")
-        self._fail(part.request, error)
-        tokens = [NO_TOKEN] * part.num_drawn
-        states = [np.zeros((0, 0), np.float32)] if part.num_pooled else []
-        scores = [None] * part.num_scored
-        return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
-
-    def _fail_unusable(self, plan: StepPlan, result: StepResult) -> None:
-        """End requests whose results are not numbers, or whose next token could not be drawn.
-
-        Tokens after a wrong draft, or after the request's end, do not matter.
-        """
-        if result.states:
-            pooled = [part.request for part in plan.slices if part.num_pooled]
-            for request, states in zip(pooled, result.states, strict=True):
-                if not np.isfinite(states).all():
-                    self._fail(request, _failure("its hidden states are not numbers."))
-        if None in result.scores:
-            asked = [part.request for part in plan.slices for _ in range(part.num_scored)]
-            for request, score in zip(asked, result.scores, strict=True):
-                if score is None:
-                    self._fail(request, _failure("its logits are not numbers."))
-        if NO_TOKEN not in result.tokens:
-            return
-        tokens = iter(result.tokens)
-        for part in plan.slices:
-            drawn = list(islice(tokens, part.num_drawn))
-            right = right_drafts(part.drafts, part.branches, drawn)
-            for token in drawn[:1] + [drawn[1 + draft] for draft in right]:
-                if token == NO_TOKEN:
-                    self._fail(part.request, _failure("its logits leave no token to draw."))
-                if token in part.request.end_ids:
-                    break
-
     def _fail(self, request: Request, error: TwostrokeError) -> None:
         """End one request whose computation failed; the others continue."""
         with self._condition:
             listener = self._listeners.get(request.id)
             if listener is not None:
                 self._cut(listener, FinishReason.ERROR, error)
-
-
-def _failure(why: str) -> TwostrokeError:
-    return TwostrokeError(f"The engine failed on this request: {why}")

@@ -60,7 +60,8 @@ class SchedulerStats(Frozen):
     """A snapshot: requests and pages by state now, and counts since the start.
 
     `num_prompt_tokens` counts prompts when they are first admitted, `num_hit_tokens` those of
-    their tokens that the prefix cache held; their ratio is the hit rate.
+    their tokens that the prefix cache held; their ratio is the hit rate. `num_recoveries` counts
+    how often the content of all pages was lost.
     """
 
     num_running: int
@@ -72,10 +73,11 @@ class SchedulerStats(Frozen):
     num_prompt_tokens: int
     num_hit_tokens: int
     num_preemptions: int
+    num_recoveries: int
 
 
 class SchedulerView(Frozen):
-    """A copy of the running requests, by rank, and of the state of all pages.
+    """A copy of the requests that hold pages, by rank, and of the state of all pages.
 
     `held[i]` are the pages of `running[i]`, a tuple for each cache group (with `NO_PAGE`). `counts`
     are the references to each page; `cached` are the unreferenced pages in the prefix cache.

@@ -72,6 +72,7 @@ class Scheduler:
         self._num_prompt_tokens = 0
         self._num_hit_tokens = 0
         self._num_preemptions = 0
+        self._num_recoveries = 0
 
     @property
     def has_work(self) -> bool:
@@ -235,11 +236,12 @@ class Scheduler:
         while self._running:
             self._preempt_last()
         self._pool.evict_all()
+        self._num_recoveries += 1
 
     def stats(self) -> SchedulerStats:
         """Return requests and pages by state, and counts since the start."""
         return SchedulerStats(
-            num_running=len(self._running),
+            num_running=len(self._running) + len(self._ended),
             num_waiting=len(self._waiting),
             num_waiting_tokens=self._waiting.num_tokens,
             num_free_pages=self._pool.num_free,
@@ -248,15 +250,17 @@ class Scheduler:
             num_prompt_tokens=self._num_prompt_tokens,
             num_hit_tokens=self._num_hit_tokens,
             num_preemptions=self._num_preemptions,
+            num_recoveries=self._num_recoveries,
         )
 
     def view(self) -> SchedulerView:
         """Return a copy of the running requests and of the state of all pages."""
         counts, cached = self._pool.contents()
+        running = [ticket.request for ticket in (*self._running, *self._ended)]
         return SchedulerView(
             stats=self.stats(),
-            running=tuple([ticket.request for ticket in self._running]),
-            held=tuple([tuple(map(tuple, ticket.request.pages)) for ticket in self._running]),
+            running=tuple(running),
+            held=tuple([tuple(map(tuple, request.pages)) for request in running]),
             counts=counts,
             cached=cached,
             waiting_since_s=min((t.request.arrival_s for t in self._waiting), default=None),

@@ -17,7 +17,7 @@ from twostroke.spec.heads import EagleHeads, MedusaHeads
 from twostroke.spec.lookahead import Lookahead
 from twostroke.spec.ngram import NgramProposer
 from twostroke.spec.proposal import Outcome, Price, Proposal, Proposer, Watcher, drawn_rows
-from twostroke.spec.speculator import SpeculationStats, Speculator, TimedStep
+from twostroke.spec.speculator import Guesses, SpeculationStats, Speculator, TimedStep
 from twostroke.spec.step_time import StepTime
 from twostroke.spec.worth import Always, WhilePaying, budgets
 
@@ -26,6 +26,7 @@ __all__ = [
     "Always",
     "DraftModel",
     "EagleHeads",
+    "Guesses",
     "Lookahead",
     "MedusaHeads",
     "NgramProposer",

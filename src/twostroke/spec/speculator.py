@@ -87,6 +87,17 @@ class _Guess:
         return sum(self.proposal.worths)
 
 
+@dataclass(slots=True)
+class Guesses:
+    """The guesses of one step, by the identity of their slices.
+
+    `asking_s` is how many seconds each proposer took that was asked.
+    """
+
+    by_slice: dict[int, _Guess] = field(default_factory=dict)
+    asking_s: dict[str, float] = field(default_factory=dict)
+
+
 class Speculator:
     """Asks proposers for guesses, and adds as many to a step's slices as the budget allows."""
 
@@ -110,9 +121,7 @@ class Speculator:
         self._by_default = {proposer.name for proposer in proposers}
         self._budget_of = budget_of
         self._step_time = step_time
-        self._guesses: dict[int, _Guess] = {}  # of the step in flight, by the slice's identity
-        self._asking_s = 0.0  # in the step in flight
-        self._asked: dict[str, float] = {}  # seconds that each proposer has taken of these
+        self._asking_s = 0.0  # since the last step was learned from
         self._accounts: defaultdict[tuple[str, int], Account] = defaultdict(Account)
         self._budget: DraftBudget | None = None
         self._budget_size = (0, 0, 0)  # slices, rows and tokens that it holds for
@@ -120,42 +129,50 @@ class Speculator:
         self._pause = 0  # steps
         self._pause_slices = 0  # the pause ends when there are fewer slices
 
-    def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> None:
+    def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> Guesses:
         """Add drafts to the plan's slices, as many as pay; `add_drafts` as `Scheduler`'s."""
         began_s = time.monotonic()
-        self._extend(plan, add_drafts)
-        self._asking_s = time.monotonic() - began_s
+        guesses = Guesses()
+        self._extend(plan, guesses, add_drafts)
+        self._asking_s += time.monotonic() - began_s
+        return guesses
 
     def learn(
-        self, plan: StepPlan, batch: BatchShape, result: StepResult, elapsed_s: float
+        self,
+        plan: StepPlan,
+        guesses: Guesses,
+        batch: BatchShape,
+        result: StepResult,
+        elapsed_s: float,
     ) -> None:
-        """Take in what a step drew, and how long it took with all that was done for it.
+        """Take in what a step drew, and how long it took with all that was done meanwhile.
 
         The time of proposers says nothing about steps of this size: their accounts pay for it.
         """
         for watcher in self._watchers:
             with self._surviving(watcher):
                 watcher.see(plan, result)
-        step_s = elapsed_s - self._asking_s
+        asking_s, self._asking_s = self._asking_s, 0.0
+        step_s = elapsed_s - asking_s
         if self._proposers:
             self._step_time.learn(batch, step_s)
         num_plain = _num_drawing(plan)
-        tried, right = self._outcomes(plan, result) if self._guesses else (Counter(), Counter())
+        tried, right = self._outcomes(plan, guesses, result)
         num_tried, num_tokens = tried.total(), num_plain + right.total()
         self.stats.recent.append(
-            TimedStep(batch.num_rows, num_tried, num_plain, num_tokens, step_s, self._asking_s)
+            TimedStep(batch.num_rows, num_tried, num_plain, num_tokens, step_s, asking_s)
         )
-        asked, self._asked = self._asked, {}
+        asked = guesses.asking_s
         if not tried:  # the step itself tells how long it takes without guesses
-            for name, asking_s in asked.items():
-                self._account(name, plan).add(0.0, asking_s / max(step_s, 1e-6))
+            for name, its_asking_s in asked.items():
+                self._account(name, plan).add(0.0, its_asking_s / max(step_s, 1e-6))
             self.stats.saved_s -= sum(asked.values())
             return
         plain = BatchShape(tuple(plan.starts), tuple(plan.counts), num_plain)
         plain_s = self._step_time.seconds(plain)
         longer_s = max(0.0, self._step_time.seconds(batch) - plain_s)
-        for name, asking_s in asked.items():
-            spent = (asking_s + longer_s * tried[name] / num_tried) / plain_s
+        for name, its_asking_s in asked.items():
+            spent = (its_asking_s + longer_s * tried[name] / num_tried) / plain_s
             self._account(name, plan).add(right[name] / num_plain, spent)
         self.stats.saved_s += plain_s * num_tokens / num_plain - elapsed_s
 
@@ -171,7 +188,7 @@ class Speculator:
         for proposer in (*self._proposers, *self._failed):
             proposer.close()
 
-    def _extend(self, plan: StepPlan, add_drafts: AddDrafts) -> None:
+    def _extend(self, plan: StepPlan, guesses: Guesses, add_drafts: AddDrafts) -> None:
         if not self._proposers or not plan.budget:
             return
         if self._pause and len(plan.slices) >= self._pause_slices:
@@ -191,12 +208,12 @@ class Speculator:
         ]
         for proposer in self._proposers:
             if not price.rate or self._account(proposer.name, plan).may_ask():
-                self._ask(proposer, parts, price)
-        if not self._guesses:
+                self._ask(proposer, parts, price, guesses)
+        if not guesses.by_slice:
             return
-        guesses = list(self._guesses.values())
-        counts = budget.counts(plan.budget, [guess.proposal for guess in guesses])
-        for guess, count in zip(guesses, counts, strict=True):
+        found = list(guesses.by_slice.values())
+        counts = budget.counts(plan.budget, [guess.proposal for guess in found])
+        for guess, count in zip(found, counts, strict=True):
             if count:
                 tokens, parents = guess.proposal.tokens[:count], guess.proposal.parents[:count]
                 guess.tried = add_drafts(guess.part, tokens, parents)
@@ -211,9 +228,11 @@ class Speculator:
         self._budget_age += 1
         return known
 
-    def _ask(self, proposer: Proposer, parts: Sequence[Slice], price: Price) -> None:
+    def _ask(
+        self, proposer: Proposer, parts: Sequence[Slice], price: Price, guesses: Guesses
+    ) -> None:
         """Ask about the slices of which not much is expected yet, and keep the better guesses."""
-        known, names = self._guesses, {proposer.name}
+        known, names = guesses.by_slice, {proposer.name}
         if proposer.name in self._by_default:
             names.add("auto")
         asked = [
@@ -228,7 +247,7 @@ class Speculator:
         proposals: Sequence[Proposal | None] = ()
         with self._surviving(proposer):
             proposals = proposer.propose([part.request for part in asked], price)
-        self._asked[proposer.name] = time.monotonic() - began_s
+        guesses.asking_s[proposer.name] = time.monotonic() - began_s
         for part, offered in zip(asked, proposals, strict=False):  # none, if it has failed
             proposal = _as_allowed(offered, part.request)
             if proposal is not None:
@@ -236,13 +255,17 @@ class Speculator:
                 if id(part) not in known or guess.num_expected > known[id(part)].num_expected:
                     known[id(part)] = guess
 
-    def _outcomes(self, plan: StepPlan, result: StepResult) -> tuple[Counter[str], Counter[str]]:
+    def _outcomes(
+        self, plan: StepPlan, guesses: Guesses, result: StepResult
+    ) -> tuple[Counter[str], Counter[str]]:
         """Tell proposers what became of their guesses; count these, and those that were right."""
         num_tried, num_right = Counter[str](), Counter[str]()
+        if not guesses.by_slice:
+            return num_tried, num_right
         tokens, stats = iter(result.tokens), self.stats
         for part in plan.slices:
             drawn = list(islice(tokens, part.num_drawn))
-            guess = self._guesses.get(id(part))
+            guess = guesses.by_slice.get(id(part))
             if guess is None:
                 continue
             tried, name, source = guess.tried, guess.proposer.name, guess.proposal.source
@@ -256,7 +279,6 @@ class Speculator:
                 stats.proposed[source] += len(tried)
                 stats.accepted[source] += len(right)
                 stats.accepted_at.update(range(len(right)))
-        self._guesses = {}
         return num_tried, num_right
 
     @contextmanager

@@ -220,7 +220,7 @@ def _arrays(shown: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _view(counts: Any, held: list[tuple[int, ...]], cached: tuple[int, ...]) -> View:
-    stats = SchedulerStats(*[0] * 9)
+    stats = SchedulerStats(*[0] * 10)
     requests = [
         RequestView(f"r{n}", "default", *[0] * 7, 0.0, 0.0, 0.0, pages=(pages,))
         for n, pages in enumerate(held)

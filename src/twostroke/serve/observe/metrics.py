@@ -71,6 +71,7 @@ _SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
     ("num_cached_pages", GaugeMetricFamily, "cached_pages", "Pages that only the cache holds."),
     ("num_referenced_pages", GaugeMetricFamily, "referenced_pages", "Pages that requests hold."),
     ("num_preemptions", CounterMetricFamily, "preemptions", "Times a request lost its pages."),
+    ("num_recoveries", CounterMetricFamily, "recoveries", "Times that lost ranks were replaced."),
     (
         "num_prompt_tokens",
         CounterMetricFamily,

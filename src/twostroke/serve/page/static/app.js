@@ -61,6 +61,7 @@ function showServer({ status, model }) {
     ok: model,
     draining: `${model} is stopping`,
     stalled: `${model} makes no progress`,
+    recovering: `${model} replaces lost ranks`,
     stopped: `${model} has stopped`,
     gone: "Server not reachable, trying again …",
   };

@@ -1,0 +1,88 @@
+"""Requests whose computation fails, so that only they end, and not the others of their step."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.errors import RanksLostError, RequestError, TwostrokeError
+from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
+from twostroke.core.tree import right_drafts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from twostroke.core.request import Request
+    from twostroke.core.step import Slice
+
+    Run = Callable[[StepPlan], StepResult]
+    Fail = Callable[[Request, TwostrokeError], None]
+
+
+def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResult:
+    """Run the requests of a step that failed with `error` one by one; `fail` those that do again.
+
+    Raises:
+        RanksLostError: out of `run`.
+    """
+    if len(plan.slices) == 1:
+        return _failed(plan.slices[0], error, fail)
+    parts = []
+    for piece in plan.slices:
+        try:
+            parts.append(run(StepPlan((piece,))))
+        except RanksLostError:
+            raise
+        except Exception as its_own:  # noqa: BLE001 a kernel's failure must not end other requests
+            parts.append(_failed(piece, its_own, fail))
+    return StepResult(
+        [token for part in parts for token in part.tokens],
+        [logprobs for part in parts for logprobs in part.logprobs],
+        scores=[score for part in parts for score in part.scores],
+        states=[rows for part in parts for rows in part.states],
+    )
+
+
+def find_unusable(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, TwostrokeError]]:
+    """Yield requests whose results are not numbers, or whose next token could not be drawn.
+
+    Tokens after a wrong draft, or after the request's end, do not matter.
+    """
+    if result.states:
+        pooled = [part.request for part in plan.slices if part.num_pooled]
+        for request, states in zip(pooled, result.states, strict=True):
+            if not np.isfinite(states).all():
+                yield request, _failure("its hidden states are not numbers.")
+    if None in result.scores:
+        asked = [part.request for part in plan.slices for _ in range(part.num_scored)]
+        for request, score in zip(asked, result.scores, strict=True):
+            if score is None:
+                yield request, _failure("its logits are not numbers.")
+    if NO_TOKEN not in result.tokens:
+        return
+    tokens = iter(result.tokens)
+    for part in plan.slices:
+        drawn = list(islice(tokens, part.num_drawn))
+        right = right_drafts(part.drafts, part.branches, drawn)
+        for token in drawn[:1] + [drawn[1 + draft] for draft in right]:
+            if token == NO_TOKEN:
+                yield part.request, _failure("its logits leave no token to draw.")
+            if token in part.request.end_ids:
+                break
+
+
+def _failed(piece: Slice, error: Exception, fail: Fail) -> StepResult:
+    """End a request that cannot be computed, and return an empty result for its slice."""
+    if not isinstance(error, RequestError):  # such an error is the request's own
+        error = _failure(f"{type(error).__name__}: {error}")
+    fail(piece.request, error)
+    tokens = [NO_TOKEN] * piece.num_drawn
+    states = [np.zeros((0, 0), np.float32)] if piece.num_pooled else []
+    scores = [None] * piece.num_scored
+    return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
+
+
+def _failure(why: str) -> TwostrokeError:
+    return TwostrokeError(f"The engine failed on this request: {why}")

@@ -1,0 +1,79 @@
+"""A backend as a pipeline of ranks that get lost, in one process."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec.structs import replace
+
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.core.errors import RanksLostError
+
+if TYPE_CHECKING:
+    from twostroke.backends import Backend
+    from twostroke.core.step import StepPlan, StepResult
+
+
+class Ranks:
+    """Makes a backend a `RankRunner`, of which any call may lose ranks by chance.
+
+    A step is computed when it is finished. The reference backend's pages then hold no numbers.
+
+    Attributes:
+        chance: of a loss, in each call.
+        gate: closed, it holds up a recovery.
+        failure: an error that ends recoveries for good.
+        num_losses: how many there were.
+        most_in_flight: how many steps there were at once.
+    """
+
+    def __init__(self, backend: Backend, steps_ahead: int, seed: int = 0) -> None:
+        self.chance = 0.0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.num_losses = self.most_in_flight = 0
+        self._backend, self._run = backend, backend.run
+        self._rng = random.Random(seed)
+        self._is_lost = False
+        self._plans: deque[StepPlan] = deque()
+        backend.facts = replace(backend.facts, steps_ahead=steps_ahead)  # type: ignore[misc]
+        for name in ("run", "start", "finish", "recover"):
+            setattr(backend, name, getattr(self, name))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert not self._plans, "a step is run while others are in flight"
+        self._perhaps_lose()
+        return self._run(plan)
+
+    def start(self, plan: StepPlan) -> None:
+        assert len(self._plans) <= self._backend.facts.steps_ahead
+        self._perhaps_lose()
+        self._plans.append(plan)
+        self.most_in_flight = max(self.most_in_flight, len(self._plans))
+
+    def finish(self) -> StepResult:
+        self._perhaps_lose()
+        return self._run(self._plans.popleft())
+
+    def recover(self) -> None:
+        assert self._is_lost
+        self.gate.wait(timeout=30)
+        if self.failure is not None:
+            raise self.failure
+        if isinstance(self._backend, ReferenceBackend):
+            for cache in self._backend._caches:
+                cache._memory.fill(np.nan)
+        self._is_lost = False
+
+    def _perhaps_lose(self) -> None:
+        assert not self._is_lost, "lost ranks were not replaced"
+        if self._rng.random() < self.chance:
+            self._is_lost = True
+            self._plans.clear()
+            self.num_losses += 1
+            raise RanksLostError("Rank 1 does not answer.")
