@@ -27,7 +27,16 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "she
 FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_CALLS = {"torch.load", "np.load", "numpy.load", "os.system", "os.popen"}
 ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
-FRAMEWORKS = ("torch", "transformers", "ray", "huggingface_hub", "matplotlib", "opentelemetry")
+FRAMEWORKS = (
+    "torch",
+    "transformers",
+    "ray",
+    "mpi4py",
+    "libucx",
+    "huggingface_hub",
+    "matplotlib",
+    "opentelemetry",
+)
 
 
 def test_no_source_runs_code_from_data() -> None:

@@ -42,6 +42,21 @@ def api_key() -> str | None:
     return os.environ.get("TWOSTROKE_API_KEY")
 
 
+def launcher() -> dict[str, str]:
+    """Return what a launcher of ranks, such as torchrun or mpirun, has set of its variables."""
+    names = (
+        ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"),
+    )
+    return {name: os.environ[name] for group in names for name in group if os.environ.get(name)}
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable that a library reads, unless the user has."""
+    os.environ.setdefault(name, value)
+
+
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with `changes`, for a program that it starts."""
     return {**os.environ, **changes}

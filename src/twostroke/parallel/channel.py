@@ -120,6 +120,20 @@ class Channel:
         poll.register(self._socket, select.POLLRDHUP)
         return bool(poll.poll(0))
 
+    def notice_silence(self, after_s: int) -> None:
+        """Let the connection end once the other host has been unreachable for a few seconds."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, after_s - 1)
+        # Those are for when nothing is on its way; this is for data that nobody confirms.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, after_s * 1000)
+
+    def own_address(self) -> str:
+        """This end's network address."""
+        host: str = self._socket.getsockname()[0]
+        return host
+
     def fileno(self) -> int:
         """The socket's number, for `select`."""
         return self._socket.fileno()

@@ -53,6 +53,11 @@ _SIGNATURES = {
     "ts_measure_bandwidth": (c_double, (c_void_p, c_int64)),
     "ts_measure_peak": (c_double, (c_void_p,)),
     "ts_peak_kind": (c_char_p, ()),
+    "ts_messages_create": (c_void_p, ()),
+    "ts_messages_connect": (None, (c_void_p, c_void_p)),
+    "ts_messages_abort": (None, (c_void_p,)),
+    "ts_messages_progress": (c_int64, (c_void_p,)),
+    "ts_messages_destroy": (None, (c_void_p,)),
 }
 
 

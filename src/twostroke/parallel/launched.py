@@ -1,0 +1,58 @@
+"""Which rank a launcher (torchrun, mpirun, srun ...) has made this process."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from twostroke.core import env
+from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
+
+# Rank and number of ranks, by launcher: torchrun and its like, Open MPI, MPICH and Intel, Slurm.
+_NAMES: Final = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+_DEFAULT_PORT: Final = 29500  # torchrun's
+
+
+class Launched(Frozen):
+    """A rank's number, and where rank 0 listens.
+
+    `host` is None if the launcher does not tell it, as mpirun.
+    """
+
+    rank: int
+    num_ranks: int
+    host: str | None
+    port: int
+
+
+def launched() -> Launched | None:
+    """Return this process's rank, or None if no launcher started it.
+
+    Raises:
+        UsageError: a variable of the launcher is missing or not a number.
+    """
+    found = env.launcher()
+    for rank, size in _NAMES:
+        if rank in found and size in found:
+            port = _number(found, "MASTER_PORT", _DEFAULT_PORT, 65535)
+            if "TORCHELASTIC_RUN_ID" in found:
+                port += 1  # torchrun itself listens at MASTER_PORT
+            num_ranks = _number(found, size, 0, 1 << 20)
+            number = _number(found, rank, 0, num_ranks - 1)
+            return Launched(number, num_ranks, found.get("MASTER_ADDR"), port)
+    if "RANK" in found or "WORLD_SIZE" in found:
+        missing = "WORLD_SIZE" if "RANK" in found else "RANK"
+        raise UsageError(f"The launcher has not set {missing} (RANK and WORLD_SIZE are needed).")
+    return None
+
+
+def _number(found: dict[str, str], name: str, default: int, most: int) -> int:
+    text = found.get(name, str(default))
+    if not text.isdecimal() or int(text) > most:
+        raise UsageError(f"{name} must be a number from 0 to {most}, got '{text}'.")
+    return int(text)

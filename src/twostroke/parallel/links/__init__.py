@@ -1,0 +1,1 @@
+"""Links between hosts: existing engines that move the bytes of collectives."""
