@@ -18,11 +18,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from jobs import make_job
-from meshes import MESHES, crowded, plain
+from meshes import MESHES, PAGE_SIZE, crowded, page_bytes, plain
 from msgspec.structs import replace
 from processes import Traces, exists, ranks
 
 from twostroke import LLM
+from twostroke.cache import PageGroups
 
 if TYPE_CHECKING:
     import argparse
@@ -60,15 +61,13 @@ def run(name: str, path: str, given: argparse.Namespace) -> list[str]:
         job.params[:] = [replace(params, n=1) for params in job.params]
         expected = [one[0].token_ids for one in llm.generate(job.prompts, job.params)]
         cost = llm.engine.card.cost
-        token_bytes = cost.program.page_bytes(16, cost.cache) // 16
-    sizes = {
-        "memory_bytes": _STREAMS * given.context * token_bytes,
-        "token_budget": 64,
-        "drafts": 4,
-    }
+        windows = llm.engine.facts.windows
+    num_pages = _STREAMS * PageGroups(PAGE_SIZE, windows).num_needed(given.context)
     failures = []
     for mesh in given.meshes:
         traces, began = Traces(), time.monotonic()
+        memory = num_pages * page_bytes(MESHES[mesh], cost)
+        sizes = {"memory_bytes": memory, "token_budget": 64, "drafts": 4}
         with LLM(path, crowded(MESHES[mesh], given.context, "f16", **sizes)) as llm:
             load_s = time.monotonic() - began
             number = -(-given.kills // len(given.meshes))

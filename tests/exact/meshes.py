@@ -15,10 +15,15 @@ from twostroke.core.config import (
     ParallelOptions,
     SpeculationOptions,
 )
+from twostroke.program.mesh import mesh_of
+from twostroke.program.shard import shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from twostroke.program import Program
+    from twostroke.program.cost import CostModel
 
 PAGE_SIZE = 16
 MESHES: Mapping[str, ParallelOptions] = {
@@ -50,9 +55,15 @@ def models(names: list[str], folder: Path) -> Iterator[tuple[str, str]]:
                 yield f"tiny-{family} ({fmt})", str(path)
 
 
-def suits(mesh: ParallelOptions, num_experts: int) -> bool:
+def suits(mesh: ParallelOptions, program: Program) -> bool:
     """Whether a mesh says something about a model: experts are divided only if there are any."""
-    return mesh.expert == 1 or num_experts > 0
+    return mesh.expert == 1 or any(op.weights and hasattr(op, "experts") for op in program.ops)
+
+
+def page_bytes(mesh: ParallelOptions, cost: CostModel) -> int:
+    """Return the bytes of a page on all ranks together."""
+    parts = shard(cost.program, mesh_of(mesh, cost.program))
+    return sum(part.program.page_bytes(PAGE_SIZE, cost.cache) for part in parts)
 
 
 def plain(context: int, kv_format: str) -> EngineOptions:

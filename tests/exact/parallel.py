@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import kills
 from jobs import all_of, make_job
-from meshes import MESHES, PAGE_SIZE, TINY, crowded, models, plain, suits
+from meshes import MESHES, PAGE_SIZE, TINY, crowded, models, page_bytes, plain, suits
 from processes import Traces, ranks
 
 from twostroke import LLM
@@ -111,15 +111,15 @@ def _compare(
         job = make_job(llm, given.prompts, given.prompt_tokens, given.tokens, given.seed, _LOGPROBS)
         expected = [all_of(answer) for answer in llm.generate(job.prompts, job.params)]
         cost = llm.engine.card.cost
-        groups = PageGroups(PAGE_SIZE, llm.engine.facts.windows)
-        pages = groups.num_needed(given.context, _BUDGET)
-        given.memory = pages * cost.program.page_bytes(PAGE_SIZE, cost.cache)
-        num_experts = max((len(getattr(op, "experts", ())) for op in cost.program.ops), default=0)
+        num_pages = PageGroups(PAGE_SIZE, llm.engine.facts.windows).num_needed(
+            given.context, _BUDGET
+        )
     took_s = time.monotonic() - began
     print(f"{name}, {kv_format}: {len(expected)} answers by one process; {took_s:.0f} s")
     for mesh in given.meshes:
-        if not suits(MESHES[mesh], num_experts):
+        if not suits(MESHES[mesh], cost.program):
             continue
+        given.memory = num_pages * page_bytes(MESHES[mesh], cost)
         where, began = f"{name}, {kv_format}, {mesh}", time.monotonic()
         traces = Traces()
         try:
