@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends import Backend
     from twostroke.backends.share import Share
-    from twostroke.core.config import ComputeOptions
+    from twostroke.core.config import ComputeOptions, ParallelOptions
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
     from twostroke.program.mesh import Mesh
@@ -61,11 +61,18 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
             program, tensors, size.num_pages, size.page_size, tapped_value=tapped_value, mesh=mesh
         )
     if compute.backend == "torch":
-        device = _torch_device(compute)
+        device = torch_device(compute)
         from twostroke.backends.torch import TorchBackend
 
         return TorchBackend(
-            program, tensors, size.num_pages, size.page_size, device, tapped_value=tapped_value
+            program,
+            tensors,
+            size.num_pages,
+            size.page_size,
+            device,
+            num_threads=compute.num_threads,
+            tapped_value=tapped_value,
+            share=share,
         )
     threads_of = getattr(share_threads_with, "own", share_threads_with)  # of several ranks
     return CpuBackend(
@@ -89,7 +96,7 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
 def check_can_run(compute: ComputeOptions) -> None:
     """Raise BackendError if the backend cannot run here, before a model is read."""
     if compute.backend == "torch":
-        _torch_device(compute)
+        torch_device(compute)
     elif compute.backend not in FLOAT32_BACKENDS:
         choose_level(compute.level)
 
@@ -124,7 +131,19 @@ def auto_kv_format(compute: ComputeOptions) -> str:
     return "f32" if compute.backend in FLOAT32_BACKENDS else DEFAULT_FORMAT
 
 
-def _torch_device(compute: ComputeOptions) -> str:
+def splits_sums(compute: ComputeOptions, parallel: ParallelOptions) -> bool:
+    """Whether ranks split sums, which moves less: on GPUs, unless the options say otherwise."""
+    if parallel.reduce != "auto" or compute.backend != "torch":
+        return parallel.reduce == "sum"
+    return torch_device(compute).startswith("cuda")
+
+
+def torch_device(compute: ComputeOptions, local_rank: int | None = None) -> str:
+    """Return the torch backend's device; each rank of a machine has a GPU for itself.
+
+    Raises:
+        BackendError: PyTorch is not installed, or does not have this device here.
+    """
     try:
         from twostroke.backends.torch import choose_device
     except ModuleNotFoundError as error:
@@ -132,4 +151,4 @@ def _torch_device(compute: ComputeOptions) -> str:
             raise
         message = "The torch backend needs PyTorch: pip install 'twostroke[gpu]'."
         raise BackendError(message) from None
-    return choose_device(compute.device)
+    return choose_device(compute.device, local_rank)

@@ -8,11 +8,10 @@ import socket
 import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.frame import FrameLimits, FrameReader
-from twostroke.backends.share import Share
+from twostroke.backends.share import Share, block_sizes
 from twostroke.cache import PageGroups
 from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
 from twostroke.core.hardware import give_back_memory, memory_available, num_cores
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.core.frozen import Frozen
+    from twostroke.parallel.backend import RankBackend
     from twostroke.parallel.channel import Message
 
 
@@ -154,6 +154,7 @@ class Follower:
         groups = PageGroups(job.page_size, tuple(g.window for g in program.cache_groups))
         longest = groups.most_tokens(job.num_pages, program.context_length)
         self._link = LINKS[job.link_kind](job.rank, job.mesh.num_ranks, job.level, job.link)
+        sizes = block_sizes(loaded.tensors) if job.splits_sums else None
         with on_cores(*job.place):
             backend = make_backend(
                 loaded.tensors,
@@ -162,10 +163,9 @@ class Follower:
                 CacheSize(program.context_length, job.num_pages, job.page_size, 0, job.kv_format),
                 release=loaded.release,
                 tapped_value=job.tapped_value,
-                share=Share(job.rank, job.mesh, job.max_rows, self._link.record),
+                share=Share(job.rank, job.mesh, job.max_rows, self._link.record, sizes),
             )
-        assert isinstance(backend, CpuBackend)
-        self._backend = backend
+        self._backend = cast("RankBackend", backend)  # it has a share
         facts = self._backend.facts
         if facts.one_arithmetic != job.one_arithmetic:
             raise BackendError(

@@ -6,17 +6,23 @@ import os
 import socket
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from math import prod
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from msgspec.structs import replace
 
-from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.shared import shared_bytes
-from twostroke.backends.share import Share
-from twostroke.core.errors import BackendError, UsageError
+from twostroke.backends.share import Share, block_sizes
+from twostroke.core.errors import BackendError
 from twostroke.core.hardware import memory_available, resolve_num_threads
-from twostroke.engine.compute import FLOAT32_BACKENDS, auto_kv_format, make_backend
+from twostroke.engine.compute import (
+    FLOAT32_BACKENDS,
+    auto_kv_format,
+    make_backend,
+    splits_sums,
+    torch_device,
+)
 from twostroke.engine.sizing import size_cache
 from twostroke.models.heads import last_hidden
 from twostroke.parallel.backend import ParallelBackend
@@ -33,6 +39,8 @@ if TYPE_CHECKING:
 
     from twostroke.core.config import ComputeOptions, EngineOptions
     from twostroke.engine.sizing import CacheSize
+    from twostroke.parallel.backend import RankBackend
+    from twostroke.parallel.link import Link
     from twostroke.program import Program
     from twostroke.program.mesh import Mesh
     from twostroke.program.shard import RankProgram
@@ -61,21 +69,22 @@ class RankGroup:
             BackendError: ranks cannot be started.
         """
         compute, batch = options.compute, options.batch
-        if compute.backend in FLOAT32_BACKENDS:
-            reason = f"Several ranks need the backend cpu, not {compute.backend}."
-            raise UsageError(reason)
         self._model, self._model_id = model, target_identity(loaded.tensors)
         self._program, self._options = program, options
         self._mesh = mesh
-        self._parts = shard(program, mesh, [last_hidden(program)])
-        self._weight_bytes = [_weight_bytes(part, loaded.tensors) for part in self._parts]
+        self._splits_sums = splits_sums(options.compute, options.parallel)
+        sizes = block_sizes(loaded.tensors) if self._splits_sums else None
+        self._parts = shard(program, mesh, [last_hidden(program)], sizes)
+        self._weight_bytes = [_weight_bytes(part, loaded.tensors, compute) for part in self._parts]
         self._max_rows = max(batch.token_budget, batch.most_running, _EVALUATED_ROWS)
         self._level = choose_level(compute.level).level
-        count = mesh.num_ranks
-        num_bytes = _SPARE * shared_bytes(self._parts, self._max_rows)
-        self._link = SharedLink.create(count, self._level, num_bytes)
+        self._one_arithmetic = compute.backend in FLOAT32_BACKENDS or bool(
+            load_library(self._level).ts_one_arithmetic()
+        )
+        self._link = self._new_link()
         try:
-            self._ranks = Ranks(count, local_launcher(self._link.file), self._link.abort)
+            launcher = local_launcher(*self._link.files)
+            self._ranks = Ranks(mesh.num_ranks, launcher, self._link.abort)
         except BaseException:
             self._link.close()
             raise
@@ -128,8 +137,11 @@ class RankGroup:
         The arguments are those of `make_backend`.
         """
         jobs = partial(self._jobs, size)
-        self._ranks.assign(jobs(self._link.renew()))
+        link = self._link.renew()
+        self._ranks.assign(jobs(link))
+        self._link.join(link)
         place = self._place(0)
+        sizes = block_sizes(tensors) if self._splits_sums else None
         with self.own_cores():
             own = make_backend(
                 tensors,
@@ -138,10 +150,10 @@ class RankGroup:
                 size,
                 tapped_value=tapped_value,
                 embeds=True,
-                share=Share(0, self._mesh, self._max_rows, self._link.record),
+                share=Share(0, self._mesh, self._max_rows, self._link.record, sizes),
                 **options,
             )
-        assert isinstance(own, CpuBackend)
+        own = cast("RankBackend", own)  # it has a share
         return ParallelBackend(own, self._ranks, self._link, jobs, self._hosts)
 
     def own_cores(self) -> AbstractContextManager[None]:
@@ -163,6 +175,16 @@ class RankGroup:
         if kind is not None:
             self.close()
 
+    def _new_link(self) -> Link:
+        """Return this rank's end of what connects the ranks."""
+        count = self._mesh.num_ranks
+        if self._options.compute.backend == "torch":
+            from twostroke.backends.torch.link import TorchLink
+
+            return TorchLink(0, count)
+        num_bytes = _SPARE * shared_bytes(self._parts, self._max_rows)
+        return SharedLink.create(count, self._level, num_bytes)
+
     def _place(self, rank: int) -> tuple[int, int]:
         """Return a rank's number among those on its host, and how many these are."""
         here = [other for other, host in self._hosts.items() if host == self._hosts[rank]]
@@ -178,28 +200,34 @@ class RankGroup:
                 compute=self._options.compute,
                 place=self._place(rank),
                 level=self._level,
-                one_arithmetic=bool(load_library(self._level).ts_one_arithmetic()),
+                one_arithmetic=self._one_arithmetic,
                 num_pages=size.num_pages,
                 page_size=size.page_size,
                 kv_format=size.kv_format,
                 max_rows=self._max_rows,
                 tapped_value=last_hidden(self._program),
-                link_kind="shared",
+                splits_sums=self._splits_sums,
+                link_kind=self._link.kind,
                 link=link,
             )
             for rank in range(1, self._mesh.num_ranks)
         }
 
 
-def _weight_bytes(part: RankProgram, tensors: Mapping[str, QuantTensor]) -> int:
+def _weight_bytes(
+    part: RankProgram, tensors: Mapping[str, QuantTensor], compute: ComputeOptions
+) -> int:
+    if compute.backend in FLOAT32_BACKENDS:
+        return sum(4 * prod(shape) for shape in part.program.weight_shapes.values())
     return sum(tensors[name].part(*rows).num_bytes for name, rows in part.weight_rows.items())
 
 
 def own_part(compute: ComputeOptions, index: int, count: int) -> ComputeOptions:
-    """Return the options of rank `index` of `count` on a machine: each has some of the threads."""
+    """Return the options of rank `index` of `count` on a machine: its threads, or its GPU."""
     total = resolve_num_threads(compute.num_threads)
-    num_threads = (index + 1) * total // count - index * total // count
-    return replace(compute, num_threads=max(1, num_threads))
+    num_threads = max(1, (index + 1) * total // count - index * total // count)
+    device = torch_device(compute, index) if compute.backend == "torch" else compute.device
+    return replace(compute, num_threads=num_threads, device=device)
 
 
 @contextmanager

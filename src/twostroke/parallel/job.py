@@ -50,6 +50,7 @@ class Job(Frozen):
     max_rows: int
     tapped_value: str | None
     level: str
+    splits_sums: bool
     link_kind: str
     link: str
 

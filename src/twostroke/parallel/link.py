@@ -16,7 +16,17 @@ class Link(Protocol):
     error, until they have joined again.
     """
 
-    record: Any  # what the backend needs: a `LinkRecord` for the cpu backend
+    @property
+    def kind(self) -> str:
+        """Its name in `LINKS`."""
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """Open files that other ranks of this machine must inherit."""
+
+    @property
+    def record(self) -> Any:
+        """What the backend needs: a `LinkRecord` for the cpu backend."""
 
     def renew(self) -> str:
         """Return what ranks need to join from now on; only on rank 0."""
@@ -40,5 +50,17 @@ def _join_shared(rank: int, num_ranks: int, level: str, link: str) -> Link:
     return join_shared(rank, num_ranks, level, link)
 
 
+def _join_torch(rank: int, num_ranks: int, level: str, link: str) -> Link:
+    from twostroke.backends.torch.link import TorchLink
+
+    del level
+    torch_link = TorchLink(rank, num_ranks)
+    torch_link.join(link)
+    return torch_link
+
+
 # How ranks other than 0 join a kind of link: rank, number of ranks, level, text of `renew`.
-LINKS: dict[str, Callable[[int, int, str, str], Link]] = {"shared": _join_shared}
+LINKS: dict[str, Callable[[int, int, str, str], Link]] = {
+    "shared": _join_shared,
+    "torch": _join_torch,
+}

@@ -14,6 +14,8 @@ from twostroke.core.errors import MemoryLimitError
 class SharedLink:
     """Memory that the ranks of one machine map; it has no name, and ends with the last of them."""
 
+    kind = "shared"
+
     def __init__(self, rank: int, num_ranks: int, level: str, file: int, num_bytes: int) -> None:
         """Map `num_bytes` of an open file without a name; the file is closed with the link."""
         self._library = load_library(level)
@@ -44,9 +46,9 @@ class SharedLink:
             raise MemoryLimitError(reason) from None
 
     @property
-    def file(self) -> int:
-        """The file's number, which ranks must inherit."""
-        return self._file
+    def files(self) -> tuple[int, ...]:
+        """The file, which ranks must inherit."""
+        return (self._file,)
 
     def renew(self) -> str:
         """Return the number and the size of the file."""
