@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "executor/collectives.h"
 #include "kernels/rows.h"
 #include "linear/layout.h"
 
@@ -221,46 +220,6 @@ void finish_outputs(Worker& worker, const OpRecord& op, const OutputRecord& outp
   }
 }
 
-/// A few rows of logits: all tokens, and from where on those that this rank computes lie.
-struct LogitRows {
-  float* whole;
-  float* own;
-  int64_t vocab_size;
-};
-
-/// Where the logits of sampled rows from `begin` on go.
-LogitRows logit_rows(const Worker& worker, const OpRecord& op, int64_t begin) {
-  const OutputRecord& output = op.outputs[0];
-  if (op.team != kNone) {
-    // Of two places in turn: rank 0 may still draw from the rows before these.
-    const int64_t row = begin % (2 * kLogitRows);
-    float* own = worker.buffer(output.buffer) + row * worker.stride(output.buffer);
-    return {own - worker.plan.link.own_cuts(op)[0], own, worker.stride(output.buffer)};
-  }
-  const StepRecord& record = worker.step.record;
-  float* logits =
-      record.logits == nullptr ? worker.plan.logits.floats() : record.logits + begin * output.width;
-  return {logits, logits, output.width};
-}
-
-/// Draws from whole rows of logits, and copies them where they are wanted: on rank 0.
-void use_logits(Worker& worker, const OpRecord& op, const LogitRows& logits, int64_t begin,
-                int64_t num_rows) {
-  const StepRecord& record = worker.step.record;
-  const int64_t size = logits.vocab_size;
-  if (op.team != kNone && record.logits != nullptr) {
-    const int64_t first = worker.part_begin(num_rows);
-    const int64_t count = worker.part_end(num_rows) - first;
-    std::copy_n(logits.whole + first * size, count * size, record.logits + (begin + first) * size);
-  }
-  if (record.samples == nullptr) return;
-  worker.share_out(num_rows, [&](int64_t i) {
-    sample_row(record.samples[begin + i], logits.whole + i * size, size, worker.memory.sampler,
-               record.results + begin + i);
-  });
-  worker.meet();
-}
-
 Input own_rows(const Worker& worker, size_t index) {
   const int64_t begin = worker.step.row_begin;
   const int64_t end = worker.step.row_end;
@@ -367,44 +326,32 @@ void run_gated(Worker& worker, size_t index) {
   worker.finish();
 }
 
-void run_logits(Worker& worker, size_t index) {
-  const StepRecord& record = worker.step.record;
+void multiply_logits(Worker& worker, size_t index, int64_t begin, int64_t end, float* out,
+                     int64_t stride) {
   const OpRecord& op = worker.plan.ops[index];
-  const int32_t* rows = record.sampled_rows;
-  const int32_t* rows_end = rows + record.num_sampled;
-  const int64_t num_generated = std::lower_bound(rows, rows_end, num_generated_in(record)) - rows;
-  for (int64_t begin = 0; begin < record.num_sampled; begin += kLogitRows) {
-    const int64_t end = std::min<int64_t>(begin + kLogitRows, record.num_sampled);
-    const int64_t middle = std::clamp(num_generated, begin, end);
-    const Input input{op,
-                      worker.plan.facts[index],
-                      rows,
-                      {{row_kind(op.precision, false), begin, middle - begin},
-                       {row_kind(op.precision, true), middle, end - middle}}};
-    const LogitRows logits = logit_rows(worker, op, begin);
-    const Prepared prepared = prepare(worker, input);
-    share_products(worker, input, input.facts.first_slot[1],
-                   [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
-                     const int64_t row = input.runs[panel.run].begin + panel.begin - begin;
-                     float* out = logits.own + row * logits.vocab_size;
-                     multiply(factor(worker, input, prepared, panel, 0), slot_begin, slot_end, out,
-                              logits.vocab_size, false);
-                     if (op.soft_cap == 0) return;
-                     const int64_t first = slot_begin * kGroupSize;
-                     const int64_t width =
-                         std::min<int64_t>(slot_end * kGroupSize, op.outputs[0].width) - first;
-                     for (int64_t i = 0; i < panel.count; ++i) {
-                       soft_cap_row(out + i * logits.vocab_size + first, op.soft_cap, width);
-                     }
-                   });
-    if (op.team == kNone) {
-      worker.meet();
-    } else {
-      gather_logits(worker, op, logits.whole, end - begin);
-      if (worker.step.is_lost) return;
+  const int32_t* rows = worker.step.record.sampled_rows;
+  const int32_t* first_prompt =
+      std::lower_bound(rows + begin, rows + end, num_generated_in(worker.step.record));
+  const int64_t middle = first_prompt - rows;
+  const Input input{op,
+                    worker.plan.facts[index],
+                    rows,
+                    {{row_kind(op.precision, false), begin, middle - begin},
+                     {row_kind(op.precision, true), middle, end - middle}}};
+  const Prepared prepared = prepare(worker, input);
+  const auto body = [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
+    const int64_t row = input.runs[panel.run].begin + panel.begin - begin;
+    float* logits = out + row * stride;
+    multiply(factor(worker, input, prepared, panel, 0), slot_begin, slot_end, logits, stride,
+             false);
+    if (op.soft_cap == 0) return;
+    const int64_t first = slot_begin * kGroupSize;
+    const int64_t width = std::min<int64_t>(slot_end * kGroupSize, op.outputs[0].width) - first;
+    for (int64_t i = 0; i < panel.count; ++i) {
+      soft_cap_row(logits + i * stride + first, op.soft_cap, width);
     }
-    use_logits(worker, op, logits, begin, end - begin);
-  }
+  };
+  share_products(worker, input, input.facts.first_slot[1], body);
 }
 
 }  // namespace ts

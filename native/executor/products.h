@@ -15,6 +15,11 @@ void run_linear(Worker& worker, size_t index);
 void run_gated(Worker& worker, size_t index);
 void run_logits(Worker& worker, size_t index);
 
+/// Logits of sampled rows [begin, end), as far as this rank computes them; `out` points at the
+/// first of them, rows are `stride` apart.
+void multiply_logits(Worker& worker, size_t index, int64_t begin, int64_t end, float* out,
+                     int64_t stride);
+
 /// Makes room for what these, and norms, need in a step; throws std::bad_alloc.
 void make_room_for_products(Plan& plan, const StepRecord& step);
 

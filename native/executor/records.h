@@ -97,7 +97,7 @@ struct OpRecord {
   Parts parts;          // Gather
   int32_t first_cut;    // Gather, Logits, Embed of some tokens: index into cuts, or kNone
   int32_t channel;      // Send, Receive: index into channels
-  int32_t num_outputs;
+  int32_t num_outputs;  // 0: Logits of which this rank has none, but gathers those of others
   OutputRecord outputs[kMaxOutputs];
 };
 

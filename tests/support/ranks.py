@@ -134,14 +134,15 @@ class ThreadRanks:
             self.lowered.append(lowered)
         self._workers = self._open.enter_context(ThreadPoolExecutor(mesh.num_ranks))
         self.windows = tuple(group.window for group in program.cache_groups)
-        longest = PageGroups(PAGE_SIZE, self.windows).most_tokens(num_pages, 4096)
+        longest = PageGroups(PAGE_SIZE, self.windows).most_tokens(num_pages, program.context_length)
         self.facts = self
         self.page_size = PAGE_SIZE
+        self.one_arithmetic = bool(self.library.ts_one_arithmetic())
         self._steps = StepArrays(
             len(self.windows),
             PAGE_SIZE,
             -(-longest // PAGE_SIZE),
-            one_arithmetic=bool(self.library.ts_one_arithmetic()),
+            one_arithmetic=self.one_arithmetic,
         )
 
     def __enter__(self) -> Self:
@@ -166,8 +167,8 @@ class ThreadRanks:
             records.append(StepRecord.from_buffer_copy(self._steps.record))
             records[-1].samples = records[-1].results = records[-1].taps = None
         self.together(lambda rank: self.plans[rank].run(records[rank]))
-        tokens, logprobs, *_ = self._steps.results(plan, sampled)
-        return StepResult(tokens, logprobs, 1.0, 1.0)
+        tokens, logprobs, hidden, scores = self._steps.results(plan, sampled)
+        return StepResult(tokens, logprobs, 1.0, 1.0, hidden, scores)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits of a sequence."""

@@ -8,13 +8,19 @@ import time
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.cpu import cpu_backend, tiny_model
 from support.programs import PROGRAMS, random_tensors
 from support.ranks import Post, ThreadRanks
+from support.schedules import Setting, fresh, random_requests, run_schedule
+from support.tiny import tiny_of, write_tiny_gguf
+from support.tiny_families import FAMILIES
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.errors import RanksLostError
+from twostroke.models import build_program
 from twostroke.program.mesh import Mesh
+from twostroke.weights import load_path
 
 LEVEL = choose_level(None).level
 MESHES = [
@@ -52,6 +58,33 @@ def test_logits_are_those_of_one_process(kind):
             for generated, logits in expected.items():
                 actual = ranks.score(tokens, generated=generated)
                 assert np.array_equal(actual, logits), (mesh, generated)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
+    """Chunks, prefix hits, preemption, drafts, and more drawn rows than logits are held at once."""
+    chance = random.Random(seed)
+    family = chance.choice(list(FAMILIES))
+    tiny = replace(tiny_of(family), num_layers=3, fmt=chance.choice(["Q4_1", "Q8_0", "F16"]))
+    loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
+    program = build_program(loaded.spec)
+    model, kv_format = (program, loaded.tensors), chance.choice(["f16", "int8"])
+    fewest = 8 * len(program.cache_groups)
+    setting = replace(Setting.chosen_by(chance, fewest, 4 * fewest), max_running=50)
+    setting = replace(setting, token_budget=max(setting.token_budget, 50))
+    requests = random_requests(chance, 40, program.vocab_size, 90, 9)
+    with cpu_backend(model, LEVEL, 64, kv_format=kv_format) as whole:
+        known, _ = run_schedule(whole, setting, [fresh(r) for r in requests], 120)
+    for mesh in (chance.choice(MESHES), random_mesh(chance)):
+        with ThreadRanks(model, mesh, LEVEL, 64, kv_format=kv_format) as ranks:
+            found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 120, known)
+            assert found == known, (mesh, family)
+
+
+def random_mesh(chance: random.Random) -> Mesh:
+    """Return one of at most six ranks, some of which may have nothing to do."""
+    stages, columns = chance.choice([((1,), (1, 5, 1)), ((2, 1), (1, 1)), ((1, 1, 1), (1, 2))])
+    return Mesh(stages, 2 if len(stages) == 1 else 1, columns)
 
 
 def test_a_link_without_shared_memory_moves_the_same_values():

@@ -340,8 +340,11 @@ class _Lowering:
 
     def _gather(self, op: ops.AllGather) -> None:
         """Append a gather: of what lies in its place already, or is put there."""
-        if op.root is not None:
-            raise BackendError("There are more ranks than parts of the vocabulary; ask for fewer.")
+        if op.root is not None:  # of logits, of which this rank has none
+            buffer, _ = self._buffers.gather(op, num_rows=2 * LOGIT_ROWS)
+            self._append(OpKind.LOGITS, (op,), (), [], **self._collectives.fields(op))
+            self._records[-1].outputs[0] = self._output(buffer, 0)
+            return
         buffer, is_there = self._buffers.gather(op)
         fields = self._collectives.fields(op)
         if isinstance(op.parts, TermParts):

@@ -58,7 +58,7 @@ class PackedWeights:
         if self._memory is None:
             message = f"No memory for {self._size / 1e9:.1f} GB of weights; use a smaller model."
             raise MemoryLimitError(message)
-        starts = np.cumsum([0, *sizes[:-1]])
+        starts = np.cumsum([0, *sizes])[:-1]
         self.records = {
             name: WeightRecord(t.format.gguf_id, t.num_rows, t.shape[-1], self._memory + int(start))
             for (name, t), start in zip(self._tensors.items(), starts, strict=True)
