@@ -7,13 +7,14 @@ collective is inserted. No sum is split, unless `split_sums` are wanted.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
+from twostroke.program.held import HeldValue, cuts_of
 from twostroke.program.mesh import cuts
 from twostroke.program.ops import Linear
 from twostroke.program.pages import CacheGroup
@@ -24,12 +25,11 @@ from twostroke.program.sums import split_sums
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from twostroke.program.held import Ranges
     from twostroke.program.mesh import Mesh
     from twostroke.program.ops import Op
     from twostroke.program.program import Program
-    from twostroke.program.sharding import Parts, Range
-
-    Ranges = tuple[Range, ...]
+    from twostroke.program.sharding import Range
 
 
 class RankProgram(Frozen):
@@ -71,7 +71,7 @@ def shard(
     wanted = _wanted(ops, mesh, sums)
     stages = cut_into_stages(program, ops, mesh.stages)
     ranks: list[RankProgram] = []
-    sent: list[_Value] = []
+    sent: list[HeldValue] = []
     for number, own in enumerate(stages):
         read_later = {name for rest in stages[number + 1 :] for op in rest for name in op.inputs}
         stage = _Stage(mesh, number, wanted, sums)
@@ -122,30 +122,6 @@ def _fits(op: Op, ranges: Ranges) -> bool:
     return all(end == op.length or end % op.grain == 0 for _, end in ranges)
 
 
-class _Value(Frozen):
-    """How the ranks of a stage hold a value.
-
-    Each has all columns, or member i of a team has `ranges[i]` (columns, if `parts` says so).
-    """
-
-    name: str
-    width: int
-    ranges: Ranges | None = None
-    parts: Parts | None = None
-    all_rows: bool = True
-
-    def range_at(self, index: int) -> Range:
-        """Return the range of the stage's rank `index`."""
-        return (0, self.width) if self.ranges is None else self.ranges[index % len(self.ranges)]
-
-    def at(self, index: int) -> str | None:
-        """Return the name on the stage's rank `index`, None if that has nothing of it."""
-        first, end = self.range_at(index)
-        part = "" if self.ranges is None else f"[{first}:{end}]"
-        rows = "" if self.all_rows else ".rows"
-        return None if first == end else f"{self.name}{part}{rows}"
-
-
 class _Stage:
     """The operations of the ranks of one stage.
 
@@ -160,8 +136,8 @@ class _Stage:
         self._num_columns, self._num_rows = len(mesh.column_parts), mesh.row_parts
         self._size = mesh.ranks_per_stage
         self._first_rank = (len(mesh.stages) - 1 - number) * self._size
-        self._held: dict[str, list[_Value]] = {}
-        self._ops: list[list[Op]] = [[] for _ in range(self._size)]
+        self._held: dict[str, list[HeldValue]] = {}
+        self._ops: list[dict[str, Op]] = [{} for _ in range(self._size)]  # by output
         self._weight_rows: list[dict[str, Range]] = [{} for _ in range(self._size)]
         self._weight_columns: list[dict[str, Range]] = [{} for _ in range(self._size)]
 
@@ -175,36 +151,36 @@ class _Stage:
         ranges = self._ranges(op)
         reads = {field: self._read(op, field, ranges) for field in op.reads}
         all_rows = self._num_rows == 1 or op.sharding is Sharding.BY_STAGE
-        value = _Value(op.output, op.width, ranges, all_rows=all_rows)
+        value = HeldValue(op.output, op.width, ranges, all_rows=all_rows)
         if ranges is not None:
             named = replace(op, **{field: read.at(0) for field, read in reads.items()})
-            value = replace(value, parts=named.parts_by(_cuts_of(ranges)))
+            value = replace(value, parts=named.parts_by(cuts_of(ranges)))
         for index in range(self._size):
             own = None if ranges is None else value.range_at(index)
             if value.at(index) is None:
                 continue
             part = op if own is None else op.part(*own)
             names = {field: read.at(index) for field, read in reads.items()}
-            self._ops[index].append(replace(part, output=value.at(index), **names))
+            self._emit(index, replace(part, output=value.at(index), **names))
             divided = {weight.name for weight in op.weights if weight.is_divided}
             for weight in part.weights:
                 rows = own if own and weight.name in divided else (0, weight.shape[0])
                 assert self._weight_rows[index].setdefault(weight.name, rows) == rows
         self._held[op.output] = [value]
 
-    def _add_sum(self, op: Linear, x: _Value) -> None:
+    def _add_sum(self, op: Linear, x: HeldValue) -> None:
         """Add a product of which each member of a team computes a term, from its columns of `x`."""
-        value = _Value(op.output, op.width, all_rows=self._num_rows == 1)
+        value = HeldValue(op.output, op.width, all_rows=self._num_rows == 1)
         for index in range(self._size):
             own, columns, term = x.at(index), x.range_at(index), None
             if own is not None:
                 term = f"{value.at(index)}.term"
                 part = replace(op.term(*columns), output=term, x=own)
-                self._ops[index].append(part)
+                self._emit(index, part)
                 self._weight_rows[index] |= {weight.name: (0, op.width) for weight in part.weights}
                 self._weight_columns[index][op.weight] = columns
             team, place = self._team(index, self._num_columns)
-            self._ops[index].append(AllReduce(str(value.at(index)), term, op.width, team, place))
+            self._emit(index, AllReduce(str(value.at(index)), term, op.width, team, place))
         self._held[op.output] = [value]
 
     def finish(self, last: str, kept: Collection[str]) -> None:
@@ -217,7 +193,7 @@ class _Stage:
         for name in kept:
             self._whole(name, all_rows=True)
 
-    def send(self, names: Collection[str]) -> list[_Value]:
+    def send(self, names: Collection[str]) -> list[HeldValue]:
         """Send values to the next stage, each rank to the one at its place; return them."""
         sent = []
         for name in [name for name in self._held if name in names]:
@@ -225,23 +201,23 @@ class _Stage:
             sent.append(value)
             for index, x in self._names(value):
                 to = self._first_rank - self._size + index
-                self._ops[index].append(Send(f"{x}.sent", x, _width_at(value, index), to))
+                self._emit(index, Send(f"{x}.sent", x, value.width_at(index), to))
         return sent
 
-    def receive(self, values: Sequence[_Value]) -> None:
+    def receive(self, values: Sequence[HeldValue]) -> None:
         """Receive what the previous stage sends."""
         for value in values:
             own = replace(value, all_rows=self._num_rows == 1)
             for index, output in self._names(own):
                 sender = self._first_rank + self._size + index
-                self._ops[index].append(Receive(output, _width_at(own, index), sender))
+                self._emit(index, Receive(output, own.width_at(index), sender))
             self._held[value.name] = [own]
 
     def programs(self, program: Program) -> list[RankProgram]:
         """Return the finished Programs."""
         return [
             RankProgram(
-                _part_of(program, ops),
+                _part_of(program, ops.values()),
                 self._weight_rows[index],
                 self._weight_columns[index],
                 index // self._num_columns,
@@ -249,6 +225,10 @@ class _Stage:
             )
             for index, ops in enumerate(self._ops)
         ]
+
+    def _emit(self, index: int, op: Op) -> None:
+        """Add an operation to a rank's, unless that has its output already: names tell values."""
+        self._ops[index].setdefault(op.output, op)
 
     def _ranges(self, op: Op) -> Ranges | None:
         """Return which part of an operation each member of a team computes; None: each all."""
@@ -273,7 +253,7 @@ class _Stage:
             found = [wanted]
         return next((ranges for ranges in found if ranges and _fits(op, ranges)), None)
 
-    def _read(self, op: Op, field: str, ranges: Ranges | None) -> _Value:
+    def _read(self, op: Op, field: str, ranges: Ranges | None) -> HeldValue:
         """Return an input in the way in which the parts of an operation read it."""
         name, all_rows = getattr(op, field), field in op.needs_all_rows
         read = [op.part_reads(field, *part) for part in ranges or ()]
@@ -282,36 +262,36 @@ class _Stage:
             return self._columns(name, columns, all_rows=all_rows)
         return self._whole(name, all_rows=all_rows)
 
-    def _divided(self, name: str) -> _Value | None:
+    def _divided(self, name: str) -> HeldValue | None:
         """Return a value as its columns are divided, if they are."""
         for value in self._held[name]:
-            if isinstance(value.parts, ColumnParts):
+            if value.has_columns:
                 return value
         return None
 
-    def _columns(self, name: str, ranges: Ranges, *, all_rows: bool) -> _Value:
+    def _columns(self, name: str, ranges: Ranges, *, all_rows: bool) -> HeldValue:
         """Return some columns of a value on each rank."""
-        found = [value for value in self._held[name] if value.ranges == ranges]
+        found = [v for v in self._held[name] if v.ranges == ranges and v.has_columns]
         if not found:
             whole = self._whole(name)
-            parts = ColumnParts(_cuts_of(ranges))
-            value = _Value(name, whole.width, ranges, parts, all_rows=self._num_rows == 1)
+            parts = ColumnParts(cuts_of(ranges))
+            value = HeldValue(name, whole.width, ranges, parts, all_rows=self._num_rows == 1)
             for index, output in self._names(value):
                 x, (first, end) = whole.at(index), value.range_at(index)
                 assert x is not None
-                self._ops[index].append(TakeColumns(output, x, end - first, first))
+                self._emit(index, TakeColumns(output, x, end - first, first))
             self._held[name].append(value)
             found = [value]
         return self._all_rows(found) if all_rows else found[0]
 
-    def _whole(self, name: str, *, all_rows: bool = False) -> _Value:
+    def _whole(self, name: str, *, all_rows: bool = False) -> HeldValue:
         """Return a value whose columns are all on each rank."""
         found = [value for value in self._held[name] if value.ranges is None]
         if not found:
             found = [self._gather_columns(self._held[name][0])]
         return self._all_rows(found) if all_rows else found[0]
 
-    def _gather_columns(self, value: _Value, root: int | None = None) -> _Value:
+    def _gather_columns(self, value: HeldValue, root: int | None = None) -> HeldValue:
         """Put together what the members of each team hold."""
         assert value.ranges is not None
         assert value.parts is not None
@@ -323,7 +303,7 @@ class _Stage:
             gather = AllGather(
                 str(whole.at(index)), own, whole.width, value.parts, team, place, root
             )
-            self._ops[index].append(gather)
+            self._emit(index, gather)
         self._held[value.name].append(whole)
         return whole
 
@@ -332,7 +312,7 @@ class _Stage:
         first = self._first_rank + index // size * size
         return tuple(range(first, first + size)), index % size
 
-    def _own_tile(self, value: _Value, index: int) -> str | None:
+    def _own_tile(self, value: HeldValue, index: int) -> str | None:
         """Return a rank's part without the columns that an earlier rank has, too."""
         x = value.at(index)
         if x is None or not isinstance(value.parts, ColumnParts):
@@ -344,10 +324,10 @@ class _Stage:
         if cut == end:
             return None
         tile = f"{x}.tile"
-        self._ops[index].append(TakeColumns(tile, x, end - cut, cut - first))
+        self._emit(index, TakeColumns(tile, x, end - cut, cut - first))
         return tile
 
-    def _all_rows(self, found: Sequence[_Value]) -> _Value:
+    def _all_rows(self, found: Sequence[HeldValue]) -> HeldValue:
         """Return a value with all rows, gathered from the row parts if no one has them."""
         for value in found:
             if value.all_rows:
@@ -358,30 +338,20 @@ class _Stage:
             team = tuple(range(first, first + self._size, self._num_columns))
             x, width, place = (
                 found[0].at(index),
-                _width_at(value, index),
+                value.width_at(index),
                 index // self._num_columns,
             )
             gather = AllGather(output, x, width, RowParts(self._num_rows), team, place)
-            self._ops[index].append(gather)
+            self._emit(index, gather)
         self._held[value.name].append(value)
         return value
 
-    def _names(self, value: _Value) -> list[tuple[int, str]]:
+    def _names(self, value: HeldValue) -> list[tuple[int, str]]:
         """Return the ranks of the stage that have some of a value, and its name there."""
         return [(i, name) for i in range(self._size) if (name := value.at(i)) is not None]
 
 
-def _cuts_of(ranges: Ranges) -> tuple[int, ...]:
-    """Return cuts that give each column to the first rank which has it."""
-    return (0, *accumulate([end for _, end in ranges], max))
-
-
-def _width_at(value: _Value, index: int) -> int:
-    first, end = value.range_at(index)
-    return end - first
-
-
-def _part_of(program: Program, ops: Sequence[Op]) -> Program:
+def _part_of(program: Program, ops: Collection[Op]) -> Program:
     """Return a Program with some of the operations; its layers are numbered from 0."""
     layers = sorted({layer for op in ops for layer in op.stores})
     places = {layer: place for place, layer in enumerate(layers)}

@@ -80,7 +80,7 @@ def _walk(
                 values[op.output] = apply(op, values, state)
             case _:
                 values[op.output] = _own_rows(rank, apply(op, values, state))
-        for name in op.inputs:
+        for name in set(op.inputs):
             if last_use[name] is op and name not in kept:
                 del values[name]
         exchange.num_done += 1
