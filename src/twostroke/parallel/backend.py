@@ -213,10 +213,12 @@ def _facts_of_all(
         RankFacts(rank, hosts[rank], part.num_threads, part.weight_bytes, part.cache_bytes)
         for rank, part in sorted(parts.items())
     ]
+    num_threads = sum(rank.num_threads for rank in ranks)
+    threads = f"{num_threads} threads in {len(ranks)} ranks"
     return replace(
         own,
-        detail=f"{own.detail} on rank 0 of {len(ranks)}",
-        num_threads=sum(rank.num_threads for rank in ranks),
+        detail=own.detail.replace(f"{own.num_threads} threads", threads),
+        num_threads=num_threads,
         weight_bytes=sum(rank.weight_bytes for rank in ranks),
         cache_bytes=sum(rank.cache_bytes for rank in ranks),
         ranks=tuple(ranks),
