@@ -55,11 +55,14 @@ class Group:
 
     def __init__(self):
         self.started, self.aborted = [], threading.Event()
-        self.ranks = Ranks(3, self.start, self.aborted.set)
+        self.ranks = Ranks(3, self, self.aborted.set)
 
-    def start(self, rank):
+    def __call__(self, rank):
         self.started.append(FakeRank(rank))
         return self.started[-1]
+
+    def close(self):
+        pass
 
 
 @pytest.fixture

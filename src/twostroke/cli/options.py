@@ -247,17 +247,23 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     """Take the engine's options out of `given` and build them.
 
     An option has the name of the field that it sets; what a command does not offer stays as it is.
+    If a launcher has made this process another rank than 0, it is that rank, and exits in the end.
     """
     draft = given.get("draft")
     if draft is not None and draft.lower() in {_NO_DRAFT, PARTNER}:
         given["draft"] = None if draft.lower() == _NO_DRAFT else PARTNER
-    return EngineOptions(
+    options = EngineOptions(
         _taken(ComputeOptions, given),
         _taken(CacheOptions, given),
         _taken(BatchOptions, given),
         _taken(SpeculationOptions, given),
         _taken(ParallelOptions, given),
     )
+    if options.parallel.num_ranks > 1:
+        from twostroke.parallel.start import follow_if_launched
+
+        follow_if_launched(options.parallel.num_ranks)
+    return options
 
 
 def _taken(kind: type[T], given: dict[str, Any]) -> T:

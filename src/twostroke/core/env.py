@@ -52,6 +52,16 @@ def launcher() -> dict[str, str]:
     return {name: os.environ[name] for group in names for name in group if os.environ.get(name)}
 
 
+def rank_secret() -> bytes:
+    """Return what ranks of several machines must know, from `TWOSTROKE_RANK_SECRET`."""
+    return os.environ.get("TWOSTROKE_RANK_SECRET", "").encode()
+
+
+def link() -> str | None:
+    """Return the kind of link between hosts forced by `TWOSTROKE_LINK`, or None for the fastest."""
+    return os.environ.get("TWOSTROKE_LINK") or None
+
+
 def set_default(name: str, value: str) -> None:
     """Set a variable that a library reads, unless the user has."""
     os.environ.setdefault(name, value)

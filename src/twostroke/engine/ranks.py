@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.shared import shared_bytes
 from twostroke.backends.share import Share, block_sizes
-from twostroke.core.errors import BackendError
+from twostroke.core import env
+from twostroke.core.errors import BackendError, RanksLostError
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.engine.compute import (
     FLOAT32_BACKENDS,
@@ -27,9 +28,11 @@ from twostroke.engine.sizing import size_cache
 from twostroke.models.heads import last_hidden
 from twostroke.parallel.backend import ParallelBackend
 from twostroke.parallel.job import Job, version
-from twostroke.parallel.launch import local_launcher
+from twostroke.parallel.launch import LocalRanks
+from twostroke.parallel.links.choice import choose_kind, open_link
 from twostroke.parallel.ranks import Ranks
 from twostroke.parallel.shared import SharedLink
+from twostroke.parallel.start import follow_if_launched, place_among, wait_for_ranks
 from twostroke.program.shard import shard
 from twostroke.weights import target_identity
 
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import ComputeOptions, EngineOptions
     from twostroke.engine.sizing import CacheSize
     from twostroke.parallel.backend import RankBackend
+    from twostroke.parallel.launch import Launcher
     from twostroke.parallel.link import Link
     from twostroke.program import Program
     from twostroke.program.mesh import Mesh
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from twostroke.weights import LoadedModel
 
 _EVALUATED_ROWS = 512  # of a step when a whole sequence is evaluated
+_CAUSE_S = 2.0  # until it is known why ranks did not meet
 _SPARE = 4  # times as much memory as a step needs, since taps need more; untouched, it costs none
 
 
@@ -81,13 +86,10 @@ class RankGroup:
         self._one_arithmetic = compute.backend in FLOAT32_BACKENDS or bool(
             load_library(self._level).ts_one_arithmetic()
         )
-        self._link = self._new_link()
-        try:
-            launcher = local_launcher(*self._link.files)
+        with ExitStack() as if_it_fails:
+            self._link, launcher = self._start(if_it_fails)
             self._ranks = Ranks(mesh.num_ranks, launcher, self._link.abort)
-        except BaseException:
-            self._link.close()
-            raise
+            self._undo = if_it_fails.pop_all()
         self._hosts = {0: socket.gethostname()}
 
     def size(self) -> CacheSize:
@@ -139,7 +141,10 @@ class RankGroup:
         jobs = partial(self._jobs, size)
         link = self._link.renew()
         self._ranks.assign(jobs(link))
-        self._link.join(link)
+        try:
+            self._link.join(link)
+        except RanksLostError as error:
+            raise self._ranks.cause(_CAUSE_S) from error
         place = self._place(0)
         sizes = block_sizes(tensors) if self._splits_sums else None
         with self.own_cores():
@@ -164,7 +169,7 @@ class RankGroup:
         """End the ranks; does nothing if a backend has them that was closed."""
         self._link.abort()
         self._ranks.close()
-        self._link.close()
+        self._undo.close()
 
     def __enter__(self) -> Self:
         """End the ranks if the block fails."""
@@ -175,13 +180,33 @@ class RankGroup:
         if kind is not None:
             self.close()
 
-    def _new_link(self) -> Link:
-        """Return this rank's end of what connects the ranks."""
+    def _start(self, undo: ExitStack) -> tuple[Link, Launcher]:
+        """Return rank 0's end of a link, and what brings the other ranks.
+
+        Where a launcher has made this process another rank, it is that rank until it exits.
+        """
+        count = self._mesh.num_ranks
+        follow_if_launched(count)
+        place = place_among(count)
+        if place is None:
+            link = self._new_link(None)
+            undo.callback(link.close)
+            return link, LocalRanks(*link.files)
+        remote = wait_for_ranks(place)
+        undo.callback(remote.close)
+        link = self._new_link(remote.host)
+        undo.callback(link.close)
+        return link, remote
+
+    def _new_link(self, host: str | None) -> Link:
+        """Return this rank's end of what connects the ranks: `host` is known to other machines."""
         count = self._mesh.num_ranks
         if self._options.compute.backend == "torch":
             from twostroke.backends.torch.link import TorchLink
 
-            return TorchLink(0, count)
+            return TorchLink(0, count, host) if host else TorchLink(0, count)
+        if host:
+            return open_link(choose_kind(env.link()), 0, count, self._level, host)
         num_bytes = _SPARE * shared_bytes(self._parts, self._max_rows)
         return SharedLink.create(count, self._level, num_bytes)
 

@@ -7,15 +7,10 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from twostroke.core.errors import BackendError
 from twostroke.parallel.channel import Channel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Launcher = Callable[[int], "RankProcess"]  # starts one rank, by number
 
 _ENTRY: Final = "twostroke.engine.rank"
 _END_S: Final = 5.0  # for a rank to give its memory back
@@ -34,6 +29,16 @@ class RankProcess(Protocol):
 
     def wait(self) -> None:
         """Wait until it has ended, after it was asked to; kill it if it takes too long."""
+
+
+class Launcher(Protocol):
+    """Brings ranks, as often as they are needed."""
+
+    def __call__(self, rank: int) -> RankProcess:
+        """Return a process that is this rank."""
+
+    def close(self) -> None:
+        """Bring no more ranks."""
 
 
 class LocalRank:
@@ -91,9 +96,19 @@ class LocalRank:
         self.kill()
 
 
-def local_launcher(*files: int) -> Launcher:
-    """Return a launcher of ranks that inherit open files."""
-    return lambda rank: LocalRank(rank, files)
+class LocalRanks:
+    """A `Launcher` of ranks that inherit open files."""
+
+    def __init__(self, *files: int) -> None:
+        """Remember the files."""
+        self._files = files
+
+    def __call__(self, rank: int) -> LocalRank:
+        """Start a rank."""
+        return LocalRank(rank, self._files)
+
+    def close(self) -> None:
+        """Do nothing: each rank is ended by itself."""
 
 
 def _name(number: int) -> str:

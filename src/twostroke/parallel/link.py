@@ -59,8 +59,24 @@ def _join_torch(rank: int, num_ranks: int, level: str, link: str) -> Link:
     return torch_link
 
 
+def _join_hosts(kind: str) -> Callable[[int, int, str, str], Link]:
+    def join(rank: int, num_ranks: int, level: str, link: str) -> Link:
+        from twostroke.parallel.links.choice import choose_kind, open_link
+
+        opened = open_link(choose_kind(kind), rank, num_ranks, level)
+        try:
+            opened.join(link)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    return join
+
+
 # How ranks other than 0 join a kind of link: rank, number of ranks, level, text of `renew`.
 LINKS: dict[str, Callable[[int, int, str, str], Link]] = {
     "shared": _join_shared,
     "torch": _join_torch,
+    **{kind: _join_hosts(kind) for kind in ("ucx", "mpi", "gloo")},
 }

@@ -135,6 +135,7 @@ class Ranks:
         for process in self._processes.values():
             process.wait()
         self._processes.clear()
+        self._launch.close()
 
     def _start(self, rank: int) -> None:
         process = self._launch(rank)

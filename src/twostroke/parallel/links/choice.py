@@ -68,4 +68,4 @@ def choose_kind(wanted: str | None = None) -> str:
 
 def open_link(kind: str, rank: int, num_ranks: int, level: str, host: str = "") -> HostLink:
     """Return a rank's end of a link; only rank 0 needs `host`, the address that others know."""
-    return HostLink(rank, num_ranks, host, KINDS[kind].engine(rank, num_ranks, level))
+    return HostLink(kind, rank, num_ranks, host, KINDS[kind].engine(rank, num_ranks, level))

@@ -44,8 +44,11 @@ class Engine(Protocol):
 class HostLink:
     """One rank's end; see `Link`. When a rank aborts or is gone, the waits of all ranks end."""
 
-    def __init__(self, rank: int, num_ranks: int, host: str, engine: Engine) -> None:
+    files = ()
+
+    def __init__(self, kind: str, rank: int, num_ranks: int, host: str, engine: Engine) -> None:
         """Prepare; `host` is the address at which others reach rank 0, which alone needs it."""
+        self.kind = kind
         self._rank, self._num_ranks, self._host = rank, num_ranks, host
         self._engine = engine
         self._meeting: Meeting | None = None

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TIMEOUT_S: Final = 20.0  # ranks come within a moment of each other, once rank 0 has told them
-_LOOK_MS: Final = 100
+_TIMEOUT_S: Final = 60.0  # ranks open the model's file before they come
+_LOOK_S: Final = 0.1
 _SILENCE_S: Final = 3  # of the other host, until its connection counts as ended
 
 
@@ -97,7 +97,11 @@ class Meeting:
         deadline = time.monotonic() + _TIMEOUT_S
         parts = {0: own}
         while len(parts) < self._num_ranks:
-            channel = self._listener.accept(max(0.0, deadline - time.monotonic()))
+            channel = self._listener.accept(_LOOK_S)
+            if self._ended.is_set():
+                raise RanksLostError("Some ranks ended before all had come to the link.")
+            if channel is None and time.monotonic() < deadline:
+                continue
             if channel is None:
                 missing = sorted(set(range(self._num_ranks)) - set(parts))
                 ranks = ", ".join(map(str, missing))
@@ -125,7 +129,7 @@ class Meeting:
         for channel in self._channels.values():
             channel.notice_silence(_SILENCE_S)
             poll.register(channel, select.POLLRDHUP)
-        while not self._ended.is_set() and not poll.poll(_LOOK_MS):
+        while not self._ended.is_set() and not poll.poll(_LOOK_S * 1000):
             pass
         self.end()
         self._on_end()

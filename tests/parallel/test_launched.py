@@ -1,0 +1,104 @@
+"""Ranks that a launcher starts, here on two hosts: the same tokens, and clear refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import namespaces
+from twostroke.core.errors import RanksLostError, UsageError
+from twostroke.parallel import remote
+from twostroke.parallel.launched import Launched, launched
+from twostroke.parallel.links.choice import KINDS
+from twostroke.parallel.remote import RemoteRanks
+from twostroke.parallel.start import place_among
+
+TIMEOUT_S = 120
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+OTHERS = ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in (*NAMES, *OTHERS, "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def given(monkeypatch, **variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_variables_of_launchers_are_read(monkeypatch):
+    assert launched() is None
+    given(monkeypatch, PMI_RANK="1", PMI_SIZE="2")
+    assert launched() == Launched(1, 2, None, 29500)
+    given(monkeypatch, RANK="2", WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="123")
+    assert launched() == Launched(2, 4, "10.0.0.1", 123)
+    given(monkeypatch, TORCHELASTIC_RUN_ID="x")  # torchrun has taken that port
+    assert launched() == Launched(2, 4, "10.0.0.1", 124)
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"RANK": "1"}, "has not set WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be a number from 0 to 1, got '2'"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK must be a number"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "has started 3 processes, .* over 2"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "Set MASTER_ADDR"),
+    ],
+)
+def test_wrong_variables_are_refused(monkeypatch, variables, reason):
+    given(monkeypatch, **variables)
+    with pytest.raises(UsageError, match=reason):
+        place_among(2)
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch):
+    monkeypatch.setattr(remote, "_COME_S", 0.3)
+    ranks = RemoteRanks("127.0.0.1", 0, b"", 2)
+    with pytest.raises(RanksLostError, match=r"Rank 1 did not come to 127.0.0.1:\d+ within"):
+        ranks(1)
+    ranks.close()
+
+
+@pytest.mark.model
+@pytest.mark.skipif(KINDS["ucx"].obstacle() is not None, reason="needs libucx-cu12")
+def test_two_hosts_give_the_same_tokens_though_a_rank_is_killed():
+    if why_not := namespaces.obstacle():
+        pytest.skip(why_not)
+    command = [sys.executable, "-m", "twostroke", "generate", "smollm2", "-p", "Tell a story."]
+    command += ["--temperature", "0", "--max-tokens", "60", "--quiet"]
+    alone = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with namespaces.two_hosts() as hosts:
+        zero, one = ranks = [start(command, rank, hosts) for rank in (0, 1)]
+        try:
+            begin = os.read(zero.stdout.fileno(), 1).decode()
+            lost = subprocess.run(["pgrep", "-P", str(one.pid)], capture_output=True, check=True)
+            os.kill(int(lost.stdout), signal.SIGKILL)
+            rest, errors = zero.communicate(timeout=TIMEOUT_S)
+            assert "Rank 1" in errors
+            assert begin + rest == alone, errors
+            assert one.wait(TIMEOUT_S) == 0
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+
+
+def start(command, rank, hosts):
+    """Starts a rank on its host, as torchrun would."""
+    env = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": 29500}
+    settings = [f"{name}={value}" for name, value in env.items()]
+    settings += ["UCX_TLS=tcp,self", f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}"]
+    return subprocess.Popen(
+        hosts.command(rank, ["env", *settings, *command, "--tensor-parallel", "2"]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
