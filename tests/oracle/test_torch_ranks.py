@@ -6,6 +6,9 @@ those of one process; tokens are equal.
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +26,6 @@ from twostroke.engine.llm import LLM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from twostroke.engine.output import Completion
 
@@ -83,3 +85,18 @@ def test_smollm2_on_two_ranks(reduce: str, smollm2_path: Path) -> None:
         assert_near(answer(llm, prompts), expected, 1e-3)
         own, other = llm.engine.facts.ranks
         assert own.weight_bytes < 0.55 * (own.weight_bytes + other.weight_bytes)
+
+
+def test_a_killed_rank_is_replaced_and_answers_go_on(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of("llama", seed=3))
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    with LLM(path, options(ParallelOptions())) as llm:
+        ((expected,),) = llm.generate(["hello world"], params)
+    with LLM(path, options(ParallelOptions(tensor=3))) as llm:
+        stream = llm.stream("hello world", params)
+        found = list(next(stream).token_ids)
+        tasks = Path("/proc/self/task").iterdir()
+        children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        os.kill(children[-1], signal.SIGKILL)
+        found += [token for output in stream for token in output.token_ids]
+    assert tuple(found) == expected.token_ids
