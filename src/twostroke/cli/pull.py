@@ -95,17 +95,18 @@ def open_engine(
 ) -> Engine:
     """Return an engine for `model`, which is fetched first if it is not here, as is its draft.
 
-    `accept` may refuse the model before its weights are read. With several ranks, `say` is called
-    with what they should gain. Errors as `pull` and `build`.
+    `accept` may refuse the model before its weights are read. With several ranks of the
+    cpu backend, `say` is called with what they should gain. Errors as `pull` and `build`.
     """
     from twostroke.engine.build import build
+    from twostroke.engine.compute import FLOAT32_BACKENDS
 
     label = f"Loading {fetch(model, quiet=quiet).name}"
     if options.speculation.draft not in {None, PARTNER}:
         fetch(str(options.speculation.draft), quiet=quiet)
     with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
         engine = build(model, options, lambda done, total: bar.show(label, done, total), accept)
-    if engine.facts.ranks and not quiet:
+    if engine.facts.ranks and not quiet and options.compute.backend not in FLOAT32_BACKENDS:
         from twostroke.engine.gain import describe_gain  # one process needs nothing of it
 
         say(describe_gain(engine))
