@@ -60,7 +60,7 @@ def test_wrong_variables_are_refused(monkeypatch, variables, reason):
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
-    monkeypatch.setattr(remote, "_COME_S", 0.3)
+    monkeypatch.setattr(remote, "COME_S", 0.3)
     ranks = RemoteRanks("127.0.0.1", 0, b"", 2)
     with pytest.raises(RanksLostError, match=r"Rank 1 did not come to 127.0.0.1:\d+ within"):
         ranks(1)

@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from twostroke.cli.help import Command, option
+from twostroke.core.errors import UsageError
 from twostroke.core.hardware import (
     memory_available,
     memory_nodes,
@@ -38,8 +39,23 @@ _LABEL_WIDTH: Final = 12
     type=click.IntRange(1, 1024),
     help="Threads to measure with [default: one for each core].",
 )
-def command(as_json: bool, threads: int | None) -> None:
-    """Measure this machine and show what Twostroke would choose on it."""
+@option(
+    "--ranks",
+    is_flag=True,
+    help="Compare the ranks that torchrun or another launcher has started, and measure the link "
+    "between them; exits with 1 if they do not fit.",
+)
+@click.argument("model", required=False)
+def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) -> None:
+    """Measure this machine and show what Twostroke would choose on it.
+
+    With --ranks, MODEL is opened on every machine and compared, without reading its weights.
+    """
+    if ranks:
+        _compare_ranks(model, as_json=as_json)
+        return
+    if model is not None:
+        raise UsageError("needs --ranks: only ranks are compared by a model.", field="model")
     from twostroke.backends.cpu.library import level_reports
 
     machine, auto, levels = _machine(), _auto(threads), level_reports()
@@ -58,6 +74,39 @@ def command(as_json: bool, threads: int | None) -> None:
     if sys.stderr.isatty():
         click.echo("Measuring…\r", nl=False, err=True)
     _show(f"Limits of {level} with {num_threads} threads", limit_lines(measure(level, num_threads)))
+
+
+def _compare_ranks(model: str | None, *, as_json: bool) -> None:
+    """Show what `check_ranks` finds; other ranks than 0 say nothing."""
+    from twostroke.engine.rank_check import check_ranks
+
+    check = check_ranks(model)
+    if check is None:
+        return
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(check), ensure_ascii=False))
+    else:
+        for rank in check.ranks:
+            digest = f", model {rank.model_id[:12]}" if rank.model_id else ""
+            _show(
+                f"Rank {rank.rank} on {rank.host}",
+                {
+                    "network": f"{rank.address} ({rank.interface})",
+                    "version": f"{rank.version}{digest}",
+                    "processor": f"{rank.num_cores} cores, level {rank.level}",
+                    "memory": f"{rank.memory_bytes / 1e9:.1f} GB free",
+                },
+            )
+        lines = {
+            f"with rank {times.rank}": f"16 KB in {times.latency_s * 1e6:.0f} µs, "
+            f"1 MB at {times.bytes_per_s / 1e9:.2f} GB/s"
+            for times in check.times
+        }
+        _show(f"Link of rank 0: {check.link or 'none'}", lines)
+        for sentence in check.mismatches:
+            click.secho(sentence, fg="red")
+    if check.mismatches:
+        raise SystemExit(1)
 
 
 def _machine() -> dict[str, Any]:

@@ -34,7 +34,7 @@ from twostroke.parallel.job import (
 )
 from twostroke.parallel.link import LINKS
 from twostroke.parallel.ranks import BEAT_S
-from twostroke.weights import target_identity
+from twostroke.weights import weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,8 +148,9 @@ class Follower:
             TwostrokeError: there is no such model here, it is another one, or does not fit.
         """
         loaded = load(job.model)
-        if target_identity(loaded.tensors) != job.model_id:
-            raise BackendError(f"{loaded.path} is not the file that rank 0 has.")
+        if weights_identity(loaded.tensors) != job.model_id:
+            host = socket.gethostname()
+            raise BackendError(f"{loaded.path} on {host} is not the file that rank 0 has.")
         program = build_program(loaded.spec)
         groups = PageGroups(job.page_size, tuple(g.window for g in program.cache_groups))
         longest = groups.most_tokens(job.num_pages, program.context_length)

@@ -34,7 +34,7 @@ from twostroke.parallel.ranks import Ranks
 from twostroke.parallel.shared import SharedLink
 from twostroke.parallel.start import follow_if_launched, place_among, wait_for_ranks
 from twostroke.program.shard import shard
-from twostroke.weights import target_identity
+from twostroke.weights import weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -74,7 +74,7 @@ class RankGroup:
             BackendError: ranks cannot be started.
         """
         compute, batch = options.compute, options.batch
-        self._model, self._model_id = model, target_identity(loaded.tensors)
+        self._model, self._model_id = model, weights_identity(loaded.tensors)
         self._program, self._options = program, options
         self._mesh = mesh
         self._splits_sums = splits_sums(options.compute, options.parallel)

@@ -15,7 +15,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.parallel.channel import Channel, ChannelClosedError, Kind, Listener, connect
 
 ENTRY: Final = "twostroke.engine.rank"
-_COME_S: Final = 60.0  # until a rank is there: its machine may start later
+COME_S: Final = 60.0  # until a rank is there: its machine may start later
 _RETURN_S: Final = 10.0  # until rank 0 takes a rank that was started again
 _END_S: Final = 5.0
 _SAY_S: Final = 2.0
@@ -73,13 +73,13 @@ class RemoteRanks:
         Raises:
             RanksLostError: it does not come in time.
         """
-        deadline = time.monotonic() + _COME_S
+        deadline = time.monotonic() + COME_S
         while rank not in self._came:
             if time.monotonic() > deadline:
                 num_refused = self._listener.num_strangers
                 refused = f" {num_refused} others were refused." if num_refused else ""
                 raise RanksLostError(
-                    f"Rank {rank} did not come to {self.host}:{self.port} within {_COME_S:.0f} s."
+                    f"Rank {rank} did not come to {self.host}:{self.port} within {COME_S:.0f} s."
                     f"{refused}"
                 )
             if (channel := self._listener.accept(_LOOK_S)) is not None:
@@ -117,7 +117,7 @@ def serve_rank(host: str, port: int, secret: bytes, rank: int, num_ranks: int) -
     Raises:
         ChannelClosedError: rank 0 does not answer.
     """
-    patience_s = _COME_S
+    patience_s = COME_S
     while True:
         channel = connect(host, port, secret, patience_s)
         channel.notice_silence(SILENCE_S)

@@ -10,7 +10,13 @@ from twostroke.weights.heads import (
     target_identity,
 )
 from twostroke.weights.load import load_path, peek_family
-from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel, release_tensors
+from twostroke.weights.model import (
+    GgufTokenizer,
+    JsonTokenizer,
+    LoadedModel,
+    release_tensors,
+    weights_identity,
+)
 
 __all__ = [
     "GgufTokenizer",
@@ -24,4 +30,5 @@ __all__ = [
     "peek_family",
     "release_tensors",
     "target_identity",
+    "weights_identity",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.frozen import Frozen
@@ -63,3 +64,17 @@ def release_tensors(mappings: Iterable[MappedFile], tensors: Iterable[QuantTenso
     views = [tensor.data for tensor in tensors]
     for mapping in mappings:
         mapping.release(views)
+
+
+def weights_identity(tensors: Mapping[str, QuantTensor]) -> str:
+    """Return what tells apart the weights of two files, also in the formats of their numbers.
+
+    It is the SHA-256 of each tensor's name, format, shape, first row and last row: reading all
+    weights would take too long.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.format.name} {tensor.shape}\n".encode())
+        digest.update(tensor.data[0].tobytes())
+        digest.update(tensor.data[-1].tobytes())
+    return digest.hexdigest()
