@@ -65,7 +65,7 @@ def _measure(kind: str, hosts: Hosts | None, options: argparse.Namespace) -> str
         env = dict(os.environ)
         env["PYTHONPATH"] = os.pathsep.join([*options.packages, env.get("PYTHONPATH", "")])
         # As between machines: without memory that processes of one machine share.
-        env |= {"UCX_TLS": "tcp,self", "MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ucx"}
+        env |= {"UCX_TLS": "tcp,self", "MPIR_CVAR_CH4_NETMOD": "ucx"}
         if kind == "mpi":
             starts = [_mpiexec(command, hosts, options.mpiexec, Path(folder))]
         else:

@@ -119,7 +119,9 @@ def _ask(place: Launched, model: str | None) -> Check:
                 channel.send(Kind.JOB, pack(_Try(kind, text)))
             link.join(text)
             times = [_measure(link, rank, rank) for rank in range(1, place.num_ranks)]
-            for channel in channels:  # a rank that leaves ends the link of all
+            for channel in channels:  # whoever leaves ends the link of all
+                _next(channel)
+            for channel in channels:
                 channel.send(Kind.END)
         except TwostrokeError as error:
             return Check(reports, [*wrong, f"The link {kind} does not work. {error}"], kind, [])
@@ -144,6 +146,7 @@ def _answer(place: Launched, model: str | None) -> None:
         try:
             link.join(trial.link)
             _measure(link, 0, place.rank)
+            channel.send(Kind.READY)
             channel.receive(_PATIENCE_S)
         finally:
             link.close()
