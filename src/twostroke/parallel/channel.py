@@ -71,7 +71,11 @@ class Channel:
             ChannelClosedError: the other end is gone.
         """
         with self._lock:
-            self._send_all(_HEAD.pack(kind, len(body)), body)
+            head = _HEAD.pack(kind, len(body))
+            if len(body) < _CHUNK:  # a copy is quicker than a list of parts
+                self._send_all(head + body)
+            else:
+                self._send_all(head, body)
 
     def beat(self) -> None:
         """Send a heartbeat, unless a message is on its way, which says the same."""

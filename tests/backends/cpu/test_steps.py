@@ -7,7 +7,8 @@ import time
 import numpy as np
 
 from support.cpu import greedy_request
-from twostroke.backends.cpu.steps import PageTables, StepArrays
+from twostroke.backends.cpu.page_tables import PageTables
+from twostroke.backends.cpu.steps import StepArrays
 from twostroke.core.request import NO_PAGE
 from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ROOT, Branch

@@ -1,0 +1,120 @@
+"""Page tables as the native executor reads them, kept from step to step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from twostroke.core.request import Request
+    from twostroke.core.tree import Branch
+
+_NEW = -1  # the `num_moves` of a request that has no row yet
+
+
+class PageTables:
+    """One row of page ids a request and in it one part a cache group, copied as its pages grow.
+
+    The ids of row r and group g start at `address + 4 * (r * num_groups + g) * stride`. The
+    scheduler only appends to a request's pages, empties places before a window, or replaces some
+    and counts that (`num_moves`). A place wholly before the window of a slice's first row must not
+    be read: it may be `NO_PAGE`, or a page that another request has now.
+    """
+
+    def __init__(self, num_groups: int, page_size: int, max_pages: int) -> None:
+        self.stride = max_pages
+        self._page_size = page_size
+        self.array = np.zeros((0, num_groups, max_pages), np.int32)
+        self.address = 0  # of the array
+        self._entries: dict[Request, tuple[int, int]] = {}  # row, `num_moves` when it was copied
+        self._free: list[int] = []
+        self._branches: list[int] = []  # rows of branches, for the step alone
+        self._reach = np.zeros(0, np.int32)  # up to which token each row is up to date
+        self._last: tuple[list[Request], list[int]] | None = None  # with their moves
+        self._last_rows = np.zeros(0, np.int32)
+        # Row, first and last place that changed; None: other ranks have no copy of the tables.
+        self._changes: list[tuple[int, int, int]] | None = None
+
+    def note_changes(self) -> None:
+        """Let `take_changes` know of all changes from now on."""
+        self._changes = []
+
+    def take_changes(self) -> NDArray[np.int32]:
+        """Return (index in `array.reshape(-1)`, page id) of what changed since the last call."""
+        changes, self._changes = self._changes or [], []
+        _, num_groups, stride = self.array.shape
+        if not changes:
+            return np.zeros((0, 2), np.int32)
+        indices = np.concatenate(
+            [
+                np.arange((row * num_groups + group) * stride + first, base_end)
+                for row, first, end in changes
+                for group in range(num_groups)
+                for base_end in ((row * num_groups + group) * stride + end,)
+            ]
+        )
+        return np.stack([indices, self.array.reshape(-1)[indices]], axis=1).astype(np.int32)
+
+    def rows(self, requests: list[Request], reached: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the rows of requests, up to date for the first `reached` tokens of each."""
+        now = (requests, [request.num_moves for request in requests])
+        if now == self._last:  # most steps are like the one before, but for a few new pages
+            is_short = reached > self._reach[self._last_rows]
+            for place in is_short.nonzero()[0]:
+                self._update(requests[place])
+        else:
+            rows = [self._update(request) for request in requests]
+            self._last, self._last_rows = now, np.array(rows, np.int32)
+        return self._last_rows
+
+    def branch(self, index: int, request_row: int, branch: Branch) -> int:
+        """Return the row of the step's branch `index`: its request's first pages, then its own."""
+        if index == len(self._branches):
+            self._branches.append(self._take_row())
+        row = self._branches[index]
+        self.array[row, :, : branch.place] = self.array[request_row, :, : branch.place]
+        num_places = len(branch.pages[0])
+        self.array[row, :, branch.place : branch.place + num_places] = branch.pages
+        if self._changes is not None:
+            self._changes.append((row, 0, branch.place + num_places))
+        return row
+
+    def forget(self, request: Request) -> None:
+        """Free a request's row; an unknown request is ignored."""
+        if entry := self._entries.pop(request, None):
+            self._free.append(entry[0])
+            self._last = None
+
+    def _update(self, request: Request) -> int:
+        """Copy the new pages, or all where some were replaced; return the request's row."""
+        row, num_moves = self._entries.get(request) or (self._take_row(), _NEW)
+        num_pages = len(request.pages[0])
+        num_copied = int(self._reach[row]) // self._page_size
+        if num_moves != request.num_moves or num_copied > num_pages:
+            self._entries[request] = row, request.num_moves
+            self._reach[row] = num_copied = 0
+        if num_pages == num_copied:
+            return row
+        if self._changes is not None:
+            self._changes.append((row, num_copied, num_pages))
+        if num_pages == num_copied + 1:  # a slice would cost ten times as much
+            for group, pages in enumerate(request.pages):
+                self.array[row, group, num_copied] = pages[num_copied]
+        else:
+            for part, pages in zip(self.array[row], request.pages, strict=True):
+                part[num_copied:num_pages] = pages[num_copied:]
+        self._reach[row] = num_pages * self._page_size
+        return row
+
+    def _take_row(self) -> int:
+        if not self._free:
+            size, *shape = self.array.shape
+            more = max(size, 16)
+            self._free.extend(range(size + more - 1, size - 1, -1))
+            self.array = np.concatenate([self.array, np.zeros((more, *shape), np.int32)])
+            self._reach = np.concatenate([self._reach, np.zeros(more, np.int32)])
+            self.address = self.array.ctypes.data
+        return self._free.pop()
