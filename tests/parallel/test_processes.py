@@ -162,7 +162,7 @@ def test_what_cannot_be_divided_is_refused_before_ranks_start(path, tmp_path):
 
 
 def test_another_file_on_a_rank_is_refused(path, tmp_path, monkeypatch):
-    monkeypatch.setattr("twostroke.engine.ranks.target_identity", lambda tensors: "another")
+    monkeypatch.setattr("twostroke.engine.ranks.weights_identity", lambda tensors: "another")
     with pytest.raises(BackendError, match=r"Rank 1: .* is not the file that rank 0 has"):
         engine(path, tensor=2)
     assert not rank_pids(os.getpid())
