@@ -33,6 +33,7 @@ _HEADER = (
     "tokens/s: median (lowest to highest)", "base", "divided", "ratio", "goal",
     "in collectives", "predicted", "ranks busy", "disturbed runs",
 )  # fmt: skip
+_CHUNK = 256  # tokens of a prompt that one step computes
 _MEMORY_HEADER = ("share of one process's", "weights", "pages", "both", "memory in use")
 
 
@@ -148,7 +149,7 @@ def _result(
         f"{figures['ratio']:.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–",
         f"{case.at_least:g}",
         f"{share:.1%}",
-        f"{_share(expected):.1%}, ratio {expected['ratio']:.2f}" if expected else "–",
+        f"{expected['collective_share']:.1%}, ratio {expected['ratio']:.2f}" if expected else "–",
         ", ".join(f"{one:.0%}" for one in busy),
         f"{row.disturbed} of {row.runs}",
     )
@@ -177,20 +178,16 @@ def _memory(title: str, one: Side, divided: Side) -> list[tuple[str, ...]]:
 def _expected(side: Side, case: Case) -> dict[str, Any]:
     """Return what the engine expects of its split for a case; {} if it predicts nothing."""
     work = WORKS[case.work]
-    length = work.prompt_length + work.num_tokens // 2
-    starts = [0 if work.is_prefill else length] * work.num_streams
-    counts = [work.prompt_length if work.is_prefill else 1] * work.num_streams
+    start, count = work.prompt_length + work.num_tokens // 2, 1
+    if work.is_prefill:  # the chunk in the middle
+        count = min(_CHUNK, work.prompt_length)
+        start = (work.prompt_length - count) // 2
+    starts, counts = [start] * work.num_streams, [count] * work.num_streams
     try:
         return side.worker.ask("expected", starts=starts, counts=counts)
     except WorkerError as error:
         note(f"{side.name} predicts nothing: {error}")
         return {}
-
-
-def _share(expected: dict[str, Any]) -> float:
-    """Return the share of a step that rank 0 is expected to spend in collectives."""
-    seconds = float(expected["waiting_s"][0] + expected["moving_s"][0])
-    return seconds / (seconds + float(expected["computing_s"][0]))
 
 
 def _limits(limits: dict[str, Any]) -> str:

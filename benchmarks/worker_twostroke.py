@@ -75,8 +75,12 @@ def main() -> None:
             divided, machine = expect(engine), engine.limits.hardware()
             batch = BatchShape(tuple(starts), tuple(counts), len(starts))
             assert machine is not None
-            gain = divided.gain(batch, machine, facts.steps_ahead + 1)
-            return {"ratio": gain, **msgspec.to_builtins(divided.step(batch))}
+            steps = facts.steps_ahead + 1
+            return {
+                "ratio": divided.gain(batch, machine, steps),
+                "collective_share": divided.collective_share(batch, steps),
+                "step": msgspec.to_builtins(divided.step(batch)),
+            }
 
         def memory() -> dict[str, Any]:
             return {

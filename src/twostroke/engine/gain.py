@@ -33,7 +33,7 @@ _CONTEXT = 256  # tokens before each stream's next one
 _SHAPES: Mapping[str, BatchShape] = {
     "decode": BatchShape.decode((_CONTEXT,)),
     "decode of 16 streams": BatchShape.decode((_CONTEXT,) * 16),
-    "prefill": BatchShape.prefill(512),
+    "prefill": BatchShape.prefill(_CONTEXT, start=_CONTEXT // 2),  # a chunk of a prompt
 }
 
 
@@ -91,14 +91,25 @@ class Divided(Frozen):
 
         The streams of a batch are divided over `num_in_flight` steps.
         """
-        one_s, count = self.step_s_on_one(batch, limits), min(num_in_flight, len(batch.starts))
+        return self.step_s_on_one(batch, limits) / self._seconds(batch, num_in_flight)[0]
+
+    def collective_share(self, batch: BatchShape, num_in_flight: int = 1) -> float:
+        """Return the share of its time that rank 0 spends in collectives; arguments as `gain`."""
+        whole_s, computing_s = self._seconds(batch, num_in_flight)
+        return 1 - computing_s / whole_s
+
+    def _seconds(self, batch: BatchShape, num_in_flight: int) -> tuple[float, float]:
+        """Return how long a batch takes, and how much of that rank 0 computes."""
+        count = min(num_in_flight, len(batch.starts))
         if count == 1:
-            return one_s / self.step(batch).step_s
-        parts = [
-            BatchShape(batch.starts[i::count], batch.counts[i::count], len(batch.starts[i::count]))
+            step = self.step(batch)
+            return step.step_s, step.computing_s[0]
+        starts, counts = batch.starts, batch.counts
+        steps = [
+            self.step(BatchShape(starts[i::count], counts[i::count], len(starts[i::count])))
             for i in range(count)
         ]
-        return one_s / sum(self.step(part).each_s for part in parts)
+        return sum(step.each_s for step in steps), sum(step.computing_s[0] for step in steps)
 
 
 def expect(engine: Engine) -> Divided:
