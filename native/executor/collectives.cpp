@@ -170,6 +170,10 @@ void meet_ranks(Worker& worker) {
   });
 }
 
+void meet_team(Worker& worker, const TeamRecord& team) {
+  meet_and_move(worker, [&] { return worker.plan.link.shared()->meet(team.barrier, team.size); });
+}
+
 bool begins_with_barrier(const OpRecord& op) {
   return op.kind == OpKind::Send || op.kind == OpKind::Receive ||
          (op.kind == OpKind::Gather && op.x == kNone);

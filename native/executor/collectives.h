@@ -9,10 +9,14 @@ namespace ts {
 struct OpRecord;
 struct Plan;
 struct StepRecord;
+struct TeamRecord;
 struct Worker;
 
 /// Waits at the beginning of a step until no rank reads what it is about to write.
 void meet_ranks(Worker& worker);
+
+/// Waits for the threads of all ranks of a team; they share memory.
+void meet_team(Worker& worker, const TeamRecord& team);
 
 void run_gather(Worker& worker, const OpRecord& op);
 void run_send(Worker& worker, const OpRecord& op);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "executor/collectives.h"
 #include "kernels/rows.h"
 #include "linear/layout.h"
 
@@ -119,23 +120,47 @@ void prepare_tile(Worker& worker, const Input& input, int run_index, int64_t beg
   }
 }
 
+/// Where the ranks of a team prepare rows together, or null: of two places in turn, because others
+/// may still read what was prepared before.
+uint8_t* prepared_together(Worker& worker, const Input& input) {
+  const OpRecord& op = input.op;
+  const PlanLink& link = worker.plan.link;
+  if (op.kind == OpKind::Logits || op.team == kNone || link.shared() == nullptr) return nullptr;
+  const TeamRecord& team = link.team_of(op);
+  if (input_bytes(input) > team.prepared_bytes) return nullptr;
+  const int64_t turn = worker.num_together++ % 2;
+  return link.record.shared + team.prepared_offset + turn * team.prepared_bytes;
+}
+
 Prepared prepare(Worker& worker, const Input& input) {
   const int64_t num_rows = input.runs[0].count + input.runs[1].count;
   const bool alone = num_rows * input.op.width <= kFewValues;
+  uint8_t* together = alone ? nullptr : prepared_together(worker, input);
   const Block& memory = alone ? worker.memory.prepared : worker.plan.prepared;
-  const Prepared prepared = place(input, memory.bytes());
+  const Prepared prepared = place(input, together == nullptr ? memory.bytes() : together);
   const int64_t tile = num_rows <= kFewRows ? kSmallTile : kRowTile;
   const int64_t first_tiles = round_up(input.runs[0].count, tile) / tile;
   const int64_t tiles = first_tiles + round_up(input.runs[1].count, tile) / tile;
-  const int64_t tile_begin = alone ? 0 : worker.part_begin(tiles);
-  const int64_t tile_end = alone ? tiles : worker.part_end(tiles);
+  int64_t own_begin = 0;  // of this rank
+  int64_t own_end = tiles;
+  if (together != nullptr) {
+    const TeamRecord& team = worker.plan.link.team_of(input.op);
+    own_begin = tiles * team.place / team.size;
+    own_end = tiles * (team.place + 1) / team.size;
+  }
+  const int64_t tile_begin = own_begin + (alone ? 0 : worker.part_begin(own_end - own_begin));
+  const int64_t tile_end = alone ? tiles : own_begin + worker.part_end(own_end - own_begin);
   for (int64_t index = tile_begin; index < tile_end; ++index) {
     const int run = index < first_tiles ? 0 : 1;
     const int64_t begin = (run == 0 ? index : index - first_tiles) * tile;
     const int64_t end = std::min(begin + tile, input.runs[run].count);
     prepare_tile(worker, input, run, begin, end, prepared);
   }
-  if (!alone) worker.meet();
+  if (together != nullptr) {
+    meet_team(worker, worker.plan.link.team_of(input.op));
+  } else if (!alone) {
+    worker.meet();
+  }
   return prepared;
 }
 

@@ -93,7 +93,8 @@ struct OpRecord {
   int32_t num_used;     // experts of a row
   int32_t normalize;    // Experts: whether the shares of a row's experts sum to one
   Precision precision;  // Linear, Gated, Logits, Experts, Terms
-  int32_t team;         // Gather, Logits: index into teams, or kNone
+  int32_t team;         // Gather, Logits; Linear and Gated, if ranks prepare their rows together:
+                        // index into teams, or kNone
   Parts parts;          // Gather
   int32_t first_cut;    // Gather, Logits, Embed of some tokens: index into cuts, or kNone
   int32_t channel;      // Send, Receive: index into channels
@@ -148,6 +149,8 @@ struct TeamRecord {
   int32_t size;
   int32_t place;
   int32_t barrier;
+  int64_t prepared_offset;  // in the link's shared memory: two places for prepared rows
+  int64_t prepared_bytes;   // of each
 };
 
 /// The way from one rank to another, through `kChannelSlots` places in shared memory.

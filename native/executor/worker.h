@@ -56,8 +56,9 @@ struct Worker {
   const int num_threads;
   int64_t ticket_base = 0;
   double waiting_s = 0;
-  Clock::time_point now;    // when the last barrier was left
-  bool meets_next = false;  // whether the next operation begins with a barrier
+  Clock::time_point now;     // when the last barrier was left
+  bool meets_next = false;   // whether the next operation begins with a barrier
+  int32_t num_together = 0;  // operations of which ranks prepared the rows together
 
   /// Waits for the others.
   void meet() {

@@ -223,19 +223,20 @@ def _shared_arrays(lowered: Lowered, max_rows: int) -> tuple[tuple[str, Any, Seq
     memories = [(-1, memory.width, memory.num_rows) for memory in lowered.memories]
     if layout is None:
         return (("memories", MemoryRecord, memories),)
-    slots, channels, _ = layout.offsets(max_rows)
+    offsets = layout.offsets(max_rows)
     for i, memory in enumerate(lowered.memories):
         if memory.gathers:
             slot = layout.slot_of[memory.team, memory.gathers[0].output]
-            memories[i] = (slots[slot], memory.width, memory.num_rows)
+            memories[i] = (offsets.slots[slot], memory.width, memory.num_rows)
     team_ranks: list[int] = []
     teams: list[tuple[int, ...]] = []
     for team, place in lowered.teams:
-        teams.append((len(team_ranks), len(team), place, layout.barriers[team]))
+        prepared = offsets.prepared.get(team, (0, 0))
+        teams.append((len(team_ranks), len(team), place, layout.barriers[team], *prepared))
         team_ranks += team
     numbers = [layout.channels[channel.key(lowered.rank)] for channel in lowered.channels]
     ways = [
-        (channels[number], channel.peer, number)
+        (offsets.channels[number], channel.peer, number)
         for number, channel in zip(numbers, lowered.channels, strict=True)
     ]
     return (

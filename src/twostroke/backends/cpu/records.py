@@ -189,6 +189,8 @@ class TeamRecord(ctypes.Structure):
         ("size", c_int32),
         ("place", c_int32),
         ("barrier", c_int32),
+        ("prepared_offset", c_int64),
+        ("prepared_bytes", c_int64),
     )
 
 

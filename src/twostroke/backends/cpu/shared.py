@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from twostroke.backends.cpu.layout import SharedLayout, Slot
+from twostroke.backends.cpu.layout import SharedLayout, Slot, Together
 from twostroke.backends.cpu.lower import lower
-from twostroke.backends.cpu.records import MOST_CHANNELS, MOST_TEAMS
+from twostroke.backends.cpu.records import MOST_CHANNELS, MOST_TEAMS, OpKind
 from twostroke.core.config import DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError
 from twostroke.program import ops
+from twostroke.program.sharding import ColumnParts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.backends.cpu.buffers import Memory
     from twostroke.backends.cpu.layout import Key, Team
     from twostroke.backends.cpu.lowered import Lowered
+    from twostroke.program import Op
     from twostroke.program.shard import RankProgram
 
 
@@ -40,8 +42,13 @@ def lower_rank(
     own = ranks[rank]
     has_routers = _have_routers(ranks)
     lowered = lower(own.program, taps, activation_bits=activation_bits, has_routers=has_routers)
+    layout = shared_layout(ranks)
+    for record, parts in zip(lowered.records, lowered.parts, strict=True):
+        for number, (team, _) in enumerate(lowered.teams):
+            if team in layout.together and _weights_of(parts) in layout.together[team].products:
+                record.team = number
     rows = own.row_part, own.num_row_parts
-    return replace(lowered, rank=rank, rows=rows, layout=shared_layout(ranks))
+    return replace(lowered, rank=rank, rows=rows, layout=layout)
 
 
 def shared_bytes(ranks: Sequence[RankProgram], max_rows: int) -> int:
@@ -49,7 +56,7 @@ def shared_bytes(ranks: Sequence[RankProgram], max_rows: int) -> int:
 
     It must be zero at first, and takes room only where it is touched.
     """
-    return shared_layout(ranks).offsets(max_rows)[2]
+    return shared_layout(ranks).offsets(max_rows).end
 
 
 def shared_layout(ranks: Sequence[RankProgram]) -> SharedLayout:
@@ -85,7 +92,36 @@ def shared_layout(ranks: Sequence[RankProgram]) -> SharedLayout:
         {team: number for number, team in enumerate(teams)},
         {channel: number for number, channel in enumerate(channels)},
         tuple(channels.values()),
+        _prepared_together(every),
     )
+
+
+def _prepared_together(every: Sequence[Lowered]) -> dict[Team, Together]:
+    """Return the products that all ranks of a team which divides columns compute a part of."""
+    found: dict[Team, Together] = {}
+    for lowered in every:
+        teams = [
+            gather.team
+            for memory in lowered.memories
+            for gather in memory.gathers
+            if isinstance(gather.parts, ColumnParts) and gather.root is None
+        ]
+        if not teams:
+            continue
+        widths = {
+            _weights_of(parts): record.width
+            for record, parts in zip(lowered.records, lowered.parts, strict=True)
+            if record.kind in {OpKind.LINEAR, OpKind.GATED}
+        }
+        known = found.get(teams[0], Together(frozenset(widths), 0))
+        width = max(known.width, *widths.values(), 0)
+        found[teams[0]] = Together(known.products & frozenset(widths), width)
+    return found
+
+
+def _weights_of(parts: Sequence[Op]) -> tuple[str, ...]:
+    """Return the matrices of an operation's products."""
+    return tuple(op.weight for op in parts if isinstance(op, ops.Linear))
 
 
 def _joined(every: Sequence[Lowered]) -> list[Memory]:
