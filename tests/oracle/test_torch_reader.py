@@ -132,6 +132,8 @@ def test_the_engine_writes_the_references_tokens(token_budget: int, tmp_path: Pa
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(BackendError, match=r"no device 'cuda:9' here\. Devices: cpu"):
         choose_device("cuda:9")
+    with pytest.raises(BackendError, match=r"Each rank has a GPU of its own"):
+        choose_device("cuda:0", local_rank=1)
 
 
 def random_tensors(program) -> dict[str, QuantTensor]:

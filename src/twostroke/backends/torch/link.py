@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     Collective = ops.AllGather | ops.AllReduce | ops.Send | ops.Receive
 
+_LOOPBACK: Final = "127.0.0.1"
 _TIMEOUT: Final = timedelta(seconds=20)  # for what heartbeats do not find: they take a second
 
 
@@ -33,7 +35,7 @@ class TorchLink:
     kind = "torch"
     files = ()
 
-    def __init__(self, rank: int, num_ranks: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, rank: int, num_ranks: int, host: str = _LOOPBACK) -> None:
         """Belong to no group yet; others reach rank 0 at `host`."""
         self._rank, self._num_ranks, self._host = rank, num_ranks, host
         self._store: dist.Store | None = None  # where the ranks meet, in rank 0
@@ -48,11 +50,18 @@ class TorchLink:
 
     def renew(self) -> str:
         """Return where the ranks meet from now on."""
-        store = dist.TCPStore(
-            self._host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT
+        # By itself the store would listen at all of the machine's addresses.
+        server = socket.create_server((self._host if self._host == _LOOPBACK else "", 0))
+        port: int = server.getsockname()[1]
+        self._store = dist.TCPStore(
+            self._host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_TIMEOUT,
+            master_listen_fd=server.detach(),
         )
-        self._store = store
-        return f"{self._host}:{store.port}"
+        return f"{self._host}:{port}"
 
     def join(self, link: str) -> None:
         """Meet the other ranks there, in the first collective: until then one may be lost."""

@@ -92,6 +92,8 @@ def choose_device(wanted: str, local_rank: int | None = None) -> str:
         BackendError: PyTorch does not have this device here.
     """
     has_gpu = torch.cuda.is_available()
+    if local_rank is not None and wanted.startswith("cuda:"):
+        raise BackendError("Each rank has a GPU of its own: set --device to cuda or cpu.")
     if local_rank is not None and has_gpu and wanted in {"auto", "cuda"}:
         wanted = f"cuda:{local_rank}"
     if wanted == "auto":
