@@ -18,6 +18,7 @@ from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, ParallelOptions
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
+from twostroke.core.hardware import resolve_num_threads
 from twostroke.core.step import Slice, StepPlan
 
 SMALL = CacheOptions(memory_bytes=4_000_000)
@@ -92,6 +93,19 @@ def test_answers_are_those_of_one_process(path, expected, degrees):
         for ours, theirs in zip(llm.embed(PROMPTS), vectors, strict=True):
             assert np.array_equal(ours.vector, theirs)
     assert not rank_pids(os.getpid())
+
+
+def test_each_rank_keeps_to_its_own_cores_and_threads(path):
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    with engine(path, tensor=2) as llm:
+        (pid,) = rank_pids(os.getpid())
+        loop = llm.engine.client.loop._thread.native_id
+        assert not os.sched_getaffinity(pid) & os.sched_getaffinity(loop)
+        assert os.sched_getaffinity(0) == cores
+        num_threads = resolve_num_threads(None)
+        assert sum(rank.num_threads for rank in llm.engine.facts.ranks) == max(2, num_threads)
 
 
 def plan_of(request, start, count):

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, cast
 
 from twostroke.backends.frame import FrameLimits, FrameReader
@@ -39,6 +39,7 @@ from twostroke.weights import weights_identity
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from twostroke.core.config import ComputeOptions
     from twostroke.core.frozen import Frozen
     from twostroke.parallel.backend import RankBackend
     from twostroke.parallel.channel import Message
@@ -98,21 +99,23 @@ def _serve(channel: Channel) -> None:
         message = channel.receive()
     if message is None or message.kind is not Kind.JOB:
         return
-    follower: Follower | None = None
     try:
-        follower = Follower(unpack(message.body, Job))
-        channel.send(Kind.READY, pack(follower.sizes))
-        while (message := channel.receive()) and message.kind is not Kind.END:
-            if (answer := _answer(follower, message)) is not None:
-                kind = Kind.READY if isinstance(answer, Ready) else Kind.FAILED
-                channel.send(kind, pack(answer))
+        job = unpack(message.body, Job)
+        compute = own_part(job.compute, *job.place)
+        with on_cores(*job.place), closing(Follower(job, compute)) as follower:
+            _follow_steps(channel, follower)  # on these cores, too, as this thread computes
     except ChannelClosedError:
         raise
     except Exception as error:  # noqa: BLE001 whatever it is, rank 0 must learn of it
         channel.send(Kind.FAILED, pack(_failed(error)))
-    finally:
-        if follower is not None:
-            follower.close()
+
+
+def _follow_steps(channel: Channel, follower: Follower) -> None:
+    channel.send(Kind.READY, pack(follower.sizes))
+    while (message := channel.receive()) and message.kind is not Kind.END:
+        if (answer := _answer(follower, message)) is not None:
+            kind = Kind.READY if isinstance(answer, Ready) else Kind.FAILED
+            channel.send(kind, pack(answer))
 
 
 def _answer(follower: Follower, message: Message) -> Frozen | None:
@@ -141,8 +144,8 @@ def _failed(error: Exception) -> Failed:
 class Follower:
     """A rank's part of a model."""
 
-    def __init__(self, job: Job) -> None:
-        """Load it.
+    def __init__(self, job: Job, compute: ComputeOptions) -> None:
+        """Load it, with this rank's own threads.
 
         Raises:
             TwostrokeError: there is no such model here, it is another one, or does not fit.
@@ -156,16 +159,15 @@ class Follower:
         longest = groups.most_tokens(job.num_pages, program.context_length)
         self._link = LINKS[job.link_kind](job.rank, job.mesh.num_ranks, job.level, job.link)
         sizes = block_sizes(loaded.tensors) if job.splits_sums else None
-        with on_cores(*job.place):
-            backend = make_backend(
-                loaded.tensors,
-                program,
-                own_part(job.compute, *job.place),
-                CacheSize(program.context_length, job.num_pages, job.page_size, 0, job.kv_format),
-                release=loaded.release,
-                tapped_value=job.tapped_value,
-                share=Share(job.rank, job.mesh, job.max_rows, self._link.record, sizes),
-            )
+        backend = make_backend(
+            loaded.tensors,
+            program,
+            compute,
+            CacheSize(program.context_length, job.num_pages, job.page_size, 0, job.kv_format),
+            release=loaded.release,
+            tapped_value=job.tapped_value,
+            share=Share(job.rank, job.mesh, job.max_rows, self._link.record, sizes),
+        )
         self._backend = cast("RankBackend", backend)  # it has a share
         facts = self._backend.facts
         if facts.one_arithmetic != job.one_arithmetic:

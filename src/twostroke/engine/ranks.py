@@ -145,13 +145,13 @@ class RankGroup:
             self._link.join(link)
         except RanksLostError as error:
             raise self._ranks.cause(_CAUSE_S) from error
-        place = self._place(0)
+        compute = own_part(self._options.compute, *self._place(0))
         sizes = block_sizes(tensors) if self._splits_sums else None
         with self.own_cores():
             own = make_backend(
                 tensors,
                 program,
-                own_part(self._options.compute, *place),
+                compute,
                 size,
                 tapped_value=tapped_value,
                 embeds=True,
@@ -248,7 +248,10 @@ def _weight_bytes(
 
 
 def own_part(compute: ComputeOptions, index: int, count: int) -> ComputeOptions:
-    """Return the options of rank `index` of `count` on a machine: its threads, or its GPU."""
+    """Return the options of rank `index` of `count` on a machine: its threads, or its GPU.
+
+    Must be called before the rank keeps to its own cores (`on_cores`), since it counts them all.
+    """
     total = resolve_num_threads(compute.num_threads)
     num_threads = max(1, (index + 1) * total // count - index * total // count)
     device = torch_device(compute, index) if compute.backend == "torch" else compute.device
