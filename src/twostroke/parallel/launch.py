@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
-from typing import Final, Protocol
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final, Protocol
 
 from twostroke.core.errors import BackendError
 from twostroke.parallel.channel import Channel
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
 
 _ENTRY: Final = "twostroke.engine.rank"
 _END_S: Final = 5.0  # for a rank to give its memory back
@@ -100,15 +104,31 @@ class LocalRanks:
     """A `Launcher` of ranks that inherit open files."""
 
     def __init__(self, *files: int) -> None:
-        """Remember the files."""
+        """Remember the files, and the cores that this process has."""
         self._files = files
+        self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
 
     def __call__(self, rank: int) -> LocalRank:
-        """Start a rank."""
-        return LocalRank(rank, self._files)
+        """Start a rank, whose cores are not those of the thread that starts it."""
+        with _on_all(self._cores):
+            return LocalRank(rank, self._files)
 
     def close(self) -> None:
         """Do nothing: each rank is ended by itself."""
+
+
+@contextmanager
+def _on_all(cores: Collection[int]) -> Iterator[None]:
+    """Let this thread run on all these cores, which a process that it starts inherits."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _name(number: int) -> str:
