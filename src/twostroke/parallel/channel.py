@@ -22,6 +22,7 @@ _MAX_BODY: Final = 1 << 30
 _CHUNK: Final = 1 << 16
 _SPIN_S: Final = 0.0008  # about the time between the steps of a small model
 _PATIENCE_S: Final = 2.0  # with a peer that has not proved itself
+_PAUSE_S: Final = 0.05  # after a connection that could not be accepted
 _NONCE: Final = 32
 _MAC: Final = 32
 
@@ -221,6 +222,7 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
         self._secret = secret
         self._greeted: Queue[Channel] = Queue()
+        self._is_open = True
         self.num_strangers = 0
         threading.Thread(target=self._accept, name="twostroke-ranks", daemon=True).start()
 
@@ -232,18 +234,19 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more ranks."""
+        self._is_open = False
         with suppress(OSError):  # ends `accept`
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _accept(self) -> None:
-        while True:
+        while self._is_open:
             try:
                 sock, _ = self._socket.accept()
-            except OSError:
-                return
-            # A stranger that says nothing must not keep ranks waiting.
-            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+                # A stranger that says nothing must not keep ranks waiting.
+                threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+            except (OSError, RuntimeError):  # closed, or too many strangers for now
+                time.sleep(_PAUSE_S)
 
     def _greet(self, sock: socket.socket) -> None:
         try:
@@ -255,11 +258,12 @@ class Listener:
             if not hmac.compare_digest(mac, _mac(self._secret, b"rank", nonce, theirs)):
                 raise ConnectionError
             sock.sendall(_mac(self._secret, b"zero", theirs, nonce))
+            channel = Channel(sock)
         except OSError:
             self.num_strangers += 1
             sock.close()
             return
-        self._greeted.put(Channel(sock))
+        self._greeted.put(channel)
 
 
 def connect(host: str, port: int, secret: bytes, timeout_s: float) -> Channel:
