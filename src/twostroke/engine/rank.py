@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import threading
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--channel", type=int, required=True)
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 ends the others
     follow(Channel(socket.socket(fileno=given.channel)), given.rank)
 
 
@@ -72,6 +74,7 @@ def follow(channel: Channel, rank: int) -> None:
 def _beating(channel: Channel) -> Iterator[None]:
     """Tell rank 0 that this rank lives; end the process at once if rank 0 does not."""
     is_over = threading.Event()
+    parent = os.getppid()
 
     def beat() -> None:
         while not is_over.wait(BEAT_S):
@@ -79,7 +82,8 @@ def _beating(channel: Channel) -> Iterator[None]:
                 channel.beat()
             except ChannelClosedError:
                 break
-            if channel.is_cut():
+            # A process that rank 0 has forked may keep rank 0's end of the channel open.
+            if channel.is_cut() or os.getppid() != parent:
                 break
         if not is_over.is_set():  # this rank may be waiting for rank 0 in a step
             os._exit(1)
