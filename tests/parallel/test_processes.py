@@ -20,6 +20,7 @@ from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, P
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
 from twostroke.core.hardware import resolve_num_threads
 from twostroke.core.step import Slice, StepPlan
+from twostroke.engine.ranks import on_cores
 
 SMALL = CacheOptions(memory_bytes=4_000_000)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -118,7 +119,11 @@ def test_ranks_that_die_or_freeze_are_replaced(path):
     with engine(path, tensor=2) as llm:
         backend = llm.engine.client.loop._backend
         token = backend.run(plan_of(request, 0, 3)).tokens
+        (pid,) = rank_pids(os.getpid())
+        cores = os.sched_getaffinity(pid)
+        os.kill(pid, signal.SIGINT)  # as a terminal may: only rank 0 ends the others
         for number in (signal.SIGKILL, signal.SIGSTOP):
+            assert backend.run(plan_of(request, 0, 3)).tokens == token
             (pid,) = rank_pids(os.getpid())
             os.kill(pid, number)
             began = time.monotonic()
@@ -126,7 +131,9 @@ def test_ranks_that_die_or_freeze_are_replaced(path):
                 backend.run(plan_of(request, 0, 3))
             assert time.monotonic() - began < 3  # about 1 s, on a machine that does nothing else
             assert is_over(pid)
-            backend.recover()
+            with on_cores(0, 2):  # as the engine's thread is
+                backend.recover()
+            assert os.sched_getaffinity(rank_pids(os.getpid())[0]) == cores
             request.num_moves += 1  # as a preemption does
             assert backend.run(plan_of(request, 0, 3)).tokens == token
 

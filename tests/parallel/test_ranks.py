@@ -8,21 +8,22 @@ import time
 
 import pytest
 
-from twostroke.core.errors import MemoryLimitError, RanksLostError
+from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.parallel.channel import Channel, ChannelClosedError, Kind
-from twostroke.parallel.job import Failed, Hello, Ready, Reset, pack
+from twostroke.parallel.job import Failed, Hello, Ready, Reset, pack, version
 from twostroke.parallel.ranks import BEAT_S, Ranks
 
 
 class FakeRank:
     """A rank in a thread, which answers as its test wants."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, number, loads):
         ours, theirs = socket.socketpair()
         self.channel, self.own = Channel(ours), Channel(theirs)
         self.beats, self.killed, self.received = True, False, []
-        self.own.send(Kind.HELLO, pack(Hello(rank, "1", "here", 1, 10**9, 1)))
-        self.own.send(Kind.READY, pack(Ready(1, 2, 3)))
+        self.own.send(Kind.HELLO, pack(Hello(rank, number, "here", 1, 10**9, 1)))
+        if loads:
+            self.own.send(Kind.READY, pack(Ready(1, 2, 3)))
         self.thread = threading.Thread(target=self.live, daemon=True)
         self.thread.start()
 
@@ -55,10 +56,11 @@ class Group:
 
     def __init__(self):
         self.started, self.aborted = [], threading.Event()
+        self.version, self.loads = version(), True
         self.ranks = Ranks(3, self, self.aborted.set)
 
     def __call__(self, rank):
-        self.started.append(FakeRank(rank))
+        self.started.append(FakeRank(rank, self.version, self.loads))
         return self.started[-1]
 
     def close(self):
@@ -71,6 +73,13 @@ def group():
     yield group
     group.ranks.close()
     assert all(fake.killed for fake in group.started)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_ranks_that_live_are_left_alone(group):
@@ -114,3 +123,48 @@ def test_a_failure_is_told_with_its_rank_and_kind(group):
     group.ranks.reset(Reset(""), set())
     group.ranks.wait_until_ready(5)
     assert str(group.ranks.cause(0)) == "The connection between the ranks broke."
+
+
+def test_a_rank_that_cannot_load_says_why_before_it_ends(group):
+    group.ranks.wait_until_ready()
+    group.ranks.reset(Reset(""), {1})
+    group.started[0].own.send(Kind.FAILED, pack(Failed("Another file.", "BackendError")))
+    group.started[0].own.cut()
+    wait_until(lambda: group.ranks.lost)
+    with pytest.raises(BackendError, match=r"Rank 1: Another file\."):
+        group.ranks.wait_until_ready(5)
+
+
+def test_ranks_that_have_not_loaded_are_started_again_with_a_lost_one(group):
+    group.ranks.wait_until_ready()
+    group.loads = False
+    for number in (0, 1):
+        group.started[number].own.cut()
+        wait_until(lambda number=number: group.started[number].killed)
+    assert group.ranks.restart() == [1, 2]
+    group.started[2].own.cut()
+    wait_until(lambda: group.ranks.lost)
+    group.loads = True
+    assert group.ranks.restart() == [1, 2]
+    group.ranks.wait_until_ready(5)
+
+
+def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
+    group.ranks.wait_until_ready()
+    old = group.started[0]
+    old.own.cut()
+    wait_until(lambda: group.ranks.lost)
+    assert group.ranks.restart() == [1]
+    group.ranks._listen(1, old, 0.0)  # the thread looks at it late
+    group.ranks.wait_until_ready(5)
+    assert not group.ranks.lost
+    assert not group.started[2].killed
+
+
+def test_a_restarted_rank_of_another_version_is_refused(group):
+    group.ranks.wait_until_ready()
+    group.version = "2"
+    group.started[0].own.cut()
+    wait_until(lambda: group.ranks.lost)
+    with pytest.raises(BackendError, match="Rank 1 on here has twostroke 2"):
+        group.ranks.restart()

@@ -15,7 +15,7 @@ from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.shared import shared_bytes
 from twostroke.backends.share import Share, block_sizes
 from twostroke.core import env
-from twostroke.core.errors import BackendError, RanksLostError
+from twostroke.core.errors import RanksLostError
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.engine.compute import (
     FLOAT32_BACKENDS,
@@ -27,7 +27,7 @@ from twostroke.engine.compute import (
 from twostroke.engine.sizing import size_cache
 from twostroke.models.heads import last_hidden
 from twostroke.parallel.backend import ParallelBackend
-from twostroke.parallel.job import Job, version
+from twostroke.parallel.job import Job
 from twostroke.parallel.launch import LocalRanks
 from twostroke.parallel.links.choice import choose_kind, open_link
 from twostroke.parallel.ranks import Ranks
@@ -102,11 +102,6 @@ class RankGroup:
         hellos = self._ranks.meet()
         for rank, hello in hellos.items():
             self._hosts[rank] = hello.host
-            if hello.version != version():
-                raise BackendError(
-                    f"Rank {rank} on {hello.host} has twostroke {hello.version}, rank 0 has "
-                    f"{version()}: install the same version on all machines."
-                )
         options, sizes = self._options, []
         for host in set(self._hosts.values()):
             here = [rank for rank, other in self._hosts.items() if other == host]

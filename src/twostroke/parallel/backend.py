@@ -83,8 +83,7 @@ class ParallelBackend:
         self._finished_s = 0.0
         self._filled: StepPlan | None = None  # what `own` has laid out
         try:
-            ranks.wait_until_ready()
-            link.begin()
+            self._begin()
         except BaseException:
             self.close()
             raise
@@ -200,8 +199,13 @@ class ParallelBackend:
         self._ranks.reset(Reset(link), new)
         self._ranks.assign({rank: jobs[rank] for rank in new})
         self._link.join(link)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let steps run, once all ranks are ready."""
         self._ranks.wait_until_ready()
         self._link.begin()
+        self._ranks.check()
 
 
 def _facts_of_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TypeVar
 
 import msgspec
@@ -89,8 +90,12 @@ class Failed(Frozen):
     lost: bool = False
 
 
+@cache
 def version() -> str:
-    """Return what must be the same on all ranks: the package's version and the kernels'."""
+    """Return what must be the same on all ranks: the package's version and the kernels'.
+
+    It stays what it was at first, even if another version is installed under a running process.
+    """
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core import errors
 from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
 from twostroke.parallel.channel import ChannelClosedError, Kind
-from twostroke.parallel.job import Failed, Hello, Ready, pack, unpack
+from twostroke.parallel.job import Failed, Hello, Ready, pack, unpack, version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -60,8 +60,15 @@ class Ranks:
 
         Raises:
             RanksLostError: one ended before it said anything, or takes too long.
+            BackendError: one is of another version.
         """
         self._wait_for(self.hellos, _START_S)
+        for rank, hello in self.hellos.items():
+            if hello.version != version():
+                raise BackendError(
+                    f"Rank {rank} on {hello.host} has twostroke {hello.version}, rank 0 has "
+                    f"{version()}: install the same version on all machines."
+                )
         return self.hellos
 
     def send(self, kind: Kind, body: bytes = b"", to: Iterable[int] | None = None) -> None:
@@ -71,10 +78,11 @@ class Ranks:
             RanksLostError: one of them is lost.
         """
         for rank in list(self._processes) if to is None else to:
+            process = self._processes[rank]
             try:
-                self._processes[rank].channel.send(kind, body)
+                process.channel.send(kind, body)
             except ChannelClosedError as error:
-                self._lose(rank, self._processes[rank].ended() or _gone(error))
+                self._lose(rank, process, process.ended() or _gone(error))
                 raise self._lost_error() from None
 
     def assign(self, jobs: Mapping[int, Job]) -> None:
@@ -91,6 +99,17 @@ class Ranks:
         """
         self._wait_for(self.ready, timeout_s)
 
+    def check(self) -> None:
+        """Abort once more if a rank was lost; what was begun since had made that undone.
+
+        Raises:
+            RanksLostError: one is lost.
+        """
+        with self._changed:
+            if self.lost:
+                self._abort()
+                raise self._lost_error()
+
     def reset(self, body: Reset, new: Collection[int]) -> None:
         """Let all ranks but `new` ones begin again after a failed step."""
         with self._changed:
@@ -102,17 +121,22 @@ class Ranks:
         self.send(Kind.RESET, pack(body), old)
 
     def restart(self) -> list[int]:
-        """Start the lost ranks again and wait for their first messages; returns which they are."""
+        """Start the lost ranks again and wait for their first messages; returns which they are.
+
+        Ranks that were started before and have not loaded their part begin once more, too.
+        """
         with self._changed:
-            lost = sorted(self.lost)
+            self.failed.clear()
+            loaded = self._resetting.union(self.ready)
+            lost = [r for r in sorted(self._processes) if r in self.lost or r not in loaded]
             for rank in lost:
                 self._processes.pop(rank).kill()
                 self._resetting.discard(rank)
-                for known in (self.hellos, self.ready, self.failed, self.lost):
+                for known in (self.hellos, self.ready, self.lost):
                     known.pop(rank, None)
         for rank in lost:
             self._start(rank)
-        self._wait_for(self.hellos, _START_S)
+        self.meet()
         return lost
 
     def cause(self, timeout_s: float) -> TwostrokeError:
@@ -157,11 +181,13 @@ class Ranks:
             in_time = self._changed.wait_for(is_over, timeout_s)
             if not in_time:
                 for rank in sorted(set(self._processes) - set(known)):
-                    self._lose(rank, f"did not answer within {timeout_s:.0f} s")
-            if self.lost:
-                raise self._lost_error()
+                    why = f"did not answer within {timeout_s:.0f} s"
+                    self._lose(rank, self._processes[rank], why)
+            # A rank that cannot load says why, and ends.
             for rank, failed in self._real_failures().items():
                 raise _error_of(rank, failed)
+            if self.lost:
+                raise self._lost_error()
 
     def _real_failures(self) -> dict[int, Failed]:
         return {rank: failed for rank, failed in self.failed.items() if not failed.lost}
@@ -197,17 +223,19 @@ class Ranks:
         try:
             while message := process.channel.receive(0):
                 self._silent_s[rank] = -passed_s
-                self._take(rank, message)
+                self._take(rank, process, message)
         except BackendError as error:
-            self._lose(rank, process.ended() or _gone(error))
+            self._lose(rank, process, process.ended() or _gone(error))
             return
         self._silent_s[rank] += passed_s
         most_s = _FROZEN_S if rank in self.ready else _FROZEN_LOADING_S
         if rank in self.hellos and self._silent_s[rank] > most_s:
-            self._lose(rank, f"has not responded for {self._silent_s[rank]:.1f} s")
+            self._lose(rank, process, f"has not responded for {self._silent_s[rank]:.1f} s")
 
-    def _take(self, rank: int, message: Message) -> None:
+    def _take(self, rank: int, process: RankProcess, message: Message) -> None:
         with self._changed:
+            if self._processes.get(rank) is not process:  # it was replaced meanwhile
+                return
             match message.kind:
                 case Kind.HELLO:
                     self.hellos[rank] = unpack(message.body, Hello)
@@ -221,12 +249,14 @@ class Ranks:
                     return
             self._changed.notify_all()
 
-    def _lose(self, rank: int, reason: str) -> None:
+    def _lose(self, rank: int, process: RankProcess, reason: str) -> None:
         """Note that a rank is lost, and let nobody wait for it."""
         with self._changed:
+            if self._processes.get(rank) is not process:  # it was replaced meanwhile
+                return
             self.lost.setdefault(rank, reason)
             self._abort()
-            self._processes[rank].kill()
+            process.kill()
             self._changed.notify_all()
 
 
