@@ -20,7 +20,7 @@ from twostroke.fetch import resolve
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 EXPERTS = "experts-64"  # a random mixture, written at first use
 _HERE = Path(__file__).parent
@@ -62,6 +62,13 @@ def _on_one_host(path: str, case: Case, given: argparse.Namespace, folder: Path)
     yield _ours(case.title, path, folder, case.degrees)
 
 
+def _over_network(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
+    del given
+    yield _one(path, folder)
+    launcher = (sys.executable, str(_HERE / "two_hosts.py"))
+    yield _ours(case.title, path, folder, case.degrees, launcher)
+
+
 def _beside_llama(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
     """Ours whole and divided, llama.cpp whole, and with its layers in another process."""
     yield from _on_one_host(path, case, given, folder)
@@ -92,9 +99,11 @@ def _one(path: str, folder: Path) -> Side:
     return _ours("one process", path, folder, {})
 
 
-def _ours(title: str, path: str, folder: Path, degrees: dict[str, int]) -> Side:
+def _ours(
+    title: str, path: str, folder: Path, degrees: dict[str, int], launcher: Sequence[str] = ()
+) -> Side:
     name = f"{OURS}, {title}"
-    command = [sys.executable, str(_HERE / "worker_twostroke.py"), path]
+    command = [*launcher, sys.executable, str(_HERE / "worker_twostroke.py"), path]
     command += ["--threads", str(_THREADS), "--parallel", json.dumps(degrees)]
     return Side(name, Worker(name, command, folder / f"{name}.log"))
 
@@ -114,6 +123,11 @@ ROWS = {
         "two parts of every layer, on one host",
         _cases("tensor 2", _TENSOR, (SMOLLM2, _USUAL, 0.90), (QWEN_15, _USUAL, 0.95)),
         _on_one_host,
+    ),
+    "network": Row(
+        "the same between two network namespaces, over TCP",
+        _cases("tensor 2 over TCP", _TENSOR, (QWEN_15, _USUAL, 0.85)),
+        _over_network,
     ),
     "llama-rpc": Row(
         "what two parts leave of the speed, beside what llama.cpp's rpc-server leaves",
