@@ -143,7 +143,7 @@ def _result(
         )
     )
     line = (
-        f"{case.model}, {case.title}: {row.work.name}",
+        f"{case.model}, {case.title}, {figures['link'] or 'no link'}: {row.work.name}",
         spread(base) if base else row.failures.get(sides[0].name, "–"),
         spread(divided) if divided else row.failures.get(sides[1].name, "–"),
         f"{figures['ratio']:.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–",
@@ -166,7 +166,8 @@ def _memory(title: str, one: Side, divided: Side) -> list[tuple[str, ...]]:
         return []
     (alone,) = one.worker.ask("memory")["processes"]
     lines = []
-    for rank, held in zip(facts["ranks"], divided.worker.ask("memory")["processes"], strict=True):
+    every = divided.worker.ask("memory")["processes"]  # rank 0's alone if it has not started them
+    for rank, held in zip(facts["ranks"], every, strict=False):
         names = ("weight_bytes", "cache_bytes")
         sizes = [(rank[name], whole[name]) for name in names] + [(held, alone)]
         cells = [f"{own / 1e6:,.1f} MB, {own / all_:.1%}" for own, all_ in sizes]

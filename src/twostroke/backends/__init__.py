@@ -35,8 +35,8 @@ class BackendFacts(Frozen):
     computed alike, bit for bit, so that pages filled by either serve the other. Up to
     `rows_together` rows take as long as the next power of two of them, because kernels compute
     that many at once. With `steps_ahead` it is a `RankRunner`, and a step may be started while that
-    many others are in flight. `ranks` are those that run the Program together, if they are several;
-    sizes are those of all.
+    many others are in flight. `ranks` are those that run the Program together, if they are several,
+    and `link` names what connects them; sizes are those of all.
     """
 
     name: str
@@ -52,6 +52,7 @@ class BackendFacts(Frozen):
     rows_together: int = 1
     steps_ahead: int = 0
     ranks: tuple[RankFacts, ...] = ()
+    link: str = ""
 
 
 class Runner(Protocol):

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from twostroke.program.ops import Op
     from twostroke.program.shard import RankProgram
 
-_IN_MEMORY = (1.5e-6, 10e9)  # seconds and bytes/s, where ranks of one machine share memory
-_OVER_NETWORK = (25e-6, 1e9)  # over 10 Gbit/s
 _CONTEXT = 256  # tokens before each stream's next one
 _SHAPES: Mapping[str, BatchShape] = {
     "decode": BatchShape.decode((_CONTEXT,)),
@@ -46,6 +44,16 @@ class LinkSpeed(Frozen):
     def seconds(self, num_bytes: float) -> float:
         """Return how long a collective takes from the moment when all are there."""
         return self.latency_s + num_bytes / self.bandwidth
+
+
+# By kind of link, as benchmarks/links.py measures them: memory of one machine, and sockets on one.
+_SPEEDS: Mapping[str, LinkSpeed] = {
+    "shared": LinkSpeed(1.5e-6, 10e9),
+    "ucx": LinkSpeed(24e-6, 2.3e9),
+    "mpi": LinkSpeed(25e-6, 2.3e9),
+}
+_NAMES = {"shared": "shared memory", "ucx": "UCX", "mpi": "MPI", "gloo": "Gloo"}
+_ANY_SPEED = LinkSpeed(400e-6, 1e9)
 
 
 class Step(Frozen):
@@ -126,7 +134,7 @@ def expect(engine: Engine) -> Divided:
         cost,
         shard(cost.program, engine.mesh),
         tuple([part_of_machine(limits, on_host[rank.host]) for rank in ranks]),
-        LinkSpeed(*(_OVER_NETWORK if len(on_host) > 1 else _IN_MEMORY)),
+        _SPEEDS.get(engine.facts.link, _ANY_SPEED),
     )
 
 
@@ -141,7 +149,9 @@ def describe_gain(engine: Engine) -> str:
     figures = ", ".join(f"{gain:.2f}x at {name}" for name, gain in gains.items())
     hosts = {rank.host for rank in engine.facts.ranks}
     where = f"on {len(hosts)} machines" if len(hosts) > 1 else "on this machine"
-    return f"{len(engine.facts.ranks)} ranks {where}: expected {figures} of one process here."
+    link = _NAMES.get(engine.facts.link, engine.facts.link)
+    ranks = f"{len(engine.facts.ranks)} ranks {where}, connected by {link}"
+    return f"{ranks}: expected {figures} of one process here."
 
 
 def part_of_machine(limits: Hardware, count: int) -> Hardware:

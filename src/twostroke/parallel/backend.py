@@ -87,7 +87,7 @@ class ParallelBackend:
         except BaseException:
             self.close()
             raise
-        self.facts = _facts_of_all(own.facts, ranks.ready, hosts)
+        self.facts = replace(_facts_of_all(own.facts, ranks.ready, hosts), link=link.kind)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
