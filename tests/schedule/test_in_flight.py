@@ -49,7 +49,7 @@ def test_steps_take_turns_with_the_running_requests():
 
 
 def test_chunks_of_a_prompt_follow_each_other():
-    steps = Steps(token_budget=8, steps_ahead=2)
+    steps = Steps(token_budget=24, steps_ahead=2)
     request = steps.add("r", 20, max_tokens=2)
     plans = [steps.plan() for _ in range(3)]
     pieces = [(p.start, p.count, p.samples) for plan in plans for p in plan.slices]
@@ -63,7 +63,7 @@ def test_chunks_of_a_prompt_follow_each_other():
 
 
 def test_a_chunk_in_flight_is_not_found_by_others():
-    steps = Steps(token_budget=8, steps_ahead=1)
+    steps = Steps(token_budget=16, steps_ahead=1)
     steps.add("first", 20, max_tokens=1)
     steps.plan()
     steps.add("second", 20, max_tokens=1)
@@ -73,7 +73,7 @@ def test_a_chunk_in_flight_is_not_found_by_others():
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCEL, FinishReason.STOP])
 def test_pages_stay_until_the_last_step_that_uses_them(reason):
-    steps = Steps(token_budget=8, steps_ahead=2)
+    steps = Steps(token_budget=24, steps_ahead=2)
     gone = steps.add("gone", 40)
     plans = [steps.plan() for _ in range(3)]
     assert steps.scheduler.finish(gone, reason)
@@ -123,7 +123,7 @@ def test_pages_are_taken_from_others_only_when_no_step_is_in_flight():
 
 
 def test_an_urgent_request_waits_for_steps_in_flight_and_not_longer():
-    steps = Steps(token_budget=8, max_running=1, steps_ahead=1)
+    steps = Steps(token_budget=16, max_running=1, steps_ahead=1)
     slow = steps.add("slow", 60, max_tokens=1, priority=1)
     plans = [steps.plan()]
     steps.add("urgent", [40, 41], max_tokens=1)
@@ -140,7 +140,7 @@ def test_an_urgent_request_waits_for_steps_in_flight_and_not_longer():
 
 
 def test_a_recalled_step_is_planned_again():
-    steps = Steps(token_budget=8, steps_ahead=1)
+    steps = Steps(token_budget=16, steps_ahead=1)
     request = steps.add("a", 12, max_tokens=2)
     first, second = steps.plan(), steps.plan()
     steps.scheduler.recall()
@@ -154,7 +154,7 @@ def test_a_recalled_step_is_planned_again():
 
 
 def test_all_pages_can_be_lost():
-    steps = Steps(steps_ahead=1, token_budget=8)
+    steps = Steps(steps_ahead=1, token_budget=16)
     for first, (name, priority) in enumerate({"a": 0, "b": 1, "c": -1}.items()):
         steps.add(name, [10 * first + i for i in range(6)], priority=priority)
     order = [list(steps.step()) for _ in range(2)]
@@ -172,7 +172,7 @@ def test_all_pages_can_be_lost():
 
 
 def test_steps_are_committed_in_their_order():
-    steps = Steps(token_budget=8, steps_ahead=1)
+    steps = Steps(token_budget=16, steps_ahead=1)
     steps.add("a", 20)
     plans = [steps.plan(), steps.plan()]
     with pytest.raises(AssertionError, match="steps in flight come first"):

@@ -169,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rng = self.chance(seed)
         self.counts["drafts"] += add_guesses(rng, plan, self.scheduler, outputs, VOCAB_SIZE)
         self.counts["branches"] += sum(len(piece.branches) for piece in plan.slices)
-        assert plan.num_rows <= self.scheduler.config.token_budget
+        assert plan.num_rows <= self.scheduler.config.step_budget
         self.counted("guess")
 
     def start(self) -> None:
@@ -268,7 +268,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config
-        assert 0 < plan.num_rows <= config.token_budget
+        assert 0 < plan.num_rows <= config.step_budget
         assert sum(piece.num_scored for piece in plan.slices) <= config.most_scored
         planned = [piece.request for piece in plan.slices]
         assert len(set(planned)) == len(planned) <= config.max_running

@@ -24,7 +24,7 @@ class Ranks:
     A step is computed when it is finished. The reference backend's pages then hold no numbers.
 
     Attributes:
-        chance: of a loss, in each call.
+        chance: of a loss, in each call; below 1, a step succeeds between two of them.
         gate: closed, it holds up a recovery.
         failure: an error that ends recoveries for good.
         num_losses: how many there were.
@@ -40,6 +40,7 @@ class Ranks:
         self._backend, self._run = backend, backend.run
         self._rng = random.Random(seed)
         self._is_lost = False
+        self._has_succeeded = False  # since the last loss
         self._plans: deque[StepPlan] = deque()
         backend.facts = replace(backend.facts, steps_ahead=steps_ahead)  # type: ignore[misc]
         for name in ("run", "start", "finish", "recover"):
@@ -48,6 +49,7 @@ class Ranks:
     def run(self, plan: StepPlan) -> StepResult:
         assert not self._plans, "a step is run while others are in flight"
         self._perhaps_lose()
+        self._has_succeeded = True
         return self._run(plan)
 
     def start(self, plan: StepPlan) -> None:
@@ -58,6 +60,7 @@ class Ranks:
 
     def finish(self) -> StepResult:
         self._perhaps_lose()
+        self._has_succeeded = True
         return self._run(self._plans.popleft())
 
     def recover(self) -> None:
@@ -72,8 +75,9 @@ class Ranks:
 
     def _perhaps_lose(self) -> None:
         assert not self._is_lost, "lost ranks were not replaced"
-        if self._rng.random() < self.chance:
-            self._is_lost = True
+        may_lose = self._has_succeeded or self.chance == 1
+        if may_lose and self._rng.random() < self.chance:
+            self._is_lost, self._has_succeeded = True, False
             self._plans.clear()
             self.num_losses += 1
             raise RanksLostError("Rank 1 does not answer.")

@@ -34,7 +34,8 @@ class SchedulerConfig(Frozen):
         max_waiting_tokens: a queue with more tokens does, unless it is empty.
         max_overtakes: how many later arrivals may pass a request for each level of priority that
             they are more urgent, so that a stream of urgent requests cannot starve the others.
-        steps_ahead: how many steps may be in flight when another one is planned.
+        steps_ahead: how many steps may be in flight when another one is planned. Together they
+            compute at most `token_budget` tokens, each its share.
 
     Raises:
         UsageError: the budget cannot serve all running requests.
@@ -48,6 +49,11 @@ class SchedulerConfig(Frozen):
     max_waiting_tokens: int = 1 << 20
     max_overtakes: int = 1000
     steps_ahead: int = 0
+
+    @property
+    def step_budget(self) -> int:
+        """Most tokens that one of the steps in flight computes."""
+        return -(-self.token_budget // (1 + self.steps_ahead))
 
     def __post_init__(self) -> None:
         """Refuse what could not make progress."""

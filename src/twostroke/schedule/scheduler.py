@@ -153,7 +153,7 @@ class Scheduler:
             return None
         self._must_land = False
         self._waiting.make_ready(len(self._running))
-        sketch = StepSketch(budget or self.config.token_budget, self.config.most_scored)
+        sketch = StepSketch(budget or self.config.step_budget, self.config.most_scored)
         page_size = self._pool.page_size
         slices, owners = sketch.slices, sketch.owners
         behind: list[Ticket] = []

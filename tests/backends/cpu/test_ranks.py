@@ -60,6 +60,18 @@ def test_logits_are_those_of_one_process(kind):
                 assert np.array_equal(actual, logits), (mesh, generated)
 
 
+def test_traced_values_are_those_of_one_process():
+    """A tap on rank 0 changes neither the places that ranks share nor the order of barriers."""
+    model, tokens = MODELS["experts"](), tokens_of(5, 60)
+    names = [*model[0].layer_outputs, model[0].last_states, model[0].ops[-1].output]
+    with cpu_backend(model, LEVEL, 16) as whole:
+        expected = whole.trace(tokens, names)
+    for mesh in MESHES:
+        with ThreadRanks(model, mesh, LEVEL, 16, kept=names[:-1]) as ranks:
+            for name, values in ranks.trace(tokens, names).items():
+                assert np.array_equal(values, expected[name]), (name, mesh)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
     """Chunks, prefix hits, preemption, drafts, and more drawn rows than logits are held at once."""
