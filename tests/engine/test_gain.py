@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import replace
 
 from support.tiny import tiny_of, write_tiny_gguf
+from twostroke.backends import RankFacts
 from twostroke.core.hardware import Hardware
-from twostroke.engine.gain import Divided, LinkSpeed, part_of_machine
+from twostroke.engine.gain import Divided, LinkSpeed, describe_gain, part_of_machine
 from twostroke.engine.loading import load
 from twostroke.models import build_program
 from twostroke.program import BatchShape
@@ -80,3 +83,21 @@ def test_a_pipeline_gains_with_steps_in_flight_unless_weights_are_the_limit(tmp_
         two = replace(stages, limits=(machine, machine))
         assert two.gain(DECODE, machine) == pytest.approx(1.0)
         assert low <= two.gain(DECODE, machine, num_in_flight=2) <= high
+
+
+def test_the_engine_says_what_to_expect(tmp_path):
+    two = divided(tmp_path, Mesh(column_parts=(1, 1)))
+    for hosts, link, where in (
+        ("aa", "shared", "on this machine, connected by shared memory"),
+        ("ab", "ucx", "on 2 machines, connected by UCX"),
+    ):
+        ranks = tuple(RankFacts(i, host, 1, 0, 0) for i, host in enumerate(hosts))
+        engine = SimpleNamespace(
+            card=SimpleNamespace(cost=two.cost),
+            mesh=Mesh(column_parts=(1, 1)),
+            limits=SimpleNamespace(hardware=lambda: MACHINE),
+            facts=SimpleNamespace(ranks=ranks, link=link, steps_ahead=0),
+        )
+        said = describe_gain(engine)
+        assert said.startswith(f"2 ranks {where}: expected ")
+        assert said.endswith("x at prefill of one process here.")

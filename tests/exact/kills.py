@@ -24,6 +24,7 @@ from processes import Traces, exists, ranks
 
 from twostroke import LLM
 from twostroke.cache import PageGroups
+from twostroke.core.errors import TwostrokeError
 
 if TYPE_CHECKING:
     import argparse
@@ -71,7 +72,11 @@ def run(name: str, path: str, given: argparse.Namespace) -> list[str]:
         with LLM(path, crowded(MESHES[mesh], given.context, "f16", **sizes)) as llm:
             load_s = time.monotonic() - began
             number = -(-given.kills // len(given.meshes))
-            seen = asyncio.run(_load(llm.engine.client, job, expected, number, given.seed))
+            try:
+                seen = asyncio.run(_load(llm.engine.client, job, expected, number, given.seed))
+            except TwostrokeError as error:
+                failures.append(f"{name}, {mesh}: {error}")
+                continue
         failures += _judge(f"{name}, {mesh}", seen, load_s, traces.left())
     return failures
 
@@ -129,6 +134,8 @@ async def _stream(
 async def _fault(rng: random.Random, seen: Seen) -> None:
     """Kill or freeze a rank; wait until it is replaced and a token comes."""
     before = ranks()
+    if not before:
+        raise TwostrokeError("There is no rank left: the engine has stopped.")
     victim = rng.choice(before)
     began_s = time.monotonic()
     os.kill(victim, rng.choice((signal.SIGKILL, signal.SIGSTOP)))
