@@ -259,7 +259,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
         _taken(SpeculationOptions, given),
         _taken(ParallelOptions, given),
     )
-    if options.parallel.num_ranks > 1:
+    if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
         from twostroke.parallel.start import follow_if_launched
 
         follow_if_launched(options.parallel.num_ranks)

@@ -31,6 +31,7 @@ from twostroke.parallel.job import Job
 from twostroke.parallel.launch import LocalRanks
 from twostroke.parallel.links.choice import choose_kind, open_link
 from twostroke.parallel.ranks import Ranks
+from twostroke.parallel.ray_ranks import RayRanks
 from twostroke.parallel.shared import SharedLink
 from twostroke.parallel.start import follow_if_launched, place_among, wait_for_ranks
 from twostroke.program.shard import shard
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from twostroke.parallel.backend import RankBackend
     from twostroke.parallel.launch import Launcher
     from twostroke.parallel.link import Link
+    from twostroke.parallel.remote import RemoteRanks
     from twostroke.program import Program
     from twostroke.program.mesh import Mesh
     from twostroke.program.shard import RankProgram
@@ -181,13 +183,17 @@ class RankGroup:
         Where a launcher has made this process another rank, it is that rank until it exits.
         """
         count = self._mesh.num_ranks
-        follow_if_launched(count)
-        place = place_among(count)
-        if place is None:
-            link = self._new_link(None)
-            undo.callback(link.close)
-            return link, LocalRanks(*link.files)
-        remote = wait_for_ranks(place)
+        remote: RayRanks | RemoteRanks
+        if self._options.parallel.launcher == "ray":
+            remote = RayRanks(count)
+        else:
+            follow_if_launched(count)
+            place = place_among(count)
+            if place is None:
+                link = self._new_link(None)
+                undo.callback(link.close)
+                return link, LocalRanks(*link.files)
+            remote = wait_for_ranks(place)
         undo.callback(remote.close)
         link = self._new_link(remote.host)
         undo.callback(link.close)

@@ -78,5 +78,5 @@ def _join_hosts(kind: str) -> Callable[[int, int, str, str], Link]:
 LINKS: dict[str, Callable[[int, int, str, str], Link]] = {
     "shared": _join_shared,
     "torch": _join_torch,
-    **{kind: _join_hosts(kind) for kind in ("ucx", "mpi", "gloo")},
+    **{kind: _join_hosts(kind) for kind in ("ucx", "gloo")},
 }

@@ -47,6 +47,11 @@ KINDS: Final = {
 }
 
 
+# Those of an engine's ranks. MPI is measured only: it must run in the process that mpirun started,
+# while a rank runs in a child of it, which can be started again.
+OFFERED: Final = ("ucx", "gloo")
+
+
 def choose_kind(wanted: str | None = None) -> str:
     """Return the wanted kind of link, or the fastest that can be used here.
 
@@ -54,11 +59,13 @@ def choose_kind(wanted: str | None = None) -> str:
         UsageError: there is no such kind.
         BackendError: it cannot be used here, or none can.
     """
-    if wanted is not None and wanted not in KINDS:
-        names = ", ".join(KINDS)
-        raise UsageError(f"There is no link '{wanted}'; there are {names}.{nearest(wanted, KINDS)}")
+    if wanted is not None and wanted not in OFFERED:
+        names = ", ".join(OFFERED)
+        raise UsageError(
+            f"There is no link '{wanted}'; there are {names}.{nearest(wanted, OFFERED)}"
+        )
     obstacles = {}
-    for kind in (wanted,) if wanted else KINDS:
+    for kind in (wanted,) if wanted else OFFERED:
         obstacle = obstacles[kind] = KINDS[kind].obstacle()
         if obstacle is None:
             return kind
