@@ -81,8 +81,8 @@ class HostLink:
     def abort(self) -> None:
         """End all waits of all ranks."""
         self._engine.interrupt()
-        if self._meeting is not None:
-            self._meeting.end()
+        if (meeting := self._meeting) is not None:  # another thread may leave it now
+            meeting.end()
 
     def progress(self) -> int:
         """Return a number that changes when a collective begins or ends; odd inside one."""

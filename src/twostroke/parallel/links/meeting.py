@@ -37,6 +37,7 @@ class Meeting:
         self._listener: Listener | None = None
         self._channels: dict[int, Channel] = {}
         self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def open(self, host: str) -> str:
         """Return the text with which other ranks find this one, which is rank 0.
@@ -74,7 +75,8 @@ class Meeting:
             everybody = self._gather(own) if self._rank == 0 else self._hear(own)
         except ChannelClosedError as error:
             raise RanksLostError(f"The ranks of a link could not meet. {error}") from None
-        threading.Thread(target=self._watch, name="twostroke-link", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="twostroke-link", daemon=True)
+        self._watcher.start()
         return everybody
 
     def end(self) -> None:
@@ -85,8 +87,10 @@ class Meeting:
                 channel.cut()
 
     def close(self) -> None:
-        """End, and give the sockets back."""
+        """End, and give the sockets back; `on_end` is not called any more."""
         self.end()
+        if self._watcher is not None:
+            self._watcher.join()
         if self._listener is not None:
             self._listener.close()
         for channel in self._channels.values():
