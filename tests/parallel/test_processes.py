@@ -138,6 +138,17 @@ def test_ranks_that_die_or_freeze_are_replaced(path):
             assert backend.run(plan_of(request, 0, 3)).tokens == token
 
 
+def test_a_forked_process_does_not_end_the_ranks(path):
+    with engine(path, tensor=2) as llm:
+        backend = llm.engine.client.loop._backend
+        (pid,) = rank_pids(os.getpid())
+        backend._process = -1  # what a copy of this process sees
+        backend.close()
+        backend._process = os.getpid()
+        llm.generate("hello", GREEDY)
+        assert rank_pids(os.getpid()) == [pid]
+
+
 def test_a_step_that_fails_is_the_only_one(path):
     request = greedy_request([5, 6, 7], logprobs=None)
     request.pages = [[3]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -78,6 +79,7 @@ class ParallelBackend:
         """
         self.own = own
         self._ranks, self._link, self._jobs = ranks, link, jobs
+        self._process = os.getpid()
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._num_spoiled = 0
         self._finished_s = 0.0
@@ -159,7 +161,12 @@ class ParallelBackend:
         self.own.forget(request)
 
     def close(self) -> None:
-        """End the other ranks, and give back memory and threads."""
+        """End the other ranks, and give back memory and threads.
+
+        In a copy of this process (`os.fork`) it does nothing: the ranks are the original's.
+        """
+        if os.getpid() != self._process:
+            return
         self._link.abort()  # of steps in flight
         self._ranks.close()
         self.own.close()
