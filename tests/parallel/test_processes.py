@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, P
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
 from twostroke.core.hardware import resolve_num_threads
 from twostroke.core.step import Slice, StepPlan
+from twostroke.engine.rank import _failed
 from twostroke.engine.ranks import on_cores
 
 SMALL = CacheOptions(memory_bytes=4_000_000)
@@ -191,6 +193,13 @@ def test_what_cannot_be_divided_is_refused_before_ranks_start(path, tmp_path):
     with pytest.raises(UsageError, match="must be at most 3, the model's layers, got 4"):
         engine(path, pipeline=4)
     assert not rank_pids(os.getpid())
+
+
+def test_a_rank_without_memory_says_so():
+    for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")):
+        failed = _failed(error)
+        assert failed.kind == "MemoryLimitError"
+        assert "too little memory" in failed.reason
 
 
 def test_another_file_on_a_rank_is_refused(path, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from twostroke.backends.frame import FrameLimits, FrameReader
 from twostroke.backends.share import Share, block_sizes
 from twostroke.cache import PageGroups
-from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
+from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError, TwostrokeError
 from twostroke.core.hardware import give_back_memory, memory_available, num_cores
 from twostroke.engine.compute import make_backend
 from twostroke.engine.loading import load
@@ -140,6 +141,9 @@ def _answer(follower: Follower, message: Message) -> Frozen | None:
 
 
 def _failed(error: Exception) -> Failed:
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        host = socket.gethostname()
+        error = MemoryLimitError(f"There is too little memory for its part of the model on {host}.")
     name = type(error).__name__
     reason = str(error) if isinstance(error, TwostrokeError) else f"{name}: {error}"
     return Failed(reason, name, lost=isinstance(error, RanksLostError))
