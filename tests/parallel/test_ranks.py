@@ -34,7 +34,7 @@ class FakeRank:
                     self.own.beat()
                 if message := self.own.receive(BEAT_S / 4):
                     self.received.append(message.kind)
-                    if message.kind is Kind.RESET:
+                    if message.kind is Kind.RESET and self.beats:
                         self.own.send(Kind.FAILED, pack(Failed("", "RanksLostError", lost=True)))
                         self.own.send(Kind.READY, pack(Ready(1, 2, 3)))
         except ChannelClosedError:
@@ -110,6 +110,15 @@ def test_a_lost_rank_is_noticed_and_started_again(group, how):
     group.ranks.wait_until_ready(5)
     assert not group.ranks.lost
     assert len(group.started) == 3
+
+
+def test_a_rank_that_freezes_before_it_begins_again_is_noticed_as_soon(group):
+    group.ranks.wait_until_ready()
+    group.started[1].beats = False
+    group.ranks.reset(Reset(""), set())
+    assert group.aborted.wait(5)  # not as late as one that loads
+    with pytest.raises(RanksLostError, match="Rank 2 has not responded"):
+        group.ranks.wait_until_ready()
 
 
 def test_a_failure_is_told_with_its_rank_and_kind(group):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.float32]
 
 _CAUSE_S: Final = 2.0  # until it is known why a step failed
-_ATTEMPTS: Final = 3
+_ATTEMPTS: Final = 5  # several ranks may be lost one shortly after another
 
 
 class RankBackend(Backend, Protocol):

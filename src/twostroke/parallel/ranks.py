@@ -228,7 +228,8 @@ class Ranks:
             self._lose(rank, process, process.ended() or _gone(error))
             return
         self._silent_s[rank] += passed_s
-        most_s = _FROZEN_S if rank in self.ready else _FROZEN_LOADING_S
+        is_loaded = rank in self.ready or rank in self._resetting
+        most_s = _FROZEN_S if is_loaded else _FROZEN_LOADING_S
         if rank in self.hellos and self._silent_s[rank] > most_s:
             self._lose(rank, process, f"has not responded for {self._silent_s[rank]:.1f} s")
 
