@@ -28,15 +28,7 @@ from twostroke.program import BatchShape
 
 def main() -> None:
     """Load the model, then answer."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--level")
-    parser.add_argument("--activation-bits", type=int, default=DEFAULT_ACTIVATION_BITS)
-    parser.add_argument("--parallel", default="{}", help="fields of ParallelOptions, as JSON")
-    parser.add_argument("--kv-memory", type=int, help="bytes")
-    given, answers = parser.parse_args(), claim_output()
+    given, answers = _arguments(), claim_output()
     bits = given.activation_bits
     compute = ComputeOptions(given.backend, given.threads, given.level, activation_bits=bits)
     # Engines are compared at computing the same: guesses ahead have a benchmark of their own.
@@ -94,6 +86,18 @@ def main() -> None:
             "about": about, "run": run, "loop": loop, "limits": limits, "expected": expected,
             "memory": memory, "forget": dict,
         }, answers)  # fmt: skip
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--level")
+    parser.add_argument("--activation-bits", type=int, default=DEFAULT_ACTIVATION_BITS)
+    parser.add_argument("--parallel", default="{}", help="fields of ParallelOptions, as JSON")
+    parser.add_argument("--kv-memory", type=int, help="bytes")
+    return parser.parse_args()
 
 
 def _processor_s() -> list[float]:

@@ -123,9 +123,7 @@ def build(
         if accept is not None:
             accept(card)
         draft = Draft.wanted(speculation, model, card)
-        heads = None
-        if speculation.heads:
-            heads = Heads.of(speculation.heads, speculation.method, loaded)
+        heads = Heads.wanted(speculation, loaded)
         tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
         del loaded  # so that the tokenizer's tables are freed before the weights take their memory
         give_back_memory()

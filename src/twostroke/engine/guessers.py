@@ -180,6 +180,11 @@ class Heads(Frozen):
     table: QuantTensor
 
     @classmethod
+    def wanted(cls, options: SpeculationOptions, target: LoadedModel) -> Self | None:
+        """Open the heads that the options name, if they do; raises as `of`."""
+        return cls.of(options.heads, options.method, target) if options.heads else None
+
+    @classmethod
     def of(cls, folder: str, method: str, target: LoadedModel) -> Self:
         """Open the heads in `folder` for `method`, which may be "auto".
 

@@ -84,8 +84,7 @@ class CpuBackend:
         if share is not None:
             part = share.parts(program)[share.rank]
             own, held = part.program, share.tensors(part, tensors)
-        self._lowered = self._lower([] if tapped is None else [tapped])
-        library = load_library(choice.level)
+        self._lowered, library = self._lower([tapped] if tapped else []), load_library(choice.level)
         pages = PlanPages(num_pages, page_size, kv_format)
         with ExitStack() as opened:  # frees what was made if the rest fails
             if share_threads_with is None:
@@ -94,14 +93,9 @@ class CpuBackend:
                 self._pool = share_threads_with._pool  # noqa: SLF001
             weights = PackedWeights(library, held, self._lowered.matrices, self._lowered.vectors)
             opened.callback(weights.close)
+            link = PlanLink(share.link, share.max_rows) if share else None
             self._plan = NativePlan(
-                library,
-                self._pool,
-                own,
-                self._lowered,
-                weights,
-                pages,
-                link=PlanLink(share.link, share.max_rows) if share else None,
+                library, self._pool, own, self._lowered, weights, pages, link=link
             )
             opened.callback(self._plan.close)
             weights.pack(self._pool, release, progress)
@@ -120,18 +114,8 @@ class CpuBackend:
             weight_bytes=weights.num_bytes,
             cache_bytes=num_pages * own.page_bytes(page_size, FORMATS[kv_format]),
         )
-        groups = PageGroups(page_size, self.facts.windows)
-        longest = groups.most_tokens(num_pages, program.context_length)
-        self._steps = StepArrays(
-            len(self.facts.windows),
-            page_size,
-            -(-longest // page_size),
-            one_arithmetic=self.facts.one_arithmetic,
-            tapped_width=0 if tapped is None else program.value_widths[tapped],
-            returns_tapped=tapped_value is not None,
-        )
-        if share is not None:
-            self._steps.tables.note_changes()
+        tapped_width = 0 if tapped is None else program.value_widths[tapped]
+        self._steps = self._step_arrays(tapped_width, returns_tapped=tapped_value is not None)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
@@ -214,6 +198,22 @@ class CpuBackend:
     def close(self) -> None:
         """Give back memory and threads; closing twice does no harm."""
         self._opened.close()
+
+    def _step_arrays(self, tapped_width: int, *, returns_tapped: bool) -> StepArrays:
+        facts = self.facts
+        groups = PageGroups(facts.page_size, facts.windows)
+        longest = groups.most_tokens(facts.num_pages, self._program.context_length)
+        steps = StepArrays(
+            len(facts.windows),
+            facts.page_size,
+            -(-longest // facts.page_size),
+            one_arithmetic=facts.one_arithmetic,
+            tapped_width=tapped_width,
+            returns_tapped=returns_tapped,
+        )
+        if self._share is not None:
+            steps.tables.note_changes()
+        return steps
 
     def _lower(self, taps: Sequence[str]) -> Lowered:
         bits, share = self._activation_bits, self._share
