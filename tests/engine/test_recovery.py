@@ -196,6 +196,18 @@ def test_everything_ends_if_ranks_cannot_be_replaced(tmp_path: Path) -> None:
             client.generate([5], GREEDY)
 
 
+def test_an_engine_that_closes_does_not_wait_for_a_recovery(tmp_path: Path) -> None:
+    with client_of(tmp_path, 1) as (client, _, ranks):
+        ranks.gate.clear()
+        ranks.chance = 1.0
+        generation = client.generate([5], GREEDY)
+        wait_for(lambda: client.loop.health is Health.RECOVERING)
+        client.loop.close()  # lets the recovery give up, or it would last for long
+        assert ranks.gate.is_set()
+        with pytest.raises(TwostrokeError, match="The engine stopped"):
+            generation.wait()
+
+
 def test_ranks_that_get_lost_in_every_step_are_given_up(tmp_path: Path) -> None:
     with client_of(tmp_path, 1) as (client, _, ranks):
         ranks.chance = 1.0

@@ -82,6 +82,8 @@ def test_only_who_knows_the_secret_is_let_in():
         listener.close()
     with pytest.raises(ChannelClosedError, match="Rank 0 does not answer"):
         connect("127.0.0.1", listener.port, b"secret", 0)
+    with pytest.raises(ChannelClosedError, match="Rank 0 does not answer"):
+        connect("127.0.0.1", listener.port, b"secret", 60, has_listened=True)  # does not wait
 
 
 def test_bodies_are_checked():

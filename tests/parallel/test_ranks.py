@@ -170,6 +170,17 @@ def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
     assert not group.started[2].killed
 
 
+def test_nobody_waits_for_ranks_that_are_given_up(group):
+    group.ranks.wait_until_ready()
+    group.loads = False
+    group.started[0].own.cut()
+    wait_until(lambda: group.ranks.lost)
+    group.ranks.restart()
+    threading.Timer(0.2, group.ranks.give_up).start()
+    with pytest.raises(BackendError, match="Nobody waits"):
+        group.ranks.wait_until_ready()
+
+
 def test_a_restarted_rank_of_another_version_is_refused(group):
     group.ranks.wait_until_ready()
     group.version = "2"

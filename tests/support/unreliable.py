@@ -43,7 +43,7 @@ class Ranks:
         self._has_succeeded = False  # since the last loss
         self._plans: deque[StepPlan] = deque()
         backend.facts = replace(backend.facts, steps_ahead=steps_ahead)  # type: ignore[misc]
-        for name in ("run", "start", "finish", "recover"):
+        for name in ("run", "start", "finish", "recover", "give_up"):
             setattr(backend, name, getattr(self, name))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -72,6 +72,9 @@ class Ranks:
             for cache in self._backend._caches:
                 cache._memory.fill(np.nan)
         self._is_lost = False
+
+    def give_up(self) -> None:
+        self.gate.set()
 
     def _perhaps_lose(self) -> None:
         assert not self._is_lost, "lost ranks were not replaced"

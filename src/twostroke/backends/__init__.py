@@ -97,6 +97,9 @@ class RankRunner(Runner, Protocol):
             TwostrokeError: they cannot be replaced.
         """
 
+    def give_up(self) -> None:
+        """Let `recover` fail soon, because nobody needs it; another thread calls this."""
+
 
 class Backend(Runner, Protocol):
     """A runner that can also show what it computes."""

@@ -185,6 +185,8 @@ class EngineLoop:
         with self._condition:
             self._stopping = True
             self._condition.notify()
+            if self._is_recovering:
+                self._ranks.give_up()
         self._thread.join(timeout=_STALLED_AFTER_S)
         if not self._thread.is_alive():
             self.speculator.close()
@@ -345,6 +347,8 @@ class EngineLoop:
         if self._num_losses > _MOST_LOSSES:
             raise error
         with self._condition:
+            if self._stopping:
+                return
             self._is_recovering = True
             self._steps.clear()
             self._busy_since_s = None

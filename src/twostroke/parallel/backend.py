@@ -142,6 +142,11 @@ class ParallelBackend:
                     reason = f"Ranks were started {_ATTEMPTS} times and lost again. {error}"
                     raise BackendError(reason) from None
 
+    def give_up(self) -> None:
+        """Let `recover` fail at once, now or later; any thread may call it."""
+        self._ranks.give_up()
+        self._link.abort()
+
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a sequence; see `Backend.score`."""
         self._ranks.send(Kind.EVALUATE, pack(Evaluate(list(tokens), (), generated)))

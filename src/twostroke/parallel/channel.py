@@ -222,7 +222,7 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
         self._secret = secret
         self._greeted: Queue[Channel] = Queue()
-        self._is_open = True
+        self.is_open = True
         self.num_strangers = 0
         threading.Thread(target=self._accept, name="twostroke-ranks", daemon=True).start()
 
@@ -234,13 +234,13 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more ranks."""
-        self._is_open = False
+        self.is_open = False
         with suppress(OSError):  # ends `accept`
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _accept(self) -> None:
-        while self._is_open:
+        while self.is_open:
             try:
                 sock, _ = self._socket.accept()
                 # A stranger that says nothing must not keep ranks waiting.
@@ -266,8 +266,10 @@ class Listener:
         self._greeted.put(channel)
 
 
-def connect(host: str, port: int, secret: bytes, timeout_s: float) -> Channel:
-    """Connect to rank 0's `Listener`; waits until it listens.
+def connect(
+    host: str, port: int, secret: bytes, timeout_s: float, *, has_listened: bool = False
+) -> Channel:
+    """Connect to rank 0's `Listener`; waits until it listens, unless it `has_listened` before.
 
     Raises:
         ChannelClosedError: it does not answer in time, or does not know the secret.
@@ -278,7 +280,8 @@ def connect(host: str, port: int, secret: bytes, timeout_s: float) -> Channel:
             sock = socket.create_connection((host, port), timeout=_PATIENCE_S)
             break
         except OSError as error:
-            if time.monotonic() > deadline:
+            has_ended = has_listened and isinstance(error, ConnectionRefusedError)
+            if has_ended or time.monotonic() > deadline:
                 reason = f"Rank 0 does not answer at {host}:{port} ({error.strerror or error})."
                 raise ChannelClosedError(reason) from None
             time.sleep(0.1)

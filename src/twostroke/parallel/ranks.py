@@ -40,7 +40,7 @@ class Ranks:
         self._changed = threading.Condition()
         self._processes: dict[int, RankProcess] = {}
         self._silent_s: dict[int, float] = {}
-        self._closing = False
+        self._closing = self._is_given_up = False
         self.hellos: dict[int, Hello] = {}
         self.ready: dict[int, Ready] = {}
         self.failed: dict[int, Failed] = {}
@@ -124,6 +124,10 @@ class Ranks:
         """Start the lost ranks again and wait for their first messages; returns which they are.
 
         Ranks that were started before and have not loaded their part begin once more, too.
+
+        Raises:
+            RanksLostError: one ended before it said anything.
+            BackendError: one cannot be started, or does not come.
         """
         with self._changed:
             self.failed.clear()
@@ -135,7 +139,12 @@ class Ranks:
                 for known in (self.hellos, self.ready, self.lost):
                     known.pop(rank, None)
         for rank in lost:
-            self._start(rank)
+            if self._is_given_up:
+                break
+            try:
+                self._start(rank)
+            except RanksLostError as error:  # it does not come; to try again would not help
+                raise BackendError(str(error)) from None
         self.meet()
         return lost
 
@@ -148,6 +157,13 @@ class Ranks:
             for rank, failed in self._real_failures().items():
                 return _error_of(rank, failed)
         return RanksLostError("The connection between the ranks broke.")
+
+    def give_up(self) -> None:
+        """Let nobody wait for ranks any more, now and from now on. Any thread may call it."""
+        with self._changed:
+            self._is_given_up = True
+            self._changed.notify_all()
+        self._launch.close()
 
     def close(self) -> None:
         """End all ranks in order; twice does no harm."""
@@ -175,10 +191,13 @@ class Ranks:
         self, known: dict[int, Hello] | dict[int, Ready], timeout_s: float | None
     ) -> None:
         def is_over() -> bool:
-            return bool(self.lost or self._real_failures() or len(known) == len(self._processes))
+            has_failed = self._is_given_up or self.lost or self._real_failures()
+            return bool(has_failed or len(known) == len(self._processes))
 
         with self._changed:
             in_time = self._changed.wait_for(is_over, timeout_s)
+            if self._is_given_up:
+                raise BackendError("Nobody waits for the ranks any more.")
             if not in_time:
                 for rank in sorted(set(self._processes) - set(known)):
                     why = f"did not answer within {timeout_s:.0f} s"

@@ -71,11 +71,11 @@ class RemoteRanks:
         """Return a rank's process, once it has come.
 
         Raises:
-            RanksLostError: it does not come in time.
+            RanksLostError: it does not come in time, or nobody waits any more.
         """
         deadline = time.monotonic() + COME_S
         while rank not in self._came:
-            if time.monotonic() > deadline:
+            if not self._listener.is_open or time.monotonic() > deadline:
                 num_refused = self._listener.num_strangers
                 refused = f" {num_refused} others were refused." if num_refused else ""
                 raise RanksLostError(
@@ -117,14 +117,15 @@ def serve_rank(host: str, port: int, secret: bytes, rank: int, num_ranks: int) -
     Raises:
         ChannelClosedError: rank 0 does not answer.
     """
-    patience_s = COME_S
+    has_met = False
     while True:
-        channel = connect(host, port, secret, patience_s)
+        patience_s = _RETURN_S if has_met else COME_S
+        channel = connect(host, port, secret, patience_s, has_listened=has_met)
         channel.notice_silence(SILENCE_S)
         channel.send(Kind.HELLO, msgspec.json.encode(Arrival(rank, num_ranks)))
         if _run(channel, rank) == 0:
             return
-        patience_s = _RETURN_S
+        has_met = True
         time.sleep(_LOOK_S)
 
 
