@@ -46,6 +46,10 @@ def _head_norms(**changes: Any) -> Program:
     return decoder(replace(SPEC, **changes), partial(residual_layer, query_key_norm="head"))
 
 
+def _row_norms() -> Program:
+    return decoder(SPEC, partial(residual_layer, query_key_norm="row"))
+
+
 def _post_norms(**changes: Any) -> Program:
     spec = replace(SPEC, activation=Activation.GELU_TANH, **changes)
     layer = partial(residual_layer, post_norms=True, query_key_norm="head")
@@ -65,6 +69,7 @@ def _biases() -> Program:
 PROGRAMS: dict[str, Program] = {
     "biases": _biases(),
     "head norms": _head_norms(tied_embeddings=False),
+    "row norms": _row_norms(),
     "experts": _plain(experts=ExpertSpec(8, 2, 96, normalize=True)),
     "many experts": _head_norms(
         experts=ExpertSpec(40, 5, 32, normalize=False), activation=Activation.GELU_TANH

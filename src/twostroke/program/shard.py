@@ -119,7 +119,8 @@ def _shares(op: Op, shares: tuple[int, ...]) -> Ranges | None:
 
 def _fits(op: Op, ranges: Ranges) -> bool:
     """Whether an operation can be cut so."""
-    return all(end == op.length or end % op.grain == 0 for _, end in ranges)
+    ends = [end for columns in ranges for end in columns]  # both of each, since parts may overlap
+    return all(end == op.length or end % op.grain == 0 for end in ends)
 
 
 class _Stage:
