@@ -279,7 +279,8 @@ MixtureBytes mixture_bytes(const Plan& plan, size_t index, const StepRecord& ste
     bytes.prepared = std::max({bytes.prepared, inputs, bytes_for(expert.down)});
     bytes.ffn_width = plan.weights[static_cast<size_t>(expert.down)].num_inputs;
   }
-  if (step.num_rows * std::min<int64_t>(op.width, bytes.ffn_width) <= kFewValues) {
+  const int64_t fewest_rows = step.num_rows / plan.link.num_row_parts;  // of any rank
+  if (fewest_rows * std::min<int64_t>(op.width, bytes.ffn_width) <= kFewValues) {
     bytes.alone = bytes.prepared;
   }
   return bytes;
@@ -372,14 +373,16 @@ void make_room_for_experts(Plan& plan, const StepRecord& step) {
       for (ThreadMemory& memory : plan.threads) memory.experts.reserve(op.num_used, op.num_experts);
     }
     if (op.kind != OpKind::Experts && op.kind != OpKind::Terms) continue;
-    const int64_t slots = std::min(mixed_slots(num_pairs), num_groups(op.width));
+    // Of these pairs, or of some: this rank's, whose columns are then cut into fewer parts.
+    const int64_t most_slots =
+        std::min(num_pairs * num_groups(op.width), std::max(num_pairs, kMixFloats / kGroupSize));
     const MixtureBytes bytes = mixture_bytes(plan, i, step);
     plan.prepared.fit(bytes.prepared);
     plan.mixed.fit(num_pairs * bytes.ffn_width * kFloatBytes);
     plan.choices.fit(2 * num_pairs * kFloatBytes);
     for (ThreadMemory& memory : plan.threads) {
       memory.prepared.fit(bytes.alone);
-      memory.gated.fit(std::max(kGatedBytes, num_pairs * slots * kGroupSize * kFloatBytes));
+      memory.gated.fit(std::max(kGatedBytes, most_slots * kGroupSize * kFloatBytes));
       memory.experts.reserve(num_pairs, op.num_experts);
     }
   }
