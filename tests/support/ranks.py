@@ -185,7 +185,7 @@ class ThreadRanks:
         taps = [name for name in names if name != logits]
         self.together(
             lambda rank: self.plans[rank].evaluate(
-                lower_rank(self.parts, rank, taps if rank == 0 else (), activation_bits=self.bits),
+                lower_rank(self.parts, rank, taps, activation_bits=self.bits),
                 tokens,
                 found.get(logits) if rank == 0 else None,
                 [found[name] for name in taps] if rank == 0 else [],

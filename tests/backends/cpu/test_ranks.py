@@ -20,6 +20,7 @@ from twostroke.backends.cpu.library import choose_level
 from twostroke.core.errors import RanksLostError
 from twostroke.models import build_program
 from twostroke.program.mesh import Mesh
+from twostroke.program.ops import RMSNorm
 from twostroke.weights import load_path
 
 LEVEL = choose_level(None).level
@@ -63,7 +64,8 @@ def test_logits_are_those_of_one_process(kind):
 def test_traced_values_are_those_of_one_process():
     """A tap on rank 0 changes neither the places that ranks share nor the order of barriers."""
     model, tokens = MODELS["experts"](), tokens_of(5, 60)
-    names = [*model[0].layer_outputs, model[0].last_states, model[0].ops[-1].output]
+    normed = [op.output for op in model[0].ops if isinstance(op, RMSNorm)]
+    names = [*model[0].layer_outputs, *normed, model[0].ops[-1].output]
     with cpu_backend(model, LEVEL, 16) as whole:
         expected = whole.trace(tokens, names)
     for mesh in MESHES:

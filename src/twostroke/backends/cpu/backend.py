@@ -221,8 +221,8 @@ class CpuBackend:
             return lower(self._program, taps, activation_bits=bits)
         from twostroke.backends.cpu.shared import lower_rank  # one process needs nothing of it
 
-        parts, kept = share.parts(self._program, taps), taps if share.rank == 0 else ()
-        return lower_rank(parts, share.rank, kept, activation_bits=bits)
+        parts = share.parts(self._program, taps)
+        return lower_rank(parts, share.rank, taps, activation_bits=bits)
 
 
 def _last_norm(

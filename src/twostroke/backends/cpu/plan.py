@@ -91,6 +91,11 @@ class NativePlan:
         self._program, self._weights, self._pages = program, weights, pages
         self._num_ops = len(lowered.records)
         self._link = link
+        if link is not None and lowered.layout is not None and link.record.shared:
+            num_bytes = lowered.layout.offsets(link.max_rows).end
+            if num_bytes > link.record.shared_bytes:
+                message = f"Ranks share {link.record.shared_bytes} bytes, and need {num_bytes}"
+                raise MemoryLimitError(f"{message} for the values that are wanted; ask for fewer.")
         record = PlanRecord(
             num_groups=len(program.cache_groups),
             link=None if link is None else ctypes.pointer(link.record),

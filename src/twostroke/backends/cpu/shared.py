@@ -36,13 +36,16 @@ def lower_rank(
 ) -> Lowered:
     """Lower the part of one rank; see `lower`. `ranks` are the parts of all.
 
+    The values `taps` leave the step on rank 0; the other ranks must know of them.
+
     Raises:
         BackendError: a shape that the kernels cannot run, or more ranks than they can.
     """
     own = ranks[rank]
     has_routers = _have_routers(ranks)
-    lowered = lower(own.program, taps, activation_bits=activation_bits, has_routers=has_routers)
-    layout = shared_layout(ranks)
+    own_taps = taps if rank == 0 else ()
+    lowered = lower(own.program, own_taps, activation_bits=activation_bits, has_routers=has_routers)
+    layout = shared_layout(ranks, taps)
     for record, parts in zip(lowered.records, lowered.parts, strict=True):
         for number, (team, _) in enumerate(lowered.teams):
             if team in layout.together and _weights_of(parts) in layout.together[team].products:
@@ -59,14 +62,18 @@ def shared_bytes(ranks: Sequence[RankProgram], max_rows: int) -> int:
     return shared_layout(ranks).offsets(max_rows).end
 
 
-def shared_layout(ranks: Sequence[RankProgram]) -> SharedLayout:
-    """Lay out what ranks share: the same on each of them, whatever it taps.
+def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> SharedLayout:
+    """Lay out what ranks share: the same on each of them.
+
+    Values that rank 0 taps change nothing but which rows are prepared together: a product that is
+    cut off from another one by a tap is not the same operation on all ranks.
 
     Raises:
         BackendError: too many ranks.
     """
     has_routers = _have_routers(ranks)
     every = [lower(rank.program, has_routers=has_routers) for rank in ranks]
+    tapped = [lower(ranks[0].program, taps, has_routers=has_routers), *every[1:]] if taps else every
     slots: list[Slot] = []
     slot_of: dict[Key, int] = {}
     free_from: dict[tuple[Team, Slot], dict[int, int]] = {}  # slots of a team: their first interval
@@ -92,7 +99,7 @@ def shared_layout(ranks: Sequence[RankProgram]) -> SharedLayout:
         {team: number for number, team in enumerate(teams)},
         {channel: number for number, channel in enumerate(channels)},
         tuple(channels.values()),
-        _prepared_together(every),
+        _prepared_together(tapped),
     )
 
 
