@@ -226,6 +226,13 @@ def test_no_text_is_slower_at_any_load(clock, seed):
             assert simulation.speedup(text, num_streams) > 0.975, (name, num_streams)
 
 
+def test_guesses_for_a_step_that_was_lost_do_not_matter(clock):
+    simulation = Simulation(clock, 0)
+    simulation.speculator._asking_s = 5.0  # before its rank was lost
+    simulation.token_s([simulation.text(*EDIT)], "auto")
+    assert min(step.step_s for step in simulation.speculator.stats.recent) >= 0
+
+
 def test_predictable_text_is_faster(clock):
     simulation = Simulation(clock, 0)
     assert simulation.speedup(EDIT, 1) > 1.6

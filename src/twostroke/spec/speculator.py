@@ -153,7 +153,7 @@ class Speculator:
             with self._surviving(watcher):
                 watcher.see(plan, result)
         asking_s, self._asking_s = self._asking_s, 0.0
-        step_s = elapsed_s - asking_s
+        step_s = max(0.0, elapsed_s - asking_s)  # lost steps were asked for, too
         if self._proposers:
             self._step_time.learn(batch, step_s)
         num_plain = _num_drawing(plan)
