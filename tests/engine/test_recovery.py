@@ -231,6 +231,24 @@ def test_a_request_that_breaks_a_step_fails_alone_with_others_in_flight(tmp_path
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
+def test_a_step_in_flight_after_one_that_fails_is_computed_again(tmp_path: Path) -> None:
+    with client_of(tmp_path, 1) as (client, backend, ranks):
+        expected = answers(client, [[5]])
+        run = ranks._run
+
+        def fail_alone(plan: Any) -> Any:
+            backend.poison = 99 if len(plan.slices) == 1 and ranks._plans else None
+            return run(plan)
+
+        ranks._run = fail_alone  # type: ignore[method-assign]
+        backend.gate.clear()
+        generations = [client.generate(prompt, GREEDY) for prompt in ([99], [5])]
+        backend.gate.set()
+        with pytest.raises(TwostrokeError, match="ValueError"):
+            generations[0].wait()
+        assert generations[1].wait()[0].token_ids == expected[0]
+
+
 def test_cancelled_requests_are_forgotten_after_the_last_step_that_has_them(tmp_path: Path) -> None:
     rng = random.Random(0)
     with client_of(tmp_path, 2) as (client, backend, ranks):

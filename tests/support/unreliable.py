@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.core.errors import RanksLostError
+from twostroke.core.errors import BackendError, RanksLostError
 
 if TYPE_CHECKING:
     from twostroke.backends import Backend
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Ranks:
     """Makes a backend a `RankRunner`, of which any call may lose ranks by chance.
 
-    A step is computed when it is finished. The reference backend's pages then hold no numbers.
+    A step is computed when it is finished; if that fails, so do the others in flight. After a loss
+    the reference backend's pages hold no numbers.
 
     Attributes:
         chance: of a loss, in each call; below 1, a step succeeds between two of them.
@@ -42,6 +43,7 @@ class Ranks:
         self._is_lost = False
         self._has_succeeded = False  # since the last loss
         self._plans: deque[StepPlan] = deque()
+        self._num_spoiled = 0  # of these
         backend.facts = replace(backend.facts, steps_ahead=steps_ahead)  # type: ignore[misc]
         for name in ("run", "start", "finish", "recover", "give_up"):
             setattr(backend, name, getattr(self, name))
@@ -61,7 +63,15 @@ class Ranks:
     def finish(self) -> StepResult:
         self._perhaps_lose()
         self._has_succeeded = True
-        return self._run(self._plans.popleft())
+        plan = self._plans.popleft()
+        if self._num_spoiled:
+            self._num_spoiled -= 1
+            raise BackendError("An earlier step failed.")
+        try:
+            return self._run(plan)
+        except Exception:
+            self._num_spoiled = len(self._plans)
+            raise
 
     def recover(self) -> None:
         assert self._is_lost
@@ -82,5 +92,6 @@ class Ranks:
         if may_lose and self._rng.random() < self.chance:
             self._is_lost, self._has_succeeded = True, False
             self._plans.clear()
+            self._num_spoiled = 0
             self.num_losses += 1
             raise RanksLostError("Rank 1 does not answer.")

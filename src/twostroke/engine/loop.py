@@ -322,12 +322,11 @@ class EngineLoop:
                 raise
             except Exception as its_own:  # noqa: BLE001 a failure must not end other requests
                 error = its_own
-        if len(step.plan.slices) > 1:
-            self._recall_later()
+        self._recall_later()
         return run_each(step.plan, error, self._backend.run, self._fail)
 
     def _recall_later(self) -> None:
-        """Take back all steps but the oldest: some rows may follow those that failed."""
+        """Take back all steps but the oldest: they fail with it, or follow rows that failed."""
         while len(self._steps) > 1:
             step = self._steps.pop()
             if step.error is None:
