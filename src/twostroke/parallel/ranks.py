@@ -24,7 +24,7 @@ BEAT_S: Final = 0.2  # between two heartbeats
 _LOOK_S: Final = 0.1
 _FROZEN_S: Final = 0.8  # without a heartbeat
 _FROZEN_LOADING_S: Final = 10.0  # a rank that loads may be busy for a while
-_START_S: Final = 60.0  # until the first message
+_START_S: Final = 20.0  # until the first message of a process that runs
 
 
 class Ranks:
@@ -197,7 +197,7 @@ class Ranks:
         with self._changed:
             in_time = self._changed.wait_for(is_over, timeout_s)
             if self._is_given_up:
-                raise BackendError("Nobody waits for the ranks any more.")
+                raise BackendError("The engine closes: its ranks are not started again.")
             if not in_time:
                 for rank in sorted(set(self._processes) - set(known)):
                     why = f"did not answer within {timeout_s:.0f} s"
