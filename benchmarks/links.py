@@ -3,7 +3,8 @@
     python benchmarks/links.py --packages FOLDER... --mpiexec MPIEXEC
 
 Each folder of packages (as `pip install --target` makes them) may hold libucx, torch or mpi4py;
-a row says why a link cannot be measured. Times include calling native code from Python, some 2 µs.
+a row says why a link cannot be measured. MPI is no link of Twostroke's: it is measured by mpi4py.
+Times include calling native code from Python, some 2 µs.
 """
 
 from __future__ import annotations
@@ -117,6 +118,9 @@ def _rank(options: argparse.Namespace) -> None:
     from twostroke.parallel.launched import launched
     from twostroke.parallel.links.choice import open_link
 
+    if options.kinds == ["mpi"]:
+        _mpi_rank()
+        return
     place = launched()
     assert place is not None
     rank = place.rank
@@ -134,6 +138,26 @@ def _rank(options: argparse.Namespace) -> None:
         print(json.dumps(times), flush=True)
     time.sleep(0.5)
     link.close()
+
+
+def _mpi_rank() -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def gather_of_mpi(size: int) -> Callable[[bool], bool]:
+        own, everything = bytearray(size // 2), bytearray(size)
+
+        def gather(again: bool) -> bool:  # noqa: FBT001 - as below
+            own[0] = again
+            world.Allgather([own, MPI.BYTE], [everything, MPI.BYTE])
+            return bool(everything[0])
+
+        return gather
+
+    times = [_times(gather_of_mpi(size)) for size in SIZES]
+    if world.rank == 0:
+        print(json.dumps(times), flush=True)
 
 
 def gather_of(link: HostLink, size: int) -> Callable[[bool], bool]:

@@ -1,11 +1,12 @@
 // Collectives by messages: each member sends its part to every other one. Teams are small, and one
 // trip between two hosts takes longer than anything that a ring or a tree could save.
-#include "links/messages.h"
-
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <memory>
 #include <vector>
+
+#include "links/ucx.h"
 
 #define TS_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -18,8 +19,8 @@ constexpr auto kSpin = std::chrono::microseconds(400);
 class Messages {
  public:
   /// Forgets all that was before. Only while no collective runs.
-  void connect(const EngineRecord& record) {
-    engine_.reset(record.kind == EngineKind::Ucx ? make_ucx(record) : make_mpi(record));
+  void connect(const UcxRecord& record) {
+    ucx_ = std::make_unique<Ucx>(record);
     record_ = record;
     failed_ = false;
     aborted_.store(false);
@@ -59,10 +60,10 @@ class Messages {
 
  private:
   void add_send(int32_t to, const void* data, int64_t bytes) {
-    if (!failed_) add(engine_->send(to, data, bytes, &next()));
+    if (!failed_) add(ucx_->send(to, data, bytes, &next()));
   }
   void add_receive(int32_t from, void* data, int64_t bytes) {
-    if (!failed_) add(engine_->receive(from, data, bytes, &next()));
+    if (!failed_) add(ucx_->receive(from, data, bytes, &next()));
   }
   Request& next() { return requests_.emplace_back(Request{nullptr, false, false}); }
   void add(bool is_posted) {
@@ -75,10 +76,10 @@ class Messages {
   /// was given up must not be taken for those of another.
   int32_t finish() {
     progress_.fetch_add(1);
-    if (!failed_ && wait() && engine_->flush(&next())) wait();
+    if (!failed_ && wait() && ucx_->flush(&next())) wait();
     if (failed_) {
       for (Request& request : requests_) {
-        if (!request.is_done) engine_->cancel(&request);
+        if (!request.is_done) ucx_->cancel(&request);
       }
     }
     requests_.clear();
@@ -93,14 +94,14 @@ class Messages {
       bool is_pending = false;
       for (Request& request : requests_) {
         if (request.is_done) continue;
-        const Progress progress = engine_->poll(&request);
+        const Progress progress = ucx_->poll(&request);
         request.is_done = progress == Progress::Done;
         is_pending |= progress == Progress::Pending;
         failed_ |= progress == Progress::Failed;
       }
       if (!is_pending) break;
       failed_ |= aborted_.load(std::memory_order_relaxed) || is_peer_lost();
-      engine_->work(may_sleep);
+      if (ucx_->work(may_sleep)) progress_.fetch_add(2);
       may_sleep = may_sleep || Clock::now() - start > kSpin;
     }
     return !failed_;
@@ -113,8 +114,8 @@ class Messages {
     return false;
   }
 
-  EngineRecord record_{};
-  std::unique_ptr<Engine> engine_;
+  UcxRecord record_{};
+  std::unique_ptr<Ucx> ucx_;
   std::vector<Request> requests_;
   bool failed_ = true;  // until it is connected
   std::atomic<bool> aborted_{false};
@@ -129,13 +130,13 @@ Messages* messages(void* context) { return static_cast<Messages*>(context); }
 using ts::messages;
 
 TS_EXPORT void* ts_messages_create() { return new ts::Messages; }
-TS_EXPORT void ts_messages_connect(void* context, const ts::EngineRecord* record) {
+TS_EXPORT void ts_messages_connect(void* context, const ts::UcxRecord* record) {
   messages(context)->connect(*record);
 }
 TS_EXPORT void ts_messages_destroy(void* context) { delete messages(context); }
 /// Ends the collective that waits, and each later one, with an error. Any thread may call it.
 TS_EXPORT void ts_messages_abort(void* context) { messages(context)->abort(); }
-/// A number that changes when a collective begins and when it ends; odd inside one.
+/// A number that changes when a collective begins or ends and when bytes move; odd inside one.
 TS_EXPORT int64_t ts_messages_progress(void* context) { return messages(context)->progress(); }
 
 // The functions of a LinkRecord.

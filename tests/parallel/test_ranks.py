@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.parallel.channel import Channel, ChannelClosedError, Kind
-from twostroke.parallel.job import Failed, Hello, Ready, Reset, pack, version
+from twostroke.parallel.job import Beat, Failed, Hello, Ready, Reset, pack, version
 from twostroke.parallel.ranks import BEAT_S, Ranks
 
 
@@ -21,6 +21,7 @@ class FakeRank:
         ours, theirs = socket.socketpair()
         self.channel, self.own = Channel(ours), Channel(theirs)
         self.beats, self.killed, self.received = True, False, []
+        self.waits, self.progress = False, 0
         self.own.send(Kind.HELLO, pack(Hello(rank, number, "here", 1, 10**9, 1)))
         if loads:
             self.own.send(Kind.READY, pack(Ready(1, 2, 3)))
@@ -31,7 +32,7 @@ class FakeRank:
         try:
             while True:
                 if self.beats:
-                    self.own.beat()
+                    self.own.beat(pack(Beat(self.waits, self.progress)))
                 if message := self.own.receive(BEAT_S / 4):
                     self.received.append(message.kind)
                     if message.kind is Kind.RESET and self.beats:
@@ -56,12 +57,19 @@ class Group:
 
     def __init__(self):
         self.started, self.aborted = [], threading.Event()
+        self.own_progress = 0
         self.version, self.loads = version(), True
-        self.ranks = Ranks(3, self, self.aborted.set)
+        self.ranks = Ranks(3, self, self)  # it is their link, too
 
     def __call__(self, rank):
         self.started.append(FakeRank(rank, self.version, self.loads))
         return self.started[-1]
+
+    def abort(self):
+        self.aborted.set()
+
+    def progress(self):
+        return self.own_progress
 
     def close(self):
         pass
@@ -119,6 +127,23 @@ def test_a_rank_that_freezes_before_it_begins_again_is_noticed_as_soon(group):
     assert group.aborted.wait(5)  # not as late as one that loads
     with pytest.raises(RanksLostError, match="Rank 2 has not responded"):
         group.ranks.wait_until_ready()
+
+
+def test_a_link_that_moves_nothing_is_given_up_only_if_all_wait(group):
+    group.ranks.wait_until_ready()
+    one, two = group.started
+    group.own_progress = one.progress = two.progress = 5
+    one.waits, two.waits = True, False  # it computes
+    assert not group.aborted.wait(1.3)
+    two.waits = True
+    for progress in range(7, 27, 2):  # a large message is on its way
+        two.progress = progress
+        assert not group.aborted.wait(0.15)
+    assert group.aborted.wait(5)
+    assert str(group.ranks.cause(5)).startswith("Nothing arrives over the link")
+    assert not group.ranks.lost
+    group.ranks.reset(Reset(""), set())
+    assert str(group.ranks.cause(0)) == "The connection between the ranks broke."
 
 
 def test_a_failure_is_told_with_its_rank_and_kind(group):

@@ -50,9 +50,8 @@ class LinkSpeed(Frozen):
 _SPEEDS: Mapping[str, LinkSpeed] = {
     "shared": LinkSpeed(1.5e-6, 10e9),
     "ucx": LinkSpeed(24e-6, 2.3e9),
-    "mpi": LinkSpeed(25e-6, 2.3e9),
 }
-_NAMES = {"shared": "shared memory", "ucx": "UCX", "mpi": "MPI", "gloo": "Gloo"}
+_NAMES = {"shared": "shared memory", "ucx": "UCX", "gloo": "Gloo"}
 _ANY_SPEED = LinkSpeed(400e-6, 1e9)
 
 

@@ -24,6 +24,7 @@ from twostroke.engine.sizing import CacheSize
 from twostroke.models import build_program
 from twostroke.parallel.channel import Channel, ChannelClosedError, Kind
 from twostroke.parallel.job import (
+    Beat,
     Evaluate,
     Failed,
     Hello,
@@ -45,34 +46,51 @@ if TYPE_CHECKING:
     from twostroke.core.frozen import Frozen
     from twostroke.parallel.backend import RankBackend
     from twostroke.parallel.channel import Message
+    from twostroke.parallel.link import Link
 
 
-def main() -> None:
-    """Run a rank whose channel to rank 0 is an open file that it inherited."""
+def main() -> int:
+    """Run a rank whose channel to rank 0 is an open file that it inherited; return its exit code.
+
+    0 means that it is over, another number that rank 0 may want this rank again.
+    """
     parser = argparse.ArgumentParser(prog="twostroke.engine.rank")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--channel", type=int, required=True)
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 ends the others
-    follow(Channel(socket.socket(fileno=given.channel)), given.rank)
+    return 0 if follow(Channel(socket.socket(fileno=given.channel)), given.rank) else 1
 
 
-def follow(channel: Channel, rank: int) -> None:
-    """Do what rank 0 says, until it ends this rank or is gone."""
+def follow(channel: Channel, rank: int) -> bool:
+    """Do what rank 0 says, until it ends this rank or is gone; return whether it is over."""
     try:
         here = socket.gethostname(), os.getpid(), memory_available(), num_cores()
         hello = Hello(rank, version(), *here)
         channel.send(Kind.HELLO, pack(hello))
-        with _beating(channel):
-            _serve(channel)
+        pulse = _Pulse()
+        with _beating(channel, pulse):
+            return _serve(channel, pulse)
     except ChannelClosedError:
-        pass  # rank 0 is gone
+        return False
     finally:
         channel.close()
 
 
+class _Pulse:
+    """What this rank's heartbeats say."""
+
+    def __init__(self) -> None:
+        self.link: Link | None = None  # once it has joined
+        self.waits_for_step = False
+
+    def beat(self) -> Beat:
+        progress = self.link.progress() if self.link is not None else 0
+        return Beat(self.waits_for_step or progress % 2 == 1, progress)
+
+
 @contextmanager
-def _beating(channel: Channel) -> Iterator[None]:
+def _beating(channel: Channel, pulse: _Pulse) -> Iterator[None]:
     """Tell rank 0 that this rank lives; end the process at once if rank 0 does not."""
     is_over = threading.Event()
     parent = os.getppid()
@@ -80,7 +98,7 @@ def _beating(channel: Channel) -> Iterator[None]:
     def beat() -> None:
         while not is_over.wait(BEAT_S):
             try:
-                channel.beat()
+                channel.beat(pack(pulse.beat()))
             except ChannelClosedError:
                 break
             # A process that rank 0 has forked may keep rank 0's end of the channel open.
@@ -98,26 +116,35 @@ def _beating(channel: Channel) -> Iterator[None]:
         thread.join()
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: Channel, pulse: _Pulse) -> bool:
     message = channel.receive()
     while message is not None and message.kind is Kind.BEAT:
         message = channel.receive()
     if message is None or message.kind is not Kind.JOB:
-        return
+        return True
     try:
         job = unpack(message.body, Job)
         compute = own_part(job.compute, *job.place)
         with on_cores(*job.place), closing(Follower(job, compute)) as follower:
-            _follow_steps(channel, follower)  # on these cores, too, as this thread computes
+            pulse.link = follower.link
+            _follow_steps(channel, follower, pulse)  # on these cores, too, as this thread computes
     except ChannelClosedError:
         raise
     except Exception as error:  # noqa: BLE001 whatever it is, rank 0 must learn of it
-        channel.send(Kind.FAILED, pack(_failed(error)))
+        failed = _failed(error)
+        channel.send(Kind.FAILED, pack(failed))
+        return not failed.lost
+    return True
 
 
-def _follow_steps(channel: Channel, follower: Follower) -> None:
+def _follow_steps(channel: Channel, follower: Follower, pulse: _Pulse) -> None:
     channel.send(Kind.READY, pack(follower.sizes))
-    while (message := channel.receive()) and message.kind is not Kind.END:
+    while True:
+        pulse.waits_for_step = True
+        message = channel.receive()
+        if message is None or message.kind is Kind.END:
+            return
+        pulse.waits_for_step = message.kind is Kind.BEAT
         if (answer := _answer(follower, message)) is not None:
             kind = Kind.READY if isinstance(answer, Ready) else Kind.FAILED
             channel.send(kind, pack(answer))
@@ -165,7 +192,7 @@ class Follower:
         program = build_program(loaded.spec)
         groups = PageGroups(job.page_size, tuple(g.window for g in program.cache_groups))
         longest = groups.most_tokens(job.num_pages, program.context_length)
-        self._link = LINKS[job.link_kind](job.rank, job.mesh.num_ranks, job.level, job.link)
+        self.link = LINKS[job.link_kind](job.rank, job.mesh.num_ranks, job.level, job.link)
         sizes = block_sizes(loaded.tensors) if job.splits_sums else None
         backend = make_backend(
             loaded.tensors,
@@ -174,7 +201,7 @@ class Follower:
             CacheSize(program.context_length, job.num_pages, job.page_size, 0, job.kv_format),
             release=loaded.release,
             tapped_value=job.tapped_value,
-            share=Share(job.rank, job.mesh, job.max_rows, self._link.record, sizes),
+            share=Share(job.rank, job.mesh, job.max_rows, self.link.record, sizes),
         )
         self._backend = cast("RankBackend", backend)  # it has a share
         facts = self._backend.facts
@@ -209,18 +236,17 @@ class Follower:
 
     def reset(self, what: Reset) -> None:
         """Join the other ranks again."""
-        self._link.join(what.link)
+        self.link.join(what.link)
 
     def abort(self) -> None:
         """Let no other rank wait for this one."""
-        self._link.abort()
+        self.link.abort()
 
     def close(self) -> None:
         """Give everything back."""
         self._backend.close()
-        self._link.close()
+        self.link.close()
 
 
 if __name__ == "__main__":
-    main()
-    sys.exit(0)
+    sys.exit(main())

@@ -17,7 +17,7 @@ from twostroke.engine.loading import load
 from twostroke.parallel.channel import Channel, ChannelClosedError, Kind, connect
 from twostroke.parallel.job import pack, unpack, version
 from twostroke.parallel.launched import launched
-from twostroke.parallel.links.choice import KINDS, OFFERED, open_link
+from twostroke.parallel.links.choice import KINDS, open_link
 from twostroke.parallel.remote import COME_S, Arrival
 from twostroke.parallel.start import place_among, wait_for_ranks
 from twostroke.weights import weights_identity
@@ -104,7 +104,7 @@ def _ask(place: Launched, model: str | None) -> Check:
         reports = [_report(0, remote.host, model)]
         reports += [unpack(_next(channel), RankReport) for channel in channels]
         wrong = mismatches(reports)
-        usable = [k for k in OFFERED if not any(report.obstacles[k] for report in reports)]
+        usable = [k for k in KINDS if not any(report.obstacles[k] for report in reports)]
         wanted = env.link()
         kind = next((k for k in usable if wanted in {None, k}), None)
         if kind is None:
@@ -202,7 +202,7 @@ def _report(rank: int, address: str, model: str | None) -> RankReport:
         memory_bytes=memory_available(),
         model_id=model_id,
         model_error=model_error,
-        obstacles={name: kind.obstacle() for name, kind in KINDS.items() if name in OFFERED},
+        obstacles={name: kind.obstacle() for name, kind in KINDS.items()},
     )
 
 

@@ -90,7 +90,7 @@ class RankGroup:
         )
         with ExitStack() as if_it_fails:
             self._link, launcher = self._start(if_it_fails)
-            self._ranks = Ranks(mesh.num_ranks, launcher, self._link.abort)
+            self._ranks = Ranks(mesh.num_ranks, launcher, self._link)
             self._undo = if_it_fails.pop_all()
         self._hosts = {0: socket.gethostname()}
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     Array = NDArray[np.float32]
 
 _CAUSE_S: Final = 2.0  # until it is known why a step failed
-_ATTEMPTS: Final = 5  # several ranks may be lost one shortly after another
+# Ranks are joined again at least so often, and for so long: a link may be down for a while.
+_ATTEMPTS: Final = 5
+_PATIENCE_S: Final = 30.0
+_PAUSE_S: Final = 0.5
 
 
 class RankBackend(Backend, Protocol):
@@ -133,14 +137,16 @@ class ParallelBackend:
         """
         self._in_flight.clear()
         self._num_spoiled = 0
-        for attempt in range(_ATTEMPTS):
+        deadline = time.monotonic() + _PATIENCE_S
+        for attempt in count(1):
             try:
                 self._join(self._ranks.restart())
                 return
             except RanksLostError as error:
-                if attempt == _ATTEMPTS - 1:
-                    reason = f"Ranks were started {_ATTEMPTS} times and lost again. {error}"
+                if attempt >= _ATTEMPTS and time.monotonic() > deadline:
+                    reason = f"Ranks were joined {attempt} times and lost again. {error}"
                     raise BackendError(reason) from None
+                time.sleep(_PAUSE_S)
 
     def give_up(self) -> None:
         """Let `recover` fail at once, now or later; any thread may call it."""

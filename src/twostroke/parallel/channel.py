@@ -78,12 +78,12 @@ class Channel:
             else:
                 self._send_all(head, body)
 
-    def beat(self) -> None:
+    def beat(self, body: bytes = b"") -> None:
         """Send a heartbeat, unless a message is on its way, which says the same."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            beat = _HEAD.pack(Kind.BEAT, 0)
+            beat = _HEAD.pack(Kind.BEAT, len(body)) + body
             sent = self._socket.send(beat, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             if sent < len(beat):
                 self._send_all(beat[sent:])

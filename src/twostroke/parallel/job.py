@@ -64,6 +64,13 @@ class Ready(Frozen):
     cache_bytes: int
 
 
+class Beat(Frozen):
+    """A rank lives. `progress` is that of its link; `waits`: for a step, or inside a collective."""
+
+    waits: bool
+    progress: int
+
+
 class Evaluate(Frozen):
     """A sequence to compute on separate pages; the values `taps`, or logits, leave it on rank 0."""
 

@@ -40,6 +40,12 @@ class Link(Protocol):
     def abort(self) -> None:
         """End all waits of all ranks; any thread may call it at any time."""
 
+    def progress(self) -> int:
+        """Return a number that changes when bytes move; odd inside a collective.
+
+        Always 0 for what cannot stall, or notices it itself. Any thread may call it.
+        """
+
     def close(self) -> None:
         """Give everything back."""
 

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core import errors
 from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
 from twostroke.parallel.channel import ChannelClosedError, Kind
-from twostroke.parallel.job import Failed, Hello, Ready, pack, unpack, version
+from twostroke.parallel.job import Beat, Failed, Hello, Ready, pack, unpack, version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from twostroke.parallel.channel import Message
     from twostroke.parallel.job import Job, Reset
     from twostroke.parallel.launch import Launcher, RankProcess
+    from twostroke.parallel.link import Link
 
 BEAT_S: Final = 0.2  # between two heartbeats
 _LOOK_S: Final = 0.1
 _FROZEN_S: Final = 0.8  # without a heartbeat
+_STALLED_S: Final = 0.9  # of a link; a frozen rank is noticed before
 _FROZEN_LOADING_S: Final = 10.0  # a rank that loads may be busy for a while
 _START_S: Final = 20.0  # until the first message of a process that runs
 
@@ -30,13 +32,13 @@ _START_S: Final = 20.0  # until the first message of a process that runs
 class Ranks:
     """Starts the other ranks, sends to them, and notices when one is dead or frozen.
 
-    A thread reads all that they send. If one is lost or fails, it calls `abort`, so that nobody
-    waits for it.
+    A thread reads all that they send. If one is lost or fails, or if nothing arrives over the link
+    though all wait, it aborts the link, so that nobody waits any more.
     """
 
-    def __init__(self, num_ranks: int, launch: Launcher, abort: Callable[[], None]) -> None:
+    def __init__(self, num_ranks: int, launch: Launcher, link: Link) -> None:
         """Start ranks 1 to `num_ranks` - 1."""
-        self._launch, self._abort = launch, abort
+        self._launch, self._link = launch, link
         self._changed = threading.Condition()
         self._processes: dict[int, RankProcess] = {}
         self._silent_s: dict[int, float] = {}
@@ -45,6 +47,8 @@ class Ranks:
         self.ready: dict[int, Ready] = {}
         self.failed: dict[int, Failed] = {}
         self.lost: dict[int, str] = {}
+        self._beats: dict[int, Beat] = {}
+        self._stall = Stall()
         self._resetting: set[int] = set()  # what they say until they are ready is out of date
         try:
             for rank in range(1, num_ranks):
@@ -107,7 +111,7 @@ class Ranks:
         """
         with self._changed:
             if self.lost:
-                self._abort()
+                self._link.abort()
                 raise self._lost_error()
 
     def reset(self, body: Reset, new: Collection[int]) -> None:
@@ -115,6 +119,7 @@ class Ranks:
         with self._changed:
             old = [rank for rank in self._processes if rank not in new]
             self.failed.clear()
+            self._stall = Stall()
             self._resetting = set(old)
             for rank in old:
                 self.ready.pop(rank, None)
@@ -136,7 +141,7 @@ class Ranks:
             for rank in lost:
                 self._processes.pop(rank).kill()
                 self._resetting.discard(rank)
-                for known in (self.hellos, self.ready, self.lost):
+                for known in (self.hellos, self.ready, self.lost, self._beats):
                     known.pop(rank, None)
         for rank in lost:
             if self._is_given_up:
@@ -151,11 +156,15 @@ class Ranks:
     def cause(self, timeout_s: float) -> TwostrokeError:
         """Return why a step failed: a rank was lost, or failed; else that the link broke."""
         with self._changed:
-            self._changed.wait_for(lambda: self.lost or self._real_failures(), timeout_s)
+            self._changed.wait_for(
+                lambda: self.lost or self._real_failures() or self._stall.is_found, timeout_s
+            )
             if self.lost:
                 return self._lost_error()
             for rank, failed in self._real_failures().items():
                 return _error_of(rank, failed)
+        if self._stall.is_found:
+            return RanksLostError("Nothing arrives over the link, though all ranks wait for it.")
         return RanksLostError("The connection between the ranks broke.")
 
     def give_up(self) -> None:
@@ -231,6 +240,7 @@ class Ranks:
             passed_s, before = min(now - before, 2 * _LOOK_S), now
             for rank, process in alive.items():
                 self._listen(rank, process, passed_s)
+            self._notice_stall(passed_s)
             if now - beaten >= BEAT_S:
                 beaten = now
                 for process in alive.values():
@@ -252,6 +262,17 @@ class Ranks:
         if rank in self.hellos and self._silent_s[rank] > most_s:
             self._lose(rank, process, f"has not responded for {self._silent_s[rank]:.1f} s")
 
+    def _notice_stall(self, passed_s: float) -> None:
+        """End all waits if nothing arrives over the link."""
+        with self._changed:
+            beats = [self._beats[rank] for rank in self.ready if rank in self._beats]
+            if self.lost or self._stall.is_found or len(beats) < len(self._processes):
+                return
+            self._stall.look(self._link.progress(), beats, passed_s)
+            if self._stall.is_found:
+                self._link.abort()
+                self._changed.notify_all()
+
     def _take(self, rank: int, process: RankProcess, message: Message) -> None:
         with self._changed:
             if self._processes.get(rank) is not process:  # it was replaced meanwhile
@@ -264,8 +285,11 @@ class Ranks:
                     self._resetting.discard(rank)
                 case Kind.FAILED if rank not in self._resetting:
                     self.failed[rank] = unpack(message.body, Failed)
-                    self._abort()
-                case _:  # a heartbeat
+                    self._link.abort()
+                case Kind.BEAT if message.body:
+                    self._beats[rank] = unpack(message.body, Beat)
+                    return
+                case _:
                     return
             self._changed.notify_all()
 
@@ -275,9 +299,31 @@ class Ranks:
             if self._processes.get(rank) is not process:  # it was replaced meanwhile
                 return
             self.lost.setdefault(rank, reason)
-            self._abort()
+            self._link.abort()
             process.kill()
             self._changed.notify_all()
+
+
+class Stall:
+    """Finds that a link moves nothing, though rank 0 is in a collective and no rank computes."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._progress: list[int] = []
+        self._lasts_s = 0.0
+
+    @property
+    def is_found(self) -> bool:
+        """Whether it has lasted long enough."""
+        return self._lasts_s > _STALLED_S
+
+    def look(self, own_progress: int, beats: Sequence[Beat], passed_s: float) -> None:
+        """Compare what ranks say now with what they said before."""
+        progress = [own_progress, *(beat.progress for beat in beats)]
+        waits = own_progress % 2 == 1 and all(beat.waits for beat in beats)
+        is_still = waits and progress == self._progress
+        self._lasts_s = self._lasts_s + passed_s if is_still else 0.0
+        self._progress = progress
 
 
 def _gone(error: Exception) -> str:

@@ -67,6 +67,10 @@ class SharedLink:
         if self._address:
             self._library.ts_link_abort(self._address)
 
+    def progress(self) -> int:
+        """Return 0: memory does not stall, and a wait in it looks again when a wake-up is lost."""
+        return 0
+
     def close(self) -> None:
         """Unmap the memory; closing twice does no harm."""
         if self._address:

@@ -81,6 +81,10 @@ class TorchLink:
             finally:
                 self._busy.release()
 
+    def progress(self) -> int:
+        """Return 0: collectives have a timeout of their own."""
+        return 0
+
     def close(self) -> None:
         """Leave the others."""
         self.abort()

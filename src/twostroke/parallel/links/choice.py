@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.parallel.links import gloo, mpi, ucx
+from twostroke.parallel.links import gloo, ucx
 from twostroke.parallel.links.host_link import HostLink
-from twostroke.parallel.links.messages import MessageEngine
+from twostroke.parallel.links.messages import UcxEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,27 +29,13 @@ class Kind(Frozen):
 
 # Fastest first (benchmarks/links.py).
 KINDS: Final = {
-    "ucx": Kind(
-        ucx.obstacle,
-        ucx.version,
-        lambda rank, num_ranks, level: MessageEngine(rank, num_ranks, level, ucx.UcxConnections),
-    ),
-    "mpi": Kind(
-        mpi.obstacle,
-        mpi.version,
-        lambda rank, num_ranks, level: MessageEngine(rank, num_ranks, level, mpi.MpiConnections),
-    ),
+    "ucx": Kind(ucx.obstacle, ucx.version, UcxEngine),
     "gloo": Kind(
         gloo.obstacle,
         gloo.version,
         lambda rank, num_ranks, _: gloo.GlooEngine(rank, num_ranks),
     ),
 }
-
-
-# Those of an engine's ranks. MPI is measured only: it must run in the process that mpirun started,
-# while a rank runs in a child of it, which can be started again.
-OFFERED: Final = ("ucx", "gloo")
 
 
 def choose_kind(wanted: str | None = None) -> str:
@@ -59,13 +45,11 @@ def choose_kind(wanted: str | None = None) -> str:
         UsageError: there is no such kind.
         BackendError: it cannot be used here, or none can.
     """
-    if wanted is not None and wanted not in OFFERED:
-        names = ", ".join(OFFERED)
-        raise UsageError(
-            f"There is no link '{wanted}'; there are {names}.{nearest(wanted, OFFERED)}"
-        )
+    if wanted is not None and wanted not in KINDS:
+        names = ", ".join(KINDS)
+        raise UsageError(f"There is no link '{wanted}'; there are {names}.{nearest(wanted, KINDS)}")
     obstacles = {}
-    for kind in (wanted,) if wanted else OFFERED:
+    for kind in (wanted,) if wanted else KINDS:
         obstacle = obstacles[kind] = KINDS[kind].obstacle()
         if obstacle is None:
             return kind

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
-from twostroke.core.errors import RanksLostError
+from twostroke.core.errors import BackendError, RanksLostError
 from twostroke.parallel.links.meeting import Meeting
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _CONNECT_S: Final = 15.0
 
 
 class Engine(Protocol):
-    """One rank's use of an engine such as UCX. Only `interrupt` may be called by any thread."""
+    """One rank's use of an engine such as UCX. Any thread may call `interrupt` and `progress`."""
 
     record: LinkRecord
 
@@ -32,7 +32,7 @@ class Engine(Protocol):
         """End the collective that waits, and let each later one fail."""
 
     def progress(self) -> int:
-        """Return a number that changes when a collective begins or ends; odd inside one."""
+        """Return a number that changes when bytes move; odd inside a collective."""
 
     def leave(self) -> None:
         """Drop all connections without waiting for anybody."""
@@ -71,8 +71,13 @@ class HostLink:
             self._meeting = Meeting(self._rank, self._num_ranks, self._engine.interrupt)
         assert self._meeting is not None
         own_host = self._meeting.enter(link)
-        parts = self._meeting.exchange(self._engine.open(own_host))
-        self._engine.connect(parts)
+        try:
+            parts = self._meeting.exchange(self._engine.open(own_host))
+            self._engine.connect(parts)
+        except RanksLostError:
+            raise
+        except (BackendError, RuntimeError) as error:  # for now: an interface may be down
+            raise RanksLostError(f"Rank {self._rank} cannot open the link. {error}") from None
         self._greet()
 
     def begin(self) -> None:
@@ -85,7 +90,7 @@ class HostLink:
             meeting.end()
 
     def progress(self) -> int:
-        """Return a number that changes when a collective begins or ends; odd inside one."""
+        """Return a number that changes when bytes move; odd inside a collective."""
         return self._engine.progress()
 
     def close(self) -> None:

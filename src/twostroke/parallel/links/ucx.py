@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from twostroke.core import env
 from twostroke.core.errors import BackendError
-from twostroke.parallel.links.record import EngineKind, EngineRecord
+from twostroke.parallel.links.record import UcxRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ _ADDRESS_AND_ERRORS: Final = 1 | 2 | 4
 _TELL_ERRORS: Final = 1
 _FORCE: Final = 1 << 0  # ucp_ep_close_nbx: do not wait for the peer
 _FLAGS: Final = 1 << 4
-# Functions that native code calls, in the order of native/links/ucx.cpp.
+# Functions that native code calls, in the order of native/links/ucx.h.
 _CALLED: Final = (
     "ucp_tag_send_nbx",
     "ucp_tag_recv_nbx",
@@ -88,8 +88,6 @@ def version() -> str:
 class UcxConnections:
     """One rank's worker and its endpoints to the others."""
 
-    kind = EngineKind.UCX
-
     def __init__(self, rank: int, num_ranks: int, on_error: c_void_p) -> None:
         """Open a worker; UCX calls `on_error` with the address of a rank's entry in `lost`.
 
@@ -117,7 +115,7 @@ class UcxConnections:
         finally:
             call.ucp_worker_release_address(self._worker, address)
 
-    def connect(self, addresses: Sequence[bytes]) -> EngineRecord:
+    def connect(self, addresses: Sequence[bytes]) -> UcxRecord:
         """Connect to all other ranks; their messages begin with the first collective."""
         for rank, address in enumerate(addresses):
             if rank == self._rank:
@@ -131,9 +129,9 @@ class UcxConnections:
             self._endpoints[rank] = endpoint.value
         event = c_int(-1)
         _check(self._library.ucp_worker_get_efd(self._worker, byref(event)))
-        record = EngineRecord(self.kind, self._rank, self._num_ranks, 0, event.value)
-        record.world = self._worker
-        record.peers = ctypes.addressof(self._endpoints)
+        record = UcxRecord(self._rank, self._num_ranks, event.value)
+        record.worker = self._worker
+        record.endpoints = ctypes.addressof(self._endpoints)
         record.lost = ctypes.addressof(self._lost)
         for i, name in enumerate(_CALLED):
             record.functions[i] = ctypes.cast(getattr(self._library, name), c_void_p)
