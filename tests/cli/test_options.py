@@ -146,6 +146,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
             "--tensor-parallel 3 --shares 3,2",
             "--shares must be 3 numbers, one for each part, got 2.",
         ),
+        ("--ray", "--ray needs several ranks, such as --tensor-parallel 2."),
         ("--reduce sum", "--reduce can be sum only on the backend torch."),
         ("--drafts 0", "--drafts must be from 1 to 24, got 0."),
         (

@@ -99,5 +99,5 @@ def test_the_engine_says_what_to_expect(tmp_path):
             facts=SimpleNamespace(ranks=ranks, link=link, steps_ahead=0),
         )
         said = describe_gain(engine)
-        assert said.startswith(f"2 ranks {where}: expected ")
-        assert said.endswith("x at prefill of one process here.")
+        assert said.startswith(f"2 ranks {where}. Expected speed against one process here: ")
+        assert said.endswith("x.")

@@ -212,6 +212,9 @@ class ParallelOptions(Frozen):
             degrees = f"{self.tensor} x {self.pipeline} x {self.expert} x {self.context}"
             reason = f"Degrees of {degrees} make {self.num_ranks} ranks; at most {MAX_RANKS} work."
             raise UsageError(reason)
+        if self.launcher != "auto" and self.num_ranks == 1:
+            reason = "needs several ranks, such as {other} 2."
+            raise UsageError(reason, field="launcher", other=Field("tensor"))
         if self.shares:
             self._check_shares()
 

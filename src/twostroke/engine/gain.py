@@ -145,12 +145,12 @@ def describe_gain(engine: Engine) -> str:
         name: divided.gain(batch, limits, engine.facts.steps_ahead + 1)
         for name, batch in _SHAPES.items()
     }
-    figures = ", ".join(f"{gain:.2f}x at {name}" for name, gain in gains.items())
+    figures = ", ".join(f"{name} {gain:.2f}x" for name, gain in gains.items())
     hosts = {rank.host for rank in engine.facts.ranks}
     where = f"on {len(hosts)} machines" if len(hosts) > 1 else "on this machine"
     link = _NAMES.get(engine.facts.link, engine.facts.link)
     ranks = f"{len(engine.facts.ranks)} ranks {where}, connected by {link}"
-    return f"{ranks}: expected {figures} of one process here."
+    return f"{ranks}. Expected speed against one process here: {figures}."
 
 
 def part_of_machine(limits: Hardware, count: int) -> Hardware:

@@ -354,6 +354,7 @@ class EngineLoop:
             self._scheduler.preempt_all()
         self._ranks.recover()
         self._is_recovering = False
+        _logger.info("Lost ranks were replaced; running requests continue.")
 
     def _add_drafts(
         self, part: Slice, drafts: Sequence[int], parents: Sequence[int]
