@@ -3,7 +3,8 @@
     python benchmarks/links.py --packages FOLDER... --mpiexec MPIEXEC
 
 Each folder of packages (as `pip install --target` makes them) may hold libucx, torch or mpi4py;
-a row says why a link cannot be measured. MPI is no link of Twostroke's: it is measured by mpi4py.
+a row says why a link cannot be measured. MPI is no link of Twostroke's: it is measured by
+mpi4py, which may need the library's path in MPI4PY_LIBMPI.
 Times include calling native code from Python, some 2 µs.
 """
 

@@ -15,8 +15,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.parallel.channel import Channel, ChannelClosedError, Kind, Listener, connect
 
 ENTRY: Final = "twostroke.engine.rank"
-COME_S: Final = 60.0  # until a rank is there: its machine may start later
-_RETURN_S: Final = 10.0  # until rank 0 takes a rank that was started again
+COME_S: Final = 60.0  # until a rank is there: its machine may start later, or be cut off
 _END_S: Final = 5.0
 _SAY_S: Final = 2.0
 _LOOK_S: Final = 0.2
@@ -119,8 +118,7 @@ def serve_rank(host: str, port: int, secret: bytes, rank: int, num_ranks: int) -
     """
     has_met = False
     while True:
-        patience_s = _RETURN_S if has_met else COME_S
-        channel = connect(host, port, secret, patience_s, has_listened=has_met)
+        channel = connect(host, port, secret, COME_S, has_listened=has_met)
         channel.notice_silence(SILENCE_S)
         channel.send(Kind.HELLO, msgspec.json.encode(Arrival(rank, num_ranks)))
         if _run(channel, rank) == 0:
