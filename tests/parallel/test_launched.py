@@ -24,7 +24,7 @@ OTHERS = ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for name in (*NAMES, *OTHERS, "SLURM_PROCID", "SLURM_NTASKS"):
+    for name in (*NAMES, *OTHERS, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -35,6 +35,11 @@ def given(monkeypatch, **variables):
 
 def test_variables_of_launchers_are_read(monkeypatch):
     assert launched() is None
+    given(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="2")  # in a batch script, without srun
+    assert launched() is None
+    given(monkeypatch, SLURM_STEP_ID="0", SLURM_PROCID="1", MASTER_ADDR="10.0.0.1")
+    assert launched() == Launched(1, 2, "10.0.0.1", 29500)
+    monkeypatch.delenv("MASTER_ADDR")
     given(monkeypatch, PMI_RANK="1", PMI_SIZE="2")
     assert launched() == Launched(1, 2, None, 29500)
     given(monkeypatch, RANK="2", WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="123")

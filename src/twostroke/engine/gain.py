@@ -139,18 +139,18 @@ def expect(engine: Engine) -> Divided:
 
 def describe_gain(engine: Engine) -> str:
     """Return in a sentence what several ranks should gain over one process on this machine."""
-    divided, limits = expect(engine), engine.limits.hardware()
-    assert limits is not None
-    gains = {
-        name: divided.gain(batch, limits, engine.facts.steps_ahead + 1)
-        for name, batch in _SHAPES.items()
-    }
-    figures = ", ".join(f"{name} {gain:.2f}x" for name, gain in gains.items())
     hosts = {rank.host for rank in engine.facts.ranks}
     where = f"on {len(hosts)} machines" if len(hosts) > 1 else "on this machine"
     link = _NAMES.get(engine.facts.link, engine.facts.link)
-    ranks = f"{len(engine.facts.ranks)} ranks {where}, connected by {link}"
-    return f"{ranks}. Expected speed against one process here: {figures}."
+    ranks = f"{len(engine.facts.ranks)} ranks {where}, connected by {link}."
+    limits = engine.limits.hardware()
+    if limits is None:  # they could not be measured
+        return ranks
+    divided, num_steps = expect(engine), engine.facts.steps_ahead + 1
+    figures = ", ".join(
+        f"{name} {divided.gain(batch, limits, num_steps):.2f}x" for name, batch in _SHAPES.items()
+    )
+    return f"{ranks} Expected speed against one process here: {figures}."
 
 
 def part_of_machine(limits: Hardware, count: int) -> Hardware:

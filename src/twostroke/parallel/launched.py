@@ -15,6 +15,7 @@ _NAMES: Final = (
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
+_SLURM_BATCH: Final = 0xFFFFFFF0  # steps from here on are not srun's
 _DEFAULT_PORT: Final = 29500  # torchrun's
 
 
@@ -37,6 +38,9 @@ def launched() -> Launched | None:
         UsageError: a variable of the launcher is missing or not a number.
     """
     found = env.launcher()
+    step = found.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or int(step) >= _SLURM_BATCH:
+        found.pop("SLURM_PROCID", None)  # a batch script has it, too, though srun did not start it
     for rank, size in _NAMES:
         if rank in found and size in found:
             port = _number(found, "MASTER_PORT", _DEFAULT_PORT, 65535)

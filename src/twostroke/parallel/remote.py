@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -121,10 +122,17 @@ def serve_rank(host: str, port: int, secret: bytes, rank: int, num_ranks: int) -
         channel = connect(host, port, secret, COME_S, has_listened=has_met)
         channel.notice_silence(SILENCE_S)
         channel.send(Kind.HELLO, msgspec.json.encode(Arrival(rank, num_ranks)))
-        if _run(channel, rank) == 0:
+        _say(f"Rank {rank} of {num_ranks} follows rank 0 at {host}:{port}.")
+        if (code := _run(channel, rank)) == 0:
             return
+        how = signal.Signals(-code).name if code < 0 else f"code {code}"
+        _say(f"Rank {rank} was lost ({how}) and starts again.")
         has_met = True
         time.sleep(_LOOK_S)
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"{sentence}\n")
 
 
 def _run(channel: Channel, rank: int) -> int:
@@ -145,7 +153,7 @@ def _run(channel: Channel, rank: int) -> int:
         try:
             return process.wait(_END_S)
         except subprocess.TimeoutExpired:  # frozen
-            return -1
+            return -signal.SIGKILL
     finally:
         process.kill()
         process.wait()
