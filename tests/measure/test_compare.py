@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.config import CacheOptions, ComputeOptions, ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
 
@@ -101,3 +101,15 @@ def test_pieces_longer_than_the_context_are_refused(tmp_path: Path) -> None:
     pieces = pieces_of(held_out_text(), [short], 64, 64)
     with pytest.raises(UsageError, match=r"Pieces of 64 tokens .* of 32: lower --length"):
         list(compare_subjects(subject(short), [subject(short)], pieces, silent))
+
+
+def test_several_ranks_differ_from_the_reference_as_one_process_does(tiny: str) -> None:
+    pieces = pieces_of(held_out_text(), [tiny], 40, 80)
+    compute = ComputeOptions("cpu", num_threads=2)
+    meshes = [ParallelOptions(), ParallelOptions(tensor=2), ParallelOptions(pipeline=2, context=2)]
+    subjects = [Subject(tiny, compute, CacheOptions(), mesh) for mesh in meshes]
+    alone, *divided = compare_subjects(subject(tiny), subjects, pieces, silent)
+    assert "4 ranks" in divided[1].name
+    for report in divided:
+        assert report.comparison == alone.comparison
+        assert report.drift == alone.drift

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from twostroke.cli.help import Command, ListOf, OneOf, TextFile, option
+from twostroke.cli.options import PARALLEL, parallel_options
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.config import (
     ACTIVATION_BITS,
@@ -36,7 +37,7 @@ def _levels() -> list[str]:
     return [name for name, report in level_reports().items() if report.startswith("runs")]
 
 
-@click.command("compare", cls=Command)
+@click.command("compare", cls=Command, params=[*PARALLEL])
 @click.argument("model")
 @option(
     "--readers",
@@ -126,7 +127,7 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
     """Return every combination of the settings of the cpu backend, and one for each other."""
     from twostroke.measure.compare import Subject
 
-    readers = given["readers"]
+    readers, parallel = given["readers"], parallel_options(given)
     for name, reader, used in (
         ("levels", "cpu", readers),
         ("kv_formats", "cpu", readers),
@@ -145,12 +146,13 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
             model,
             ComputeOptions("cpu", given["num_threads"], level, activation_bits=int(bits)),
             CacheOptions(kv_format=kv_format),
+            parallel,
         )
         for bits, level, kv_format in settings
     ]
     subjects: list[Subject] = []
     for reader in readers:
-        other = Subject(model, _compute(reader, given), CacheOptions())
+        other = Subject(model, _compute(reader, given), CacheOptions(), parallel)
         subjects += on_cpu if reader == "cpu" else [other]
     return subjects
 

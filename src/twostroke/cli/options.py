@@ -266,6 +266,11 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     return options
 
 
+def parallel_options(given: dict[str, Any]) -> ParallelOptions:
+    """Take the options of `PARALLEL` out of `given` and build them."""
+    return _taken(ParallelOptions, given)
+
+
 def _taken(kind: type[T], given: dict[str, Any]) -> T:
     names = [name for name in kind.__struct_fields__ if name in given]
     return kind(**{name: given.pop(name) for name in names})

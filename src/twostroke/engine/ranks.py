@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 _EVALUATED_ROWS = 512  # of a step when a whole sequence is evaluated
 _CAUSE_S = 2.0  # until it is known why ranks did not meet
-_SPARE = 4  # times as much memory as a step needs, since taps need more; untouched, it costs none
 
 
 class RankGroup:
@@ -208,8 +207,11 @@ class RankGroup:
             return TorchLink(0, count, host) if host else TorchLink(0, count)
         if host:
             return open_link(choose_kind(env.link()), 0, count, self._level, host)
-        num_bytes = _SPARE * shared_bytes(self._parts, self._max_rows)
-        return SharedLink.create(count, self._level, num_bytes)
+        # Untouched memory costs nothing, so there is room for all that `compare` may ask for.
+        program = self._program
+        traced = shard(program, self._mesh, [*program.layer_outputs, last_hidden(program)])
+        num_bytes = [shared_bytes(parts, self._max_rows) for parts in (self._parts, traced)]
+        return SharedLink.create(count, self._level, max(num_bytes))
 
     def _place(self, rank: int) -> tuple[int, int]:
         """Return a rank's number among those on its host, and how many these are."""

@@ -8,8 +8,10 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from msgspec import field
 from msgspec.structs import replace
 
+from twostroke.core.config import BatchOptions, EngineOptions, ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available
@@ -18,6 +20,7 @@ from twostroke.engine.loading import build_tokenizer, load
 from twostroke.engine.sizing import size_cache
 from twostroke.measure.divergence import compare
 from twostroke.models import build_program
+from twostroke.program.mesh import mesh_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +49,7 @@ class Subject(Frozen):
     model: str
     compute: ComputeOptions
     cache: CacheOptions
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
 
 class Report(Frozen):
@@ -227,6 +231,16 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
         message = f"Pieces of {length} tokens are longer than {program.name}'s context"
         raise UsageError(f"{message} of {program.context_length}: lower --length.")
     cache = replace(subject.cache, context_length=max(length, 2))
+    mesh = mesh_of(subject.parallel, program)
+    if mesh.num_ranks > 1 and subject.compute.backend != "reference":
+        from twostroke.engine.ranks import RankGroup  # one process needs nothing of it
+
+        options = EngineOptions(subject.compute, cache, BatchOptions(), parallel=subject.parallel)
+        with RankGroup(subject.model, loaded, program, mesh, options) as ranks:
+            size, tensors = ranks.size(), loaded.tensors
+            return program, ranks.backend(
+                tensors, program, size, release=loaded.release, tapped_value=None
+            )
     size = size_cache(
         program,
         cache,
@@ -236,4 +250,6 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
         auto_format=auto_kv_format(subject.compute),
     )
     release = loaded.release
-    return program, make_backend(loaded.tensors, program, subject.compute, size, release=release)
+    return program, make_backend(
+        loaded.tensors, program, subject.compute, size, release=release, mesh=mesh
+    )
