@@ -245,7 +245,7 @@ class Listener:
                 sock, _ = self._socket.accept()
                 # A stranger that says nothing must not keep ranks waiting.
                 threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
-            except (OSError, RuntimeError):  # closed, or too many strangers for now
+            except (OSError, RuntimeError):  # closed, or too many strangers at once
                 time.sleep(_PAUSE_S)
 
     def _greet(self, sock: socket.socket) -> None:

@@ -76,7 +76,7 @@ class HostLink:
             self._engine.connect(parts)
         except RanksLostError:
             raise
-        except (BackendError, RuntimeError) as error:  # for now: an interface may be down
+        except (BackendError, RuntimeError) as error:  # an interface that is down may return
             raise RanksLostError(f"Rank {self._rank} cannot open the link. {error}") from None
         self._greet()
 
