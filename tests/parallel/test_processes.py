@@ -132,12 +132,17 @@ def test_ranks_that_die_or_freeze_are_replaced(path):
             with pytest.raises(RanksLostError, match=r"Rank 1 (was ended by|has not)"):
                 backend.run(plan_of(request, 0, 3))
             assert time.monotonic() - began < 3  # about 1 s, on a machine that does nothing else
+            assert [rank.state for rank in backend.states()] == ["ready", "lost"]
             assert is_over(pid)
             with on_cores(0, 2):  # as the engine's thread is
                 backend.recover()
             assert os.sched_getaffinity(rank_pids(os.getpid())[0]) == cores
             request.num_moves += 1  # as a preemption does
             assert backend.run(plan_of(request, 0, 3)).tokens == token
+        wait_until(lambda: all(rank.collective_s > 0 for rank in backend.states()))
+        zero, one = backend.states()
+        assert (zero.num_restarts, one.num_restarts) == (0, 2)
+        assert (one.state, one.facts.place.column_part) == ("ready", 1)
 
 
 def test_a_forked_process_does_not_end_the_ranks(path):

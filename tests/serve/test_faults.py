@@ -237,10 +237,17 @@ def test_lost_ranks_are_seen_and_streams_go_on(tmp_path: Path) -> None:
         ranks.chance = 0.0
         wait_for(lambda: server.http.get("/health").json()["status"] == "recovering")
         assert server.http.get("/health").status_code == 503
+        shown = server.http.get("/api/state").json()["ranks"]
+        assert [(rank["rank"], rank["state"]) for rank in shown] == [(0, "ready"), (1, "lost")]
+        assert 'twostroke_rank_ready{rank="1"} 0.0' in server.http.get("/metrics").text
         ranks.gate.set()
         assert waiting.result().json()["choices"] == expected
         assert server.http.get("/health").status_code == 200
-        assert "twostroke_recoveries_total 1.0" in server.http.get("/metrics").text
+        text = server.http.get("/metrics").text
+        assert "twostroke_recoveries_total 1.0" in text
+        assert 'twostroke_rank_ready{rank="1"} 1.0' in text
+        assert 'twostroke_rank_restarts_total{rank="1"} 1.0' in text
+        assert 'twostroke_rank_collective_seconds_total{rank="0"} 0.5' in text
 
 
 def test_abort_sends_an_error_to_every_client(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
+from twostroke.backends import RankFacts, RankState
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.errors import BackendError, RanksLostError
+from twostroke.program.mesh import Place
 
 if TYPE_CHECKING:
     from twostroke.backends import Backend
@@ -44,8 +46,10 @@ class Ranks:
         self._has_succeeded = False  # since the last loss
         self._plans: deque[StepPlan] = deque()
         self._num_spoiled = 0  # of these
-        backend.facts = replace(backend.facts, steps_ahead=steps_ahead)  # type: ignore[misc]
-        for name in ("run", "start", "finish", "recover", "give_up"):
+        ranks = tuple([RankFacts(i, "here", 1, 2, 3, Place(1 - i, 0, 0)) for i in range(2)])
+        facts = replace(backend.facts, steps_ahead=steps_ahead, ranks=ranks, link="shared")
+        backend.facts = facts  # type: ignore[misc]
+        for name in ("run", "start", "finish", "recover", "give_up", "states"):
             setattr(backend, name, getattr(self, name))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -85,6 +89,11 @@ class Ranks:
 
     def give_up(self) -> None:
         self.gate.set()
+
+    def states(self) -> list[RankState]:
+        zero, one = self._backend.facts.ranks
+        state = "lost" if self._is_lost else "ready"
+        return [RankState(zero, "ready", 0.5), RankState(one, state, 0.25, self.num_losses)]
 
     def _perhaps_lose(self) -> None:
         assert not self._is_lost, "lost ranks were not replaced"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core.frozen import Frozen
+from twostroke.program.mesh import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,13 +18,28 @@ if TYPE_CHECKING:
 
 
 class RankFacts(Frozen):
-    """Where one of several ranks runs, and what it holds."""
+    """Where one of several ranks runs, which part of the model it has, and how much that is."""
 
     rank: int
     host: str
     num_threads: int
     weight_bytes: int
     cache_bytes: int
+    place: Place = Place(0, 0, 0)
+
+
+class RankState(Frozen):
+    """How a rank is now.
+
+    `state` is "ready", "lost", "starting" (nothing was heard of it yet), or "loading" (its part, or
+    it begins again after a failed step). `collective_s` are its seconds in collectives since it
+    started, waiting for other ranks included; 0.0 if the backend does not measure them.
+    """
+
+    facts: RankFacts
+    state: str
+    collective_s: float = 0.0
+    num_restarts: int = 0
 
 
 class BackendFacts(Frozen):
@@ -99,6 +115,9 @@ class RankRunner(Runner, Protocol):
 
     def give_up(self) -> None:
         """Let `recover` fail soon, because nobody needs it; another thread calls this."""
+
+    def states(self) -> Sequence[RankState]:
+        """Return how each rank is now; any thread may call it."""
 
 
 class Backend(Runner, Protocol):

@@ -21,7 +21,7 @@ from twostroke.program import BatchShape
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from twostroke.backends import BackendFacts, RankRunner, Runner
+    from twostroke.backends import BackendFacts, RankRunner, RankState, Runner
     from twostroke.core.request import Request
     from twostroke.core.step import Delta, Slice, StepPlan, StepResult
     from twostroke.engine.counters import Snapshot
@@ -153,6 +153,10 @@ class EngineLoop:
         """Return the running requests and the pages' contents, as of now."""
         with self._condition:
             return take_view(self._scheduler.view(), self._listeners)
+
+    def ranks(self) -> Sequence[RankState]:
+        """Return how each rank is now, if there are several."""
+        return self._ranks.states() if self.facts.ranks else ()
 
     @property
     def facts(self) -> BackendFacts:

@@ -83,10 +83,12 @@ class _Pulse:
     def __init__(self) -> None:
         self.link: Link | None = None  # once it has joined
         self.waits_for_step = False
+        self.collective_s = 0.0
 
     def beat(self) -> Beat:
         progress = self.link.progress() if self.link is not None else 0
-        return Beat(self.waits_for_step or progress % 2 == 1, progress)
+        waits = self.waits_for_step or progress % 2 == 1
+        return Beat(waits, progress, self.collective_s)
 
 
 @contextmanager
@@ -145,7 +147,9 @@ def _follow_steps(channel: Channel, follower: Follower, pulse: _Pulse) -> None:
         if message is None or message.kind is Kind.END:
             return
         pulse.waits_for_step = message.kind is Kind.BEAT
-        if (answer := _answer(follower, message)) is not None:
+        answer = _answer(follower, message)
+        pulse.collective_s = follower.collective_s
+        if answer is not None:
             kind = Kind.READY if isinstance(answer, Ready) else Kind.FAILED
             channel.send(kind, pack(answer))
 
@@ -221,11 +225,12 @@ class Follower:
                 table_stride=-(-longest // job.page_size),
             )
         )
+        self.collective_s = 0.0
         give_back_memory()
 
     def step(self, body: bytes) -> None:
         """Compute this rank's part of a step."""
-        self._backend.follow(self._frames.read(body))
+        self.collective_s += self._backend.follow(self._frames.read(body))
 
     def evaluate(self, what: Evaluate) -> None:
         """Compute this rank's part of a sequence on separate pages."""

@@ -155,7 +155,7 @@ class RankGroup:
                 **options,
             )
         own = cast("RankBackend", own)  # it has a share
-        return ParallelBackend(own, self._ranks, self._link, jobs, self._hosts)
+        return ParallelBackend(own, self._ranks, self._link, jobs, self._mesh)
 
     def own_cores(self) -> AbstractContextManager[None]:
         """Let threads that start inside keep to the cores of rank 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
 
-from twostroke.backends import Backend, RankFacts
+from twostroke.backends import Backend, RankFacts, RankState
 from twostroke.core.errors import BackendError, RanksLostError
 from twostroke.parallel.channel import Kind
 from twostroke.parallel.job import Evaluate, Ready, Reset, pack
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.parallel.job import Job
     from twostroke.parallel.link import Link
     from twostroke.parallel.ranks import Ranks
+    from twostroke.program.mesh import Mesh
 
     Array = NDArray[np.float32]
 
@@ -55,8 +57,8 @@ class RankBackend(Backend, Protocol):
     def compute(self, plan: StepPlan) -> StepResult:
         """Compute the step that was laid out last, of this plan."""
 
-    def follow(self, frame: StepFrame) -> None:
-        """Compute this rank's part of a step of rank 0."""
+    def follow(self, frame: StepFrame) -> float:
+        """Compute this rank's part of a step of rank 0; return its seconds in collectives."""
 
 
 class ParallelBackend:
@@ -72,7 +74,7 @@ class ParallelBackend:
         ranks: Ranks,
         link: Link,
         jobs: Callable[[str], Mapping[int, Job]],
-        hosts: Mapping[int, str],
+        mesh: Mesh,
     ) -> None:
         """Join ranks that have their jobs; `jobs` makes those of ranks that are started again.
 
@@ -86,14 +88,14 @@ class ParallelBackend:
         self._process = os.getpid()
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._num_spoiled = 0
-        self._finished_s = 0.0
+        self._finished_s = self._collective_s = 0.0
         self._filled: StepPlan | None = None  # what `own` has laid out
         try:
             self._begin()
         except BaseException:
             self.close()
             raise
-        self.facts = replace(_facts_of_all(own.facts, ranks.ready, hosts), link=link.kind)
+        self.facts = replace(_facts_of_all(own.facts, ranks, mesh), link=link.kind)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
@@ -125,6 +127,7 @@ class ParallelBackend:
             if self._filled is not plan:
                 self._lay_out(plan)
             result = self.own.compute(plan)
+        self._collective_s += result.collective_s
         now_s = time.perf_counter()
         began_s, self._finished_s = max(began_s, self._finished_s), now_s
         return replace(result, elapsed_s=now_s - began_s)
@@ -152,6 +155,11 @@ class ParallelBackend:
         """Let `recover` fail at once, now or later; any thread may call it."""
         self._ranks.give_up()
         self._link.abort()
+
+    def states(self) -> list[RankState]:
+        """Return how each rank is now; any thread may call it."""
+        own, *others = self.facts.ranks
+        return [RankState(own, "ready", self._collective_s), *self._ranks.states(others)]
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a sequence; see `Backend.score`."""
@@ -226,13 +234,19 @@ class ParallelBackend:
         self._ranks.check()
 
 
-def _facts_of_all(
-    own: BackendFacts, others: Mapping[int, Ready], hosts: Mapping[int, str]
-) -> BackendFacts:
+def _facts_of_all(own: BackendFacts, others: Ranks, mesh: Mesh) -> BackendFacts:
     """Return the facts of all ranks together."""
-    parts = {0: Ready(own.num_threads, own.weight_bytes, own.cache_bytes), **others}
+    parts = {0: Ready(own.num_threads, own.weight_bytes, own.cache_bytes), **others.ready}
+    hosts = {rank: hello.host for rank, hello in others.hellos.items()}
     ranks = [
-        RankFacts(rank, hosts[rank], part.num_threads, part.weight_bytes, part.cache_bytes)
+        RankFacts(
+            rank,
+            hosts.get(rank) or socket.gethostname(),
+            part.num_threads,
+            part.weight_bytes,
+            part.cache_bytes,
+            mesh.place(rank),
+        )
         for rank, part in sorted(parts.items())
     ]
     num_threads = sum(rank.num_threads for rank in ranks)

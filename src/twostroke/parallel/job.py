@@ -65,10 +65,15 @@ class Ready(Frozen):
 
 
 class Beat(Frozen):
-    """A rank lives. `progress` is that of its link; `waits`: for a step, or inside a collective."""
+    """A rank lives.
+
+    `progress` is that of its link; `waits`: for a step, or inside a collective. `collective_s` are
+    its seconds in collectives since it started.
+    """
 
     waits: bool
     progress: int
+    collective_s: float = 0.0
 
 
 class Evaluate(Frozen):

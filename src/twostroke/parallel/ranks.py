@@ -5,9 +5,13 @@ from __future__ import annotations
 import select
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
+from twostroke.backends import RankState
 from twostroke.core import errors
 from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
 from twostroke.parallel.channel import ChannelClosedError, Kind
@@ -16,6 +20,7 @@ from twostroke.parallel.job import Beat, Failed, Hello, Ready, pack, unpack, ver
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from twostroke.backends import RankFacts
     from twostroke.parallel.channel import Message
     from twostroke.parallel.job import Job, Reset
     from twostroke.parallel.launch import Launcher, RankProcess
@@ -50,6 +55,7 @@ class Ranks:
         self._beats: dict[int, Beat] = {}
         self._stall = Stall()
         self._resetting: set[int] = set()  # what they say until they are ready is out of date
+        self._num_starts: Counter[int] = Counter()
         try:
             for rank in range(1, num_ranks):
                 self._start(rank)
@@ -167,6 +173,11 @@ class Ranks:
             return RanksLostError("Nothing arrives over the link, though all ranks wait for it.")
         return RanksLostError("The connection between the ranks broke.")
 
+    def states(self, ranks: Iterable[RankFacts]) -> list[RankState]:
+        """Return how these ranks are now."""
+        with self._changed:
+            return [self._state_of(facts) for facts in ranks]
+
     def give_up(self) -> None:
         """Let nobody wait for ranks any more, now and from now on. Any thread may call it."""
         with self._changed:
@@ -186,9 +197,21 @@ class Ranks:
         self._processes.clear()
         self._launch.close()
 
+    def _state_of(self, facts: RankFacts) -> RankState:
+        rank, hello = facts.rank, self.hellos.get(facts.rank)
+        state = "starting"
+        if rank in self.lost:
+            state = "lost"
+        elif rank in self.hellos:
+            state = "ready" if rank in self.ready else "loading"
+        collective_s = self._beats[rank].collective_s if rank in self._beats else 0.0
+        facts = replace(facts, host=hello.host) if hello else facts  # it may start elsewhere
+        return RankState(facts, state, collective_s, max(0, self._num_starts[rank] - 1))
+
     def _start(self, rank: int) -> None:
         process = self._launch(rank)
         with self._changed:
+            self._num_starts[rank] += 1
             self._silent_s[rank] = 0.0
             self._processes[rank] = process
 

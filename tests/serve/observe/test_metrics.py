@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
+from twostroke.backends import RankFacts, RankState
 from twostroke.core.service import SERVICES
 from twostroke.engine.limits import Limits
 from twostroke.serve.ignored import IgnoredFields
@@ -200,7 +201,10 @@ def _families(server: LiveServer) -> list[Any]:
     ignored._counter.labels("store").inc()
     metrics.checks.labels("valid").inc()
     metrics.misses.labels("uniqueItems").inc()
-    return list(text_string_to_metric_families(metrics.expose("")[0].decode()))
+    with pytest.MonkeyPatch.context() as patch:
+        rank = RankState(RankFacts(1, "here", 1, 2, 3), "ready")
+        patch.setattr(server.client.loop, "ranks", lambda: [rank])
+        return list(text_string_to_metric_families(metrics.expose("")[0].decode()))
 
 
 def _samples(text: str) -> dict[tuple[str, ...], float]:

@@ -153,9 +153,11 @@ class CpuBackend:
             collective_s=step.collective_s,
         )
 
-    def follow(self, frame: StepFrame) -> None:
-        """Compute this rank's part of a step of rank 0."""
-        self._plan.run(record_of(frame))
+    def follow(self, frame: StepFrame) -> float:
+        """Compute this rank's part of a step of rank 0; return its seconds in collectives."""
+        step = record_of(frame)
+        self._plan.run(step)
+        return float(step.collective_s)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits of a sequence; see `Backend.score`."""

@@ -123,9 +123,10 @@ class TorchBackend:
         tokens_drawn, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
         return StepResult(tokens_drawn, logprobs, elapsed_s, kernel_s, hidden, scores, states)
 
-    def follow(self, frame: StepFrame) -> None:
-        """Compute this rank's part of a step of rank 0."""
+    def follow(self, frame: StepFrame) -> float:
+        """Compute this rank's part of a step of rank 0; return 0.0, since nothing is measured."""
         self._compute(unpack(frame), frame.external)
+        return 0.0
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a sequence; see `Backend.score`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from twostroke.backends import RankState
     from twostroke.engine.client import Client
     from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals
     from twostroke.engine.histogram import Distribution
@@ -62,6 +64,7 @@ _STROKES: Final = (
     ("bytes", "bytes", "Bytes of memory traffic that the steps require."),
     ("time_s", "time_seconds", "Seconds in steps."),
     ("kernel_s", "kernel_seconds", "Seconds inside kernels."),
+    ("collective_s", "collective_seconds", "Seconds of these in which rank 0 met other ranks."),
 )
 _SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
     ("num_running", GaugeMetricFamily, "requests_running", "Answers that hold pages."),
@@ -146,6 +149,7 @@ class Metrics(Collector):
         yield _gauge("pages", "Pages of keys and values, full or empty.", value=facts.num_pages)
         yield _gauge("page_tokens", "Tokens in a page.", value=facts.page_size)
         yield from _strokes(snapshot)
+        yield from _ranks(loop.ranks(), facts.link)
         yield from self._utilization()
         yield from _speculation(snapshot.speculation)
         if self.goodput.has_objectives:
@@ -236,6 +240,25 @@ def _strokes(snapshot: Snapshot) -> Iterator[Metric]:
     text = "Rows of a step: prompt tokens, newest tokens and guesses."
     rows = {"prefill": snapshot.prefill_rows, "decode": snapshot.decode_rows}
     yield _histogram("rows_per_step", text, "stroke", rows, snapshot.decode_rows.bounds)
+
+
+def _ranks(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
+    """Yield what is known of each rank; nothing for one process."""
+    states = {str(rank.facts.rank): rank for rank in ranks}
+    if not states:
+        return
+    info = InfoMetricFamily("twostroke_rank", "Where a rank runs, and its part.", labels=("rank",))
+    for number, rank in states.items():
+        place = {name: str(part) for name, part in asdict(rank.facts.place).items()}
+        info.add_metric((number,), {"host": rank.facts.host, **place, "link": link})
+    yield info
+    ready = [((number,), rank.state == "ready") for number, rank in states.items()]
+    yield _gauge("rank_ready", "Whether a rank computes steps.", "rank", samples=ready)
+    seconds = [((number,), rank.collective_s) for number, rank in states.items()]
+    text = "Seconds in collectives since the rank started, waiting for other ranks included."
+    yield _counter("rank_collective_seconds", text, "rank", samples=seconds)
+    restarts = [((number,), rank.num_restarts) for number, rank in states.items()]
+    yield _counter("rank_restarts", "Times that a rank was replaced.", "rank", samples=restarts)
 
 
 def _speculation(guesses: SpeculationTotals) -> Iterator[Metric]:

@@ -21,6 +21,7 @@ from twostroke.serve.observe.pages import Pages, page_map
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from twostroke.backends import RankState
     from twostroke.core.hardware import Hardware
     from twostroke.engine.client import Client, ModelCard
     from twostroke.engine.counters import ServiceTotals, Snapshot, Stroke
@@ -93,6 +94,7 @@ class State:
                 "token_budget": loop.config.token_budget,
             },
             "memory": {"used_bytes": memory_used(), "kv_bytes": loop.facts.cache_bytes},
+            "ranks": [_rank(rank, loop.facts.link) for rank in loop.ranks()],
             "objectives": [
                 {"class": service, "objective": measure, "limit_s": limit_s}
                 for service, limits in self._goodput.limits.items()
@@ -106,7 +108,11 @@ class State:
                 | _objectives(self._goodput, seconds)
                 for seconds in WINDOWS
             },
-            "totals": totals | {"preemptions": snapshot.scheduler.num_preemptions},
+            "totals": totals
+            | {
+                "preemptions": snapshot.scheduler.num_preemptions,
+                "recoveries": snapshot.scheduler.num_recoveries,
+            },
         }
 
     def _pages(self, view: View, pages: Pages) -> dict[str, Any]:
@@ -170,6 +176,22 @@ def _model(card: ModelCard, names: Sequence[str]) -> dict[str, Any]:
         "experts": len(mixture.experts) if mixture else 0,
         "experts_used": mixture.num_used if mixture else 0,
         "licence": card.licence,
+    }
+
+
+def _rank(rank: RankState, link: str) -> dict[str, Any]:
+    facts = rank.facts
+    return {
+        "rank": facts.rank,
+        "state": rank.state,
+        "host": facts.host,
+        **asdict(facts.place),
+        "link": link,
+        "threads": facts.num_threads,
+        "weight_bytes": facts.weight_bytes,
+        "kv_bytes": facts.cache_bytes,
+        "collective_s": rank.collective_s,
+        "restarts": rank.num_restarts,
     }
 
 

@@ -8,6 +8,7 @@ import { History } from "./history.js";
 import { Latency } from "./latency.js";
 import { PageMap } from "./pages.js";
 import { Poller } from "./poll.js";
+import { Ranks } from "./ranks.js";
 import { Requests } from "./requests.js";
 import { Roofline } from "./roofline.js";
 import { Steps } from "./steps.js";
@@ -37,6 +38,7 @@ export class Dashboard {
   #roofline = new Roofline();
   #latency = new Latency();
   #guesses = new Guesses();
+  #ranks = new Ranks();
   #requests = new Requests((place) => this.#map.single(place));
 
   constructor(place) {
@@ -46,7 +48,7 @@ export class Dashboard {
     const charts = h("div.cards.three", {}, this.#batch.element, this.#flow.element, this.#steps.element);
     const maps = h("div.cards.two", {}, this.#map.element, this.#roofline.element);
     const tables = h("div.cards.two", {}, this.#latency.element, this.#guesses.element);
-    place.append(h("div.dashboard", {}, head, this.#trouble, tiles, charts, maps, this.#requests.element, tables));
+    place.append(h("div.dashboard", {}, head, this.#trouble, tiles, charts, maps, this.#requests.element, this.#ranks.element, tables));
     new ResizeObserver(() => this.#draw()).observe(place);
     window.addEventListener("themechange", () => this.#draw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
@@ -79,6 +81,7 @@ export class Dashboard {
     this.#latency.show(window, state.objectives ?? []);
     this.#guesses.show(window.speculation, state.engine);
     this.#requests.show(state.requests);
+    this.#ranks.show(state.ranks ?? [], state.totals);
   }
 
   #showAbout({ model, hardware, engine, memory, uptime_s: uptime, version }) {
