@@ -161,7 +161,7 @@ def test_parts_of_rows_attend_to_what_the_step_attends_to() -> None:
         count, window = chance.randint(1, 5), chance.choice((None, 40))
         parts = [batch.part(index, count) for index in range(count)]
         assert sum(part.num_attended(window) for part in parts) == batch.num_attended(window)
-        assert {part.num_rows_of_all for part in parts} == {batch.num_rows}
+        assert {part.whole.num_rows for part in parts} == {batch.num_rows}
 
 
 def test_two_ranks_of_an_8b_exchange_106_kilobytes_for_a_row_and_layer() -> None:

@@ -7,7 +7,8 @@ import pytest
 from support.programs import PROGRAMS
 from twostroke.core.config import ParallelOptions
 from twostroke.core.errors import UsageError
-from twostroke.program.mesh import Mesh, cuts, mesh_of
+from twostroke.program.mesh import Mesh, mesh_of
+from twostroke.program.sharding import cuts
 
 
 def test_cuts_are_near_the_shares() -> None:

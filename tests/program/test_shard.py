@@ -16,6 +16,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.models import build_program
 from twostroke.program.mesh import Mesh
 from twostroke.program.ops import AllGather, Receive, Send
+from twostroke.program.pages import PIECE_TOKENS
 from twostroke.program.shard import shard
 from twostroke.weights import load_path
 
@@ -43,8 +44,13 @@ class Model(Frozen):
             return tuple(chance.choice((1, 1, 2, 3)) for _ in range(chance.randint(1, most)))
 
         return [
-            Mesh(shares(min(3, num_layers)), chance.randint(1, 2), shares(3)) for _ in range(count)
+            Mesh(shares(min(3, num_layers)), chance.randint(1, 2), shares(3), bool(number % 2))
+            for number in range(count)
         ]
+
+
+def page_size(mesh: Mesh) -> int:
+    return PIECE_TOKENS * mesh.num_places if mesh.num_places > 1 else 16
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -59,11 +65,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_every_value_is_that_of_one_rank(model: Model) -> None:
     program, chance = model.program, random.Random(model.seed)
     names = list(program.value_widths)
-    tokens = [chance.randrange(program.vocab_size) for _ in range(37)]
+    tokens = [chance.randrange(program.vocab_size) for _ in range(90)]
     whole = ReferenceBackend(program, model.tensors, 1, 16).trace(tokens, names)
-    meshes = [Mesh(column_parts=(1,) * degree) for degree in (2, 3, 4, 7)]
-    for mesh in meshes + model.meshes(3):
-        ranks = ReferenceBackend(program, model.tensors, 1, 16, mesh=mesh)
+    meshes = [Mesh(column_parts=(1,) * degree) for degree in (2, 3, 7)]
+    meshes += [Mesh(column_parts=(1,) * 7, by_places=True), Mesh(row_parts=3, by_places=True)]
+    for mesh in meshes + model.meshes(4):
+        ranks = ReferenceBackend(program, model.tensors, 1, page_size(mesh), mesh=mesh)
         for name, value in ranks.trace(tokens, names).items():
             np.testing.assert_allclose(value, whole[name], 0, 1e-4, err_msg=f"{name} {mesh}")
 

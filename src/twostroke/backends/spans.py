@@ -14,6 +14,7 @@ from msgspec import field
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE
 from twostroke.core.tree import ends_of
+from twostroke.program.pages import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -114,14 +115,17 @@ def pooled_rows(slices: Sequence[Slice]) -> list[slice]:
 class PageMap:
     """Where each layer's keys and values are if all pages are one matrix with a row for each token.
 
-    A page is `page_size` rows (slots) of the cache group that uses it. Each layer of the group has
-    some columns; together they are at most `width` values wide.
+    A page is `page_slots` rows (slots) of the cache group that uses it: as many as it has tokens,
+    or one piece if ranks divide them by places. Each layer of the group has some columns; together
+    they are at most `width` values wide.
     """
 
     def __init__(self, program: Program, page_size: int) -> None:
         """Give every layer its columns."""
-        self.page_size = page_size
         self._layers = program.cache_layers
+        places = max([layer.places for layer in self._layers], default=1)
+        assert places == 1 or page_size == PIECE_TOKENS * places, "a page has a piece for each rank"
+        self._page_size, self.page_slots = page_size, page_size // places
         self._places: dict[int, tuple[int, int]] = {}  # group and first value of each layer
         self.width = 0
         for number, group in enumerate(program.cache_groups):
@@ -131,18 +135,17 @@ class PageMap:
                 first += self._layers[layer].values_per_token
             self.width = max(self.width, first)
 
-    def slots(self, span: Span, layer: int, first: int) -> Numbers:
-        """Return where a layer's positions from `first` to the span's last lie."""
-        positions = np.arange(first, span.end)
-        pages = span.pages[self._places[layer][0], positions // self.page_size]
+    def slots(self, span: Span, layer: int, positions: Numbers) -> Numbers:
+        """Return where a layer's positions lie, those that this rank stores."""
+        pages = span.pages[self._places[layer][0], positions // self._page_size]
         assert (pages != NO_PAGE).all(), "a row reads before its window"
-        slots: Numbers = pages * self.page_size + positions % self.page_size
+        slots: Numbers = pages * self.page_slots + positions % self.page_slots
         return slots
 
     def copies(self, spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
         """Return the slots of pages that become copies, and those of their sources."""
         pairs = np.array([pair for span in spans for pair in span.copies], np.int64).reshape(-1, 2)
-        slots = pairs[:, :, None] * self.page_size + np.arange(self.page_size)
+        slots = pairs[:, :, None] * self.page_slots + np.arange(self.page_slots)
         return slots[:, 0].ravel(), slots[:, 1].ravel()
 
     def columns(self, layer: int) -> tuple[slice, slice]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
 from twostroke.core.tree import ends_of
+from twostroke.program.pages import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ class BatchShape(Frozen, dict=True):  # its properties are cached
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     num_sampled: int
-    num_in_other_parts: int = 0  # rows of the same step that other row parts compute
+    step: BatchShape | None = None  # of which these are the rows of one row part
 
     @classmethod
     def prefill(cls, num_tokens: int, start: int = 0) -> BatchShape:
@@ -64,13 +65,12 @@ class BatchShape(Frozen, dict=True):  # its properties are cached
                 starts.append(start + skipped)
                 counts.append(num_own)
             row += num_rows
-        num_others = self.num_rows - (end - first)
-        return BatchShape(tuple(starts), tuple(counts), self.num_sampled, num_others)
+        return BatchShape(tuple(starts), tuple(counts), self.num_sampled, self)
 
     @property
-    def num_rows_of_all(self) -> int:
-        """Tokens that all row parts compute in the step."""
-        return self.num_rows + self.num_in_other_parts
+    def whole(self) -> BatchShape:
+        """The step with the rows of all row parts."""
+        return self if self.step is None else self.step
 
     @property
     def spans(self) -> Iterable[tuple[int, int]]:
@@ -93,6 +93,16 @@ class BatchShape(Frozen, dict=True):  # its properties are cached
         if window is None:
             return self._num_context
         return sum([min(start, window - 1) + count for start, count in self.spans])
+
+    def num_pieces(self, window: int | None = None) -> int:
+        """Pairs of (row, piece of the context it attends to)."""
+        pieces = self.num_rows + sum(
+            [_pieces_before(start, start + count) for start, count in self.spans]
+        )
+        if window is None:
+            return pieces
+        first_seen = [(start - window + 1, count) for start, count in self.spans]
+        return pieces - sum([_pieces_before(start, start + count) for start, count in first_seen])
 
     @cached_property
     def _num_attended(self) -> int:
@@ -119,3 +129,13 @@ def _attended(start: int, count: int, window: int) -> int:
     """Rows whose whole past lies inside the window see all of it, the others just the window."""
     whole = min(count, max(0, window - start))
     return whole * start + whole * (whole + 1) // 2 + (count - whole) * window
+
+
+def _pieces_before(start: int, end: int) -> int:
+    """Return how many whole pieces lie before each of these positions, in all."""
+    return _pieces_before_all(max(0, end)) - _pieces_before_all(max(0, start))
+
+
+def _pieces_before_all(end: int) -> int:
+    pieces, rest = divmod(end, PIECE_TOKENS)
+    return PIECE_TOKENS * pieces * (pieces - 1) // 2 + pieces * rest

@@ -45,6 +45,11 @@ class AllGather(Operation):
     label = "gather"
 
     @property
+    def meeting(self) -> str:
+        """What all members of the team call the exchange."""
+        return self.output
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Its own part, if it has one."""
         return () if self.x is None else (self.x,)
@@ -111,6 +116,11 @@ class AllReduce(Operation):
 
     reads = ("x",)
     label = "reduce"
+
+    @property
+    def meeting(self) -> str:
+        """What all members of the team call the exchange."""
+        return self.output
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import UsageError
@@ -28,12 +27,14 @@ class Mesh(Frozen):
 
     `stages` and `column_parts` are shares: a rank with 3 of 5 computes three fifths of the layers,
     or of each operation's columns and experts. Row parts are equal. Rank 0 is in the last stage,
-    where tokens are drawn.
+    where tokens are drawn. Ranks of a stage divide keys and values by heads, or `by_places`: each
+    has every head's, of some tokens (see `AttentionPieces`).
     """
 
     stages: tuple[int, ...] = (1,)
     row_parts: int = 1
     column_parts: tuple[int, ...] = (1,)
+    by_places: bool = False
 
     @property
     def ranks_per_stage(self) -> int:
@@ -44,6 +45,11 @@ class Mesh(Frozen):
     def num_ranks(self) -> int:
         """How many ranks there are."""
         return len(self.stages) * self.ranks_per_stage
+
+    @property
+    def num_places(self) -> int:
+        """How many ranks take turns in storing a request's pieces."""
+        return self.ranks_per_stage if self.by_places else 1
 
     def place(self, rank: int) -> Place:
         """Return where a rank is."""
@@ -59,17 +65,6 @@ class Mesh(Frozen):
 
 
 ONE_RANK = Mesh()
-
-
-def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]:
-    """Return where `count` things are cut into parts: one more number than there are shares.
-
-    Parts are as near to the shares as multiples of `grain` allow. Where they are not equal, the
-    first, which is the part of rank 0, is smaller.
-    """
-    num_grains, total = -(-count // grain), sum(shares)
-    ends = [num_grains * share // total for share in accumulate(shares)]
-    return (0, *(min(count, end * grain) for end in ends))
 
 
 def mesh_of(parallel: ParallelOptions, program: Program) -> Mesh:

@@ -14,6 +14,7 @@ from twostroke.program.attention import Attention
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
 from twostroke.program.experts import Expert, ExpertTerms, MixtureOfExperts, SumTerms
 from twostroke.program.operation import Activation, Operation
+from twostroke.program.pieces import AttentionPieces
 from twostroke.program.sharding import COLUMN_GRAIN, Sharding, TokenParts, Weight
 from twostroke.program.work import (
     Cost,
@@ -35,6 +36,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Attention",
+    "AttentionPieces",
     "Embed",
     "Expert",
     "ExpertTerms",
@@ -316,4 +318,4 @@ LocalOp = (
     | Logits
     | TakeColumns
 )
-Op = LocalOp | AllGather | AllReduce | Send | Receive
+Op = LocalOp | AllGather | AllReduce | Send | Receive | AttentionPieces

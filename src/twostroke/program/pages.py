@@ -10,6 +10,7 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+PIECE_TOKENS = 64  # of a request, counted from its first, over which attention sums at once
 _MAX_GROUPS = 16  # each costs the scheduler a page id for every `page_size` tokens of a request
 
 
@@ -33,12 +34,14 @@ FLOAT16 = CacheFormat(2)
 class CacheLayer(Frozen):
     """What an attention layer stores for each token: keys and values of its heads.
 
-    With a `window`, only the last `window` tokens up to a row's own are ever read again.
+    With a `window`, only the last `window` tokens up to a row's own are ever read again. With
+    several `places` a rank stores one of so many pieces of `PIECE_TOKENS`, in turn with others.
     """
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    places: int = 1
 
     @property
     def values_per_token(self) -> int:
@@ -48,6 +51,10 @@ class CacheLayer(Frozen):
     def bytes_per_token(self, stored: CacheFormat) -> int:
         """Bytes stored for one token."""
         return ceil(2 * self.num_kv_heads * stored.head(self.head_dim))
+
+    def bytes_in_page(self, page_size: int, stored: CacheFormat) -> int:
+        """Bytes of this layer in a page of `page_size` tokens, of which others may store some."""
+        return page_size // self.places * self.bytes_per_token(stored)
 
 
 class CacheGroup(Frozen):

@@ -71,7 +71,7 @@ class Program(Frozen):
     def page_bytes(self, page_size: int, stored: CacheFormat = FLOAT16) -> int:
         """Bytes of one page: `page_size` tokens of one cache group, the largest if they differ."""
         layers = self.cache_layers
-        return page_size * max(
-            sum(layers[layer].bytes_per_token(stored) for layer in group.layers)
+        return max(
+            sum(layers[layer].bytes_in_page(page_size, stored) for layer in group.layers)
             for group in self.cache_groups
         )

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from twostroke.core.frozen import Frozen
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
 from twostroke.program.held import HeldValue, cuts_of
-from twostroke.program.mesh import cuts
-from twostroke.program.ops import Linear
+from twostroke.program.ops import Attention, Linear
 from twostroke.program.pages import CacheGroup
-from twostroke.program.sharding import ColumnParts, RowParts, Sharding
+from twostroke.program.pieces import AttentionPieces, heads_of_each
+from twostroke.program.sharding import ColumnParts, RowParts, Sharding, cuts
 from twostroke.program.stages import cut_into_stages
 from twostroke.program.sums import split_sums
 
@@ -97,6 +97,9 @@ def _wanted(ops: Sequence[Op], mesh: Mesh, sums: Mapping[str, int]) -> dict[str,
             inputs = cuts(op.in_width, mesh.column_parts, sums[op.output])
             wanted.setdefault(op.x, tuple(pairwise(inputs)))
             continue
+        if isinstance(op, Attention) and mesh.by_places:
+            wanted = {**heads_of_each(op, mesh.column_parts), **wanted}
+            continue
         ranges = wanted.get(op.output)
         if op.sharding is Sharding.BY_COLUMN_PARTS and ranges is None:
             ranges = _shares(op, mesh.column_parts)
@@ -149,6 +152,9 @@ class _Stage:
             if x is not None and x.ranges == self._wanted[op.x]:
                 self._add_sum(op, x)
                 return
+        if isinstance(op, Attention) and self._mesh.num_places > 1:
+            self._add_pieces(op)
+            return
         ranges = self._ranges(op)
         reads = {field: self._read(op, field, ranges) for field in op.reads}
         all_rows = self._num_rows == 1 or op.sharding is Sharding.BY_STAGE
@@ -182,6 +188,21 @@ class _Stage:
                 self._weight_columns[index][op.weight] = columns
             team, place = self._team(index, self._num_columns)
             self._emit(index, AllReduce(str(value.at(index)), term, op.width, team, place))
+        self._held[op.output] = [value]
+
+    def _add_pieces(self, op: Attention) -> None:
+        """Add an attention whose keys and values are divided by places among all ranks."""
+        reads = {field: self._whole(getattr(op, field), all_rows=True).name for field in op.reads}
+        head_cuts = cuts(op.num_heads, self._mesh.column_parts)
+        ranges = tuple(pairwise([cut * op.head_dim for cut in head_cuts]))
+        value = HeldValue(op.output, op.width, all_rows=self._num_rows == 1)
+        if self._num_columns > 1:
+            value = replace(value, ranges=ranges, parts=ColumnParts(cuts_of(ranges)))
+        for index in range(self._size):
+            team, place = self._team(index, self._size)
+            output = value.at(index) or f"{op.output}.none"
+            part = AttentionPieces.of(replace(op, output=output, **reads), team, place, head_cuts)
+            self._emit(index, part)
         self._held[op.output] = [value]
 
     def finish(self, last: str, kept: Collection[str]) -> None:

@@ -6,6 +6,7 @@ No sum is ever split: a rank computes some outputs of an operation, each from al
 from __future__ import annotations
 
 from enum import Enum
+from itertools import accumulate
 from typing import ClassVar
 
 from twostroke.core.frozen import Frozen
@@ -13,6 +14,17 @@ from twostroke.core.frozen import Frozen
 COLUMN_GRAIN = 32  # kernels compute 16 outputs at once, and prepare 32 inputs with one scale
 
 Range = tuple[int, int]  # the first, and the one after the last
+
+
+def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]:
+    """Return where `count` things are cut into parts: one more number than there are shares.
+
+    Parts are as near to the shares as multiples of `grain` allow. Where they are not equal, the
+    first, which is the part of rank 0, is smaller.
+    """
+    num_grains, total = -(-count // grain), sum(shares)
+    ends = [num_grains * share // total for share in accumulate(shares)]
+    return (0, *(min(count, end * grain) for end in ends))
 
 
 class Sharding(Enum):

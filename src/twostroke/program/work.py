@@ -58,7 +58,7 @@ def each_row(batch: BatchShape) -> int:
 
 def each_row_of_all(batch: BatchShape) -> int:
     """Count the tokens that all row parts compute."""
-    return batch.num_rows_of_all
+    return batch.whole.num_rows
 
 
 def each_sampled_row(batch: BatchShape) -> int:
@@ -88,7 +88,27 @@ class EachCached(Frozen):
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of positions."""
-        return batch.num_context(self.window) + batch.num_rows_of_all
+        return batch.num_context(self.window) + batch.whole.num_rows
+
+
+class EachPiece(Frozen):
+    """Counts the pairs of a row and a piece of the context that it attends to."""
+
+    window: int | None
+
+    def __call__(self, batch: BatchShape) -> int:
+        """Return the number of pairs."""
+        return batch.num_pieces(self.window)
+
+
+class OfWholeStep(Frozen):
+    """Counts what all row parts have together."""
+
+    count: Count
+
+    def __call__(self, batch: BatchShape) -> float:
+        """Return the count of the whole step."""
+        return self.count(batch.whole)
 
 
 class ShareOfExperts(Frozen):

@@ -108,13 +108,13 @@ class ReferenceBackend:
     ) -> dict[str, NDArray[np.float32]]:
         """Return values of the Program for a sequence; see `Backend.trace`."""
         del generated  # one arithmetic for all rows
-        count, num_groups = len(tokens), len(self.facts.windows)
-        spans = (Span(slice(0, count), 0, np.arange(num_groups)[:, None]),)
+        count, num_groups, page_size = len(tokens), len(self.facts.windows), self.facts.page_size
+        table = np.arange(num_groups * -(-count // page_size)).reshape(num_groups, -1)
+        spans = (Span(slice(0, count), 0, table),)
         rows, ids = np.arange(count), np.array(tokens)
         ranks = shard(self._program, self._mesh, values, self._block_sizes)
         states = [
-            # A page for each group.
-            StepState(ids, rows, spans, rows, own, PagedCache(rank.program, num_groups, count))
+            StepState(ids, rows, spans, rows, own, PagedCache(rank.program, table.size, page_size))
             for rank, own in zip(ranks, self._weights, strict=True)
         ]
         kept = run_ranks(ranks, states, values)

@@ -113,30 +113,46 @@ def _attention(op: ops.Attention, values: Mapping[str, Array], state: StepState)
     q, k, v = (values[name] for name in op.inputs)
     output = np.empty((len(q), op.width), np.float32)
     for span in state.spans:
-        state.cache.store(span, op, k, v)
-        first = 0 if op.window is None else max(0, span.start + 1 - op.window)
-        keys, vals = state.cache.load(span, op, first)
+        rows = span.stored_rows
+        stored = np.arange(span.end - len(rows), span.end)
+        state.cache.store(span, op.layer, stored, k[rows], v[rows])
+        seen = np.arange(0 if op.window is None else max(0, span.start + 1 - op.window), span.end)
+        keys, vals = state.cache.load(span, op, seen)
         queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
-        distance = np.arange(span.start, span.end)[:, None] - np.arange(first, span.end)
-        hidden = distance < 0 if op.window is None else (distance < 0) | (distance >= op.window)
-        output[span.rows] = _attend(op, queries, keys, vals, hidden)
+        scores = attention_scores(op, queries, keys, np.arange(span.start, span.end), seen)
+        heads = np.empty(queries.shape, np.float32)
+        for head in range(op.num_heads):
+            heads[:, head] = _softmax(scores[:, head]) @ vals[:, _kv_head(op, head)]
+        output[span.rows] = heads.reshape(len(queries), -1)
     return output
 
 
-def _attend(op: ops.Attention, q: Array, k: Array, v: Array, hidden: NDArray[np.bool_]) -> Array:
-    """Return (rows, width).
+def attention_scores(
+    op: ops.Attention | ops.AttentionPieces,
+    q: Array,
+    k: Array,
+    at: NDArray[np.int64],
+    seen: NDArray[np.int64],
+) -> Array:
+    """Return the scores of keys, (rows, heads, keys): minus infinity where a row sees none.
 
-    q is (rows, heads, head_dim), k and v (positions, kv_heads, head_dim), hidden (rows, positions).
+    q is (rows, heads, head_dim), of the positions `at`; k is (keys, kv_heads, head_dim), of the
+    positions `seen`.
     """
-    output = np.empty(q.shape, np.float32)
+    distance = at[:, None] - seen
+    hidden = distance < 0 if op.window is None else (distance < 0) | (distance >= op.window)
+    scores = np.empty((len(q), op.num_heads, len(k)), np.float32)
     for head in range(op.num_heads):
-        kv_head = (op.first_head + head) // op.group_size
-        scores = q[:, head] @ k[:, kv_head].T * np.float32(op.scale)
-        if op.soft_cap is not None:
-            scores = _soft_cap(scores, op.soft_cap)
-        scores[hidden] = -np.inf
-        output[:, head] = _softmax(scores) @ v[:, kv_head]
-    return output.reshape(len(q), -1)
+        scores[:, head] = q[:, head] @ k[:, _kv_head(op, head)].T * np.float32(op.scale)
+    if op.soft_cap is not None:
+        scores = _soft_cap(scores, op.soft_cap)
+    scores.swapaxes(1, 2)[hidden] = -np.inf
+    return scores
+
+
+def _kv_head(op: ops.Attention | ops.AttentionPieces, head: int) -> int:
+    first = op.first_head if isinstance(op, ops.Attention) else 0
+    return (first + head) // op.group_size
 
 
 def _activate(activation: Activation, x: Array) -> Array:
@@ -196,27 +212,25 @@ class PagedCache:
     def __init__(self, program: Program, num_pages: int, page_size: int) -> None:
         """Reserve `num_pages` pages of `page_size` tokens of one group."""
         self._map = PageMap(program, page_size)
-        self._memory = np.zeros((num_pages * page_size, self._map.width), np.float32)
+        self._memory = np.zeros((num_pages * self._map.page_slots, self._map.width), np.float32)
 
     def copy_pages(self, spans: Sequence[Span]) -> None:
         """Copy the first pages of branches from their requests."""
         targets, sources = self._map.copies(spans)
         self._memory[targets] = self._memory[sources]
 
-    def store(self, span: Span, op: ops.Attention, k: Array, v: Array) -> None:
-        """Write a span's keys and values; `k` and `v` are those of the step, (rows, width)."""
-        rows = span.stored_rows
-        slots = self._map.slots(span, op.layer, span.end - len(rows))
-        keys, values = self._map.columns(op.layer)
-        self._memory[slots, keys] = k[rows]
-        self._memory[slots, values] = v[rows]
+    def store(self, span: Span, layer: int, at: NDArray[np.int64], k: Array, v: Array) -> None:
+        """Write keys and values, (positions, width), of a span's positions `at`."""
+        slots = self._map.slots(span, layer, at)
+        keys, values = self._map.columns(layer)
+        self._memory[slots, keys] = k
+        self._memory[slots, values] = v
 
-    def load(self, span: Span, op: ops.Attention, first: int) -> tuple[Array, Array]:
-        """Return keys and values of the positions from `first` to the span's last.
-
-        Each is (positions, kv_heads, head_dim).
-        """
-        slots = self._map.slots(span, op.layer, first)
+    def load(
+        self, span: Span, op: ops.Attention | ops.AttentionPieces, at: NDArray[np.int64]
+    ) -> tuple[Array, Array]:
+        """Return keys and values of a span's positions `at`, (positions, kv_heads, head_dim)."""
+        slots = self._map.slots(span, op.layer, at)
         shape = (len(slots), op.num_kv_heads, op.head_dim)
         keys, values = self._map.columns(op.layer)
         return self._memory[slots, keys].reshape(shape), self._memory[slots, values].reshape(shape)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from twostroke.backends.reference.operations import apply, choose_experts
+from twostroke.backends.reference.pieces import merged, shares_of
 from twostroke.program import ops
 from twostroke.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Generator, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -47,8 +48,16 @@ class _Exchange:
 
     def __init__(self) -> None:
         self.num_done = 0  # operations of all ranks
-        self.given: dict[tuple[str, int], Array | None] = {}  # to a gather, by its output and rank
+        self.given: dict[tuple[str, int], Any] = {}  # by meeting and rank
         self.sent: defaultdict[tuple[int, int], deque[Array]] = defaultdict(deque)
+
+    def meet(
+        self, op: ops.AllGather | ops.AllReduce | ops.AttentionPieces
+    ) -> Generator[bool, None, list[Any]]:
+        """Return what each member of a team gives; yield True while some have not."""
+        while any((op.meeting, member) not in self.given for member in op.team):
+            yield True
+        return [self.given[op.meeting, member] for member in op.team]
 
 
 def _walk(
@@ -64,12 +73,14 @@ def _walk(
     for op in rank.program.ops:
         match op:
             case ops.AllGather() | ops.AllReduce():
-                exchange.given[op.output, number] = None if op.x is None else values[op.x]
+                exchange.given[op.meeting, number] = None if op.x is None else values[op.x]
                 if isinstance(op, ops.AllReduce) or op.root in (None, number):
-                    while any((op.output, member) not in exchange.given for member in op.team):
-                        yield True
-                    parts = [exchange.given[op.output, member] for member in op.team]
+                    parts = yield from exchange.meet(op)
                     values[op.output] = _together(op, parts, values, state)
+            case ops.AttentionPieces():
+                exchange.given[op.meeting, number] = shares_of(op, values, state)
+                team = yield from exchange.meet(op)
+                values[op.output] = _own_rows(rank, merged(op, team, state))
             case ops.Send():
                 exchange.sent[number, op.to].append(values[op.x])
             case ops.Receive():

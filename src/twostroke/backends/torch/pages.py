@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from twostroke.backends.spans import PageMap
@@ -68,11 +69,13 @@ class PagedStep:
         memory, columns = self._pages.memory, self._pages.map.columns(op.layer)
         for span in self._spans:
             rows = torch.from_numpy(span.stored_rows).to(memory.device)
-            at = self._pages.map.slots(span, op.layer, span.end - len(rows))
+            stored = np.arange(span.end - len(rows), span.end)
+            at = self._pages.map.slots(span, op.layer, stored)
             for part, column in zip((k, v), columns, strict=True):
                 memory[torch.from_numpy(at).to(memory.device), column] = part[rows]
             first = 0 if op.window is None else max(0, span.start + 1 - op.window)
-            slots = torch.from_numpy(self._pages.map.slots(span, op.layer, first)).to(memory.device)
+            found = self._pages.map.slots(span, op.layer, np.arange(first, span.end))
+            slots = torch.from_numpy(found).to(memory.device)
             shape = (len(slots), op.num_kv_heads, op.head_dim)
             keys, values = (memory[slots, column].reshape(shape) for column in columns)
             yield span.rows, keys, values, first

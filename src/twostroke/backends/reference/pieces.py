@@ -1,0 +1,92 @@
+"""Attention by pieces that lie on several ranks: each computes shares, and merges some of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.backends.reference.operations import attention_scores
+from twostroke.core.frozen import Frozen
+from twostroke.program.pages import PIECE_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.backends.reference.operations import StepState
+    from twostroke.backends.spans import Span
+    from twostroke.program.ops import AttentionPieces
+
+    Array = NDArray[np.float32]
+
+
+class Share(Frozen):
+    """What a piece adds to the rows of a span; a row that sees nothing of it has `peak` -inf."""
+
+    peak: Array  # (rows, heads)
+    sum: Array  # (rows, heads)
+    out: Array  # (rows, heads, head_dim)
+
+
+Shares = dict[tuple[int, int], Share]  # by span and piece
+
+
+def shares_of(op: AttentionPieces, values: Mapping[str, Array], state: StepState) -> Shares:
+    """Store the member's keys and values of a step; return the shares of its pieces."""
+    q, k, v = (values[name] for name in op.inputs)
+    found: Shares = {}
+    for number, span in enumerate(state.spans):
+        rows = span.stored_rows
+        positions = np.arange(span.end - len(rows), span.end)
+        own = positions // PIECE_TOKENS % len(op.team) == op.place
+        state.cache.store(span, op.layer, positions[own], k[rows[own]], v[rows[own]])
+        queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
+        for piece in _pieces(op, span):
+            if piece % len(op.team) == op.place:
+                found[number, piece] = _share(op, queries, span, piece, state)
+    return found
+
+
+def merged(op: AttentionPieces, team: Sequence[Shares], state: StepState) -> Array:
+    """Return what a member merges of the shares of all: (rows, width), those of its heads."""
+    heads = slice(op.first_head, op.end_head)
+    output = np.empty((len(state.tokens), op.width), np.float32)
+    for number, span in enumerate(state.spans):
+        peak = np.full((len(output[span.rows]), op.end_head - op.first_head), -np.inf, np.float32)
+        total, out = np.zeros_like(peak), np.zeros((*peak.shape, op.head_dim), np.float32)
+        for piece in _pieces(op, span):
+            share = team[piece % len(team)][number, piece]
+            both = np.maximum(peak, share.peak[:, heads])
+            keep, take = _weight(peak, both), _weight(share.peak[:, heads], both)
+            total = total * keep + share.sum[:, heads] * take
+            out = out * keep[..., None] + share.out[:, heads] * take[..., None]
+            peak = both
+        output[span.rows] = (out / total[..., None]).reshape(len(peak), op.width)
+    return output
+
+
+def _pieces(op: AttentionPieces, span: Span) -> range:
+    """Return the pieces of which the rows of a span see anything, in their order."""
+    first = 0 if op.window is None else max(0, span.start + 1 - op.window)
+    return range(first // PIECE_TOKENS, -(-span.end // PIECE_TOKENS))
+
+
+def _share(op: AttentionPieces, q: Array, span: Span, piece: int, state: StepState) -> Share:
+    """Return a piece's share of the queries q (rows, heads, head_dim) of a span."""
+    first = piece * PIECE_TOKENS
+    positions = np.arange(first, min(span.end, first + PIECE_TOKENS))
+    if op.window is not None:  # pages before it may be gone
+        positions = positions[positions > span.start - op.window]
+    keys, vals = state.cache.load(span, op, positions)
+    scores = attention_scores(op, q, keys, np.arange(span.start, span.end), positions)
+    peak = scores.max(axis=2)
+    weights = _weight(scores, peak[..., None])
+    group = np.arange(op.num_heads) // op.group_size
+    return Share(peak, weights.sum(axis=2), np.einsum("rhp,phd->rhd", weights, vals[:, group]))
+
+
+def _weight(score: Array, peak: Array) -> Array:
+    """Return exp(score - peak), and 0 for what is not seen."""
+    return np.where(np.isneginf(score), np.float32(0), np.exp(score - peak))
