@@ -35,10 +35,10 @@ def given(command: click.Command, *arguments: str) -> dict[str, Any]:
 
 def test_options_left_alone_are_the_defaults() -> None:
     lasting = EngineOptions(speculation=SpeculationOptions(draft="auto"))
-    assert engine_options(given(serve.command)) == lasting
-    assert engine_options(given(serve.command, "--draft", "None")) == EngineOptions()
-    assert engine_options(given(generate.command, "--draft", "AUTO")) == lasting
-    assert engine_options(given(generate.command)) == EngineOptions()
+    assert engine_options(given(serve.command), "tiny") == lasting
+    assert engine_options(given(serve.command, "--draft", "None"), "tiny") == EngineOptions()
+    assert engine_options(given(generate.command, "--draft", "AUTO"), "tiny") == lasting
+    assert engine_options(given(generate.command), "tiny") == EngineOptions()
     assert sampling_params(given(generate.command)) == SamplingParams(temperature=0.7)
 
 
@@ -51,7 +51,7 @@ def test_engine_options_reach_their_fields() -> None:
         "--pipeline-parallel 3 --expert-parallel 1 --context-parallel 4 --shares 3,2 "
         "--reduce gather --ray"
     )
-    assert engine_options(given(serve.command, *line.split())) == EngineOptions(
+    assert engine_options(given(serve.command, *line.split()), "tiny") == EngineOptions(
         ComputeOptions("cpu", 3, "avx2", activation_bits=8),
         CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True, kv_format="int8"),
         BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
@@ -147,6 +147,10 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
             "--shares must be 3 numbers, one for each part, got 2.",
         ),
         ("--ray", "--ray needs several ranks, such as --tensor-parallel 2."),
+        (
+            "--tensor-parallel 2 --shares 3,0",
+            "--shares must be at least 1 each, got 0: for fewer parts, lower --tensor-parallel.",
+        ),
         ("--reduce sum", "--reduce can be sum only on the backend torch."),
         ("--drafts 0", "--drafts must be from 1 to 24, got 0."),
         (
@@ -161,7 +165,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
 )
 def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        engine_options(given(serve.command, *line.split()))
+        engine_options(given(serve.command, *line.split()), "tiny")
     assert Failure(caught.value, serve.command).message == said
 
 

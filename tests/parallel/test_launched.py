@@ -6,16 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
 import namespaces
+from twostroke.core import env
+from twostroke.core.config import ParallelOptions
 from twostroke.core.errors import RanksLostError, UsageError
 from twostroke.parallel import remote
-from twostroke.parallel.launched import Launched, launched
+from twostroke.parallel.channel import Kind, connect
+from twostroke.parallel.job import pack
+from twostroke.parallel.launched import Launched, launched, undivided
 from twostroke.parallel.links.choice import KINDS
-from twostroke.parallel.remote import RemoteRanks
-from twostroke.parallel.start import place_among
+from twostroke.parallel.remote import Arrival, RemoteRanks
+from twostroke.parallel.start import asked_of, place_among
 
 TIMEOUT_S = 120
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -52,7 +57,9 @@ def test_variables_of_launchers_are_read(monkeypatch):
     ("variables", "reason"),
     [
         ({"RANK": "1"}, "has not set WORLD_SIZE"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be a number from 0 to 1, got '2'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK must be less than WORLD_SIZE \(2\), got 2"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE must be a number from 1 to .*, got '0'"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE must be a number .*, got 'two'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK must be a number"),
         ({"RANK": "0", "WORLD_SIZE": "3"}, "has started 3 processes, .* over 2"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "Set MASTER_ADDR"),
@@ -62,6 +69,35 @@ def test_wrong_variables_are_refused(monkeypatch, variables, reason):
     given(monkeypatch, **variables)
     with pytest.raises(UsageError, match=reason):
         place_among(2)
+
+
+def test_several_processes_that_divide_nothing_get_a_warning(monkeypatch):
+    for variables, warns in (
+        ({}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, False),
+        ({"RANK": "5"}, False),  # nobody needs it
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+    ):
+        given(monkeypatch, **variables)
+        assert ("add --tensor-parallel 2" in (undivided() or "")) == warns
+
+
+def test_an_empty_secret_is_refused(monkeypatch):
+    given(monkeypatch, TWOSTROKE_RANK_SECRET=" ")
+    with pytest.raises(UsageError, match="TWOSTROKE_RANK_SECRET is empty"):
+        env.rank_secret()
+
+
+def test_a_rank_that_was_asked_for_something_else_is_reported(caplog):
+    asked = asked_of("smollm2", ParallelOptions(tensor=2, shares=(3, 2)))
+    assert asked == "smollm2, tensor 2, shares (3, 2)"
+    for other, reports in ((asked, False), ("", False), ("qwen, pipeline 2", True)):
+        ranks = RemoteRanks("127.0.0.1", 0, b"", 2, asked)
+        with closing(ranks), closing(connect("127.0.0.1", ranks.port, b"", 5)) as channel:
+            channel.send(Kind.HELLO, pack(Arrival(1, 2, other)))
+            ranks(1).kill()
+        said = "Rank 1 was started with 'qwen, pipeline 2', but follows rank 0, which has 'smollm2,"
+        assert (said in caplog.text) == reports
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):

@@ -218,7 +218,10 @@ def test_stalled_engine_is_seen(tmp_path: Path) -> None:
         assert server.http.get("/health").status_code == 200
 
 
-def test_lost_ranks_are_seen_and_streams_go_on(tmp_path: Path) -> None:
+def test_lost_ranks_are_seen_and_streams_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "twostroke.serve")
     made: list[Ranks] = []
 
     def lose(backend: Backend) -> None:
@@ -243,6 +246,8 @@ def test_lost_ranks_are_seen_and_streams_go_on(tmp_path: Path) -> None:
         ranks.gate.set()
         assert waiting.result().json()["choices"] == expected
         assert server.http.get("/health").status_code == 200
+        said = [line for line in caplog.messages if line.startswith("GET /health reports")]
+        assert [line.split()[3] for line in said] == ["recovering", "ready"]
         text = server.http.get("/metrics").text
         assert "twostroke_recoveries_total 1.0" in text
         assert 'twostroke_rank_ready{rank="1"} 1.0' in text

@@ -67,7 +67,7 @@ def command(**given: Any) -> None:
     Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help shows more.
     """
     model, system = given.pop("model"), given.pop("system")
-    params, options = sampling_params(given), engine_options(given)
+    params, options = sampling_params(given), engine_options(given, model)
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("chat needs a terminal; use 'twostroke generate' in scripts.")
     with open_engine(model, options, accept=_check_template) as engine:

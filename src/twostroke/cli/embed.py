@@ -49,7 +49,7 @@ def command(**given: Any) -> None:
     texts, places = _texts(given.pop("texts"), given.pop("file"))
     params = EmbeddingParams(given.pop("pooling"), given.pop("dimensions"))
     model, quiet = given.pop("model"), given.pop("quiet")
-    options = replace(engine_options(given), speculation=SpeculationOptions("off"))
+    options = replace(engine_options(given, model), speculation=SpeculationOptions("off"))
     from twostroke.engine.client import Caller
     from twostroke.engine.prompts import encode_text
 

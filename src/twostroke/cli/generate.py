@@ -73,7 +73,7 @@ def command(**given: Any) -> None:
     prediction, suffix = given.pop("prediction") or "", given.pop("suffix") or ""
     if suffix.startswith("@"):
         suffix = read_text(suffix[1:])
-    params, options = sampling_params(given, constraint(given)), engine_options(given)
+    params, options = sampling_params(given, constraint(given)), engine_options(given, model)
     from twostroke.engine.prompts import to_hints
 
     with open_engine(model, options, quiet=quiet or as_json) as engine:

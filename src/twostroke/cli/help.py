@@ -93,6 +93,10 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 
     name = "N,N"
 
+    def __init__(self, least: int = 1) -> None:
+        """Accept numbers from `least` on."""
+        self._least = least
+
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
@@ -100,8 +104,9 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
         if isinstance(value, tuple):  # a default
             return value
         words = str(value).split(",")
-        if not all(word.strip().isdecimal() and 0 < int(word) <= _MOST for word in words):
-            reason = f"'{value}' is not a list of numbers from 1 to {_MOST}, such as 1,16."
+        least = self._least
+        if not all(word.strip().isdecimal() and least <= int(word) <= _MOST for word in words):
+            reason = f"'{value}' is not a list of numbers from {least} to {_MOST}, such as 1,16."
             self.fail(reason, param, ctx)
         return tuple(map(int, words))
 

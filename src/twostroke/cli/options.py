@@ -131,7 +131,7 @@ PARALLEL: Final = [
     ),
     _dividing(
         ["--shares"],
-        type=Counts(),
+        type=Counts(least=0),  # ParallelOptions says what is wrong with 0
         default=(),
         show_default=False,
         help="Unequal parts, such as 3,2 [default: equal parts].",
@@ -243,8 +243,8 @@ def speculation(draft: str = _NO_DRAFT) -> list[Option]:
     ]
 
 
-def engine_options(given: dict[str, Any]) -> EngineOptions:
-    """Take the engine's options out of `given` and build them.
+def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
+    """Take the options of an engine for `model` out of `given` and build them.
 
     An option has the name of the field that it sets; what a command does not offer stays as it is.
     If a launcher has made this process another rank than 0, it is that rank, and exits in the end.
@@ -262,7 +262,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
         from twostroke.parallel.start import follow_if_launched
 
-        follow_if_launched(options.parallel.num_ranks)
+        follow_if_launched(model, options.parallel)
     return options
 
 

@@ -69,7 +69,7 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
         streams, prompts = (1, 16), (512,)
     shapes = [Shape.decode(count, given["context_tokens"]) for count in streams or ()]
     shapes += map(Shape.prefill, prompts or ())
-    options = engine_options(given)
+    options = engine_options(given, model)
     wanted = Wanted(tuple(shapes), given["steps"], given["layers"], options.compute, options.cache)
 
     def notice(text: str) -> None:

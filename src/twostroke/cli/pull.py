@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -9,6 +10,7 @@ import click
 from twostroke.cli.terminal import Bar, printable
 from twostroke.core.config import PARTNER
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
+from twostroke.parallel.launched import undivided
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
     from twostroke.fetch import Progress, Watcher
 
+
+_logger = logging.getLogger("twostroke.ranks")
 
 _PHASES: Final = {
     "wait": "Waiting for another download of",
@@ -101,6 +105,8 @@ def open_engine(
     from twostroke.engine.build import build
     from twostroke.engine.compute import FLOAT32_BACKENDS
 
+    if options.parallel.num_ranks == 1 and (warning := undivided()) is not None:
+        _logger.warning(warning)
     label = f"Loading {fetch(model, quiet=quiet).name}"
     if options.speculation.draft not in {None, PARTNER}:
         fetch(str(options.speculation.draft), quiet=quiet)

@@ -146,7 +146,7 @@ def command(**given: Any) -> int:
         strict_limits=given["strict_limits"],
         splits_reasoning=given["reasoning"] == "apart",
     )
-    options, form = engine_options(given), given["log_format"]
+    options, form = engine_options(given, given["model"]), given["log_format"]
     _allow_connections()
     # Bound before the weights are loaded, so that a port in use is reported at once.
     listener = bind(serving.host, serving.port)

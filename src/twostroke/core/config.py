@@ -246,7 +246,9 @@ class ParallelOptions(Frozen):
             reason = f"must be {count} numbers, one for each part, got {len(self.shares)}."
             raise UsageError(reason, field="shares")
         if min(self.shares) < 1:
-            raise UsageError(f"must be at least 1 each, got {min(self.shares)}.", field="shares")
+            knob = "tensor" if self.tensor > 1 else "expert" if self.expert > 1 else "pipeline"
+            reason = f"must be at least 1 each, got {min(self.shares)}: for fewer parts, lower "
+            raise UsageError(f"{reason}{{other}}.", field="shares", other=Field(knob))
 
 
 class EngineOptions(Frozen):

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twostroke.core.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -53,8 +55,15 @@ def launcher() -> dict[str, str]:
 
 
 def rank_secret() -> bytes:
-    """Return what ranks of several machines must know, from `TWOSTROKE_RANK_SECRET`."""
-    return os.environ.get("TWOSTROKE_RANK_SECRET", "").encode()
+    """Return what ranks of several machines must know, from `TWOSTROKE_RANK_SECRET`.
+
+    Raises:
+        UsageError: it is set and empty, as by a script whose file was not there.
+    """
+    secret = os.environ.get("TWOSTROKE_RANK_SECRET")
+    if secret is not None and not secret.strip():
+        raise UsageError("TWOSTROKE_RANK_SECRET is empty: set it to a secret, or unset it.")
+    return (secret or "").encode()
 
 
 def link() -> str | None:

@@ -87,9 +87,11 @@ def check_ranks(model: str | None) -> Check | None:
     told = launched()
     place = place_among(told.num_ranks) if told else None
     if place is None:
+        lacks = "WORLD_SIZE is 1" if told else "RANK and WORLD_SIZE are not set"
         raise UsageError(
-            "--ranks compares the processes of a launcher: run this command by torchrun, mpirun or "
-            "srun on all machines."
+            f"--ranks compares the processes of a launcher, but {lacks}: run this command by "
+            "torchrun, mpirun or srun on all machines, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT yourself."
         )
     if place.rank != 0:
         _answer(place, model)

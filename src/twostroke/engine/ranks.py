@@ -33,7 +33,7 @@ from twostroke.parallel.links.choice import choose_kind, open_link
 from twostroke.parallel.ranks import Ranks
 from twostroke.parallel.ray_ranks import RayRanks
 from twostroke.parallel.shared import SharedLink
-from twostroke.parallel.start import follow_if_launched, place_among, wait_for_ranks
+from twostroke.parallel.start import asked_of, follow_if_launched, place_among, wait_for_ranks
 from twostroke.program.shard import shard
 from twostroke.weights import weights_identity
 
@@ -186,13 +186,13 @@ class RankGroup:
         if self._options.parallel.launcher == "ray":
             remote = RayRanks(count)
         else:
-            follow_if_launched(count)
+            follow_if_launched(self._model, self._options.parallel)
             place = place_among(count)
             if place is None:
                 link = self._new_link(None)
                 undo.callback(link.close)
                 return link, LocalRanks(*link.files)
-            remote = wait_for_ranks(place)
+            remote = wait_for_ranks(place, asked_of(self._model, self._options.parallel))
         undo.callback(remote.close)
         link = self._new_link(remote.host)
         undo.callback(link.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import select
 import socket
@@ -17,12 +18,15 @@ from typing import Final
 from twostroke.core.errors import BackendError, PortInUseError
 from twostroke.core.frozen import Frozen
 
+_logger = logging.getLogger("twostroke.ranks")
+
 _HEAD: Final = struct.Struct("<II")  # kind, bytes of the body
 _MAX_BODY: Final = 1 << 30
 _CHUNK: Final = 1 << 16
 _SPIN_S: Final = 0.0008  # about the time between the steps of a small model
 _PATIENCE_S: Final = 2.0  # with a peer that has not proved itself
 _PAUSE_S: Final = 0.05  # after a connection that could not be accepted
+_MOST_STRANGERS: Final = 32  # that are reported
 _NONCE: Final = 32
 _MAC: Final = 32
 
@@ -223,7 +227,7 @@ class Listener:
         self._secret = secret
         self._greeted: Queue[Channel] = Queue()
         self.is_open = True
-        self.num_strangers = 0
+        self._strangers: set[tuple[str, str]] = set()
         threading.Thread(target=self._accept, name="twostroke-ranks", daemon=True).start()
 
     def accept(self, timeout_s: float) -> Channel | None:
@@ -242,13 +246,13 @@ class Listener:
     def _accept(self) -> None:
         while self.is_open:
             try:
-                sock, _ = self._socket.accept()
+                sock, address = self._socket.accept()
                 # A stranger that says nothing must not keep ranks waiting.
-                threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+                threading.Thread(target=self._greet, args=(sock, address[0]), daemon=True).start()
             except (OSError, RuntimeError):  # closed, or too many strangers at once
                 time.sleep(_PAUSE_S)
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _greet(self, sock: socket.socket, host: str) -> None:
         try:
             sock.settimeout(_PATIENCE_S)
             nonce = os.urandom(_NONCE)
@@ -256,14 +260,25 @@ class Listener:
             answer = _receive_exactly(sock, _NONCE + _MAC)
             theirs, mac = answer[:_NONCE], answer[_NONCE:]
             if not hmac.compare_digest(mac, _mac(self._secret, b"rank", nonce, theirs)):
-                raise ConnectionError
+                raise PermissionError
             sock.sendall(_mac(self._secret, b"zero", theirs, nonce))
             channel = Channel(sock)
-        except OSError:
-            self.num_strangers += 1
+        except OSError as error:
             sock.close()
+            self._tell_stranger(host, has_spoken=isinstance(error, PermissionError))
             return
         self._greeted.put(channel)
+
+    def _tell_stranger(self, host: str, *, has_spoken: bool) -> None:
+        """Report a connection that was refused; those like an earlier one are not."""
+        why = "it did not answer as a rank does"
+        if has_spoken:
+            why = "it does not know their secret (TWOSTROKE_RANK_SECRET)"
+        known = self._strangers
+        if (host, why) in known or len(known) == _MOST_STRANGERS or not self.is_open:
+            return
+        known.add((host, why))
+        _logger.warning("A process at %s was refused among the ranks: %s.", host, why)
 
 
 def connect(

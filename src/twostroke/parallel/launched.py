@@ -43,11 +43,13 @@ def launched() -> Launched | None:
         found.pop("SLURM_PROCID", None)  # a batch script has it, too, though srun did not start it
     for rank, size in _NAMES:
         if rank in found and size in found:
-            port = _number(found, "MASTER_PORT", _DEFAULT_PORT, 65535)
+            port = _number(found, "MASTER_PORT", _DEFAULT_PORT, 1, 65535)
             if "TORCHELASTIC_RUN_ID" in found:
                 port += 1  # torchrun itself listens at MASTER_PORT
-            num_ranks = _number(found, size, 0, 1 << 20)
-            number = _number(found, rank, 0, num_ranks - 1)
+            num_ranks = _number(found, size, 0, 1, 1 << 20)
+            number = _number(found, rank, 0, 0, 1 << 20)
+            if number >= num_ranks:
+                raise UsageError(f"{rank} must be less than {size} ({num_ranks}), got {number}.")
             return Launched(number, num_ranks, found.get("MASTER_ADDR"), port)
     if "RANK" in found or "WORLD_SIZE" in found:
         missing = "WORLD_SIZE" if "RANK" in found else "RANK"
@@ -55,8 +57,22 @@ def launched() -> Launched | None:
     return None
 
 
-def _number(found: dict[str, str], name: str, default: int, most: int) -> int:
+def undivided() -> str | None:
+    """Return a warning if a launcher has started several processes, which divide nothing."""
+    try:
+        place = launched()
+    except UsageError:  # of variables that nobody needs
+        return None
+    if place is None or place.num_ranks == 1:
+        return None
+    return (
+        f"The launcher has started {place.num_ranks} processes, and each runs the whole model by "
+        f"itself: to divide it, add --tensor-parallel {place.num_ranks}, for example."
+    )
+
+
+def _number(found: dict[str, str], name: str, default: int, least: int, most: int) -> int:
     text = found.get(name, str(default))
-    if not text.isdecimal() or int(text) > most:
-        raise UsageError(f"{name} must be a number from 0 to {most}, got '{text}'.")
+    if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
+        raise UsageError(f"{name} must be a number from {least} to {most}, got '{text}'.")
     return int(text)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from twostroke.core.errors import BackendError, RanksLostError
-from twostroke.parallel.remote import RemoteRank, RemoteRanks, serve_rank
+from twostroke.parallel.remote import Arrival, RemoteRank, RemoteRanks, serve_rank
 
 _PLACE_S: Final = 60.0
 _END_S: Final = 5.0
@@ -86,4 +86,4 @@ class _Rank:
 
     def serve(self, host: str, port: int, secret: bytes, rank: int, num_ranks: int) -> None:
         """Be a rank until rank 0 ends."""
-        serve_rank(host, port, secret, rank, num_ranks)
+        serve_rank(host, port, secret, Arrival(rank, num_ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from twostroke.core.errors import BackendError, RanksLostError
 from twostroke.core.frozen import Frozen
 from twostroke.parallel.channel import Channel, ChannelClosedError, Kind, Listener, connect
 
+_logger = logging.getLogger("twostroke.ranks")
+
 ENTRY: Final = "twostroke.engine.rank"
 COME_S: Final = 60.0  # until a rank is there: its machine may start later, or be cut off
 _END_S: Final = 5.0
@@ -24,10 +27,11 @@ SILENCE_S: Final = 3  # of a host, until its connections count as ended
 
 
 class Arrival(Frozen):
-    """The first message of a rank that comes to rank 0."""
+    """The first message of a rank that comes to rank 0; `asked` is what it was to run, in words."""
 
     rank: int
     num_ranks: int
+    asked: str = ""
 
 
 class RemoteRank:
@@ -56,15 +60,17 @@ class RemoteRank:
 class RemoteRanks:
     """A `Launcher` that waits for ranks to come, as often as one is needed."""
 
-    def __init__(self, host: str, port: int, secret: bytes, num_ranks: int) -> None:
-        """Listen.
+    def __init__(
+        self, host: str, port: int, secret: bytes, num_ranks: int, asked: str = ""
+    ) -> None:
+        """Listen; `asked` is what this rank was to run, and the others will run.
 
         Raises:
             PortInUseError: the address is taken, or is not one of this machine.
         """
         self._listener = Listener(host, port, secret)
         self.host, self.port = host, self._listener.port
-        self._num_ranks = num_ranks
+        self._num_ranks, self._asked = num_ranks, asked
         self._came: dict[int, Channel] = {}
 
     def __call__(self, rank: int) -> RemoteRank:
@@ -76,11 +82,8 @@ class RemoteRanks:
         deadline = time.monotonic() + COME_S
         while rank not in self._came:
             if not self._listener.is_open or time.monotonic() > deadline:
-                num_refused = self._listener.num_strangers
-                refused = f" {num_refused} others were refused." if num_refused else ""
                 raise RanksLostError(
                     f"Rank {rank} did not come to {self.host}:{self.port} within {COME_S:.0f} s."
-                    f"{refused}"
                 )
             if (channel := self._listener.accept(_LOOK_S)) is not None:
                 self._take(channel)
@@ -105,24 +108,29 @@ class RemoteRanks:
                 f"A process came as rank {arrival.rank} of {arrival.num_ranks}, but rank 0 is one "
                 f"of {self._num_ranks}: start all with the same number."
             )
+        if arrival.asked != self._asked and arrival.asked and self._asked:
+            _logger.warning(
+                "Rank %d was started with %r, but follows rank 0, which has %r.",
+                *(arrival.rank, arrival.asked, self._asked),
+            )
         channel.notice_silence(SILENCE_S)
         if (earlier := self._came.pop(arrival.rank, None)) is not None:
             earlier.close()
         self._came[arrival.rank] = channel
 
 
-def serve_rank(host: str, port: int, secret: bytes, rank: int, num_ranks: int) -> None:
-    """Be rank `rank`, in a process that is started again if rank 0 loses it; returns in the end.
+def serve_rank(host: str, port: int, secret: bytes, arrival: Arrival) -> None:
+    """Be a rank, in a process that is started again if rank 0 loses it; returns in the end.
 
     Raises:
         ChannelClosedError: rank 0 does not answer.
     """
-    has_met = False
+    rank, has_met = arrival.rank, False
     while True:
         channel = connect(host, port, secret, COME_S, has_listened=has_met)
         channel.notice_silence(SILENCE_S)
-        channel.send(Kind.HELLO, msgspec.json.encode(Arrival(rank, num_ranks)))
-        _say(f"Rank {rank} of {num_ranks} follows rank 0 at {host}:{port}.")
+        channel.send(Kind.HELLO, msgspec.json.encode(arrival))
+        _say(f"Rank {rank} of {arrival.num_ranks} follows rank 0 at {host}:{port}.")
         if (code := _run(channel, rank)) == 0:
             return
         how = signal.Signals(-code).name if code < 0 else f"code {code}"

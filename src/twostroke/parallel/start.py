@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from twostroke.core import env
+from twostroke.core.config import ParallelOptions
 from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.parallel.launched import Launched, launched
-from twostroke.parallel.remote import RemoteRanks, serve_rank
+from twostroke.parallel.remote import Arrival, RemoteRanks, serve_rank
 
 
 def place_among(num_ranks: int) -> Launched | None:
@@ -29,21 +30,30 @@ def place_among(num_ranks: int) -> Launched | None:
     return place
 
 
-def wait_for_ranks(place: Launched) -> RemoteRanks:
-    """Return the launcher of ranks that come by themselves, on rank 0.
+def wait_for_ranks(place: Launched, asked: str = "") -> RemoteRanks:
+    """Return the launcher of ranks that come by themselves, on rank 0, which was `asked` for this.
 
     Raises:
         PortInUseError: the address is taken, or is not one of this machine.
     """
     assert place.host is not None
     try:
-        return RemoteRanks(place.host, place.port, env.rank_secret(), place.num_ranks)
+        return RemoteRanks(place.host, place.port, env.rank_secret(), place.num_ranks, asked)
     except PortInUseError as error:
         knob = "Set MASTER_ADDR to an address of this machine and MASTER_PORT to a free port."
         raise PortInUseError(f"{error} {knob}") from None
 
 
-def follow_if_launched(num_ranks: int) -> None:
+def asked_of(model: str, parallel: ParallelOptions) -> str:
+    """Return in words what a command is to run, to compare it with that of other ranks."""
+    plain = ParallelOptions()
+    names = [name for name in plain.__struct_fields__ if name != "launcher"]
+    given = {name: getattr(parallel, name) for name in names}
+    words = [f"{name} {given[name]}" for name in names if given[name] != getattr(plain, name)]
+    return ", ".join([model, *words])
+
+
+def follow_if_launched(model: str, parallel: ParallelOptions) -> None:
     """Be another rank than 0 until rank 0 ends, and exit, if a launcher has made this process one.
 
     Raises:
@@ -51,8 +61,9 @@ def follow_if_launched(num_ranks: int) -> None:
         ChannelClosedError: rank 0 does not answer.
         SystemExit: rank 0 has ended.
     """
-    place = place_among(num_ranks)
+    place = place_among(parallel.num_ranks)
     if place is not None and place.rank != 0:
         assert place.host is not None
-        serve_rank(place.host, place.port, env.rank_secret(), place.rank, num_ranks)
+        arrival = Arrival(place.rank, place.num_ranks, asked_of(model, parallel))
+        serve_rank(place.host, place.port, env.rank_secret(), arrival)
         raise SystemExit(0)

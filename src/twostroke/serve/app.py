@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STATE_PATH: Final = "/api/state"
+_FINE: Final = (Health.READY.value, "draining")
+_logger = logging.getLogger("twostroke.serve")
 
 # Longer bodies are decoded, rendered and tokenized in a thread, so that other streams do not wait;
 # for shorter ones the hand-over would take longer than the work.
@@ -97,6 +100,7 @@ class Api:
         self._checks = AnswerChecks(client.grammars.verifier, self.metrics)
         self._compiler = Compiler(client.grammars, options.limits.compile_timeout_s)
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
+        self._last_health = Health.READY.value
         self._store = Store(options.max_stored, options.max_stored_bytes)
         self._ignored = IgnoredFields(self.metrics.registry, is_strict=options.is_strict)
 
@@ -181,6 +185,10 @@ class Api:
     async def health(self, _request: Request) -> Response:
         """Return whether the server would answer a request now."""
         status = self._health
+        if status != self._last_health:
+            self._last_health = status
+            level = logging.INFO if status in _FINE else logging.WARNING
+            _logger.log(level, "GET /health reports %s from now on.", status)
         if status == Health.READY.value:
             return to_json(HealthBody("ok", self.names[0]))
         retry = {"retry-after": str(errors.RETRY_AFTER_S)}

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from twostroke.serve.http.errors import one_line
+from twostroke.serve.http.keys import OPEN_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from twostroke.serve.observe.served import ServedRequest
 
 _MAX_PATH_LENGTH: Final = 200
-_POLLED: Final = ("/health", "/metrics", "/api/state")  # every second, by programs
+_POLLED: Final = (OPEN_PATH, "/metrics", "/api/state")  # every second, by programs
 FIGURES: Final = "figures"  # the attribute of a record that has them
 _access = logging.getLogger("twostroke.access")
 
@@ -29,7 +30,8 @@ class AccessLog:
 
     def observe(self, served: ServedRequest) -> None:
         """Log a served request that is over, with seconds rounded to microseconds."""
-        is_polled = served.endpoint in _POLLED and served.status < 400
+        is_fine = served.status < 400 or served.endpoint == OPEN_PATH  # whose changes are logged
+        is_polled = served.endpoint in _POLLED and is_fine
         level = logging.DEBUG if is_polled else logging.INFO
         if not _access.isEnabledFor(level):
             return
