@@ -49,14 +49,14 @@ def test_engine_options_reach_their_fields() -> None:
         "--max-running 7 --token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9 "
         "--speculate draft --draft small --drafts 4 --activation-bits 8 --tensor-parallel 2 "
         "--pipeline-parallel 3 --expert-parallel 1 --context-parallel 4 --shares 3,2 "
-        "--reduce gather --ray"
+        "--reduce gather --ray --attention-shares 1,0"
     )
     assert engine_options(given(serve.command, *line.split()), "tiny") == EngineOptions(
         ComputeOptions("cpu", 3, "avx2", activation_bits=8),
         CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True, kv_format="int8"),
         BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
         SpeculationOptions("draft", "small", 4),
-        ParallelOptions(2, 3, 1, 4, (3, 2), "gather", "ray"),
+        ParallelOptions(2, 3, 1, 4, (3, 2), "gather", "ray", (1, 0)),
     )
 
 

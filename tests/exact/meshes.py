@@ -30,6 +30,7 @@ MESHES: Mapping[str, ParallelOptions] = {
     "one": ParallelOptions(),
     **{f"tensor-{n}": ParallelOptions(tensor=n) for n in (2, 3, 4)},
     "shares-3,1": ParallelOptions(tensor=2, shares=(3, 1)),
+    "attention-apart": ParallelOptions(tensor=2, shares=(0, 1), attention_shares=(1, 0)),
     **{f"pipeline-{n}": ParallelOptions(pipeline=n) for n in (2, 3)},
     **{f"expert-{n}": ParallelOptions(expert=n) for n in (2, 4)},
     **{f"context-{n}": ParallelOptions(context=n) for n in (2, 3)},

@@ -69,6 +69,7 @@ def test_every_value_is_that_of_one_rank(model: Model) -> None:
     whole = ReferenceBackend(program, model.tensors, 1, 16).trace(tokens, names)
     meshes = [Mesh(column_parts=(1,) * degree) for degree in (2, 3, 7)]
     meshes += [Mesh(column_parts=(1,) * 7, by_places=True), Mesh(row_parts=3, by_places=True)]
+    meshes.append(Mesh(column_parts=(0, 1), attention_parts=(1, 0)))
     for mesh in meshes + model.meshes(4):
         ranks = ReferenceBackend(program, model.tensors, 1, page_size(mesh), mesh=mesh)
         for name, value in ranks.trace(tokens, names).items():

@@ -131,10 +131,17 @@ PARALLEL: Final = [
     ),
     _dividing(
         ["--shares"],
-        type=Counts(least=0),  # ParallelOptions says what is wrong with 0
+        type=Counts(least=0),
         default=(),
         show_default=False,
         help="Unequal parts, such as 3,2 [default: equal parts].",
+    ),
+    _dividing(
+        ["--attention-shares"],
+        type=Counts(least=0),
+        default=(),
+        show_default=False,
+        help="Other parts of attention and its pages, such as 1,0 [default: --shares].",
     ),
     _dividing(
         ["--reduce"],

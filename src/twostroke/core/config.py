@@ -190,6 +190,8 @@ class ParallelOptions(Frozen):
             otherwise (torch backend only); "auto" is "sum" on GPUs and "gather" elsewhere.
         launcher: "auto" takes the ranks of the launcher that started this process (torchrun, or any
             that sets RANK and WORLD_SIZE), else starts them on this machine; "ray" asks Ray.
+        attention_shares: the shares of attention with its keys and values, where they differ: with
+            shares (0, 1) and attention_shares (1, 0) attention and the rest are on different ranks.
     """
 
     tensor: int = 1
@@ -199,6 +201,7 @@ class ParallelOptions(Frozen):
     shares: tuple[int, ...] = ()
     reduce: str = "auto"
     launcher: str = "auto"
+    attention_shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
@@ -217,6 +220,8 @@ class ParallelOptions(Frozen):
             raise UsageError(reason, field="launcher", other=Field("tensor"))
         if self.shares:
             self._check_shares()
+        if self.attention_shares:
+            self._check_attention_shares()
 
     @property
     def num_ranks(self) -> int:
@@ -245,10 +250,28 @@ class ParallelOptions(Frozen):
         if len(self.shares) != count:
             reason = f"must be {count} numbers, one for each part, got {len(self.shares)}."
             raise UsageError(reason, field="shares")
-        if min(self.shares) < 1:
+        if min(self.shares) < 1 and not self.attention_shares:
             knob = "tensor" if self.tensor > 1 else "expert" if self.expert > 1 else "pipeline"
             reason = f"must be at least 1 each, got {min(self.shares)}: for fewer parts, lower "
             raise UsageError(f"{reason}{{other}}.", field="shares", other=Field(knob))
+
+    def _check_attention_shares(self) -> None:
+        name, count = "attention_shares", self.tensor * self.expert
+        if count == 1:
+            raise UsageError("needs {other}.", field=name, other=Field("tensor"))
+        if len(self.attention_shares) != count:
+            reason = (
+                f"must be {count} numbers, one for each part, got {len(self.attention_shares)}."
+            )
+            raise UsageError(reason, field=name)
+        for field_name in (name, "shares"):
+            shares = getattr(self, field_name) or (1,)
+            if min(shares) < 0 or not any(shares):
+                reason = "must be 0 or more each, and not 0 for all."
+                raise UsageError(reason, field=field_name)
+        if 0 in map(sum, zip(self.column_shares, self.attention_shares, strict=True)):
+            reason = "leaves a part without any work: its share is 0 in {other}, too."
+            raise UsageError(reason, field=name, other=Field("shares"))
 
 
 class EngineOptions(Frozen):

@@ -11,6 +11,7 @@ from twostroke.program.sharding import Sharding
 
 if TYPE_CHECKING:
     from twostroke.core.config import ParallelOptions
+    from twostroke.program.operation import Operation
     from twostroke.program.program import Program
 
 
@@ -26,15 +27,21 @@ class Mesh(Frozen):
     """A grid of ranks: one stage after another, in each of them row parts times column parts.
 
     `stages` and `column_parts` are shares: a rank with 3 of 5 computes three fifths of the layers,
-    or of each operation's columns and experts. Row parts are equal. Rank 0 is in the last stage,
-    where tokens are drawn. Ranks of a stage divide keys and values by heads, or `by_places`: each
-    has every head's, of some tokens (see `AttentionPieces`).
+    or of each operation's columns and experts. `attention_parts` are those of attention (queries,
+    keys and values), if they differ. Row parts are equal. Rank 0 is in the last stage, where tokens
+    are drawn. Ranks of a stage divide keys and values by heads, or `by_places`: each has every
+    head's, of some tokens (see `AttentionPieces`).
     """
 
     stages: tuple[int, ...] = (1,)
     row_parts: int = 1
     column_parts: tuple[int, ...] = (1,)
     by_places: bool = False
+    attention_parts: tuple[int, ...] = ()
+
+    def shares_of(self, op: Operation) -> tuple[int, ...]:
+        """Return the shares by which the ranks of a team divide an operation."""
+        return self.attention_parts if self.attention_parts and op.stores else self.column_parts
 
     @property
     def ranks_per_stage(self) -> int:
@@ -89,4 +96,9 @@ def mesh_of(parallel: ParallelOptions, program: Program) -> Mesh:
     if parallel.tensor * parallel.expert > most:
         reason = f"must be at most {most // parallel.expert} for this model, got {parallel.tensor}."
         raise UsageError(reason, field="tensor")
-    return Mesh(parallel.stage_shares, parallel.context, parallel.column_shares)
+    return Mesh(
+        parallel.stage_shares,
+        parallel.context,
+        parallel.column_shares,
+        attention_parts=parallel.attention_shares,
+    )

@@ -102,7 +102,7 @@ def _wanted(ops: Sequence[Op], mesh: Mesh, sums: Mapping[str, int]) -> dict[str,
             continue
         ranges = wanted.get(op.output)
         if op.sharding is Sharding.BY_COLUMN_PARTS and ranges is None:
-            ranges = _shares(op, mesh.column_parts)
+            ranges = _shares(op, mesh.shares_of(op))
         if ranges is None or op.sharding is Sharding.WHOLE or not _fits(op, ranges):
             continue
         for field in op.reads:
@@ -260,7 +260,7 @@ class _Stage:
             case Sharding.BY_STAGE:
                 return _shares(op, self._mesh.column_parts * self._num_rows)
             case Sharding.BY_COLUMN_PARTS:
-                return self._wanted.get(op.output) or _shares(op, self._mesh.column_parts)
+                return self._wanted.get(op.output) or _shares(op, self._mesh.shares_of(op))
             case Sharding.AS_INPUTS:
                 return self._ranges_as_inputs(op)
 

@@ -28,6 +28,7 @@ MESHES = [
     Mesh(column_parts=(1, 1)),
     Mesh(column_parts=(3, 1)),
     Mesh(column_parts=(1,) * 7),
+    Mesh(column_parts=(0, 1), attention_parts=(1, 0)),
     Mesh(row_parts=3),
     Mesh(stages=(1, 1)),
     Mesh((1, 1), 2, (1, 2)),
