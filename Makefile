@@ -8,7 +8,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 TESTS ?= tests
 PYTEST_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 BENCH_ARGS ?=
 EXACT_ARGS ?=
 KILLS ?=
@@ -45,7 +45,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format tables setup build native pull clean test-models test-long test-mutants test-oracle test-parallel test-speculation test-forms test-calls test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-parallel bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull clean test-models test-long test-mutants test-oracle test-parallel test-speculation test-forms test-calls test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-parallel bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -71,10 +71,14 @@ native: $(TOOLS) ## Compile the kernels for this processor.
 
 ##@ Work on it
 
-check: build ## Check style, types, imports and sizes; run nothing.
+check: build types style ## Check style, types, imports and sizes; run nothing.
+
+types: $(DEV_READY)
+	$(BIN)/mypy
+
+style: $(DEV_READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_size.py
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES))
@@ -94,8 +98,10 @@ tables: $(READY) ## Write the tables of request fields in docs/api.md.
 
 setup: $(READY) $(DEV_READY) ## Make the virtual environment with all tools.
 
-build: $(DEV_READY) ## Compile every level and the test builds; warnings are errors.
-	$(call compile,build/strict,-DTS_LEVELS=all -DTS_STRICT=ON)
+build: levels $(DEV_READY) ## Compile every level and the test builds; warnings are errors.
+
+levels: $(TOOLS)
+	$(call compile,build/strict,-DTS_LEVELS=checked -DTS_STRICT=ON)
 
 clean: ## Remove build outputs; keep virtual environments and fetched models.
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
@@ -220,7 +226,7 @@ $(READY): pyproject.toml $(TOOLS)
 
 $(DEV_READY): $(READY)
 	@echo "Installing the tools for checks and tests"
-	@$(BIN)/python -m pip install --quiet --no-build-isolation \
+	@$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation \
 	  --config-settings=wheel.cmake=false --config-settings=editable.mode=inplace --editable '.[dev]'
 	@touch $@
 
