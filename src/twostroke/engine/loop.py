@@ -249,9 +249,9 @@ class EngineLoop:
         Without either, wait for work.
         """
         with self._condition:
+            self._tell_ended()
             if self._stopping:
                 return False
-            self._tell_ended()
             plan = self._scheduler.plan() if self._may_start else None
             if plan is None and not self._steps:
                 self._condition.wait(timeout=self._scheduler.wait_s)
