@@ -21,13 +21,13 @@ CLASSES = (
 )
 # Of characters that both know, without the inside of the large blocks of one class. Newer versions
 # of Unicode have more; one of these is in another class there.
-_LARGE = [(0x3500, 0x9F00), (0xAC10, 0xD700), (0xE010, 0xF8F0), (0x17010, 0x187E0)]
-_LARGE += [(0x20010, 0x2A600), (0x2A6E0, 0x110000)]
+_KEPT = [range(0x3501), range(0x9F00, 0xAC11), range(0xD700, 0xE011), range(0xF8F0, 0x17011)]
+_KEPT += [range(0x187E0, 0x20011), range(0x2A600, 0x2A6E1)]
 _MOVED = "\u0295"
-_CODES = (code for code in range(0x110000) if not any(a < code < b for a, b in _LARGE))
 VARIED = "".join(
     chr(code)
-    for code in _CODES
+    for codes in _KEPT
+    for code in codes
     if unicodedata.category(chr(code)) not in {"Cn", "Cs"} and chr(code) not in _MOVED
 )
 _CHUNK = 4096  # the time of `tokenizers` grows faster than the text
