@@ -71,12 +71,12 @@ native: $(TOOLS) ## Compile the kernels for this processor.
 
 ##@ Work on it
 
-check: build types style ## Check style, types, imports and sizes; run nothing.
+check: build types style ## Check that everything compiles, types, style, imports and sizes; run nothing.
 
-types: $(DEV_READY)
+types: $(DEV_READY) ## Check types.
 	$(BIN)/mypy
 
-style: $(DEV_READY)
+style: $(DEV_READY) ## Check style, imports and sizes.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
@@ -100,7 +100,7 @@ setup: $(READY) $(DEV_READY) ## Make the virtual environment with all tools.
 
 build: levels $(DEV_READY) ## Compile every level and the test builds; warnings are errors.
 
-levels: $(TOOLS)
+levels: $(TOOLS) ## Compile as `build` does, without installing other tools.
 	$(call compile,build/strict,-DTS_LEVELS=checked -DTS_STRICT=ON)
 
 clean: ## Remove build outputs; keep virtual environments and fetched models.
