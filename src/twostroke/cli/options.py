@@ -10,7 +10,9 @@ from twostroke.cli.help import ByteSize, Counts, OneOf, Option, TextFile
 from twostroke.core.config import (
     BACKENDS,
     DEFAULT_ACTIVATION_BITS,
+    DEFAULT_PAGE_SIZE,
     KV_FORMATS,
+    KV_SHARES,
     PARTNER,
     POLICIES,
     REDUCTIONS,
@@ -103,7 +105,10 @@ MACHINE: Final = {
             help="Format of keys and values: f16 (auto), bf16, or int8 (half the memory).",
         ),
         _machine(
-            ["--page-size"], type=int, default=16, help="Tokens in a page of keys and values."
+            ["--page-size"],
+            type=int,
+            default=DEFAULT_PAGE_SIZE,
+            help="Tokens in a page of keys and values.",
         ),
         _machine(
             ["--prefix-cache/--no-prefix-cache"],
@@ -148,6 +153,12 @@ PARALLEL: Final = [
         type=OneOf(REDUCTIONS),
         default="auto",
         help="gather: the tokens of one process; sum: moves less (torch backend, auto on GPUs).",
+    ),
+    _dividing(
+        ["--kv-shares"],
+        type=OneOf(KV_SHARES),
+        default="auto",
+        help="How keys and values are divided: by heads (auto), or evenly by the places of tokens.",
     ),
     _dividing(
         ["--ray", "launcher"],

@@ -13,6 +13,7 @@ from twostroke.core.frozen import Frozen
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
+DEFAULT_PAGE_SIZE: Final = 16
 ACTIVATION_BITS: Final = (15, 9, 8)
 DEFAULT_ACTIVATION_BITS: Final = 15
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
@@ -20,6 +21,7 @@ PARTNER: Final = "auto"  # the draft model in the catalogue
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
 MAX_DRAFTS: Final = 24  # for one request in one step
 REDUCTIONS: Final = ("auto", "gather", "sum")
+KV_SHARES: Final = ("auto", "heads", "places")
 LAUNCHERS: Final = ("auto", "ray")
 MAX_RANKS: Final = 256
 _MAX_RUNNING: Final = 256
@@ -71,7 +73,7 @@ class CacheOptions(Frozen):
 
     memory_bytes: int | None = None
     context_length: int | None = None
-    page_size: int = 16
+    page_size: int = DEFAULT_PAGE_SIZE
     prefix_cache: bool = True
     strict_prefix: bool = False
     kv_format: str = "auto"
@@ -188,6 +190,8 @@ class ParallelOptions(Frozen):
             group of layers if only these are divided.
         reduce: "gather" gives the tokens of one process, bit for bit; "sum" moves less and rounds
             otherwise (torch backend only); "auto" is "sum" on GPUs and "gather" elsewhere.
+        kv_shares: "heads" divides keys and values by their heads, and with `context` not at all;
+            "places" divides them evenly by the places of tokens; "auto" is "heads".
         launcher: "auto" takes the ranks of the launcher that started this process (torchrun, or any
             that sets RANK and WORLD_SIZE), else starts them on this machine; "ray" asks Ray.
         attention_shares: the shares of attention with its keys and values, where they differ: with
@@ -200,12 +204,14 @@ class ParallelOptions(Frozen):
     context: int = 1
     shares: tuple[int, ...] = ()
     reduce: str = "auto"
+    kv_shares: str = "auto"
     launcher: str = "auto"
     attention_shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
         _one_of("reduce", self.reduce, REDUCTIONS)
+        _one_of("kv_shares", self.kv_shares, KV_SHARES)
         _one_of("launcher", self.launcher, LAUNCHERS)
         for name in ("tensor", "pipeline", "expert", "context"):
             if not 1 <= getattr(self, name) <= MAX_RANKS:
@@ -218,6 +224,13 @@ class ParallelOptions(Frozen):
         if self.launcher != "auto" and self.num_ranks == 1:
             reason = "needs several ranks, such as {other} 2."
             raise UsageError(reason, field="launcher", other=Field("tensor"))
+        if self.kv_shares == "places" and self.num_ranks == self.pipeline:
+            reason = "can be places only with {other} or {more}."
+            facts = {"other": Field("tensor"), "more": Field("context")}
+            raise UsageError(reason, field="kv_shares", **facts)
+        if self.kv_shares == "places" and self.attention_shares:
+            reason = "cannot be places with {other}: each rank has a share of all keys and values."
+            raise UsageError(reason, field="kv_shares", other=Field("attention_shares"))
         if self.shares:
             self._check_shares()
         if self.attention_shares:
@@ -290,6 +303,12 @@ class EngineOptions(Frozen):
             raise UsageError("needs the backend cpu.", field="kv_format")
         if self.parallel.reduce == "sum" and backend != "torch":
             raise UsageError("can be sum only on the backend torch.", field="reduce")
+        if self.parallel.kv_shares == "places":
+            if backend == "torch":
+                raise UsageError("cannot be places on the backend torch.", field="kv_shares")
+            if self.cache.page_size != DEFAULT_PAGE_SIZE:
+                reason = "cannot be chosen where {other} is places."
+                raise UsageError(reason, field="page_size", other=Field("kv_shares"))
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

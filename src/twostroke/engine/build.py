@@ -118,7 +118,7 @@ def build(
             from twostroke.engine.ranks import RankGroup  # one process needs nothing of it
 
             ranks = if_it_fails.enter_context(RankGroup(model, loaded, program, mesh, options))
-        size = ranks.size() if ranks else _size(program, options, num_weight_bytes)
+        size = ranks.size() if ranks else _size(program, mesh, options, num_weight_bytes)
         card = _card(loaded, program, size)
         if accept is not None:
             accept(card)
@@ -185,7 +185,7 @@ def build_speculator(
     return Speculator(proposers, budget_of, step_time, on_request, watchers)
 
 
-def _size(program: Program, options: EngineOptions, num_weight_bytes: int) -> CacheSize:
+def _size(program: Program, mesh: Mesh, options: EngineOptions, num_weight_bytes: int) -> CacheSize:
     return size_cache(
         program,
         options.cache,
@@ -194,6 +194,7 @@ def _size(program: Program, options: EngineOptions, num_weight_bytes: int) -> Ca
         memory_available(),
         most_running=options.batch.most_running,
         auto_format=auto_kv_format(options.compute),
+        mesh=mesh,
     )
 
 

@@ -154,7 +154,7 @@ class Draft(Frozen):
     def _size(
         self, program: Program, length: int, options: EngineOptions, backend: Backend
     ) -> CacheSize:
-        """Return the size of the draft's cache, with no more pages than the target's."""
+        """Return the size of the draft's cache, for no more tokens than the target's."""
         size = size_cache(
             program,
             replace(options.cache, context_length=length, memory_bytes=None),
@@ -165,7 +165,9 @@ class Draft(Frozen):
             auto_format=auto_kv_format(options.compute),
         )
         for_one = -(-size.context_length // size.page_size) * len(program.cache_groups)
-        num_pages = min(size.num_pages, max(backend.facts.num_pages, for_one))
+        facts = backend.facts
+        num_target = facts.num_pages * facts.page_size // size.page_size
+        num_pages = min(size.num_pages, max(num_target, for_one))
         cache_bytes = size.cache_bytes // size.num_pages * num_pages
         return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
 

@@ -117,6 +117,7 @@ class RankGroup:
                     most_running=options.batch.most_running,
                     auto_format=auto_kv_format(options.compute),
                     parts=[self._parts[rank].program for rank in here],
+                    mesh=self._mesh,
                 )
             )
         return min(sizes, key=lambda size: size.num_pages)

@@ -8,12 +8,14 @@ from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.disk import megabytes as _mb
+from twostroke.program.mesh import ONE_RANK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.config import CacheOptions
     from twostroke.program import Program
+    from twostroke.program.mesh import Mesh
 
 _MOST_CONTEXTS = 8  # of full length
 _TOKENS_OF_ONE = 128  # for each request that may run
@@ -41,11 +43,12 @@ def size_cache(  # noqa: PLR0913 - what only the builder knows
     most_running: int = 1,
     auto_format: str = DEFAULT_FORMAT,
     parts: Sequence[Program] = (),
+    mesh: Mesh = ONE_RANK,
 ) -> CacheSize:
     """Choose the number of pages; `auto_format` is the format that "auto" stands for.
 
-    `parts` are those of the Program that store their keys and values in this memory, if ranks
-    share it.
+    Of the ranks of a `mesh`, `parts` are those of the Program that store their keys and values in
+    this memory.
 
     In time the prefix cache fills all pages, so a small model gets few: by default as many bytes as
     the weights and one whole context together, or the pages of `most_running` short requests if
@@ -62,7 +65,7 @@ def size_cache(  # noqa: PLR0913 - what only the builder knows
     if context_length > program.context_length:
         message = f"{program.name} was made for at most {program.context_length} tokens of context"
         raise UsageError(f"{message}, not {context_length}: lower --context-length.")
-    page_size, memory_bytes = options.page_size, options.memory_bytes
+    page_size, memory_bytes = mesh.page_size(options.page_size), options.memory_bytes
     kv_format = auto_format if options.kv_format == "auto" else options.kv_format
     stored = parts or (program,)
     page_bytes = max(1, sum(one.page_bytes(page_size, FORMATS[kv_format]) for one in stored))

@@ -248,6 +248,7 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
         weight_bytes(loaded, subject.compute),
         memory_available(),
         auto_format=auto_kv_format(subject.compute),
+        mesh=mesh,
     )
     release = loaded.release
     return program, make_backend(

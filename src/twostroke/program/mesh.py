@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.program.experts import ExpertTerms
+from twostroke.program.pages import PIECE_TOKENS
 from twostroke.program.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class Mesh(Frozen):
         """How many ranks take turns in storing a request's pieces."""
         return self.ranks_per_stage if self.by_places else 1
 
+    def page_size(self, asked: int) -> int:
+        """Return the tokens in a page: a piece for each rank that has some, else those asked."""
+        return PIECE_TOKENS * self.num_places if self.num_places > 1 else asked
+
     def place(self, rank: int) -> Place:
         """Return where a rank is."""
         later, within = divmod(rank, self.ranks_per_stage)
@@ -100,5 +105,6 @@ def mesh_of(parallel: ParallelOptions, program: Program) -> Mesh:
         parallel.stage_shares,
         parallel.context,
         parallel.column_shares,
+        by_places=parallel.kv_shares == "places",
         attention_parts=parallel.attention_shares,
     )
