@@ -49,14 +49,14 @@ def test_engine_options_reach_their_fields() -> None:
         "--max-running 7 --token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9 "
         "--speculate draft --draft small --drafts 4 --activation-bits 8 --tensor-parallel 2 "
         "--pipeline-parallel 3 --expert-parallel 1 --context-parallel 4 --shares 3,2 "
-        "--reduce gather --ray --attention-shares 1,0"
+        "--reduce gather --kv-shares heads --ray --attention-shares 1,0"
     )
     assert engine_options(given(serve.command, *line.split()), "tiny") == EngineOptions(
         ComputeOptions("cpu", 3, "avx2", activation_bits=8),
         CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True, kv_format="int8"),
         BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
         SpeculationOptions("draft", "small", 4),
-        ParallelOptions(2, 3, 1, 4, (3, 2), "gather", "ray", (1, 0)),
+        ParallelOptions(2, 3, 1, 4, (3, 2), "gather", "heads", "ray", (1, 0)),
     )
 
 
@@ -152,6 +152,23 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
             "--shares must be at least 1 each, got 0: for fewer parts, lower --tensor-parallel.",
         ),
         ("--reduce sum", "--reduce can be sum only on the backend torch."),
+        (
+            "--pipeline-parallel 2 --kv-shares places",
+            "--kv-shares can be places only with --tensor-parallel or --context-parallel.",
+        ),
+        (
+            "--tensor-parallel 2 --kv-shares places --backend torch",
+            "--kv-shares cannot be places on the backend torch.",
+        ),
+        (
+            "--tensor-parallel 2 --kv-shares places --page-size 32",
+            "--page-size cannot be chosen where --kv-shares is places.",
+        ),
+        (
+            "--tensor-parallel 2 --attention-shares 1,2 --kv-shares places",
+            "--kv-shares cannot be places with --attention-shares: each rank has a share of all "
+            "keys and values.",
+        ),
         ("--drafts 0", "--drafts must be from 1 to 24, got 0."),
         (
             "--speculate draft --draft none",

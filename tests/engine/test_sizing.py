@@ -15,6 +15,8 @@ from twostroke.cache import PageGroups
 from twostroke.core.config import PAGE_SIZES, CacheOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.engine.sizing import CacheSize, size_cache
+from twostroke.program.mesh import Mesh
+from twostroke.program.shard import shard
 
 if TYPE_CHECKING:
     from twostroke.program import Program
@@ -78,6 +80,17 @@ def test_requested_memory_is_filled_and_not_exceeded(page_size: int) -> None:
     assert found.page_size == page_size
     assert 0 <= 200 * MB - found.cache_bytes < page_size * TOKEN_BYTES
     assert found.cache_bytes == found.num_pages * page_size * TOKEN_BYTES
+
+
+def test_ranks_that_divide_places_store_their_share_of_each_page() -> None:
+    mesh = Mesh(column_parts=(1, 1), by_places=True)
+    parts = [rank.program for rank in shard(PROGRAM, mesh)]
+    for here, share in ((parts, 1.0), (parts[:1], 0.5)):  # on one machine, on two
+        found = size_cache(
+            PROGRAM, CacheOptions(200 * MB), 256, WEIGHT_BYTES, 10**11, parts=here, mesh=mesh
+        )
+        assert found.page_size == 128
+        assert found.cache_bytes == found.num_pages * 128 * TOKEN_BYTES * share
 
 
 def test_the_last_page_of_a_context_can_be_partial() -> None:

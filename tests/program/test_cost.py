@@ -138,6 +138,8 @@ def test_ranks_share_the_work_of_a_step() -> None:
         Mesh((1, 1)),
         Mesh(row_parts=2),
         Mesh((1, 1), 2, (3, 1)),
+        Mesh(row_parts=2, by_places=True),
+        Mesh((1, 1), 2, (3, 1), by_places=True),
     ):
         parts = [model.part(rank).per_step() for rank in shard(model.program, mesh)]
         for batch in (BatchShape.decode((1000,) * 16), BatchShape((0, 50), (300, 200), 2)):
@@ -162,6 +164,18 @@ def test_parts_of_rows_attend_to_what_the_step_attends_to() -> None:
         parts = [batch.part(index, count) for index in range(count)]
         assert sum(part.num_attended(window) for part in parts) == batch.num_attended(window)
         assert {part.whole.num_rows for part in parts} == {batch.num_rows}
+
+
+def test_pieces_are_those_that_each_row_sees() -> None:
+    chance = random.Random(7)
+    for _ in range(20):
+        starts = tuple(chance.randrange(300) for _ in range(3))
+        batch = BatchShape(starts, tuple(chance.randint(1, 90) for _ in starts), 3)
+        window = chance.choice((None, 40, 64, 100))
+        rows = [start + i for start, count in batch.spans for i in range(count)]
+        first = [0 if window is None else max(0, row - window + 1) for row in rows]
+        seen = [row // 64 - start // 64 + 1 for row, start in zip(rows, first, strict=True)]
+        assert batch.num_pieces(window) == sum(seen)
 
 
 def test_two_ranks_of_an_8b_exchange_106_kilobytes_for_a_row_and_layer() -> None:

@@ -85,8 +85,8 @@ def test_tokens_are_those_of_one_rank(model: Model) -> None:
     requests = random_requests(chance, 4, program.vocab_size, 60, 6)
     setting = Setting.chosen_by(chance, fewest, 3 * fewest)
     known, _ = run_schedule(plain, setting, [fresh(r) for r in requests], CONTEXT)
-    (mesh,) = model.meshes(1)
-    ranks = ReferenceBackend(program, model.tensors, NUM_PAGES, 16, mesh=mesh)
+    mesh = model.meshes(2)[1]
+    ranks = ReferenceBackend(program, model.tensors, NUM_PAGES, page_size(mesh), mesh=mesh)
     found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], CONTEXT, known)
     assert {name: tokens for name, (tokens, _) in found.items()} == {
         name: tokens for name, (tokens, _) in known.items()
@@ -111,6 +111,10 @@ def test_ranks_have_their_share_of_weights_and_pages(model: Model) -> None:
             assert [g.window for g in groups] == [g.window for g in program.cache_groups]
             layers = [layer for group in groups for layer in group.layers]
             assert sorted(layers) == list(range(len(rank.program.cache_layers)))
+        if mesh.by_places and len(mesh.stages) == 1:
+            size = page_size(mesh)
+            stored = [rank.program.page_bytes(size) for rank in ranks]
+            assert stored == [program.page_bytes(size) // mesh.num_ranks] * mesh.num_ranks
 
 
 def test_teams_agree_on_what_they_exchange(model: Model) -> None:

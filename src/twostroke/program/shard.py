@@ -192,7 +192,9 @@ class _Stage:
 
     def _add_pieces(self, op: Attention) -> None:
         """Add an attention whose keys and values are divided by places among all ranks."""
-        reads = {field: self._whole(getattr(op, field), all_rows=True).name for field in op.reads}
+        for name in op.inputs:  # one gather directly after another: together they can wait once
+            self._whole(name)
+        read = [self._whole(name, all_rows=True) for name in op.inputs]
         head_cuts = cuts(op.num_heads, self._mesh.column_parts)
         ranges = tuple(pairwise([cut * op.head_dim for cut in head_cuts]))
         value = HeldValue(op.output, op.width, all_rows=self._num_rows == 1)
@@ -201,8 +203,9 @@ class _Stage:
         for index in range(self._size):
             team, place = self._team(index, self._size)
             output = value.at(index) or f"{op.output}.none"
-            part = AttentionPieces.of(replace(op, output=output, **reads), team, place, head_cuts)
-            self._emit(index, part)
+            part = AttentionPieces.of(op, team, place, head_cuts)
+            names = {field: x.at(index) for field, x in zip(op.reads, read, strict=True)}
+            self._emit(index, replace(part, output=output, **names))
         self._held[op.output] = [value]
 
     def finish(self, last: str, kept: Collection[str]) -> None:
