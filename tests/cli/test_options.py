@@ -166,8 +166,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
         ),
         (
             "--tensor-parallel 2 --attention-shares 1,2 --kv-shares places",
-            "--kv-shares cannot be places with --attention-shares: each rank has a share of all "
-            "keys and values.",
+            "--kv-shares cannot be places with --attention-shares.",
         ),
         ("--drafts 0", "--drafts must be from 1 to 24, got 0."),
         (

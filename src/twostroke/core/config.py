@@ -229,7 +229,7 @@ class ParallelOptions(Frozen):
             facts = {"other": Field("tensor"), "more": Field("context")}
             raise UsageError(reason, field="kv_shares", **facts)
         if self.kv_shares == "places" and self.attention_shares:
-            reason = "cannot be places with {other}: each rank has a share of all keys and values."
+            reason = "cannot be places with {other}."
             raise UsageError(reason, field="kv_shares", other=Field("attention_shares"))
         if self.shares:
             self._check_shares()
