@@ -12,16 +12,6 @@ namespace {
 
 constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
 
-/// Waits for the other threads; the last one calls `move()`, which is false once a rank is lost.
-template <class Move>
-void meet_and_move(Worker& worker, const Move& move) {
-  worker.meet([&] {
-    const Clock::time_point begin = Clock::now();
-    if (!move()) worker.step.is_lost = true;
-    worker.step.collective_s += seconds_between(begin, Clock::now());
-  });
-}
-
 /// Neighbouring values of a row.
 struct Piece {
   int64_t row;
@@ -163,7 +153,7 @@ float* slot_of(const Plan& plan, const ChannelRecord& channel, int64_t width, ui
 void meet_ranks(Worker& worker) {
   const PlanLink& link = worker.plan.link;
   if (link.teams.empty() || link.shared() == nullptr) return;
-  meet_and_move(worker, [&] {
+  worker.meet_and_move([&] {
     return std::all_of(link.teams.begin(), link.teams.end(), [&](const TeamRecord& team) {
       return link.shared()->meet(team.barrier, team.size);
     });
@@ -171,7 +161,7 @@ void meet_ranks(Worker& worker) {
 }
 
 void meet_team(Worker& worker, const TeamRecord& team) {
-  meet_and_move(worker, [&] { return worker.plan.link.shared()->meet(team.barrier, team.size); });
+  worker.meet_and_move([&] { return worker.plan.link.shared()->meet(team.barrier, team.size); });
 }
 
 bool begins_with_barrier(const OpRecord& op) {
@@ -183,7 +173,7 @@ void run_gather(Worker& worker, const OpRecord& op) {
   const Gathered value(worker, op);
   if (op.x != kNone) place_own(value);
   SharedHead* shared = worker.plan.link.shared();
-  meet_and_move(worker, [&] {
+  worker.meet_and_move([&] {
     return shared == nullptr ? exchange(value) : shared->meet(value.team.barrier, value.team.size);
   });
 }
@@ -194,7 +184,7 @@ void run_send(Worker& worker, const OpRecord& op) {
   const int64_t num_rows = worker.step.row_end - worker.step.row_begin;
   const int64_t stride = worker.stride(op.x);
   const float* x = worker.buffer(op.x) + worker.step.row_begin * stride;
-  meet_and_move(worker, [&] {
+  worker.meet_and_move([&] {
     if (link.shared() == nullptr) {
       pack(x, stride, num_rows, op.width, link.sent.floats());
       return link.record.send(link.record.context, channel.peer, link.sent.bytes(),
@@ -214,7 +204,7 @@ void run_receive(Worker& worker, const OpRecord& op) {
   const int64_t num_rows = worker.step.row_end - worker.step.row_begin;
   const int64_t stride = worker.stride(op.outputs[0].buffer);
   float* out = worker.buffer(op.outputs[0].buffer) + worker.step.row_begin * stride;
-  meet_and_move(worker, [&] {
+  worker.meet_and_move([&] {
     if (link.shared() == nullptr) {
       const int64_t bytes = num_rows * op.width * kFloatBytes;
       float* received = link.received.floats();
@@ -238,7 +228,7 @@ void gather_logits(Worker& worker, const OpRecord& op, float* logits, int64_t nu
   const int32_t* cuts = &link.cuts[op.first_cut];
   const int64_t stride = worker.stride(op.outputs[0].buffer);
   const auto width = [&](int32_t member) { return int64_t{cuts[member + 1]} - cuts[member]; };
-  meet_and_move(worker, [&] {
+  worker.meet_and_move([&] {
     if (link.shared() != nullptr) return link.shared()->meet(team.barrier, team.size);
     if (link.record.rank != 0) {
       const int64_t own = width(team.place);

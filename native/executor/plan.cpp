@@ -116,8 +116,8 @@ void Plan::lay_out_pages(const PlanRecord& record) {
   std::vector<int64_t> sizes(static_cast<size_t>(record.num_groups));
   for (int32_t i = 0; i < record.num_layers; ++i) {
     const LayerRecord& layer = record.layers[i];
-    layers.push_back(
-        {nullptr, 0, page_size, layer.num_kv_heads, layer.head_dim, record.cache_format});
+    layers.push_back({nullptr, 0, page_size / layer.num_places, layer.num_kv_heads, layer.head_dim,
+                      record.cache_format, layer.num_places, layer.place});
     group_of.push_back(layer.group);
     int64_t& size = sizes[static_cast<size_t>(layer.group)];
     offsets.push_back(size);
@@ -125,7 +125,7 @@ void Plan::lay_out_pages(const PlanRecord& record) {
   }
   group_windows.resize(sizes.size());
   for (const OpRecord& op : ops) {
-    if (op.kind != OpKind::Attention) continue;
+    if (op.kind != OpKind::Attention && op.kind != OpKind::Pieces) continue;
     const int32_t group = group_of[static_cast<size_t>(op.layer)];
     int64_t& window = group_windows[static_cast<size_t>(group)];
     window = std::max(window, window_of(op));
@@ -143,6 +143,7 @@ void Plan::lay_out_pages(const PlanRecord& record) {
 }
 
 int32_t Plan::schedule_for(const OpRecord& op) {
+  if (op.kind == OpKind::Pieces) return piece_schedule_for(op);
   if (op.kind != OpKind::Attention) return kNone;
   const LayerPages& pages = layers[static_cast<size_t>(op.layer)];
   const int64_t group = op.group;
@@ -152,6 +153,27 @@ int32_t Plan::schedule_for(const OpRecord& op) {
   }
   schedules.emplace_back(group, window, pages);
   return static_cast<int32_t>(schedules.size() - 1);
+}
+
+int32_t Plan::piece_schedule_for(const OpRecord& op) {
+  const LayerPages& pages = layers[static_cast<size_t>(op.layer)];
+  const TeamRecord& team = link.team_of(op);
+  const int32_t* heads = &link.cuts[static_cast<size_t>(op.first_cut + team.place % op.num_parts)];
+  const PieceShape shape{op.num_heads,
+                         pages.num_kv_heads,
+                         pages.head_dim,
+                         window_of(op),
+                         pages.num_places,
+                         heads[0],
+                         heads[1],
+                         team.tile_bytes,
+                         pages.num_kv_heads * kPieceTokens / kBlockTokens * pages.block_bytes()};
+  const auto found =
+      std::find_if(piece_schedules.begin(), piece_schedules.end(),
+                   [&](const PieceSchedule& schedule) { return schedule.shape() == shape; });
+  const auto index = static_cast<int32_t>(found - piece_schedules.begin());
+  if (found == piece_schedules.end()) piece_schedules.emplace_back(shape);
+  return index;
 }
 
 void Plan::take_times(double* pairs) {

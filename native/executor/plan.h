@@ -8,6 +8,7 @@
 #include "executor/experts.h"
 #include "executor/link.h"
 #include "executor/memory.h"
+#include "executor/piece_schedule.h"
 #include "executor/records.h"
 #include "executor/schedule.h"
 #include "kernels/attention.h"
@@ -69,6 +70,7 @@ struct PlanLink {
   int64_t num_row_parts = 1;
   Block sent;                       // this rank's part of a value, packed
   Block received;                   // all parts
+  Block tiles;                      // of attention: two, where ranks share no memory
   std::vector<int64_t> part_bytes;  // of each member of a team
 
   explicit PlanLink(const PlanRecord& record);
@@ -120,9 +122,10 @@ struct Plan {
   std::vector<LayerPages> layers;
   std::vector<int32_t> group_of;             // for each layer
   std::vector<int64_t> group_windows;        // for each group of layers: the widest of its rows
-  std::vector<int32_t> schedule_of;          // for each operation: index into schedules, or kNone
+  std::vector<int32_t> schedule_of;          // for each operation: index into its kind's schedules
   std::vector<AttentionSchedule> schedules;  // one for each shape of attention
-  int64_t page_size = 0;                     // tokens
+  std::vector<PieceSchedule> piece_schedules;  // the same where ranks store pieces in turn
+  int64_t page_size = 0;                       // tokens
   int64_t num_pages = 0;
   int64_t cache_bytes = 0;
   void* cache = nullptr;
@@ -136,6 +139,7 @@ struct Plan {
  private:
   void lay_out_pages(const PlanRecord& record);
   int32_t schedule_for(const OpRecord& op);
+  int32_t piece_schedule_for(const OpRecord& op);
 };
 
 /// Another rank is lost; the step was given up.

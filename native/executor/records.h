@@ -35,6 +35,8 @@ enum class OpKind : int32_t {
   Terms = 16,          // outputs[0] = terms of this rank's experts of x, the scores being y
   SumTerms = 17,       // outputs[0] = sum of the terms x times their shares, the scores being y
   Copy = 18,           // outputs[0] = x
+  Pieces = 19,         // outputs[0] = this rank's part of attention of x over the pages of `layer`,
+                       // of which each of a team stores some pieces; y and z are stored first
 };
 
 /// Which part of a gathered value each member of a team has: columns from cut to cut; of n rows
@@ -75,17 +77,18 @@ struct OpRecord {
   float epsilon;
   int32_t num_groups;
   int32_t accumulate;  // Linear, Experts: results are added to what the buffers hold
-  int32_t layer;       // for Attention and for products that are stored
-  int32_t num_heads;
-  int32_t group;       // Attention: query heads of a whole key-value head
+  int32_t layer;       // for Attention, Pieces and for products that are stored
+  int32_t num_heads;   // Pieces: of the whole
+  int32_t group;       // Attention, Pieces: query heads of a whole key-value head
   int32_t first_head;  // Attention: place of the first query head in its key-value head's group
-  float scale;         // Attention: of the scores
+  float scale;         // Attention, Pieces: of the scores
   float factor;        // Embed, Scale
-  float soft_cap;      // Attention, Logits: x becomes soft_cap * tanh(x / soft_cap), 0: it stays
+  float
+      soft_cap;  // Attention, Pieces, Logits: x becomes soft_cap * tanh(x / soft_cap), 0: it stays
   Activation activation;
   int32_t is_stored;  // Attention: keys and values are in the pages already, else y and z hold them
   int32_t tap;        // index into the step's taps
-  int32_t window;     // Attention: each row sees this many keys up to its own, 0: all
+  int32_t window;     // Attention, Pieces: each row sees this many keys up to its own, 0: all
   int32_t first_expert;  // index into experts
   int32_t num_experts;
   int32_t own_expert;   // Terms: number of the first expert that this rank has
@@ -93,10 +96,13 @@ struct OpRecord {
   int32_t num_used;     // experts of a row
   int32_t normalize;    // Experts: whether the shares of a row's experts sum to one
   Precision precision;  // Linear, Gated, Logits, Experts, Terms
-  int32_t team;         // Gather, Logits; Linear and Gated, if ranks prepare their rows together:
-                        // index into teams, or kNone
-  Parts parts;          // Gather
-  int32_t first_cut;    // Gather, Logits, Embed of some tokens: index into cuts, or kNone
+  int32_t team;  // Gather, Logits, Pieces; Linear and Gated, if ranks prepare their rows together:
+                 // index into teams, or kNone
+  Parts parts;   // Gather
+  int32_t first_cut;    // Gather, Logits, Embed of some tokens: index into cuts, or kNone;
+                        // Pieces: where query heads are cut
+  int32_t num_parts;    // Pieces: of query heads; member i has part i % num_parts, and of the rows
+                        // part i / num_parts
   int32_t channel;      // Send, Receive: index into channels
   int32_t num_outputs;  // 0: Logits of which this rank has none, but gathers those of others
   OutputRecord outputs[kMaxOutputs];
@@ -128,6 +134,8 @@ struct LayerRecord {
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t group;
+  int32_t num_places;  // of so many pieces this rank stores one: that at `place`
+  int32_t place;
 };
 
 /// Rows that ranks may share: `width` values each, as many as the step has, or `num_rows`.
@@ -151,6 +159,8 @@ struct TeamRecord {
   int32_t barrier;
   int64_t prepared_offset;  // in the link's shared memory: two places for prepared rows
   int64_t prepared_bytes;   // of each
+  int64_t tiles_offset;     // in the link's shared memory: two places for tiles of attention
+  int64_t tile_bytes;       // of each
 };
 
 /// The way from one rank to another, through `kChannelSlots` places in shared memory.
@@ -190,9 +200,9 @@ struct PlanRecord {
   int32_t num_channels;
   CacheFormat cache_format;
   int64_t num_pages;
-  int64_t page_size;
-  int64_t max_rows;  // of a step, for which shared memory has room
-  int32_t row_part;  // this rank computes rows n * row_part / num_row_parts on
+  int64_t page_size;  // tokens, of all places
+  int64_t max_rows;   // of a step, for which shared memory has room
+  int32_t row_part;   // this rank computes rows n * row_part / num_row_parts on
   int32_t num_row_parts;
 };
 

@@ -7,8 +7,6 @@ namespace ts {
 
 namespace {
 
-constexpr int64_t kQueriesPerTask = 96;  // enough to pay for converting a piece to float32
-constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kSmallestSplit = 2;  // pieces
 // Shares of a step: 64 MB. With many rows far into a long context they would take gigabytes.
 constexpr int64_t kMostShareFloats = 16 << 20;
@@ -60,7 +58,7 @@ void AttentionSchedule::cut_slice(const SliceRows& rows, double target_cost) {
       continue;
     }
     task.split = static_cast<int32_t>(splits_.size());
-    splits_.push_back({parts, share_floats_, floats});
+    splits_.push_back({parts, share_floats_, floats, begin});
     share_floats_ += floats * num_kv_heads_;
     for (int32_t part = 0; part < parts; ++part) {
       task.piece_begin = begin + pieces * part / parts;

@@ -11,6 +11,9 @@
 
 namespace ts {
 
+constexpr int64_t kQueriesPerTask = 96;  // enough to pay for converting a piece to float32
+constexpr int64_t kTasksPerThread = 4;
+
 /// Some rows of one slice and the pieces of their context; done once for each key-value head.
 struct AttentionTask {
   int32_t slice;
@@ -28,6 +31,7 @@ struct AttentionSplit {
   int32_t num_tasks;
   int64_t share_offset;  // floats, of the first head
   int64_t share_floats;  // of one head
+  int64_t first_piece;
 };
 
 /// Rows [begin, end) of slice `index`, the first of them at `position`.
@@ -58,9 +62,11 @@ class AttentionSchedule {
 
   const std::vector<AttentionTask>& tasks() const { return tasks_; }
 
-  PieceShares shares(const AttentionTask& task, int64_t head) const {
+  /// The shares of `num_heads` query heads, which read the key-value head.
+  PieceShares shares(const AttentionTask& task, int64_t head, int64_t num_heads) const {
     const AttentionSplit& split = splits_[static_cast<size_t>(task.split)];
-    return {memory_.floats() + split.share_offset + head * split.share_floats};
+    float* data = memory_.floats() + split.share_offset + head * split.share_floats;
+    return {data, split.first_piece, task.num_rows, num_heads, 0, 0};
   }
 
   /// Says that a task of a split is done for `head`; true if it was the last one.

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "executor/collectives.h"
+#include "executor/pieces.h"
 #include "executor/products.h"
 #include "executor/worker.h"
 #include "kernels/rows.h"
@@ -139,10 +140,11 @@ void run_attention(Worker& worker, size_t index) {
       attend(rows, pages, worker.memory.attention);
       return;
     }
-    const PieceShares shares = schedule.shares(task, head);
-    attend_pieces(rows, pages, task.piece_begin, task.piece_end, worker.memory.attention, shares);
+    const PieceShares shares = schedule.shares(task, head, end - first);
+    AttentionScratch& scratch = worker.memory.attention;
+    attend_pieces(rows, pages, {task.piece_begin, task.piece_end}, scratch, shares);
     if (schedule.finish(task, head)) {
-      merge_pieces(rows, pages.head_dim, worker.memory.attention, shares);
+      merge_pieces(rows, pages.head_dim, rows.pieces(), scratch, shares, {});
     }
   });
   worker.finish();
@@ -191,6 +193,8 @@ void run_op(Worker& worker, size_t index) {
       return run_expert_terms(worker, op);
     case OpKind::SumTerms:
       return run_sum_terms(worker, op);
+    case OpKind::Pieces:
+      return run_pieces(worker, index);
     case OpKind::Copy:
       return for_rows(worker, op, [&](const float* x, float* out, int64_t) {
         if (x != out) std::copy_n(x, op.width, out);
@@ -295,6 +299,7 @@ void get_ready(StepState& step) {
   make_room_for_products(plan, record);
   make_room_for_experts(plan, record);
   make_room_for_collectives(plan, record);
+  make_room_for_pieces(plan);
   step.slice_of_row.resize(static_cast<size_t>(record.num_rows));
   int64_t num_positions = 0;
   for (int32_t i = 0; i < record.num_slices; ++i) {
@@ -317,6 +322,9 @@ void get_ready(StepState& step) {
     }
   }
   for (AttentionSchedule& schedule : plan.schedules) {
+    schedule.make(record, step.row_begin, step.row_end, plan.pool.num_threads());
+  }
+  for (PieceSchedule& schedule : plan.piece_schedules) {
     schedule.make(record, step.row_begin, step.row_end, plan.pool.num_threads());
   }
 }

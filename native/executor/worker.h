@@ -59,6 +59,7 @@ struct Worker {
   Clock::time_point now;     // when the last barrier was left
   bool meets_next = false;   // whether the next operation begins with a barrier
   int32_t num_together = 0;  // operations of which ranks prepared the rows together
+  int32_t num_tiles = 0;     // of attention that ranks exchanged
 
   /// Waits for the others.
   void meet() {
@@ -72,6 +73,17 @@ struct Worker {
     plan.pool.meet(thread, num_threads, last);
     now = Clock::now();
     waiting_s += seconds_between(arrived, now);
+  }
+
+  /// The same; the last one calls `move()`, which reaches other ranks and is false once one is
+  /// lost.
+  template <class Move>
+  void meet_and_move(const Move& move) {
+    meet([&] {
+      const Clock::time_point begin = Clock::now();
+      if (!move()) step.is_lost = true;
+      step.collective_s += seconds_between(begin, Clock::now());
+    });
   }
 
   /// The end of an operation: others read what it wrote. A gather that follows waits anyway.

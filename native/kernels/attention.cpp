@@ -186,21 +186,49 @@ void gather_queries(const AttentionRows& rows, const LayerPages& pages, Attentio
     spread(scratch.q.data() + i * head_dim, head_dim);
 }
 
-void start_merging(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch) {
-  std::fill_n(scratch.out.data(), rows.num_queries() * head_dim, 0.0F);
-  std::fill_n(scratch.peak.data(), rows.num_queries(), kMinusInfinity);
-  std::fill_n(scratch.sum.data(), rows.num_queries(), 0.0F);
+/// Calls `body(its part of the row, place of its peak and sum in Merged)` for each query.
+template <class Body>
+void for_queries(const AttentionRows& rows, int64_t head_dim, const Merged& merged, Body body) {
+  for (int64_t query = 0; query < rows.num_queries(); ++query) {
+    const int64_t row = query / rows.group;
+    const int64_t head = query % rows.group;
+    body(query, rows.out + row * rows.out_stride + head * head_dim, row * merged.stride + head);
+  }
 }
 
-void write_rows(const AttentionRows& rows, int64_t head_dim, const AttentionScratch& scratch) {
-  for (int64_t query = 0; query < rows.num_queries(); ++query) {
-    const Lanes factor = broadcast(1.0F / scratch.sum.data()[query]);
+/// Begins with nothing, or with what earlier calls have merged.
+void start_merging(const AttentionRows& rows, int64_t head_dim, const Pieces& pieces,
+                   AttentionScratch& scratch, const Merged& merged) {
+  if (pieces.begin <= rows.piece_begin()) {
+    std::fill_n(scratch.out.data(), rows.num_queries() * head_dim, 0.0F);
+    std::fill_n(scratch.peak.data(), rows.num_queries(), kMinusInfinity);
+    std::fill_n(scratch.sum.data(), rows.num_queries(), 0.0F);
+    return;
+  }
+  for_queries(rows, head_dim, merged, [&](int64_t query, const float* out, int64_t place) {
+    std::copy_n(out, head_dim, scratch.out.data() + query * head_dim);
+    scratch.peak.data()[query] = merged.peak[place];
+    scratch.sum.data()[query] = merged.sum[place];
+  });
+}
+
+/// Writes the rows, or leaves what is merged so far to later calls.
+void end_merging(const AttentionRows& rows, int64_t head_dim, const Pieces& pieces,
+                 const AttentionScratch& scratch, const Merged& merged) {
+  const bool is_whole = pieces.end >= rows.piece_end();
+  for_queries(rows, head_dim, merged, [&](int64_t query, float* out, int64_t place) {
     const float* source = scratch.out.data() + query * head_dim;
-    float* out = rows.out + query / rows.group * rows.out_stride + query % rows.group * head_dim;
+    if (!is_whole) {
+      std::copy_n(source, head_dim, out);
+      merged.peak[place] = scratch.peak.data()[query];
+      merged.sum[place] = scratch.sum.data()[query];
+      return;
+    }
+    const Lanes factor = broadcast(1.0F / scratch.sum.data()[query]);
     for (int64_t d = 0; d < head_dim; d += kLanes) {
       store_lanes(out + d, multiply(load_lanes(source + d), factor));
     }
-  }
+  });
 }
 
 template <class T>
@@ -229,7 +257,7 @@ Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t 
       piece.keys[b] = keys;
       piece.values[b] = values;
     } else {
-      const int64_t next = position + kPieceTokens;
+      const int64_t next = position + kPieceTokens * pages.num_places;
       const uint8_t* ahead = next < end ? pages.block(rows.page_table, rows.head, next) : block;
       piece.keys[b] = stored(block);
       piece.values[b] = stored(block + pages.key_bytes());
@@ -240,13 +268,15 @@ Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t 
   return piece;
 }
 
-/// Calls `take(share, first, count)` for each tile of queries and each piece in [begin, end).
+/// Calls `take(piece, share, first, count)` for each tile of queries and each piece stored here.
 template <class T, class Take>
-void for_shares(const AttentionRows& rows, const LayerPages& pages, int64_t begin, int64_t end,
+void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
                 AttentionScratch& scratch, Take take) {
   const int64_t head_dim = pages.head_dim;
+  const int64_t end = std::min(pieces.end, rows.piece_end());
   alignas(64) float out[kTileQueries * kMostHeadDim];
-  for (int64_t index = begin; index < end; ++index) {
+  int64_t index = pages.first_stored(std::max(pieces.begin, rows.piece_begin()));
+  for (; index < end; index += pages.num_places) {
     const Piece<T> piece = find_piece<T>(rows, pages, index, scratch);
     const int64_t query_end = rows.row_end(index) * rows.group;
     for (int64_t i = rows.row_begin(index) * rows.group; i < query_end; i += kTileQueries) {
@@ -260,19 +290,19 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, int64_t begi
 }
 
 template <class Take>
-void for_shares(const AttentionRows& rows, const LayerPages& pages, int64_t begin, int64_t end,
+void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
                 AttentionScratch& scratch, Take take) {
   // Few queries read each key once or twice: converting it first would cost more than it saves.
   if (rows.num_queries() > 2 * kTileQueries) {
-    return for_shares<float>(rows, pages, begin, end, scratch, take);
+    return for_shares<float>(rows, pages, pieces, scratch, take);
   }
   switch (pages.format) {
     case CacheFormat::Half:
-      return for_shares<Half>(rows, pages, begin, end, scratch, take);
+      return for_shares<Half>(rows, pages, pieces, scratch, take);
     case CacheFormat::BFloat16:
-      return for_shares<BFloat16>(rows, pages, begin, end, scratch, take);
+      return for_shares<BFloat16>(rows, pages, pieces, scratch, take);
     case CacheFormat::Int8:
-      return for_shares<int8_t>(rows, pages, begin, end, scratch, take);
+      return for_shares<int8_t>(rows, pages, pieces, scratch, take);
   }
 }
 
@@ -288,51 +318,69 @@ void AttentionScratch::fit(int64_t num_queries, int64_t head_dim) {
 }
 
 void attend(const AttentionRows& rows, const LayerPages& pages, AttentionScratch& scratch) {
+  attend(rows, pages, rows.pieces(), scratch, {});
+}
+
+void attend(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
+            AttentionScratch& scratch, const Merged& merged) {
   const int64_t head_dim = pages.head_dim;
+  if (pieces.begin >= rows.piece_end() || pieces.end <= rows.piece_begin()) return;
   gather_queries(rows, pages, scratch);
-  start_merging(rows, head_dim, scratch);
+  start_merging(rows, head_dim, pieces, scratch, merged);
   const auto take = [&](int64_t, const TileShare& share, int64_t first, int64_t count) {
     merge(share.peak, share.sum, share.out, count, head_dim, scratch.peak.data() + first,
           scratch.sum.data() + first, scratch.out.data() + first * head_dim);
   };
-  for_shares(rows, pages, rows.piece_begin(), rows.piece_end(), scratch, take);
-  write_rows(rows, head_dim, scratch);
+  for_shares(rows, pages, pieces, scratch, take);
+  end_merging(rows, head_dim, pieces, scratch, merged);
 }
 
-void attend_pieces(const AttentionRows& rows, const LayerPages& pages, int64_t begin, int64_t end,
+void attend_pieces(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
                    AttentionScratch& scratch, const PieceShares& shares) {
   const int64_t head_dim = pages.head_dim;
-  const int64_t num_queries = rows.num_queries();
-  const int64_t first_share = rows.piece_begin();
+  const int64_t num_queries = shares.num_queries();
   gather_queries(rows, pages, scratch);
-  for_shares(rows, pages, begin, end, scratch,
+  for_shares(rows, pages, pieces, scratch,
              [&](int64_t piece, const TileShare& share, int64_t first, int64_t count) {
-               float* out = shares.data +
-                            (piece - first_share) * PieceShares::num_floats(num_queries, head_dim);
+               float* out = shares.of_piece(piece, head_dim);
                float* peak = out + num_queries * head_dim;
-               std::copy_n(share.out, count * head_dim, out + first * head_dim);
-               std::copy_n(share.peak, count, peak + first);
-               std::copy_n(share.sum, count, peak + num_queries + first);
+               for (int64_t i = 0; i < count; ++i) {
+                 const int64_t row = shares.first_row + (first + i) / rows.group;
+                 const int64_t head = shares.first_head + (first + i) % rows.group;
+                 const int64_t query = row * shares.num_heads + head;
+                 std::copy_n(share.out + i * head_dim, head_dim, out + query * head_dim);
+                 peak[query] = share.peak[i];
+                 peak[num_queries + query] = share.sum[i];
+               }
              });
 }
 
-void merge_pieces(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch,
-                  const PieceShares& shares) {
-  const int64_t num_queries = rows.num_queries();
-  scratch.fit(num_queries, head_dim);
-  start_merging(rows, head_dim, scratch);
-  const float* out = shares.data;
-  for (int64_t piece = rows.piece_begin(); piece < rows.piece_end(); ++piece) {
+void merge_pieces(const AttentionRows& rows, int64_t head_dim, const Pieces& pieces,
+                  AttentionScratch& scratch, const PieceShares& shares, const Merged& merged) {
+  const int64_t num_queries = shares.num_queries();
+  const int64_t end = std::min(pieces.end, rows.piece_end());
+  // Queries that lie together: of all rows, or of one.
+  const int64_t rows_together = shares.num_heads == rows.group ? rows.num_rows : 1;
+  scratch.fit(rows.num_queries(), head_dim);
+  start_merging(rows, head_dim, pieces, scratch, merged);
+  for (int64_t piece = std::max(pieces.begin, rows.piece_begin()); piece < end; ++piece) {
+    const float* out = shares.of_piece(piece, head_dim);
     const float* peak = out + num_queries * head_dim;
-    const int64_t query_end = rows.row_end(piece) * rows.group;
-    for (int64_t i = rows.row_begin(piece) * rows.group; i < query_end; i += kTileQueries) {
-      const int64_t count = std::min<int64_t>(kTileQueries, query_end - i);
-      merge(peak + i, peak + num_queries + i, out + i * head_dim, count, head_dim,
-            scratch.peak.data() + i, scratch.sum.data() + i, scratch.out.data() + i * head_dim);
+    const int64_t row_end = rows.row_end(piece);
+    for (int64_t row = rows.row_begin(piece); row < row_end; row += rows_together) {
+      const int64_t num_together = std::min(rows_together, row_end - row) * rows.group;
+      for (int64_t i = 0; i < num_together; i += kTileQueries) {
+        const int64_t count = std::min<int64_t>(kTileQueries, num_together - i);
+        const int64_t first = (shares.first_row + row) * shares.num_heads + shares.first_head;
+        const int64_t query = first + i;
+        const int64_t own = row * rows.group + i;
+        merge(peak + query, peak + num_queries + query, out + query * head_dim, count, head_dim,
+              scratch.peak.data() + own, scratch.sum.data() + own,
+              scratch.out.data() + own * head_dim);
+      }
     }
-    out += PieceShares::num_floats(num_queries, head_dim);
   }
-  write_rows(rows, head_dim, scratch);
+  end_merging(rows, head_dim, pieces, scratch, merged);
 }
 
 }  // namespace ts

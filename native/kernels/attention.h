@@ -12,11 +12,10 @@
 #include <cstdint>
 
 #include "kernels/kv.h"
+#include "linear/layout.h"
 #include "linear/scratch.h"
 
 namespace ts {
-
-constexpr int64_t kPieceTokens = 64;
 
 constexpr int64_t num_pieces(int64_t context) {
   return (context + kPieceTokens - 1) / kPieceTokens;
@@ -33,6 +32,12 @@ constexpr int64_t first_seen(int64_t position, int64_t window) {
 constexpr int64_t first_piece(int64_t position, int64_t window) {
   return first_seen(position, window) / kPieceTokens;
 }
+
+/// Pieces [begin, end) of a context.
+struct Pieces {
+  int64_t begin;
+  int64_t end;
+};
 
 /// Rows at `position`, `position + 1`, ... of one request.
 struct AttentionRows {
@@ -52,6 +57,7 @@ struct AttentionRows {
   int64_t num_queries() const { return num_rows * group; }
   int64_t piece_begin() const { return first_piece(position, window); }
   int64_t piece_end() const { return num_pieces(position + num_rows); }
+  Pieces pieces() const { return {piece_begin(), piece_end()}; }
 
   /// Rows [row_begin, row_end) see keys of a piece.
   int64_t row_begin(int64_t piece) const {
@@ -85,24 +91,47 @@ struct AttentionScratch {
   Floats values;  // the same piece
 };
 
-/// Where the shares of pieces wait to be merged when several tasks cover a context.
+/// Where the shares of pieces wait to be merged when several tasks or ranks cover a context.
 struct PieceShares {
+  float* data;  // for each piece from the first on, for each row and head: out (head_dim) of all,
+                // then all peaks, then all sums
+  int64_t first_piece;
+  int64_t num_rows;
+  int64_t num_heads;   // of each row
+  int64_t first_row;   // the place among them of the first row of AttentionRows
+  int64_t first_head;  // the same of the first query head
+
+  /// Of one piece; a multiple of 16.
   static int64_t num_floats(int64_t num_queries, int64_t head_dim) {
-    return num_queries * (head_dim + 2);
+    return round_up(num_queries * (head_dim + 2), kBlockTokens);
   }
-  float* data;  // for each piece from the first that a row sees: out (queries, head_dim),
-                // peak (queries), sum (queries)
+  int64_t num_queries() const { return num_rows * num_heads; }
+  float* of_piece(int64_t piece, int64_t head_dim) const {
+    return data + (piece - first_piece) * num_floats(num_queries(), head_dim);
+  }
+};
+
+/// Where peaks and sums stay when the pieces of rows are merged in several calls; what is merged of
+/// the values stays in the rows' `out`.
+struct Merged {
+  float* peak;  // first row, first query head; null: all pieces are merged in one call
+  float* sum;
+  int64_t stride;
 };
 
 /// The whole context: writes the rows of `out`.
 void attend(const AttentionRows& rows, const LayerPages& pages, AttentionScratch& scratch);
 
-/// Pieces [begin, end): writes their shares.
-void attend_pieces(const AttentionRows& rows, const LayerPages& pages, int64_t begin, int64_t end,
+/// The same in several calls, one for each part of the context, in order.
+void attend(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
+            AttentionScratch& scratch, const Merged& merged);
+
+/// Writes the shares of those pieces that are stored here.
+void attend_pieces(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
                    AttentionScratch& scratch, const PieceShares& shares);
 
-/// Merges the shares of all pieces and writes the rows of `out`.
-void merge_pieces(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch,
-                  const PieceShares& shares);
+/// Merges the shares of pieces with those of the pieces before them, and writes the rows of `out`.
+void merge_pieces(const AttentionRows& rows, int64_t head_dim, const Pieces& pieces,
+                  AttentionScratch& scratch, const PieceShares& shares, const Merged& merged);
 
 }  // namespace ts

@@ -120,13 +120,15 @@ TS_EXPORT void ts_kernel_attention(const TsAttention* a, const float* q, float* 
       ts::attend(rows, pages, scratch);
       continue;
     }
-    const int64_t end = rows.piece_end();
-    memory.resize(static_cast<size_t>(
-        (end - rows.piece_begin()) * ts::PieceShares::num_floats(rows.num_queries(), a->head_dim)));
-    const ts::PieceShares shares{memory.data()};
-    for (int64_t piece = rows.piece_begin(); piece < end; piece += a->split) {
-      ts::attend_pieces(rows, pages, piece, std::min(piece + a->split, end), scratch, shares);
+    const ts::Pieces pieces = rows.pieces();
+    memory.resize(
+        static_cast<size_t>((pieces.end - pieces.begin) *
+                            ts::PieceShares::num_floats(rows.num_queries(), a->head_dim)));
+    const ts::PieceShares shares{memory.data(), pieces.begin, a->num_rows, a->group, 0, 0};
+    for (int64_t piece = pieces.begin; piece < pieces.end; piece += a->split) {
+      const ts::Pieces part{piece, std::min(piece + a->split, pieces.end)};
+      ts::attend_pieces(rows, pages, part, scratch, shares);
     }
-    ts::merge_pieces(rows, a->head_dim, scratch, shares);
+    ts::merge_pieces(rows, a->head_dim, pieces, scratch, shares, {});
   }
 }

@@ -6,6 +6,7 @@
 namespace ts {
 
 constexpr int64_t kBlockTokens = 16;  // tokens that lie together
+constexpr int64_t kPieceTokens = 64;  // tokens of a request, from its first on, that stay together
 
 /// How the numbers in pages are stored. Int8 has a float16 scale for each token's keys, and one for
 /// its values, of each head; its keys are spread first (kernels/spread.h).
@@ -23,6 +24,9 @@ struct BFloat16 {
 /// of 16 tokens: keys as [head_dim][16 tokens], then values as [16 tokens][head_dim], then, with
 /// int8, scales of keys [16 tokens] and of values [16 tokens]. Nothing is ever cleared: a row reads
 /// only the positions up to its own, all of them written by its request.
+///
+/// Ranks may divide keys and values by places: of every `num_places` pieces of a request, this one
+/// stores piece `place`. A page has all of them, and `page_size` counts those that are stored here.
 struct LayerPages {
   uint8_t* data;        // this layer's part of page 0
   int64_t page_stride;  // bytes from a page to the next
@@ -30,6 +34,15 @@ struct LayerPages {
   int64_t num_kv_heads;
   int64_t head_dim;  // a multiple of 16
   CacheFormat format;
+  int64_t num_places = 1;
+  int64_t place = 0;
+
+  /// Whether this rank stores the token at a position.
+  bool has(int64_t position) const { return position / kPieceTokens % num_places == place; }
+  /// The first piece from `piece` on that this rank stores.
+  int64_t first_stored(int64_t piece) const {
+    return piece + (place + num_places - piece % num_places) % num_places;
+  }
 
   /// Of the keys of a block; its values take as many.
   int64_t key_bytes() const {
@@ -41,9 +54,14 @@ struct LayerPages {
   /// Of this layer's part of a page.
   int64_t page_bytes() const { return num_kv_heads * page_size / kBlockTokens * block_bytes(); }
 
-  /// The block of the 16 tokens from `position` (a multiple of 16).
+  /// The block of the 16 tokens from `position` (a multiple of 16), which are stored here. Without
+  /// a table, pages follow one another.
   uint8_t* block(const int32_t* page_table, int64_t head, int64_t position) const {
-    const int64_t page = page_table[position / page_size];
+    if (num_places > 1) {
+      position = position / (num_places * kPieceTokens) * kPieceTokens + position % kPieceTokens;
+    }
+    const int64_t index = position / page_size;
+    const int64_t page = page_table == nullptr ? index : page_table[index];
     const int64_t blocks_per_page = page_size / kBlockTokens;
     const int64_t block = head * blocks_per_page + position % page_size / kBlockTokens;
     return data + page * page_stride + block * block_bytes();

@@ -29,6 +29,7 @@ from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.share import Share
 from twostroke.cache import PageGroups
 from twostroke.core.step import StepResult
+from twostroke.program.pages import PIECE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +109,8 @@ class ThreadRanks:
         self.bits, self.num_ranks = activation_bits, mesh.num_ranks
         self.parts = Share(0, mesh, max_rows, None).parts(program, kept)
         size = shared_bytes(self.parts, max_rows)
-        pages = PlanPages(num_pages * len(program.cache_groups), PAGE_SIZE, kv_format)
+        self.page_size = mesh.num_places * PIECE_TOKENS if mesh.by_places else PAGE_SIZE
+        pages = PlanPages(num_pages * len(program.cache_groups), self.page_size, kv_format)
         self._open = ExitStack()
         self._memory = mmap.mmap(-1, size)
         self._first_byte = c_char.from_buffer(self._memory)
@@ -134,14 +136,15 @@ class ThreadRanks:
             self.lowered.append(lowered)
         self._workers = self._open.enter_context(ThreadPoolExecutor(mesh.num_ranks))
         self.windows = tuple(group.window for group in program.cache_groups)
-        longest = PageGroups(PAGE_SIZE, self.windows).most_tokens(num_pages, program.context_length)
+        longest = PageGroups(self.page_size, self.windows).most_tokens(
+            num_pages, program.context_length
+        )
         self.facts = self
-        self.page_size = PAGE_SIZE
         self.one_arithmetic = bool(self.library.ts_one_arithmetic())
         self._steps = StepArrays(
             len(self.windows),
-            PAGE_SIZE,
-            -(-longest // PAGE_SIZE),
+            self.page_size,
+            -(-longest // self.page_size),
             one_arithmetic=self.one_arithmetic,
         )
 

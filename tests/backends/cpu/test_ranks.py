@@ -16,6 +16,7 @@ from support.ranks import Post, ThreadRanks
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
+from twostroke.backends.cpu import layout
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.errors import RanksLostError
 from twostroke.models import build_program
@@ -32,6 +33,13 @@ MESHES = [
     Mesh(row_parts=3),
     Mesh(stages=(1, 1)),
     Mesh((1, 1), 2, (1, 2)),
+]
+PLACES = [
+    Mesh(column_parts=(1, 1), by_places=True),
+    Mesh(column_parts=(1, 5, 1), by_places=True),
+    Mesh(column_parts=(1,) * 7, by_places=True),
+    Mesh(row_parts=2, by_places=True),
+    Mesh(row_parts=2, column_parts=(1, 2), by_places=True),
 ]
 MODELS = {
     "llama": lambda: tiny_model(fmt="Q4_1", embedding_fmt="Q8_0", num_heads=6, num_kv_heads=3),
@@ -52,7 +60,7 @@ def test_logits_are_those_of_one_process(kind):
     model, tokens = MODELS[kind](), tokens_of(1, 150)
     with cpu_backend(model, LEVEL, 16) as whole:
         expected = {generated: whole.score(tokens, generated=generated) for generated in (0, 1)}
-    for number, mesh in enumerate(MESHES):
+    for number, mesh in enumerate([*MESHES, *PLACES[1:4]]):
         if len(mesh.stages) > len(model[0].layer_outputs):
             continue
         options = {"threads": 1 + number % 2, "post": Post() if number % 3 == 0 else None}
@@ -94,6 +102,29 @@ def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
         with ThreadRanks(model, mesh, LEVEL, 64, kv_format=kv_format) as ranks:
             found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 120, known)
             assert found == known, (mesh, family)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_on_several_ranks_give_the_answers_of_one_process(seed, monkeypatch):
+    """Shares or keys and values go around, in one tile or in many, in any schedule."""
+    chance = random.Random(seed)
+    sizes = chance.choice([{"num_heads": 6, "num_kv_heads": 3}, {"head_dim": 48}])
+    if chance.random() < 0.5:
+        sizes |= {"num_layers": 3, "windows": (37, None, 100), "soft_cap": 4.0}
+    model, kv_format = tiny_model(fmt="Q8_0", **sizes), chance.choice(["f16", "bf16", "int8"])
+    requests = random_requests(chance, 8, model[0].vocab_size, 440, 20)
+    num_groups = len(model[0].cache_groups)
+    setting = Setting.chosen_by(chance, 8 * num_groups, 12 * num_groups)
+    setting = replace(setting, token_budget=max(setting.token_budget, 20))
+    with cpu_backend(model, LEVEL, 64, kv_format=kv_format) as whole:
+        known, _ = run_schedule(whole, setting.alone(64), [fresh(r) for r in requests], 500)
+    for mesh in chance.sample(PLACES, 2):
+        # Small tiles cut the pieces of a row in many blocks.
+        monkeypatch.setattr(layout, "_TILE_BYTES", chance.choice([0, 1 << 15, 4 << 20]))
+        options = {"threads": chance.choice([1, 3]), "post": chance.choice([None, Post()])}
+        with ThreadRanks(model, mesh, LEVEL, 12, kv_format=kv_format, **options) as ranks:
+            found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 500, known)
+        assert found == known, mesh
 
 
 def random_mesh(chance: random.Random) -> Mesh:

@@ -12,7 +12,7 @@ from twostroke.program.sharding import ColumnParts, RowParts, TermParts, TokenPa
 
 if TYPE_CHECKING:
     from twostroke.backends.cpu.layout import Team
-    from twostroke.program.ops import AllGather
+    from twostroke.program.ops import AllGather, AttentionPieces
 
 _PARTS = {
     ColumnParts: PartsKind.COLUMNS,
@@ -35,17 +35,19 @@ class Collectives:
         """Return the fields of a record that gathers, or computes a part to be gathered."""
         if gather is None:
             return {}
-        fields: dict[str, Any] = {
-            "team": self.teams.setdefault((gather.team, gather.place), len(self.teams)),
-            "parts": _PARTS[type(gather.parts)],
-        }
+        team = self._place_of_team(gather.team, gather.place)
+        fields: dict[str, Any] = {"team": team, "parts": _PARTS[type(gather.parts)]}
         if not isinstance(gather.parts, RowParts):
-            cuts = gather.parts.cuts
-            if cuts not in self._cuts_at:
-                self._cuts_at[cuts] = len(self.cuts)
-                self.cuts += cuts
-            fields["first_cut"] = self._cuts_at[cuts]
+            fields["first_cut"] = self._place_of_cuts(gather.parts.cuts)
         return fields
+
+    def fields_of_pieces(self, op: AttentionPieces) -> dict[str, Any]:
+        """Return the fields of a record that exchanges pieces or their shares."""
+        return {
+            "team": self._place_of_team(op.team, op.place),
+            "first_cut": self._place_of_cuts(op.head_cuts),
+            "num_parts": op.num_column_parts,
+        }
 
     def channel(self, op: Send | Receive) -> int:
         """Return the place of the channel for an operation's value."""
@@ -54,3 +56,12 @@ class Collectives:
         number = sum((c.is_sent, c.peer) == (is_sent, peer) for c in self.channels)
         self.channels.append(Channel(is_sent, peer, number, op.width))
         return len(self.channels) - 1
+
+    def _place_of_team(self, team: Team, place: int) -> int:
+        return self.teams.setdefault((team, place), len(self.teams))
+
+    def _place_of_cuts(self, cuts: tuple[int, ...]) -> int:
+        if cuts not in self._cuts_at:
+            self._cuts_at[cuts] = len(self.cuts)
+            self.cuts += cuts
+        return self._cuts_at[cuts]

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from twostroke.backends.cpu.records import CHANNEL_SLOTS, LINK_HEAD_BYTES
 from twostroke.core.frozen import Frozen
+from twostroke.program.pages import PIECE_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.program.ops import AttentionPieces
 
 _PAGE = 4096  # bytes; memories and channels begin on one
+_ALIGNMENT = 64
+_FLOAT_BYTES = 4
+_MOST_VALUE_BYTES = 4  # of a key and a value, in any format of the cache
 _PREPARED_BYTES = 16  # of a value: enough for all that is made of it for several weights
+_TILE_BYTES = 4 << 20  # of what ranks exchange of attention at once, unless one piece needs more
 _PREPARED_ROWS = 64  # more than a step has: kinds of rows are padded to whole tiles
 
 Team = tuple[int, ...]
@@ -45,14 +57,15 @@ class Together(Frozen):
 
 
 class Offsets(Frozen):
-    """Where in shared memory slots, channels and two places of prepared rows begin, and its end.
+    """Where in shared memory slots, channels and what a team has two places for begin; its end.
 
-    Prepared rows are those of a team: where they lie, and the size of one place.
+    Those are prepared rows and tiles of attention: where they lie, and the size of one place.
     """
 
     slots: list[int]
     channels: list[int]
     prepared: dict[Team, tuple[int, int]]
+    tiles: dict[Team, tuple[int, int]]
     end: int
 
 
@@ -65,6 +78,7 @@ class SharedLayout(Frozen):
     channels: dict[ChannelKey, int]
     channel_widths: tuple[int, ...]
     together: dict[Team, Together]
+    tile_bytes: dict[Team, int]
 
     def offsets(self, max_rows: int) -> Offsets:
         """Return where everything lies for steps of up to `max_rows` rows."""
@@ -81,4 +95,15 @@ class SharedLayout(Frozen):
         for team, products in self.together.items():
             size = _PREPARED_BYTES * products.width * (max_rows + _PREPARED_ROWS)
             prepared[team] = (place(2 * size), size)
-        return Offsets(slots, channels, prepared, end)
+        tiles = {team: (place(2 * size), size) for team, size in self.tile_bytes.items()}
+        return Offsets(slots, channels, prepared, tiles, end)
+
+
+def tile_bytes(pieces: Iterable[AttentionPieces]) -> dict[Team, int]:
+    """Return the size of a team's tiles: room for a piece of each member, and for a row's share."""
+    found: dict[Team, int] = {}
+    for op in pieces:
+        keys = len(op.team) * PIECE_TOKENS * op.num_kv_heads * op.head_dim * _MOST_VALUE_BYTES
+        shares = _FLOAT_BYTES * op.num_heads * (op.head_dim + 2) + _ALIGNMENT
+        found[op.team] = max(found.get(op.team, _TILE_BYTES), keys, shares)
+    return {team: -(-size // _ALIGNMENT) * _ALIGNMENT for team, size in found.items()}

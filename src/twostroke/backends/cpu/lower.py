@@ -65,7 +65,7 @@ def lower(
 
 def _check(program: Program) -> None:
     for op in program.ops:
-        if isinstance(op, ops.Attention | ops.Rope) and (
+        if isinstance(op, ops.Attention | ops.AttentionPieces | ops.Rope) and (
             op.head_dim % _HEAD_UNIT or op.head_dim > _MAX_HEAD_DIM
         ):
             message = f"{program.name}: heads of {op.head_dim} values; the cpu backend runs"
@@ -158,7 +158,11 @@ class _Lowering:
                     normalize=op.normalize,
                 )
             case (ops.Attention() as op,):
-                self._attention(op)
+                # Storing the one that is in the pages already a second time does no harm.
+                is_stored = op.k in self._stored and op.v in self._stored
+                self._attend(OpKind.ATTENTION, op, first_head=op.first_head, is_stored=is_stored)
+            case (ops.AttentionPieces() as op,):
+                self._attend(OpKind.PIECES, op, **self._collectives.fields_of_pieces(op))
             case (ops.RMSNorm(), *_):
                 self._emit(OpKind.NORM, *run)
             case (ops.Rope() as op,):
@@ -367,19 +371,17 @@ class _Lowering:
     def _width_of(self, name: str) -> int:
         return self._buffers.all[self._buffers.of_value[name]].width
 
-    def _attention(self, op: ops.Attention) -> None:
+    def _attend(self, kind: OpKind, op: ops.Attention | ops.AttentionPieces, **fields: Any) -> None:
         self._emit(
-            OpKind.ATTENTION,
+            kind,
             op,
             layer=op.layer,
             num_heads=op.num_heads,
             group=op.group_size,
-            first_head=op.first_head,
             scale=op.scale,
             window=min(op.window or 0, _MOST_TOKENS),
             soft_cap=op.soft_cap or 0,
-            # Storing the one that is in the pages already a second time does no harm.
-            is_stored=op.k in self._stored and op.v in self._stored,
+            **fields,
         )
 
     def _rope(self, op: ops.Rope) -> int:

@@ -27,6 +27,7 @@ from twostroke.backends.cpu.records import (
 )
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.frozen import Frozen
+from twostroke.program.ops import AttentionPieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -216,8 +217,15 @@ def _layer_records(program: Program) -> list[LayerRecord]:
     group_of = {
         layer: number for number, group in enumerate(program.cache_groups) for layer in group.layers
     }
+    place_of = {op.layer: op.place for op in program.ops if isinstance(op, AttentionPieces)}
     return [
-        LayerRecord(layer.num_kv_heads, layer.head_dim, group_of[index])
+        LayerRecord(
+            layer.num_kv_heads,
+            layer.head_dim,
+            group_of[index],
+            layer.places,
+            place_of.get(index, 0),
+        )
         for index, layer in enumerate(program.cache_layers)
     ]
 
@@ -236,8 +244,9 @@ def _shared_arrays(lowered: Lowered, max_rows: int) -> tuple[tuple[str, Any, Seq
     team_ranks: list[int] = []
     teams: list[tuple[int, ...]] = []
     for team, place in lowered.teams:
-        prepared = offsets.prepared.get(team, (0, 0))
-        teams.append((len(team_ranks), len(team), place, layout.barriers[team], *prepared))
+        two_places = [found.get(team, (0, 0)) for found in (offsets.prepared, offsets.tiles)]
+        sizes = [number for pair in two_places for number in pair]
+        teams.append((len(team_ranks), len(team), place, layout.barriers[team], *sizes))
         team_ranks += team
     numbers = [layout.channels[channel.key(lowered.rank)] for channel in lowered.channels]
     ways = [

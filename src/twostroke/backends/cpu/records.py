@@ -37,6 +37,7 @@ class OpKind(IntEnum):
     TERMS = 16
     SUM_TERMS = 17
     COPY = 18
+    PIECES = 19
 
 
 # The kernels' numbers for the functions of a gate.
@@ -127,6 +128,7 @@ class OpRecord(ctypes.Structure):
         ("team", c_int32),
         ("parts", c_int32),
         ("first_cut", c_int32),
+        ("num_parts", c_int32),
         ("channel", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
@@ -155,7 +157,13 @@ class RopeRecord(ctypes.Structure):
 class LayerRecord(ctypes.Structure):
     """The keys and values of one attention layer."""
 
-    _fields_ = (("num_kv_heads", c_int32), ("head_dim", c_int32), ("group", c_int32))
+    _fields_ = (
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("group", c_int32),
+        ("num_places", c_int32),
+        ("place", c_int32),
+    )
 
 
 class WeightRecord(ctypes.Structure):
@@ -191,6 +199,8 @@ class TeamRecord(ctypes.Structure):
         ("barrier", c_int32),
         ("prepared_offset", c_int64),
         ("prepared_bytes", c_int64),
+        ("tiles_offset", c_int64),
+        ("tile_bytes", c_int64),
     )
 
 

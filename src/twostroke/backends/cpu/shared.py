@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from twostroke.backends.cpu.layout import SharedLayout, Slot, Together
+from twostroke.backends.cpu.layout import SharedLayout, Slot, Together, tile_bytes
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.records import MOST_CHANNELS, MOST_TEAMS, OpKind
 from twostroke.core.config import DEFAULT_ACTIVATION_BITS
@@ -100,6 +100,9 @@ def shared_layout(ranks: Sequence[RankProgram], taps: Sequence[str] = ()) -> Sha
         {channel: number for number, channel in enumerate(channels)},
         tuple(channels.values()),
         _prepared_together(tapped),
+        tile_bytes(
+            op for rank in ranks for op in rank.program.ops if isinstance(op, ops.AttentionPieces)
+        ),
     )
 
 
