@@ -6,10 +6,11 @@ import random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.cpu import greedy_request
 from twostroke.backends.cpu.steps import StepArrays
-from twostroke.backends.frame import FrameError, FrameLimits, FrameReader
+from twostroke.backends.frame import FrameError, FrameLimits, FrameLostError, FrameReader
 from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ROOT, Branch
 
@@ -82,6 +83,19 @@ def test_page_tables_follow_requests_that_come_grow_move_and_go():
         assert_same(reader.read(steps.encoded()), steps)
 
 
+def test_a_step_that_is_refused_still_brings_its_page_tables():
+    steps, reader = sender(), FrameReader(replace(LIMITS, max_rows=4))
+    old, new = request_of(5, [1], [2]), request_of(5, [3], [4])
+    steps.fill(StepPlan((Slice(new, 0, 5, True),)))
+    with pytest.raises(FrameError, match="5 rows") as caught:
+        reader.read(steps.encoded())
+    assert not isinstance(caught.value, FrameLostError)
+    steps.fill(StepPlan((Slice(old, 4, 1, True), Slice(new, 4, 1, True))))
+    assert_same(reader.read(steps.encoded()), steps)
+    with pytest.raises(FrameLostError):
+        reader.read(bytes(64))
+
+
 def test_values_from_outside_arrive():
     external = np.arange(9, dtype=np.float32).reshape(3, 3)
     steps = sender()
@@ -98,8 +112,8 @@ def test_values_from_outside_arrive():
     [
         (0, 1, "form"),
         (1, 9, "form"),
-        (2, 65, "rows"),
-        (3, -1, "rows"),
+        (2, 65, "size"),
+        (3, 4, "rows"),
         (3, 2, "cover"),  # in the middle of a slice
         (9, 1 << 30, "tables"),
         (12, 100, "does not exist"),  # the first token

@@ -16,7 +16,7 @@ import pytest
 import namespaces
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
-from twostroke.parallel.links import meeting
+from twostroke.parallel.links import host_link, meeting
 from twostroke.parallel.links.choice import KINDS, choose_kind, open_link
 
 USABLE = [kind for kind in ("ucx", "gloo") if KINDS[kind].obstacle() is None]
@@ -116,6 +116,28 @@ def test_what_is_sent_arrives_in_order(kind):
         results = together([lambda: send(links[0].record), lambda: receive(links[1].record)])
     assert results == [[0] * 5, [0] * 5]
     np.testing.assert_array_equal(received, data)
+
+
+@needs_link
+@pytest.mark.parametrize("kind", USABLE)
+def test_an_abort_while_ranks_connect_is_not_undone(kind, monkeypatch):
+    monkeypatch.setattr(host_link, "_CONNECT_S", 2.0 * TIMEOUT_S)
+    level = choose_level(None).level
+    links = [open_link(kind, rank, 2, level, LOOPBACK) for rank in range(2)]
+    engine = links[1]._engine
+    connect = engine.connect
+
+    def aborted(parts):
+        links[1].abort()
+        connect(parts)
+
+    monkeypatch.setattr(engine, "connect", aborted)
+    try:
+        with pytest.raises(RanksLostError):
+            join(links)
+    finally:
+        for link in links:
+            link.close()
 
 
 @needs_link

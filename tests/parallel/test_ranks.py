@@ -195,6 +195,14 @@ def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
     assert not group.started[2].killed
 
 
+def test_a_rank_that_was_ended_by_ctrl_c_is_not_waited_for(group):
+    group.ranks.wait_until_ready()
+    group.started[1].own.send(Kind.LEAVE)
+    wait_until(lambda: group.ranks.lost)
+    with pytest.raises(BackendError, match=r"Rank 2 was ended by Ctrl-C\. It is not started again"):
+        group.ranks.restart()
+
+
 def test_nobody_waits_for_ranks_that_are_given_up(group):
     group.ranks.wait_until_ready()
     group.loads = False

@@ -28,6 +28,10 @@ class FrameError(BackendError):
     """What arrived is not a step that this rank can compute."""
 
 
+class FrameLostError(FrameError):
+    """A step could not even be read, and with it the changes of page tables that it brought."""
+
+
 class FrameLimits(Frozen):
     """What steps of one engine can hold; the ranks agree on it when they start."""
 
@@ -95,16 +99,17 @@ class FrameReader:
         """Return the step in `data`, which must stay as it is until the step is computed.
 
         Raises:
-            FrameError: it is not a frame, or names rows, tokens, tables or pages that do not exist.
+            FrameLostError: it is not a frame; the page tables are wrong from now on.
+            FrameError: it names rows, tokens, tables or pages that do not exist.
         """
         if len(data) % 4 or len(data) < 4 * _HEADER:
-            raise FrameError(f"A step of {len(data)} bytes is not whole.")
+            raise FrameLostError(f"A step of {len(data)} bytes is not whole.")
         numbers = np.frombuffer(data, "<i4")
         head: list[int] = numbers[:_HEADER].tolist()
         magic, version, num_rows, num_generated, *counts, num_tables, width, _ = head
         if (magic, version) != (_MAGIC, _VERSION):
-            raise FrameError(f"A step of form {version} arrived, not of form {_VERSION}.")
-        self._check_counts(num_rows, num_generated, counts, num_tables)
+            raise FrameLostError(f"A step of form {version} arrived, not of form {_VERSION}.")
+        self._check_tables(min(num_rows, *counts), num_tables)
         num_slices, num_sampled, num_stores, num_copies, num_changes = counts
         shapes = [(num_rows,), (num_slices, 4), (num_sampled,), (num_stores, 2), (num_copies, 2)]
         fixed = sum(map(prod, shapes))
@@ -112,13 +117,14 @@ class FrameReader:
         if width != self._limits.external_width or (
             numbers.size != _HEADER + expected + width * num_rows
         ):
-            raise FrameError(f"A step of {len(data)} bytes is not of the size that it states.")
+            raise FrameLostError(f"A step of {len(data)} bytes is not of the size that it states.")
         body = numbers[_HEADER:]
         # Even if the step is refused: rank 0 sends a change once.
         if num_changes:
             self._change(body[fixed:expected].reshape(-1, 2), num_tables)
         elif num_tables > len(self._tables):
             self._grow(num_tables)
+        self._check_counts(num_rows, num_generated, counts, num_tables)
         external = body[expected:].view("<f4").reshape(num_rows, width) if width else None
         tokens, slices, sampled, stores, copies = _split(body, shapes)
         frame = StepFrame(
@@ -143,12 +149,19 @@ class FrameReader:
         _check_order(frame)
         self._checked = checked
 
+    def _check_tables(self, least_count: int, num_tables: int) -> None:
+        """Refuse a step whose parts cannot be found, or whose page tables are too large."""
+        limits = self._limits
+        table_bytes = 4 * num_tables * limits.num_groups * limits.table_stride
+        fits = len(self._tables) <= num_tables <= _MAX_TABLES and table_bytes <= _MAX_TABLE_BYTES
+        if least_count < 0 or not fits:
+            raise FrameLostError(f"A step with {num_tables} page tables cannot be read here.")
+
     def _check_counts(
         self, num_rows: int, num_generated: int, counts: Sequence[int], num_tables: int
     ) -> None:
         limits = self._limits
-        num_slices, num_sampled, num_stores, num_copies, num_changes = counts
-        table_bytes = 4 * num_tables * limits.num_groups * limits.table_stride
+        num_slices, num_sampled, num_stores, num_copies, _ = counts
         fits = (
             0 < num_rows <= limits.max_rows
             and 0 <= num_generated <= num_rows
@@ -156,9 +169,6 @@ class FrameReader:
             and 0 <= num_sampled <= num_rows
             and 0 <= num_stores <= num_rows * num_tables
             and 0 <= num_copies <= limits.num_pages
-            and 0 <= num_changes <= table_bytes // 4
-            and len(self._tables) <= num_tables <= _MAX_TABLES
-            and table_bytes <= _MAX_TABLE_BYTES
         )
         if not fits:
             numbers = f"{num_rows} rows, {num_slices} slices, {num_tables} tables"
@@ -171,7 +181,7 @@ class FrameReader:
         places, pages = changes[:, 0], changes[:, 1]
         in_tables = places.min() >= 0 and places.max() < self._tables.size
         if not in_tables or pages.min() < -1 or pages.max() >= self._limits.num_pages:
-            raise FrameError("A step changes a place or page that does not exist.")
+            raise FrameLostError("A step changes a place or page that does not exist.")
         self._tables.reshape(-1)[places] = pages
 
     def _grow(self, num_tables: int) -> None:

@@ -12,7 +12,7 @@ import threading
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, cast
 
-from twostroke.backends.frame import FrameLimits, FrameReader
+from twostroke.backends.frame import FrameLimits, FrameLostError, FrameReader
 from twostroke.backends.share import Share, block_sizes
 from twostroke.cache import PageGroups
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError, TwostrokeError
@@ -175,6 +175,8 @@ def _failed(error: Exception) -> Failed:
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         host = socket.gethostname()
         error = MemoryLimitError(f"There is too little memory for its part of the model on {host}.")
+    if isinstance(error, FrameLostError):  # all requests must be computed again, on new pages
+        return Failed(str(error), RanksLostError.__name__)
     name = type(error).__name__
     reason = str(error) if isinstance(error, TwostrokeError) else f"{name}: {error}"
     return Failed(reason, name, lost=isinstance(error, RanksLostError))

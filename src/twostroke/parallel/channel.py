@@ -43,6 +43,7 @@ class Kind(IntEnum):
     FAILED = 7  # to rank 0: my part failed
     BEAT = 8  # both ways: I live
     END = 9  # from rank 0
+    LEAVE = 10  # to rank 0: this rank is not started again
 
 
 class ChannelClosedError(BackendError):
@@ -176,7 +177,7 @@ class Channel:
         if len(data) < _HEAD.size:
             return None
         kind, size = _HEAD.unpack_from(data)
-        if not Kind.HELLO <= kind <= Kind.END or size > _MAX_BODY:
+        if not Kind.HELLO <= kind <= Kind.LEAVE or size > _MAX_BODY:
             raise ChannelClosedError("What arrived is not a message of a rank.")
         end = _HEAD.size + size
         if len(data) < end:

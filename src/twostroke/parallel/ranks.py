@@ -30,7 +30,7 @@ BEAT_S: Final = 0.2  # between two heartbeats
 _LOOK_S: Final = 0.1
 _FROZEN_S: Final = 0.8  # without a heartbeat
 _STALLED_S: Final = 0.9  # of a link; a frozen rank is noticed before
-_FROZEN_LOADING_S: Final = 10.0  # a rank that loads may be busy for a while
+_FROZEN_LOADING_S: Final = 30.0  # a rank that loads from a slow disk may be unable to beat
 _START_S: Final = 20.0  # until the first message of a process that runs
 
 
@@ -55,6 +55,7 @@ class Ranks:
         self._beats: dict[int, Beat] = {}
         self._stall = Stall()
         self._resetting: set[int] = set()  # what they say until they are ready is out of date
+        self._left: set[int] = set()  # for good
         self._num_starts: Counter[int] = Counter()
         try:
             for rank in range(1, num_ranks):
@@ -138,9 +139,11 @@ class Ranks:
 
         Raises:
             RanksLostError: one ended before it said anything.
-            BackendError: one cannot be started, or does not come.
+            BackendError: one cannot be started, does not come, or has left.
         """
         with self._changed:
+            if self._left:
+                raise BackendError(f"{self._lost_error()} It is not started again.")
             self.failed.clear()
             loaded = self._resetting.union(self.ready)
             lost = [r for r in sorted(self._processes) if r in self.lost or r not in loaded]
@@ -309,6 +312,9 @@ class Ranks:
                 case Kind.FAILED if rank not in self._resetting:
                     self.failed[rank] = unpack(message.body, Failed)
                     self._link.abort()
+                case Kind.LEAVE:
+                    self._left.add(rank)
+                    self._lose(rank, process, "was ended by Ctrl-C")
                 case Kind.BEAT if message.body:
                     self._beats[rank] = unpack(message.body, Beat)
                     return

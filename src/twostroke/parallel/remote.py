@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -162,6 +163,12 @@ def _run(channel: Channel, rank: int) -> int:
             return process.wait(_END_S)
         except subprocess.TimeoutExpired:  # frozen
             return -signal.SIGKILL
+    except KeyboardInterrupt:  # else rank 0 would wait for it to return
+        process.kill()
+        process.wait()
+        with suppress(ChannelClosedError):
+            channel.send(Kind.LEAVE)
+        raise
     finally:
         process.kill()
         process.wait()

@@ -74,6 +74,8 @@ class HostLink:
         try:
             parts = self._meeting.exchange(self._engine.open(own_host))
             self._engine.connect(parts)
+            if self._meeting.has_ended:  # since the exchange: connecting has undone the interrupt
+                self._engine.interrupt()
         except RanksLostError:
             raise
         except (BackendError, RuntimeError) as error:  # an interface that is down may return

@@ -79,6 +79,11 @@ class Meeting:
         self._watcher.start()
         return everybody
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the link has ended for all."""
+        return self._ended.is_set()
+
     def end(self) -> None:
         """Let all ranks know that the link has ended. Any thread may call it, more than once."""
         if not self._ended.is_set():
