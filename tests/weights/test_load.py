@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.gguf_writer import gguf_bytes, header, key_value, tensor_info, write_gguf
 from support.resident import resident_bytes
@@ -25,7 +26,7 @@ from support.tiny_weights import interleave_rows
 from twostroke.core.errors import MemoryLimitError, ModelFormatError, ModelNotFoundError
 from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import GgufTokenizer, JsonTokenizer, load_path, peek_family
+from twostroke.weights import GgufTokenizer, JsonTokenizer, load_path, peek_family, weights_identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +46,18 @@ SPEC = ModelSpec(
     rope=RopeSpec(base=10000.0, dim=16, interleaved=False),
     tied_embeddings=True,
 )
+
+
+def test_files_that_differ_anywhere_but_in_a_few_bytes_are_told_apart(tmp_path: Path) -> None:
+    first = load_path(write_tiny_gguf(tmp_path / "a.gguf", Tiny())).tensors
+    same = load_path(write_tiny_gguf(tmp_path / "b.gguf", Tiny())).tensors
+    assert weights_identity(first) == weights_identity(same)
+    name = "blk.0.ffn_up.weight"
+    tensor = first[name]
+    middle = tensor.data.copy()
+    middle[len(middle) // 3 : len(middle) // 2] = 0  # as in a copy that broke off
+    changed = {**first, name: replace(tensor, data=middle)}
+    assert weights_identity(changed) != weights_identity(first)
 
 
 def refusal(path: Path) -> str:

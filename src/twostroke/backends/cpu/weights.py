@@ -56,7 +56,7 @@ class PackedWeights:
         self.num_bytes = self._size + sum(values.nbytes for values in self.vectors.values())
         self._memory: int | None = library.ts_map_memory(self._size)
         if self._memory is None:
-            message = f"No memory for {self._size / 1e9:.1f} GB of weights; use a smaller model."
+            message = f"No memory for {self._size / 1e6:,.0f} MB of weights; use a smaller model."
             raise MemoryLimitError(message)
         starts = np.cumsum([0, *sizes])[:-1]
         self.records = {
