@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from twostroke.core.frozen import Frozen
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
 from twostroke.program.held import HeldValue, cuts_of
-from twostroke.program.ops import Attention, Linear
+from twostroke.program.ops import Attention, Embed, Linear
 from twostroke.program.pages import CacheGroup
 from twostroke.program.pieces import AttentionPieces, heads_of_each
 from twostroke.program.sharding import ColumnParts, RowParts, Sharding, cuts
@@ -158,6 +158,8 @@ class _Stage:
         ranges = self._ranges(op)
         reads = {field: self._read(op, field, ranges) for field in op.reads}
         all_rows = self._num_rows == 1 or op.sharding is Sharding.BY_STAGE
+        if ranges is None and isinstance(op, Embed):  # of a small table: it writes a rank's rows
+            all_rows = self._num_rows == 1
         value = HeldValue(op.output, op.width, ranges, all_rows=all_rows)
         if ranges is not None:
             named = replace(op, **{field: read.at(0) for field, read in reads.items()})

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.cpu import cpu_backend, tiny_model
-from support.programs import PROGRAMS, random_tensors
+from support.programs import PROGRAMS, SPEC, random_tensors
 from support.ranks import Post, ThreadRanks
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import tiny_of, write_tiny_gguf
@@ -20,6 +20,7 @@ from twostroke.backends.cpu import layout
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.errors import RanksLostError
 from twostroke.models import build_program
+from twostroke.models.blocks import decoder, residual_layer
 from twostroke.program.mesh import Mesh
 from twostroke.program.ops import RMSNorm
 from twostroke.weights import load_path
@@ -81,6 +82,16 @@ def test_traced_values_are_those_of_one_process():
         with ThreadRanks(model, mesh, LEVEL, 16, kept=names[:-1]) as ranks:
             for name, values in ranks.trace(tokens, names).items():
                 assert np.array_equal(values, expected[name]), (name, mesh)
+
+
+def test_rows_of_a_table_that_is_too_small_to_be_divided_are_gathered():
+    program = decoder(replace(SPEC, vocab_size=30), residual_layer)
+    model = (program, random_tensors(program))
+    tokens, name = [token % 30 for token in tokens_of(3, 40)], program.ops[0].output
+    with cpu_backend(model, LEVEL, 16) as whole:
+        expected = whole.trace(tokens, [name])[name]
+    with ThreadRanks(model, Mesh(row_parts=3), LEVEL, 16, kept=[name]) as ranks:
+        assert np.array_equal(ranks.trace(tokens, [name])[name], expected)
 
 
 @pytest.mark.parametrize("seed", range(4))
