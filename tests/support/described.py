@@ -15,7 +15,7 @@ from referencing.jsonschema import DRAFT202012
 from twostroke.serve.paths import ALIASES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     Parts = dict[str, Any]
 
@@ -106,9 +106,9 @@ class Description:
 class CheckedClient(httpx.Client):
     """A client that holds each response which is not streamed against the description."""
 
-    def __init__(self, describe: Callable[[], Parts], **given: Any) -> None:
+    def __init__(self, description: Description, **given: Any) -> None:
         super().__init__(**given)
-        self._description = Description(describe())
+        self._description = description
 
     def send(self, request: httpx.Request, *, stream: bool = False, **given: Any) -> httpx.Response:
         response = super().send(request, stream=stream, **given)

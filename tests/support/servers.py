@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from support.described import CheckedClient
+from support.described import CheckedClient, Description
 from support.engines import tiny_client
 from twostroke.core.frozen import Frozen
 from twostroke.serve import run
@@ -86,7 +86,7 @@ def live_server(
         thread = threading.Thread(target=lambda: asyncio.run(serving))
         thread.start()
         assert up.wait(10)
-        with CheckedClient(api.description, base_url=url, timeout=20, trust_env=False) as http:
+        with CheckedClient(description_of(api), base_url=url, timeout=20, trust_env=False) as http:
             try:
                 yield LiveServer(url, port, api, client, backend, http)
             finally:
@@ -96,6 +96,18 @@ def live_server(
                 thread.join(15)
                 api.close()
                 assert not thread.is_alive()
+
+
+_DESCRIPTIONS: dict[str, Description] = {}
+
+
+def description_of(api: Api) -> Description:
+    """Return the description of a server; those with equal facts share one, which takes a while."""
+    paths = sorted(route.path for route in api.routes())
+    facts = repr((api.facts(), paths))
+    if facts not in _DESCRIPTIONS:
+        _DESCRIPTIONS[facts] = Description(api.description())
+    return _DESCRIPTIONS[facts]
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
 from support.described import Description
-from support.servers import chat_body, live_server
+from support.servers import chat_body, description_of, live_server
 from support.tiny import Tiny, infill_metadata
 from twostroke.serve.describe.document import components, described_routes
 from twostroke.serve.describe.operations import OPERATIONS
@@ -43,9 +43,14 @@ ROOT = Path(__file__).parents[3]
 OPERATIONS_FILE = "src/twostroke/serve/describe/operations.py"
 
 
-@pytest.fixture
-def described(server: LiveServer) -> dict[str, Any]:
-    return server.http.get("/openapi.json").json()
+@pytest.fixture(scope="module")
+def described(shared_server: LiveServer) -> dict[str, Any]:
+    return shared_server.http.get("/openapi.json").json()
+
+
+@pytest.fixture(scope="module")
+def description(described: dict[str, Any]) -> Description:
+    return Description(described)
 
 
 @pytest.fixture
@@ -126,8 +131,7 @@ def test_document_of_a_strict_server_has_what_it_refuses(strict: LiveServer) -> 
     assert str(asked["properties"]["length_penalty"]["enum"]) == "[None, 1.0]"
 
 
-def test_items_of_a_response_request_are_described(described: dict[str, Any]) -> None:
-    description = Description(described)
+def test_items_of_a_response_request_are_described(description: Description) -> None:
     schema = {"$ref": "#/components/schemas/ResponsesRequest"}
     message = {"role": "user", "content": "hello"}
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
@@ -170,10 +174,12 @@ def roomy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
 
 @pytest.mark.parametrize(("method", "path", "name"), EXAMPLES)
 def test_examples_are_accepted(roomy_server: LiveServer, method: str, path: str, name: str) -> None:
-    described = roomy_server.api.description()
-    content = described["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]
+    description = description_of(roomy_server.api)
+    content = description.document["paths"][path][method.lower()]["requestBody"]["content"][
+        "application/json"
+    ]
     example = content["examples"][name]["value"]
-    Description(described).validate(content["schema"], example)
+    description.validate(content["schema"], example)
     response = roomy_server.http.request(method, path, json=example)
     assert response.status_code == 200, response.text
     kind = response.headers["content-type"].partition(";")[0]
@@ -219,9 +225,8 @@ def test_errors_are_as_described(server: LiveServer, path: str) -> None:
     ],
 )
 def test_server_refuses_what_the_schema_refuses(
-    server: LiveServer, described: dict[str, Any], name: str, value: object
+    server: LiveServer, description: Description, name: str, value: object
 ) -> None:
-    description = Description(described)
     schema = {"$ref": "#/components/schemas/ChatRequest"}
     body = chat_body(logprobs=True, max_tokens=1) | {name: value}
     assert not description.is_valid(schema, body)
@@ -245,9 +250,8 @@ def test_server_refuses_what_the_schema_refuses(
     ],
 )
 def test_server_accepts_what_the_schema_allows(
-    server: LiveServer, described: dict[str, Any], name: str, value: object
+    server: LiveServer, description: Description, name: str, value: object
 ) -> None:
-    description = Description(described)
     schema = {"$ref": "#/components/schemas/ChatRequest"}
     body = chat_body(logprobs=True, max_tokens=1) | {name: value}
     assert description.is_valid(schema, body)
@@ -257,7 +261,7 @@ def test_server_accepts_what_the_schema_allows(
 
 @pytest.mark.parametrize("fault", ["field", "type", "status", "header", "media"])
 def test_a_response_that_is_not_as_described_is_noticed(
-    server: LiveServer, described: dict[str, Any], fault: str
+    server: LiveServer, description: Description, described: dict[str, Any], fault: str
 ) -> None:
     wrong = copy.deepcopy(described)
     responses = wrong["paths"]["/v1/models"]["get"]["responses"]
@@ -273,7 +277,7 @@ def test_a_response_that_is_not_as_described_is_noticed(
     else:
         responses["200"]["content"] = {"text/plain": {"schema": {}}}
     response = server.http.get("/v1/models")
-    Description(described).check("GET", "/v1/models", response)
+    description.check("GET", "/v1/models", response)
     with pytest.raises(AssertionError):
         Description(wrong).check("GET", "/v1/models", response)
 
