@@ -66,7 +66,7 @@ def engine_of(
     path: Path, backend: str = "cpu", cache: CacheOptions | None = None, **speculation: Any
 ) -> LLM:
     native_dir()
-    compute = ComputeOptions(backend=backend, num_threads=2)
+    compute = ComputeOptions(backend=backend)
     cache = cache or CacheOptions(memory_bytes=6_000_000 if backend == "cpu" else None)
     return LLM(
         str(path), EngineOptions(compute, cache, speculation=SpeculationOptions(**speculation))

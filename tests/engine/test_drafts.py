@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support.guessing import engine_of
 from support.native import native_dir
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
@@ -36,13 +37,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny = Tiny(num_layers=1, seed=5, context_length=300)
     return write_tiny_gguf(tmp_path_factory.mktemp("other") / "other.gguf", tiny)
-
-
-def engine_of(path: Path, **speculation: Any) -> LLM:
-    native_dir()
-    cache, guessing = CacheOptions(memory_bytes=6_000_000), SpeculationOptions(**speculation)
-    compute = ComputeOptions(backend="cpu", num_threads=2)
-    return LLM(str(path), EngineOptions(compute, cache, speculation=guessing))
 
 
 def test_a_damaged_draft_from_the_catalogue_is_left_out(

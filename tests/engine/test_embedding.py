@@ -262,7 +262,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     if request.param == "cpu":
         native_dir()
     path = write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
-    compute = ComputeOptions(request.param, num_threads=2)
+    compute = ComputeOptions(request.param)
     with LLM(path, EngineOptions(compute, SMALL, BatchOptions(token_budget=16))) as llm:
         yield llm
 

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from support.guessing import GREEDY, PROMPTS, engine_of, everything, said
 from support.heads import write_random_heads
-from support.native import load_level, native_dir
+from support.native import load_level
 from support.prices import cheap_up_to
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke import LLM, SamplingParams
+from twostroke import SamplingParams
 from twostroke.core.config import (
     CacheOptions,
-    ComputeOptions,
-    EngineOptions,
     SpeculationOptions,
 )
 from twostroke.core.errors import (
@@ -36,17 +35,6 @@ from twostroke.weights.safetensors import write_safetensors
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.engine.output import Completion
-
-GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-SAMPLED = [
-    SamplingParams(temperature=0.8, max_tokens=40, seed=1, logprobs=2),
-    SamplingParams(temperature=1.3, top_k=20, top_p=0.95, max_tokens=40, seed=2, n=3),
-    SamplingParams(max_tokens=40, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
-    SamplingParams(temperature=0, max_tokens=60, min_tokens=40, stop=["e", "th"]),
-    SamplingParams(max_tokens=40, seed=4, logit_bias={20: 5.0, 21: -50.0}, min_p=0.02),
-]
-PROMPTS = ["hello the world is in the world is in", "the and the and the and", "a", "ing er is of"]
 KINDS = ("eagle", "medusa")
 
 
@@ -59,34 +47,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def heads(tmp_path_factory: pytest.TempPathFactory, path: Path) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("heads")
     return {kind: str(write_random_heads(folder / kind, path, kind)) for kind in KINDS}
-
-
-def engine_of(
-    path: Path, backend: str = "cpu", cache: CacheOptions | None = None, **speculation: Any
-) -> LLM:
-    level = None
-    if backend.startswith("cpu"):
-        native_dir()
-        backend, _, level = backend.partition(":")
-    compute = ComputeOptions(backend=backend, num_threads=2, level=level or None)
-    cache = cache or CacheOptions(memory_bytes=6_000_000 if backend == "cpu" else None)
-    guessing = SpeculationOptions(**speculation)
-    return LLM(str(path), EngineOptions(compute, cache, speculation=guessing))
-
-
-def said(answers: list[list[Completion]]) -> list[Any]:
-    return [
-        (one.text, one.token_ids, one.logprobs, one.finish_reason, one.stop)
-        for answer in answers
-        for one in answer
-    ]
-
-
-def everything(llm: LLM, **hints: Any) -> list[Any]:
-    return [
-        *said(llm.generate(PROMPTS, GREEDY, **hints)),
-        *(one for params in SAMPLED for one in said(llm.generate(PROMPTS, params, **hints))),
-    ]
 
 
 @pytest.fixture(scope="module")

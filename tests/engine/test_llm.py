@@ -71,7 +71,7 @@ def test_public_names_are_listed_and_importable() -> None:
 def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     if request.param == "cpu":
         native_dir()
-    compute = ComputeOptions(backend=request.param, num_threads=2)
+    compute = ComputeOptions(backend=request.param)
     with LLM(str(path), EngineOptions(compute, SMALL)) as llm:
         yield llm
 

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.gguf_writer import I32, Typed, write_gguf
+from support.guessing import GREEDY, PROMPTS, engine_of, everything, said
 from support.native import native_dir
 from support.prices import cheap_up_to
 from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
@@ -30,18 +31,8 @@ from twostroke.spec import DraftModel
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.engine.output import Completion
-
 SMALL = CacheOptions(memory_bytes=6_000_000)
-GREEDY = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
-SAMPLED = [
-    SamplingParams(temperature=0.8, max_tokens=60, seed=1, logprobs=2),
-    SamplingParams(temperature=1.3, top_k=20, top_p=0.95, max_tokens=60, seed=2, n=3),
-    SamplingParams(max_tokens=60, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
-    SamplingParams(temperature=0, max_tokens=60, min_tokens=40, stop=["e", "th"]),
-    SamplingParams(max_tokens=60, seed=4, logit_bias={20: 5.0, 21: -50.0}, min_p=0.02),
-]
-PROMPTS = ["hello the world is in the world is in", "the and the and the and", "a", "ing er is of"]
+LONG = replace(GREEDY, max_tokens=120)
 
 
 @pytest.fixture(scope="module")
@@ -54,36 +45,6 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model with the same vocabulary, which agrees only by chance."""
     tiny = Tiny(num_layers=1, seed=5, context_length=300)
     return write_tiny_gguf(tmp_path_factory.mktemp("other") / "other.gguf", tiny)
-
-
-def engine_of(path: Path, backend: str = "cpu", **speculation: Any) -> LLM:
-    if backend == "cpu":
-        native_dir()
-    compute = ComputeOptions(backend=backend, num_threads=2)
-    guessing = SpeculationOptions(**speculation)
-    return LLM(str(path), EngineOptions(compute, SMALL, speculation=guessing))
-
-
-def said(answers: list[list[Completion]]) -> list[Any]:
-    return [
-        (
-            one.text,
-            one.token_ids,
-            one.logprobs,
-            one.finish_reason,
-            one.stop,
-            one.usage.completion_tokens,
-        )
-        for answer in answers
-        for one in answer
-    ]
-
-
-def everything(llm: LLM, **hints: Any) -> list[Any]:
-    return [
-        *said(llm.generate(PROMPTS, GREEDY, **hints)),
-        *(one for params in SAMPLED for one in said(llm.generate(PROMPTS, params, **hints))),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +96,8 @@ def test_the_reference_backend_speculates(path: Path) -> None:
 
 def test_a_draft_that_is_the_model_is_always_right(path: Path) -> None:
     with engine_of(path, method="draft", draft=str(path), count=4) as llm:
-        [[answer]] = llm.generate("hello the world", GREEDY)
-        [[drawn]] = llm.generate("hello the world", replace(GREEDY, temperature=1.0, seed=7))
+        [[answer]] = llm.generate("hello the world", LONG)
+        [[drawn]] = llm.generate("hello the world", replace(LONG, temperature=1.0, seed=7))
     for one in (answer, drawn):
         assert one.usage.completion_tokens == 120
         assert one.usage.accepted_tokens >= 120 * 4 / 5 - 5
@@ -145,17 +106,17 @@ def test_a_draft_that_is_the_model_is_always_right(path: Path) -> None:
 
 def test_guesses_after_a_stop_string_are_not_accepted(path: Path) -> None:
     with engine_of(path, method="draft", draft=str(path), count=20) as llm:
-        [[answer]] = llm.generate("hello the world", GREEDY)
+        [[answer]] = llm.generate("hello the world", LONG)
         for letter in sorted(set(answer.text)):
-            [[one]] = llm.generate("hello the world", replace(GREEDY, stop=[letter]))
+            [[one]] = llm.generate("hello the world", replace(LONG, stop=[letter]))
             assert 0 <= one.usage.accepted_tokens <= one.usage.completion_tokens
             assert one.usage.rejected_tokens >= 0
 
 
 def test_repeated_text_is_guessed(path: Path) -> None:
     with engine_of(path, method="ngram", count=6) as llm:
-        [[answer]] = llm.generate("hello", GREEDY)
-        [[again]] = llm.generate("hello", GREEDY)
+        [[answer]] = llm.generate("hello", LONG)
+        [[again]] = llm.generate("hello", LONG)
     assert answer.token_ids == again.token_ids
     assert again.usage.accepted_tokens > 80  # what the tenant has heard already
 
@@ -173,16 +134,16 @@ def test_a_prediction_is_used(path: Path) -> None:
 
 def test_one_request_can_turn_speculation_off(path: Path) -> None:
     with engine_of(path, method="draft", draft=str(path), count=4) as llm:
-        [[answer]] = llm.generate("hello", GREEDY, speculate="off")
+        [[answer]] = llm.generate("hello", LONG, speculate="off")
         assert (answer.usage.accepted_tokens, answer.usage.rejected_tokens) == (0, 0)
         with pytest.raises(
             RequestError, match="speculate must be one of auto, off, draft here, got 'ngram'"
         ):
-            llm.generate("hello", GREEDY, speculate="ngram")
+            llm.generate("hello", LONG, speculate="ngram")
 
 
 def test_lookahead_runs_only_on_request(path: Path) -> None:
-    seeded = replace(GREEDY, seed=1)  # what it tries first is drawn
+    seeded = replace(LONG, seed=1)  # what it tries first is drawn
     with engine_of(path, count=24) as llm:
         proposed = llm.engine.client.loop.speculator.stats.proposed
         [[answer]] = llm.generate("hello", seeded)
@@ -195,17 +156,17 @@ def test_lookahead_runs_only_on_request(path: Path) -> None:
         engine_of(path, method="ngram") as llm,
         pytest.raises(RequestError, match="auto, off, ngram here, got 'lookahead'"),
     ):
-        llm.generate("hello", GREEDY, speculate="lookahead")
+        llm.generate("hello", LONG, speculate="lookahead")
 
 
 def test_async_callers_can_give_hints(path: Path) -> None:
     async def answer() -> int:
-        compute = ComputeOptions(num_threads=2)
+        compute = ComputeOptions()
         guessing = SpeculationOptions(draft=str(path), count=4)
         options = EngineOptions(compute, SMALL, speculation=guessing)
         async with await AsyncLLM.load(str(path), options) as llm:
             last = None
-            async for output in llm.generate("hello", GREEDY, speculate="draft"):
+            async for output in llm.generate("hello", LONG, speculate="draft"):
                 last = output
             assert last is not None
             assert last.usage is not None
@@ -278,9 +239,9 @@ def test_a_draft_can_lack_rows_for_its_targets_control_tokens(path: Path, tmp_pa
     write_gguf(target, metadata, tensors)
     prompt = [40, 50, len(tokens) + 1, 60]
     with engine_of(target, method="off") as llm:
-        plain = said(llm.generate(prompt, GREEDY))
+        plain = said(llm.generate(prompt, LONG))
     with engine_of(target, method="draft", draft=str(path), count=3) as llm:
-        assert said(llm.generate(prompt, GREEDY)) == plain
+        assert said(llm.generate(prompt, LONG)) == plain
         assert llm.engine.client.loop.snapshot().speculation.accepted["draft"] > 40
 
 
@@ -303,7 +264,7 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
     found = []
     for memory in (300_000, 450_000):
         options = EngineOptions(
-            ComputeOptions(num_threads=2),
+            ComputeOptions(),
             CacheOptions(memory_bytes=memory, context_length=256),
             speculation=SpeculationOptions(draft=str(path)),
         )
@@ -329,7 +290,7 @@ def test_a_draft_guesses_no_further_than_rows_are_cheap(path: Path, cheap: int, 
             return found
 
         draft.propose = with_price
-        llm.generate(PROMPTS[:1], GREEDY)
+        llm.generate(PROMPTS[:1], LONG)
     assert max(counts) == most
 
 

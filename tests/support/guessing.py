@@ -1,0 +1,62 @@
+"""Engines that guess, and all that they say to some prompts: guesses must not change it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from support.native import native_dir
+from twostroke import LLM, SamplingParams
+from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.engine.output import Completion
+
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+SAMPLED = [
+    SamplingParams(temperature=0.8, max_tokens=40, seed=1, logprobs=2),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.95, max_tokens=40, seed=2, n=3),
+    SamplingParams(max_tokens=40, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=60, min_tokens=40, stop=["e", "th"]),
+    SamplingParams(max_tokens=40, seed=4, logit_bias={20: 5.0, 21: -50.0}, min_p=0.02),
+]
+PROMPTS = ["hello the world is in the world is in", "the and the and the and", "a", "ing er is of"]
+
+
+def engine_of(
+    path: Path, backend: str = "cpu", cache: CacheOptions | None = None, **speculation: Any
+) -> LLM:
+    """Start a model on a backend; `cpu:avx2` is one of its levels."""
+    level = None
+    if backend.startswith("cpu"):
+        native_dir()
+        backend, _, level = backend.partition(":")
+    compute = ComputeOptions(backend=backend, level=level or None)
+    cache = cache or CacheOptions(memory_bytes=6_000_000 if backend == "cpu" else None)
+    guessing = SpeculationOptions(**speculation)
+    return LLM(str(path), EngineOptions(compute, cache, speculation=guessing))
+
+
+def said(answers: list[list[Completion]]) -> list[Any]:
+    """Return what must be equal of answers."""
+    return [
+        (
+            one.text,
+            one.token_ids,
+            one.logprobs,
+            one.finish_reason,
+            one.stop,
+            one.usage.completion_tokens,
+        )
+        for answer in answers
+        for one in answer
+    ]
+
+
+def everything(llm: LLM, **hints: Any) -> list[Any]:
+    """Return what a model says to all prompts with all params."""
+    return [
+        *said(llm.generate(PROMPTS, GREEDY, **hints)),
+        *(one for params in SAMPLED for one in said(llm.generate(PROMPTS, params, **hints))),
+    ]
