@@ -64,7 +64,7 @@ def engine_of(
         return found
 
     options = EngineOptions(
-        ComputeOptions(backend=backend, num_threads=2),
+        ComputeOptions(backend=backend),
         CacheOptions(memory_bytes=6_000_000 if backend == "cpu" else None),
         BatchOptions(token_budget=40, max_running=8),
         SpeculationOptions(**speculation),
