@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from jobs import make_job
-from meshes import MESHES, PAGE_SIZE, crowded, page_bytes, plain
+from meshes import MESHES, crowded, page_bytes, page_size, plain
 from msgspec.structs import replace
 from processes import Traces, exists, ranks
 
@@ -63,11 +63,11 @@ def run(name: str, path: str, given: argparse.Namespace) -> list[str]:
         expected = [one[0].token_ids for one in llm.generate(job.prompts, job.params)]
         cost = llm.engine.card.cost
         windows = llm.engine.facts.windows
-    num_pages = _STREAMS * PageGroups(PAGE_SIZE, windows).num_needed(given.context)
     failures = []
     for mesh in given.meshes:
         traces, began = Traces(), time.monotonic()
-        memory = num_pages * page_bytes(MESHES[mesh], cost)
+        groups = PageGroups(page_size(MESHES[mesh]), windows)
+        memory = _STREAMS * groups.num_needed(given.context) * page_bytes(MESHES[mesh], cost)
         sizes = {"memory_bytes": memory, "token_budget": 64, "drafts": 4}
         with LLM(path, crowded(MESHES[mesh], given.context, "f16", **sizes)) as llm:
             load_s = time.monotonic() - began

@@ -16,6 +16,7 @@ from twostroke.core.config import (
     SpeculationOptions,
 )
 from twostroke.program.mesh import mesh_of
+from twostroke.program.pages import PIECE_TOKENS
 from twostroke.program.shard import shard
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ MESHES: Mapping[str, ParallelOptions] = {
     "tensor-2-pipeline-2": ParallelOptions(tensor=2, pipeline=2),
     "tensor-2-context-2": ParallelOptions(tensor=2, context=2),
     "context-2-pipeline-2": ParallelOptions(context=2, pipeline=2),
+    **{f"places-{n}": ParallelOptions(tensor=n, kv_shares="places") for n in (2, 3)},
+    **{f"places-context-{n}": ParallelOptions(context=n, kv_shares="places") for n in (2, 3)},
+    "places-pipeline-2": ParallelOptions(tensor=2, pipeline=2, kv_shares="places"),
+    "places-tensor-2-context-2": ParallelOptions(tensor=2, context=2, kv_shares="places"),
 }
 TINY = "tiny"  # stands for a random model of each family
 _TINY_FORMATS = ("Q4_0", "F32", "Q8_0", "BF16")
@@ -61,10 +66,16 @@ def suits(mesh: ParallelOptions, program: Program) -> bool:
     return mesh.expert == 1 or any(op.weights and hasattr(op, "experts") for op in program.ops)
 
 
+def page_size(mesh: ParallelOptions) -> int:
+    """Return the tokens in a page."""
+    by_places = mesh.kv_shares == "places"
+    return PIECE_TOKENS * mesh.num_ranks // mesh.pipeline if by_places else PAGE_SIZE
+
+
 def page_bytes(mesh: ParallelOptions, cost: CostModel) -> int:
     """Return the bytes of a page on all ranks together."""
     parts = shard(cost.program, mesh_of(mesh, cost.program))
-    return sum(part.program.page_bytes(PAGE_SIZE, cost.cache) for part in parts)
+    return sum(part.program.page_bytes(page_size(mesh), cost.cache) for part in parts)
 
 
 def plain(context: int, kv_format: str) -> EngineOptions:

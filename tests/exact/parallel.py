@@ -17,12 +17,13 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kills
 from jobs import all_of, make_job
-from meshes import MESHES, PAGE_SIZE, TINY, crowded, models, page_bytes, plain, suits
+from meshes import MESHES, TINY, crowded, models, page_bytes, page_size, plain, suits
 from processes import Traces, ranks
 
 from twostroke import LLM
@@ -93,8 +94,9 @@ def main() -> int:
             if given.kills:
                 totals.failed += kills.run(name, path, given)
                 continue
-            for kv_format in given.kv_formats:
-                _compare(name, path, kv_format, given, totals)
+            sizes = sorted({page_size(MESHES[mesh]) for mesh in given.meshes})
+            for kv_format, size in product(given.kv_formats, sizes):
+                _compare(name, path, kv_format, size, given, totals)
     if not given.kills:
         print(f"{totals.differing} of {totals.compared} answers differ")
     for failure in totals.failed:
@@ -103,21 +105,23 @@ def main() -> int:
 
 
 def _compare(
-    name: str, path: str, kv_format: str, given: argparse.Namespace, totals: Totals
+    name: str, path: str, kv_format: str, size: int, given: argparse.Namespace, totals: Totals
 ) -> None:
-    """Answer by one process, then by each mesh."""
+    """Answer by one process, then by each mesh with pages of `size` tokens."""
     began = time.monotonic()
+    # What prompts have in common, one half of the longest, fills a page.
+    prompt_tokens = max(given.prompt_tokens, 2 * size + 16)
+    given.context = prompt_tokens + 3 * given.tokens
     with LLM(path, plain(given.context, kv_format)) as llm:
-        job = make_job(llm, given.prompts, given.prompt_tokens, given.tokens, given.seed, _LOGPROBS)
+        job = make_job(llm, given.prompts, prompt_tokens, given.tokens, given.seed, _LOGPROBS)
         expected = [all_of(answer) for answer in llm.generate(job.prompts, job.params)]
         cost = llm.engine.card.cost
-        num_pages = PageGroups(PAGE_SIZE, llm.engine.facts.windows).num_needed(
-            given.context, _BUDGET
-        )
+        groups = PageGroups(size, llm.engine.facts.windows)
+        num_pages = groups.num_needed(given.context, _BUDGET)
     took_s = time.monotonic() - began
     print(f"{name}, {kv_format}: {len(expected)} answers by one process; {took_s:.0f} s")
     for mesh in given.meshes:
-        if not suits(MESHES[mesh], cost.program):
+        if page_size(MESHES[mesh]) != size or not suits(MESHES[mesh], cost.program):
             continue
         given.memory = num_pages * page_bytes(MESHES[mesh], cost)
         where, began = f"{name}, {kv_format}, {mesh}", time.monotonic()

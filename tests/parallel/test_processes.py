@@ -26,7 +26,11 @@ from twostroke.engine.ranks import on_cores
 
 SMALL = CacheOptions(memory_bytes=4_000_000)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
-PROMPTS = ["hello", "the world is round", "a b c d e f g h i j k l m n o p q r s t u v w x y z"]
+PROMPTS = [
+    "hello",
+    "the world is round",
+    "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 4,
+]
 ENTRY = "twostroke.engine.rank"
 
 
@@ -76,7 +80,12 @@ def expected(path):
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"tensor": 2}, {"tensor": 2, "shares": (3, 1), "pipeline": 2}, {"context": 3}],
+    [
+        {"tensor": 2},
+        {"tensor": 2, "shares": (3, 1), "pipeline": 2},
+        {"context": 3},
+        {"context": 2, "kv_shares": "places"},
+    ],
     ids=str,
 )
 def test_answers_are_those_of_one_process(path, expected, degrees):

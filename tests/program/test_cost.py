@@ -172,10 +172,14 @@ def test_pieces_are_those_that_each_row_sees() -> None:
         starts = tuple(chance.randrange(300) for _ in range(3))
         batch = BatchShape(starts, tuple(chance.randint(1, 90) for _ in starts), 3)
         window = chance.choice((None, 40, 64, 100))
-        rows = [start + i for start, count in batch.spans for i in range(count)]
-        first = [0 if window is None else max(0, row - window + 1) for row in rows]
-        seen = [row // 64 - start // 64 + 1 for row, start in zip(rows, first, strict=True)]
-        assert batch.num_pieces(window) == sum(seen)
+        seen = [
+            (request, position, piece)
+            for request, (start, count) in enumerate(batch.spans)
+            for position in range(start, start + count)
+            for piece in range(max(0, position - (window or 999) + 1) // 64, position // 64 + 1)
+        ]
+        assert batch.num_pieces(window) == len({(request, piece) for request, _, piece in seen})
+        assert batch.num_shares(window) == len(seen)
 
 
 def test_two_ranks_of_an_8b_exchange_106_kilobytes_for_a_row_and_layer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,19 @@ class BatchShape(Frozen, dict=True):  # its properties are cached
             return self._num_context
         return sum([min(start, window - 1) + count for start, count in self.spans])
 
+    def with_rows(self, fewest: int, most: int = sys.maxsize) -> BatchShape:
+        """Return the requests with so many rows."""
+        spans = [(start, count) for start, count in self.spans if fewest <= count <= most]
+        return BatchShape(tuple([s for s, _ in spans]), tuple([n for _, n in spans]), 0)
+
     def num_pieces(self, window: int | None = None) -> int:
+        """Pieces that a request's rows attend to, of all requests."""
+        first = [0 if window is None else max(0, start - window + 1) for start in self.starts]
+        ends = [start + count for start, count in self.spans]
+        pairs = zip(first, ends, strict=True)
+        return sum([-(-end // PIECE_TOKENS) - start // PIECE_TOKENS for start, end in pairs])
+
+    def num_shares(self, window: int | None = None) -> int:
         """Pairs of (row, piece of the context it attends to)."""
         pieces = self.num_rows + sum(
             [_pieces_before(start, start + count) for start, count in self.spans]

@@ -6,13 +6,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from twostroke.program.operation import Operation
-from twostroke.program.pages import CacheLayer
+from twostroke.program.pages import PIECE_TOKENS, CacheLayer
 from twostroke.program.sharding import cuts
 from twostroke.program.work import (
     Cost,
     EachAttended,
     EachCached,
     EachPiece,
+    EachShare,
     OfWholeStep,
     once,
 )
@@ -35,7 +36,7 @@ class AttentionPieces(Operation):
     Attention sums over pieces of `PIECE_TOKENS` positions, counted from a request's first. A
     piece's share of a query (its maximum, its sum, its weighted values) depends on that query and
     on the piece alone, and shares are merged in the order of pieces. Piece p is on member
-    `p % len(team)`, which has its keys and values, of all heads; this rank is `team[place]`.
+    `p % len(team)`, which stores its keys and values, of all heads; this rank is `team[place]`.
 
     `q`, `k` and `v` are whole on each member: all heads, and all rows that row parts have between
     them. The member stores what belongs to its pieces, computes their shares of all queries, gives
@@ -107,7 +108,11 @@ class AttentionPieces(Operation):
         return (self.end_head - self.first_head) * self.head_dim
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Of the products and the traffic of pages its share; the shares that go and come."""
+        """Its share of the products and of the pages' traffic, and what is exchanged.
+
+        Few rows exchange their shares of pieces; many rows the pieces' keys and values, if these
+        are less.
+        """
         del weight_bytes
         size = len(self.team)
         flops = 4 * self.num_heads * self.head_dim // size
@@ -115,12 +120,14 @@ class AttentionPieces(Operation):
         stored = self.stores[self.layer].bytes_per_token(cache)
         yield OfWholeStep(EachCached(self.window)), Cost(0, 0, stored // size)
 
-        head_bytes = (self.head_dim + 2) * _VALUE_BYTES
+        head_bytes, piece_bytes = (self.head_dim + 2) * _VALUE_BYTES, PIECE_TOKENS * stored
+        most_rows = piece_bytes // (self.num_heads * head_bytes)
         own_heads = (self.end_head - self.first_head) / self.num_row_parts
         sent = (self.num_heads - own_heads) * head_bytes / size
         received = own_heads * head_bytes * (size - 1) / size
-        sizes = Cost(0, sent_bytes=round(sent), received_bytes=round(received))
-        yield OfWholeStep(EachPiece(self.window)), sizes
+        yield OfWholeStep(EachShare(self.window, most_rows)), _exchanged(sent, received)
+        sent, received = piece_bytes * (size - 1) / size, piece_bytes * (size - 1) / size
+        yield OfWholeStep(EachPiece(self.window, most_rows + 1)), _exchanged(sent, received)
         yield once, Cost(0, exchanges=1)
 
     @property
@@ -137,6 +144,10 @@ class AttentionPieces(Operation):
     def label(self) -> str:
         """With its window, if it has one."""
         return "pieces" if self.window is None else f"pieces({self.window})"
+
+
+def _exchanged(sent: float, received: float) -> Cost:
+    return Cost(0, sent_bytes=round(sent), received_bytes=round(received))
 
 
 def heads_of_each(op: Attention, shares: tuple[int, ...]) -> dict[str, tuple[Range, ...]]:

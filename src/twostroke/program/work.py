@@ -91,14 +91,26 @@ class EachCached(Frozen):
         return batch.num_context(self.window) + batch.whole.num_rows
 
 
-class EachPiece(Frozen):
-    """Counts the pairs of a row and a piece of the context that it attends to."""
+class EachShare(Frozen):
+    """Counts the pairs of a row and a piece that it attends to, for requests with few rows."""
 
     window: int | None
+    most_rows: int
 
     def __call__(self, batch: BatchShape) -> int:
-        """Return the number of pairs."""
-        return batch.num_pieces(self.window)
+        """Return the number of pairs, in requests with at most `most_rows`."""
+        return batch.with_rows(0, self.most_rows).num_shares(self.window)
+
+
+class EachPiece(Frozen):
+    """Counts the pieces that the rows of each request attend to, for requests with many rows."""
+
+    window: int | None
+    fewest_rows: int
+
+    def __call__(self, batch: BatchShape) -> int:
+        """Return the number of pieces, in requests with at least `fewest_rows`."""
+        return batch.with_rows(self.fewest_rows).num_pieces(self.window)
 
 
 class OfWholeStep(Frozen):
