@@ -38,7 +38,7 @@ class Case(Frozen):
     model: str
     work: str
     at_least: float
-    degrees: dict[str, int] = field(default_factory=dict)
+    degrees: dict[str, Any] = field(default_factory=dict)
 
 
 class Row(Frozen):
@@ -60,6 +60,14 @@ def _on_one_host(path: str, case: Case, given: argparse.Namespace, folder: Path)
     del given
     yield _one(path, folder)
     yield _ours(case.title, path, folder, case.degrees)
+
+
+def _beside_heads(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
+    """The same ranks, by heads and by places."""
+    del given
+    by_heads = case.degrees | {"kv_shares": "heads"}
+    yield _ours(f"{case.title} by heads", path, folder, by_heads)
+    yield _ours(f"{case.title} by places", path, folder, by_heads | {"kv_shares": "places"})
 
 
 def _over_network(path: str, case: Case, given: argparse.Namespace, folder: Path) -> Iterator[Side]:
@@ -100,7 +108,7 @@ def _one(path: str, folder: Path) -> Side:
 
 
 def _ours(
-    title: str, path: str, folder: Path, degrees: dict[str, int], launcher: Sequence[str] = ()
+    title: str, path: str, folder: Path, degrees: dict[str, Any], launcher: Sequence[str] = ()
 ) -> Side:
     name = f"{OURS}, {title}"
     command = [*launcher, sys.executable, str(_HERE / "worker_twostroke.py"), path]
@@ -109,7 +117,7 @@ def _ours(
 
 
 def _cases(
-    title: str, degrees: dict[str, int], *cases: tuple[str, tuple[str, ...], float]
+    title: str, degrees: dict[str, Any], *cases: tuple[str, tuple[str, ...], float]
 ) -> tuple[Case, ...]:
     return tuple(
         Case(title, model, work, least, degrees) for model, works, least in cases for work in works
@@ -145,6 +153,16 @@ ROWS = {
         _cases("context 2", {"context": 2}, (SMOLLM2, ("prefill-4096",), 0.90),
                (QWEN_15, ("prefill-4096",), 0.90)),
         _on_one_host,
+    ),
+    "tensor2-places": Row(
+        "tensor 2 with keys and values divided by places, beside by heads",
+        _cases("tensor 2", _TENSOR, (SMOLLM2, (*_USUAL, "prefill-4096"), 0.95)),
+        _beside_heads,
+    ),
+    "context2-places": Row(
+        "context 2 with keys and values divided by places, beside all on both",
+        _cases("context 2", {"context": 2}, (SMOLLM2, ("decode-1", "prefill-4096"), 0.95)),
+        _beside_heads,
     ),
     "expert2": Row(
         "64 experts in two parts, 16 streams",
