@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -92,6 +95,39 @@ def test_rows_of_a_table_that_is_too_small_to_be_divided_are_gathered():
         expected = whole.trace(tokens, [name])[name]
     with ThreadRanks(model, Mesh(row_parts=3), LEVEL, 16, kept=[name]) as ranks:
         assert np.array_equal(ranks.trace(tokens, [name])[name], expected)
+
+
+def test_ranks_of_a_mixture_have_room_for_their_rows_and_experts():
+    """Few rows, which a rank prepares alone, and columns in larger parts than all pairs take."""
+    script = """
+from msgspec.structs import replace
+from support.cpu import greedy_request, run
+from support.programs import SPEC, random_tensors
+from support.ranks import ThreadRanks
+from twostroke.backends.cpu.library import choose_level
+from twostroke.core.step import Slice
+from twostroke.models import ExpertSpec
+from twostroke.models.blocks import decoder, residual_layer
+from twostroke.program.mesh import Mesh
+for mesh, count, width, experts in (
+    (Mesh(row_parts=7), 105, 64, ExpertSpec(40, 5, 32, normalize=False)),
+    (Mesh(column_parts=(1, 1)), 4200, 256, ExpertSpec(16, 8, 32, normalize=False)),
+):
+    spec = replace(SPEC, num_layers=1, hidden_size=width, context_length=8192, experts=experts)
+    program = decoder(spec, residual_layer)
+    model, level = (program, random_tensors(program)), choose_level(None).level
+    request = greedy_request([i * i % 250 for i in range(count)])
+    request.pages = [list(range(270))]
+    with ThreadRanks(model, mesh, level, 300, max_rows=count) as ranks:
+        run(ranks, Slice(request, 0, count, samples=True))
+print("whole")
+"""
+    checker = "libc_malloc_debug.so.0"  # of glibc: notices what was written after a block
+    checks = {"LD_PRELOAD": checker, "GLIBC_TUNABLES": "glibc.malloc.check=3"}
+    environment = {**os.environ, **checks, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
+    assert done.stdout == b"whole\n", done.stderr
 
 
 @pytest.mark.parametrize("seed", range(4))
