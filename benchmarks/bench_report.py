@@ -1,4 +1,4 @@
-"""`make bench-report`: write BENCHMARKS.md, three summary tables of the rows under results/."""
+"""`make bench-report`: write BENCHMARKS.md, summary tables of the rows under results/."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from statistics import median
 from typing import TYPE_CHECKING
 
+import parallel_report
 from goals import GOALS
 from guessing import all_guessing
 from quality import Quality
@@ -46,6 +47,14 @@ _SPECULATION = """## Speculation
 How many times faster answers are with `--speculate auto` than without, by the number of streams,
 if every step of a size took the same time.
 """
+_PARALLEL = """## Several ranks
+
+A model on several ranks beside one process on the same cores: one process has two threads, each of
+two ranks has one. With llama.cpp and its `rpc-server`, which have lines of their own, the ratio is
+divided by that of llama.cpp. The time in collectives is rank 0's. It and what ranks wait (in decode
+steps, by their own clocks) are shares of a step; [docs/parallel.md](docs/parallel.md) says what is
+predicted.
+"""
 _QUALITY = """## Quality
 
 The next-token distributions on held-out text, against the float32 reference on the same weights.
@@ -58,16 +67,20 @@ def main() -> None:
     machines = dict(all_records())
     if not machines:
         raise SystemExit("There are no measurements yet; run `make bench-peers`.")
-    parts = [_HEAD, *_speed(machines), *_speculation(machines), *_quality(machines)]
+    parts = [_HEAD, *_speed(machines), *_speculation(machines), *_parallel(machines)]
+    parts += _quality(machines)
     _PAGE.write_text("\n".join(parts).rstrip() + "\n")
     print(f"Wrote {_PAGE.relative_to(ROOT)}")
 
 
 def _speed(machines: dict[str, list[Record]]) -> Iterator[str]:
-    newest = {name: max(records, key=_date).facts for name, records in machines.items()}
+    alone = {
+        name: [r for r in records if not _is_parallel(r)] for name, records in machines.items()
+    }
+    newest = {name: max(records, key=_date).facts for name, records in alone.items() if records}
     columns = {
-        name: {(record.row, record.model): record for record in records if not record.setting}
-        for name, records in machines.items()
+        name: {(record.row, record.model): record for record in alone[name] if not record.setting}
+        for name in newest
     }
     titles = [_machine(name, facts) for name, facts in newest.items()]
     rows = [
@@ -129,6 +142,21 @@ def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
 
 def _newest(guessing: Guessing) -> str:
     return max(str(line.facts["date"]) for line in guessing.lines)
+
+
+def _parallel(machines: dict[str, list[Record]]) -> Iterator[str]:
+    """Yield the table of the machine that was measured last."""
+    found = [[one for one in records if _is_parallel(one)] for records in machines.values()]
+    if not any(found):
+        return
+    records = max(filter(None, found), key=lambda records: max(map(_date, records)))
+    yield _PARALLEL
+    yield table(parallel_report.HEADER, map(parallel_report.line, records)) + "\n"
+    yield f"{caption(max(records, key=_date).facts)}. Command: `make bench-parallel`.\n"
+
+
+def _is_parallel(record: Record) -> bool:
+    return record.row.startswith(parallel_report.PREFIX)
 
 
 def _quality(machines: dict[str, list[Record]]) -> Iterator[str]:

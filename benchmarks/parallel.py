@@ -2,7 +2,7 @@
 
 One process has two threads, each of two ranks has one. A round is one run of each side (A B A B),
 with fresh prompts; the ratio is the median of the rounds' ratios. Beside it stand the time that
-ranks spent in collectives and what the cost model predicts for it, and how busy each rank was.
+ranks spent in collectives, what the cost model predicts for it, and how much ranks waited.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+import parallel_report
 import parallel_rows
 from interleaved import measure
 from parallel_rows import ROWS, Case
 from pipe import WorkerError
 from records import Entry, Record, keep
-from report import caption, machine_facts, note, positive, save, spread, table
+from report import caption, machine_facts, note, positive, save, table
 from texts import FreshPrompts, heldout_tokens
 from twostroke.engine.loading import load
 from workload import WORKS
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from interleaved import Row
     from sides import Side
 
-_HEADER = (
-    "tokens/s: median (lowest to highest)", "base", "divided", "ratio", "goal",
-    "in collectives", "predicted", "ranks busy", "disturbed runs",
-)  # fmt: skip
 _CHUNK = 256  # tokens of a prompt that one step computes
 _MEMORY_HEADER = ("share of one process's", "weights", "pages", "both", "memory in use")
 
@@ -63,7 +60,7 @@ def main() -> None:
     facts = machine_facts()
     limits = [result["limits"] for result in results if result["limits"]]
     machine = ", ".join(dict.fromkeys(map(_limits, limits))) or "limits unknown"
-    text = ["## Several ranks beside one process", "", table(_HEADER, lines), ""]
+    text = ["## Several ranks beside one process", "", table(parallel_report.HEADER, lines), ""]
     text += [table(_MEMORY_HEADER, memory), ""] if memory else []
     text += [caption(facts, machine, f"{given.rounds} rounds")]
     save("parallel", {**facts, "rows": results}, "\n".join(text))
@@ -115,7 +112,10 @@ def _result(
     seconds = [t.prefill_s if row.work.is_prefill else t.decode_s for t in timings]
     share = median([t.collective_s / s for t, s in zip(timings, seconds, strict=True)] or [0.0])
     expected = _expected(sides[1], case)
-    busy = [median(each) for each in zip(*(t.busy for t in timings), strict=False)]
+    busy, waiting = (
+        [median(each) for each in zip(*shares, strict=False)]
+        for shares in ([t.busy for t in timings], [t.waiting for t in timings])
+    )
     figures = {
         "case": msgspec.to_builtins(case),
         "ratio": median(ratios) if ratios else None,
@@ -123,37 +123,26 @@ def _result(
         "collective_share": share,
         "expected": expected,
         "busy": busy,
+        "waiting": waiting,
         "link": sides[1].about.get("facts", {}).get("link", ""),
         "limits": limits,
         "same_first_tokens": row.same_first_tokens,
     }
-    keep(
-        Record(
-            row=f"parallel-{name}-{case.work}",
-            name=f"{case.title}: {row.work.name}",
-            model=Path(case.model).stem if "/" in case.model else case.model,
-            unit="tokens/s",
-            entries=[Entry(one.engine, one.way, one.runs) for one in row.entries()],
-            command=f'make bench-parallel BENCH_ARGS="--row {name}"',
-            disturbed_runs=row.disturbed,
-            num_runs=row.runs,
-            failures=row.failures,
-            engines={side.name: side.about.get("version", "") for side in sides},
-            others=figures,
-        )
+    record = Record(
+        row=f"{parallel_report.PREFIX}{name}-{case.work}",
+        name=f"{case.title}: {row.work.name}",
+        model=Path(case.model).stem if "/" in case.model else case.model,
+        unit="tokens/s",
+        entries=[Entry(one.engine, one.way, one.runs) for one in row.entries()],
+        command=f'make bench-parallel BENCH_ARGS="--row {name}"',
+        disturbed_runs=row.disturbed,
+        num_runs=row.runs,
+        failures=row.failures,
+        engines={side.name: side.about.get("version", "") for side in sides},
+        others=figures,
     )
-    line = (
-        f"{case.model}, {case.title}, {figures['link'] or 'no link'}: {row.work.name}",
-        spread(base) if base else row.failures.get(sides[0].name, "–"),
-        spread(divided) if divided else row.failures.get(sides[1].name, "–"),
-        f"{figures['ratio']:.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–",
-        f"{case.at_least:g}",
-        f"{share:.1%}",
-        f"{expected['collective_share']:.1%}, ratio {expected['ratio']:.2f}" if expected else "–",
-        ", ".join(f"{one:.0%}" for one in busy),
-        f"{row.disturbed} of {row.runs}",
-    )
-    return line, {**figures, "speed": row.as_json()}
+    keep(record)
+    return parallel_report.line(record), {**figures, "speed": row.as_json()}
 
 
 def _memory(title: str, one: Side, divided: Side) -> list[tuple[str, ...]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from closed_loop import Loop
 from ours import run_job, run_loop
@@ -21,9 +22,18 @@ from twostroke.core.config import (
     SpeculationOptions,
 )
 from twostroke.engine.build import build
-from twostroke.engine.gain import expect
+from twostroke.engine.gain import divide
 from twostroke.engine.limits import machine
+from twostroke.engine.speeds import measure_link
+from twostroke.measure.rank_profile import with_rates
+from twostroke.measure.single_step import Shape
+from twostroke.parallel.backend import ParallelBackend
 from twostroke.program import BatchShape
+
+if TYPE_CHECKING:
+    from twostroke.parallel.job import RankTimes
+
+_NOISE_S = 1.0  # for which the noise of the machine is measured
 
 
 def main() -> None:
@@ -41,8 +51,13 @@ def main() -> None:
     with build(given.model, options) as engine:
         client, facts = engine.client, engine.facts
 
+        def rank_times() -> list[RankTimes]:
+            backend = client.loop.backend  # at rest
+            return backend.times() if isinstance(backend, ParallelBackend) else []
+
         def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
             del kept  # the prefix cache finds by itself what it has seen before
+            rank_times()
             before, before_s = client.loop.snapshot().strokes, _processor_s()
             timing = run_job(client, prompts, num_tokens)
             strokes = client.loop.snapshot().strokes - before
@@ -53,6 +68,7 @@ def main() -> None:
                 "bytes": stroke.bytes,
                 "flops": stroke.flops,
                 "collective_s": stroke.collective_s,
+                "waiting": [r.decode_waiting_s / r.decode_s for r in rank_times() if r.decode_s],
                 "busy": [seconds / timing.wall_s for seconds in used],
             }
 
@@ -64,14 +80,27 @@ def main() -> None:
             return {"bandwidth": at.bandwidth, "peak": at.peak, "peak_kind": at.peak_kind}
 
         def expected(starts: list[int], counts: list[int]) -> dict[str, Any]:
-            divided, machine = expect(engine), engine.limits.hardware()
-            batch = BatchShape(tuple(starts), tuple(counts), len(starts))
-            assert machine is not None
+            batch, machine = BatchShape(tuple(starts), tuple(counts), len(starts)), engine.limits
+            limits, backend = machine.hardware(), client.loop.backend
+            assert limits is not None
+            assert isinstance(backend, ParallelBackend)
+            link = measure_link(backend, _NOISE_S)
+            divided = divide(client.card.cost, engine.mesh, limits, facts.ranks, link)
+            shape = (
+                Shape.prefill(counts[0]) if counts[0] > 1 else Shape.decode(len(starts), starts[0])
+            )
+            # From now on the prefix cache is wrong; fresh prompts do not use it.
+            divided = with_rates(divided, backend, engine.mesh, shape)
             steps = facts.steps_ahead + 1
+            shares = divided.collective_shares(batch, steps)
             return {
-                "ratio": divided.gain(batch, machine, steps),
-                "collective_share": divided.collective_share(batch, steps),
+                "ratio": divided.gain(batch, limits, steps),
+                "collective_share": shares.waiting + shares.moving,
+                "waiting_share": shares.waiting,
+                "moving_share": shares.moving,
                 "step": msgspec.to_builtins(divided.step(batch)),
+                "link": msgspec.to_builtins(replace(link, bandwidth=min(link.bandwidth, 1e12))),
+                "rates": msgspec.to_builtins(divided.rates),
             }
 
         def memory() -> dict[str, Any]:

@@ -41,7 +41,8 @@ class Timing:
     `wall_s` is the whole job. `bytes` and `flops` are those of the stroke that the row is about,
     counted from the Program; 0 from an engine that does not count. `collective_s` is what of the
     stroke rank 0 spent in collectives, and `busy` the processor time of each of the engine's
-    processes as a share of `wall_s`.
+    processes as a share of `wall_s`. `waiting` is what each rank waited, as a share of its decode
+    steps.
     """
 
     prompt_tokens: int
@@ -54,6 +55,7 @@ class Timing:
     flops: int = 0
     collective_s: float = 0.0
     busy: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
 
     @classmethod
     def of_stamps(

@@ -14,7 +14,7 @@ using ts::WeightType;
 namespace {
 
 // Raised whenever a struct or a function that crosses this interface changes.
-constexpr int32_t kInterfaceVersion = 16;
+constexpr int32_t kInterfaceVersion = 17;
 
 }  // namespace
 
@@ -114,6 +114,12 @@ TS_EXPORT void ts_link_abort(void* shared) { static_cast<ts::SharedHead*>(shared
 
 TS_EXPORT int32_t ts_link_is_aborted(void* shared) {
   return static_cast<ts::SharedHead*>(shared)->aborted.load() != 0;
+}
+
+/// Returns 3 once a rank is lost; see `measure_link`.
+TS_EXPORT int32_t ts_link_measure(const ts::LinkRecord* link, int64_t count, int64_t work,
+                                  int64_t bytes, double* computing, double* meeting) {
+  return ts::measure_link(*link, count, work, bytes, computing, meeting) ? 0 : 3;
 }
 
 /// Lets ranks meet again after an abort. Only while none of them is in a step.

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstring>
 #include <ctime>
+#include <numeric>
+#include <vector>
 
 #ifdef __linux__
 #include <linux/futex.h>
@@ -103,6 +105,32 @@ bool SharedHead::begin_receive(int32_t channel, uint32_t* slot) {
 void SharedHead::end_receive(int32_t channel) {
   SharedSignal& emptied = channels[channel].emptied;
   emptied.set(emptied.value.load(std::memory_order_relaxed) + 1);
+}
+
+bool measure_link(const LinkRecord& link, int64_t count, int64_t work, int64_t bytes,
+                  double* computing, double* meeting) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<int32_t> team(static_cast<size_t>(link.num_ranks));
+  std::iota(team.begin(), team.end(), 0);
+  const std::vector<int64_t> parts(team.size(), bytes);
+  const std::vector<uint8_t> own(static_cast<size_t>(bytes));
+  std::vector<uint8_t> all(own.size() * team.size());
+  auto* shared = reinterpret_cast<SharedHead*>(link.shared);
+  Clock::time_point begin = Clock::now();
+  for (int64_t i = 0; i < count; ++i) {
+    volatile uint64_t value = 1;
+    for (int64_t part = 0; part < work; ++part) value = value * 3 + 1;
+    const Clock::time_point arrived = Clock::now();
+    const bool met = shared != nullptr ? shared->meet(0, link.num_ranks)
+                                       : link.all_gather(link.context, team.data(), link.num_ranks,
+                                                         own.data(), all.data(), parts.data()) == 0;
+    if (!met) return false;
+    const Clock::time_point left = Clock::now();
+    computing[i] = std::chrono::duration<double>(arrived - begin).count();
+    meeting[i] = std::chrono::duration<double>(left - arrived).count();
+    begin = left;
+  }
+  return true;
 }
 
 void SharedHead::reset() { std::memset(static_cast<void*>(this), 0, sizeof *this); }

@@ -73,6 +73,11 @@ struct SharedHead {
   void reset();
 };
 
+/// Lets all ranks compute alike and then meet, `count` times; writes how long each of both took, in
+/// seconds. Without shared memory each gives `bytes` to all others. False once a rank is lost.
+bool measure_link(const LinkRecord& link, int64_t count, int64_t work, int64_t bytes,
+                  double* computing, double* meeting);
+
 constexpr int64_t kHeadBytes = 65536;
 static_assert(sizeof(SharedHead) == kHeadBytes);
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import bench_report
@@ -80,3 +82,25 @@ def test_a_damaged_row_is_named(tmp_path, monkeypatch):
     path.write_text(path.read_text()[:200])
     with pytest.raises(SystemExit, match="is damaged"):
         list(records.all_records())
+
+
+def test_rows_of_ranks_are_a_section_that_changes_no_other():
+    alone = {"cpu": [_record([20], [[10]])]}
+    figures = {
+        "case": {"title": "tensor 2", "at_least": 0.9},
+        "ratio": 0.95, "ratios": [0.9, 1.0], "link": "shared", "collective_share": 0.08,
+        "expected": {"ratio": 0.96, "collective_share": 0.07, "waiting_share": 0.06,
+                     "moving_share": 0.01},
+        "waiting": [0.08, 0.02],
+    }  # fmt: skip
+    ranks = dataclasses.replace(
+        _record([20], [], row="parallel-tensor2-decode-1", others=figures),
+        facts={**_FACTS, "date": "2027-01-01"},
+        engines=dict.fromkeys(("Twostroke", "Twostroke, tensor 2"), ""),
+    )
+    both = {"cpu": [*alone["cpu"], ranks], "another": [ranks]}
+    assert list(bench_report._speed(both)) == list(bench_report._speed(alone))
+    assert not list(bench_report._parallel(alone))
+    text = "\n".join(bench_report._parallel(both))
+    assert "0.950 (0.90 to 1.00) | 0.9 | 8.0% | 7.0% = 6.0% waiting, 1.0% moving" in text
+    assert "8.0%, 2.0%" in text

@@ -127,6 +127,26 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert ran.out == ""
 
 
+def test_ranks_show_what_they_wait_for(cli: Cli, tiny: str) -> None:
+    ranks = ("--tensor-parallel", "2", "--streams", "2", "--context", "20", "--prefill", "40")
+    ran = cli("profile", tiny, *ranks, "--steps", "2")
+    assert ran.code == 0
+    assert ran.out.count("Rank 0 spends in collectives ") == 2
+    assert ran.out.count("Predicted: ") == 2
+    [headings, *_] = [line for line in ran.out.splitlines() if line.startswith("OPERATION")]
+    words = headings.split()
+    assert [words.count(word) for word in ("RANK", "WAITING")] == [2, 2]
+    found = json.loads(cli("profile", tiny, *ranks, "--steps", "2", "--json").out)
+    for step in found["steps"]:
+        names = {one["name"]: one["ranks"] for one in step["operations"]}
+        assert set(names["gather"]) == {"0", "1"}
+        for times in names.values():
+            assert all(time["time_s"] >= time["waiting_s"] >= 0 for time in times.values())
+        in_gathers_s = sum(names["gather"]["0"][part] for part in ("time_s",))
+        assert 0 < in_gathers_s < step["run_s"]["high"]
+    assert "leave it out, or the ranks" in cli("profile", tiny, *ranks, "--plot", "roof.svg").err
+
+
 def test_an_unknown_model_is_refused(cli: Cli) -> None:
     assert cli("profile", "smolm2").code == 3
 

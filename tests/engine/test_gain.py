@@ -10,9 +10,11 @@ from msgspec.structs import replace
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends import RankFacts
 from twostroke.core.hardware import Hardware
-from twostroke.engine.gain import Divided, LinkSpeed, describe_gain, part_of_machine
+from twostroke.engine.gain import Divided, describe_gain, part_of_machine
 from twostroke.engine.loading import load
+from twostroke.engine.speeds import LinkSpeed, measure_link, rates_of
 from twostroke.models import build_program
+from twostroke.parallel.backend import ParallelBackend
 from twostroke.program import BatchShape
 from twostroke.program.cost import CostModel
 from twostroke.program.mesh import Mesh
@@ -85,6 +87,65 @@ def test_a_pipeline_gains_with_steps_in_flight_unless_weights_are_the_limit(tmp_
         assert low <= two.gain(DECODE, machine, num_in_flight=2) <= high
 
 
+def test_waiting_is_told_from_moving(tmp_path):
+    two = divided(tmp_path, Mesh(column_parts=(1, 3)))
+    shares = two.collective_shares(DECODE)
+    assert shares.waiting > 0.4  # rank 0 has a quarter
+    assert shares.moving < 1e-6
+    moving = replace(two, link=LinkSpeed(1.0, 1e30)).collective_shares(DECODE)
+    assert moving.moving > moving.waiting
+
+
+def test_ranks_wait_for_noise_late_starts_and_uneven_experts(tmp_path):
+    two = divided(tmp_path, Mesh(column_parts=(1, 1)))
+    alike = two.step(DECODE)
+    noisy = replace(two, link=replace(AT_ONCE, noise=0.1)).step(DECODE)
+    added_s = noisy.waiting_s[0] - alike.waiting_s[0]
+    assert added_s == pytest.approx(0.1 * max(alike.computing_s), rel=0.1)
+    late = replace(two, link=replace(AT_ONCE, start_s=1.0)).step(DECODE)
+    assert late.waiting_s[0] - alike.waiting_s[0] == pytest.approx(1.0)
+    mixture = divided(tmp_path, Mesh(column_parts=(1, 1)), family="mixtral")
+    few, many = (mixture.collective_shares(BatchShape.decode((8,) * n)) for n in (2, 64))
+    assert few.waiting > 2 * many.waiting > 0
+
+
+def test_rates_are_those_of_a_rank(tmp_path):
+    """Twice as slow attention is waited for twice as long, and nothing else changes."""
+    two = divided(tmp_path, Mesh(column_parts=(1, 1)))
+    own, limits = two.cost.part(two.parts[0]), two.limits[0]
+    timed = []
+    for op in two.parts[0].program.ops:
+        cost = own.operation(op, PREFILL)
+        seconds = cost.bytes / limits.bandwidth + cost.flops / limits.peak
+        timed.append(((op,), seconds * (2 if op.label == "attention" else 1)))
+    rated = replace(two, rates=rates_of(timed, own, limits, PREFILL))
+    attention_s = sum(s / 2 for (op,), s in timed if op.label == "attention")
+    before, after = two.step(PREFILL).computing_s[0], rated.step(PREFILL).computing_s[0]
+    assert after - before == pytest.approx(attention_s)
+
+
+class MeetingRanks(ParallelBackend):
+    """Three ranks that take 2 µs to meet, 1 ms for a MB, and lose a tenth of their time."""
+
+    def __init__(self, link):
+        ranks = [RankFacts(rank, "here", 1, 0, 0) for rank in range(3)]
+        self.facts = SimpleNamespace(ranks=ranks, link=link)
+
+    def meet(self, what):
+        computing_s = what.work * 1e-9
+        meeting_s = 2e-6 + 0.1 * computing_s + (what.num_bytes > 1000) * 1e-3
+        return [computing_s] * what.count, [meeting_s + 5e-6, *[meeting_s] * (what.count - 1)]
+
+
+def test_the_link_is_measured():
+    found = measure_link(MeetingRanks("ucx"))
+    assert found.latency_s == pytest.approx(2e-6)
+    assert found.bandwidth == pytest.approx(2 * 2**20 / 1e-3)
+    assert found.start_s == pytest.approx(5e-6)
+    assert found.noise == pytest.approx(0.1, rel=0.01)
+    assert measure_link(MeetingRanks("shared")).seconds(10**9) == pytest.approx(2e-6)
+
+
 def test_the_engine_says_what_to_expect(tmp_path):
     two = divided(tmp_path, Mesh(column_parts=(1, 1)))
     for hosts, link, where in (
@@ -92,12 +153,15 @@ def test_the_engine_says_what_to_expect(tmp_path):
         ("ab", "ucx", "on 2 machines, connected by UCX"),
     ):
         ranks = tuple(RankFacts(i, host, 1, 0, 0) for i, host in enumerate(hosts))
+        loop = SimpleNamespace(backend=MeetingRanks(link))
         engine = SimpleNamespace(
             card=SimpleNamespace(cost=two.cost),
+            client=SimpleNamespace(loop=loop),
             mesh=Mesh(column_parts=(1, 1)),
             limits=SimpleNamespace(hardware=lambda: MACHINE),
             facts=SimpleNamespace(ranks=ranks, link=link, steps_ahead=0),
         )
         said = describe_gain(engine)
-        assert said.startswith(f"2 ranks {where}. Expected speed against one process here: ")
+        assert said.startswith(f"2 ranks {where}. A collective takes 2.0 µs")
+        assert "Expected speed against one process here: " in said
         assert said.endswith("x.")

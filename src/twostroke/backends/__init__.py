@@ -42,6 +42,18 @@ class RankState(Frozen):
     num_restarts: int = 0
 
 
+class Meetings(Frozen):
+    """What ranks do to measure their link: compute alike, then meet, `count` times.
+
+    Each rank's computing has `work` parts of some nanoseconds. Where ranks share no memory, each
+    gives `num_bytes` to all others.
+    """
+
+    count: int
+    work: int = 0
+    num_bytes: int = 4
+
+
 class BackendFacts(Frozen):
     """Facts about a backend. The engine branches on these, never on the name.
 

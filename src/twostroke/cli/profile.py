@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from twostroke.cli.help import Command, Counts, option
-from twostroke.cli.options import MACHINE, engine_options
+from twostroke.cli.options import MACHINE, PARALLEL, engine_options
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import UsageError
@@ -30,7 +30,10 @@ _HEADINGS: Final = (
 @click.command(
     "profile",
     cls=Command,
-    params=[MACHINE[n] for n in ("num_threads", "level", "kv_format", "activation_bits")],
+    params=[
+        *(MACHINE[n] for n in ("num_threads", "level", "kv_format", "activation_bits")),
+        *PARALLEL,
+    ],
 )
 @click.argument("model")
 @option("--streams", type=Counts(), help="Streams of the decode steps [default: 1,16].")
@@ -58,6 +61,9 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
 
     The same step is computed repeatedly, with nothing else running. With only --streams or only
     --prefill, only that is measured. Close other programs first.
+
+    On several ranks (--tensor-parallel and others) the times are those of each rank, with what it
+    waits for others, and the time in collectives is compared with what the engine predicts.
     """
     from twostroke.measure.profile import Wanted, profile
     from twostroke.measure.single_step import Shape
@@ -70,12 +76,19 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     shapes = [Shape.decode(count, given["context_tokens"]) for count in streams or ()]
     shapes += map(Shape.prefill, prompts or ())
     options = engine_options(given, model)
+    if plot is not None and options.parallel.num_ranks > 1:
+        raise UsageError("--plot draws the operations of one process: leave it out, or the ranks.")
     wanted = Wanted(tuple(shapes), given["steps"], given["layers"], options.compute, options.cache)
 
     def notice(text: str) -> None:
         click.echo(f"{text}…", err=True)
 
     fetch(model, quiet=as_json)
+    if options.parallel.num_ranks > 1:
+        from twostroke.cli.rank_profile import show_ranks  # one process needs nothing of it
+
+        show_ranks(model, wanted, options.parallel, notice, as_json=as_json)
+        return
     profiles: list[StepProfile] = []
     for one in profile(model, wanted, notice):
         if not as_json:

@@ -1,29 +1,38 @@
 """What dividing a model over ranks should gain: the time of a step, predicted from its cost.
 
 Each rank walks through its own operations at the speed of its part of the machine; at a collective
-all of its team wait for the last one, then for the link.
+all of its team wait for the last one, then for the link. What delays some rank besides its own
+operations is waited for, too: the noise of the machine, and uneven choices of experts.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import BackendError
+from twostroke.core.errors import RanksLostError
 from twostroke.core.frozen import Frozen
+from twostroke.engine.speeds import AT_LIMITS, Rates, measure_link
+from twostroke.parallel.backend import ParallelBackend
 from twostroke.program import BatchShape
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send
+from twostroke.program.experts import ExpertTerms
+from twostroke.program.pieces import AttentionPieces
 from twostroke.program.shard import shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from twostroke.backends import RankFacts
     from twostroke.core.hardware import Hardware
     from twostroke.engine.build import Engine
+    from twostroke.engine.speeds import LinkSpeed
     from twostroke.program.cost import CostModel
+    from twostroke.program.mesh import Mesh
     from twostroke.program.ops import Op
     from twostroke.program.shard import RankProgram
 
@@ -35,24 +44,7 @@ _SHAPES: Mapping[str, BatchShape] = {
 }
 
 
-class LinkSpeed(Frozen):
-    """Seconds of a collective without data, and the bytes/s at which data follow."""
-
-    latency_s: float
-    bandwidth: float
-
-    def seconds(self, num_bytes: float) -> float:
-        """Return how long a collective takes from the moment when all are there."""
-        return self.latency_s + num_bytes / self.bandwidth
-
-
-# By kind of link, as benchmarks/links.py measures them: memory of one machine, and sockets on one.
-_SPEEDS: Mapping[str, LinkSpeed] = {
-    "shared": LinkSpeed(1.5e-6, 10e9),
-    "ucx": LinkSpeed(24e-6, 2.3e9),
-}
 _NAMES = {"shared": "shared memory", "ucx": "UCX", "gloo": "Gloo"}
-_ANY_SPEED = LinkSpeed(400e-6, 1e9)
 
 
 class Step(Frozen):
@@ -76,6 +68,13 @@ class Step(Frozen):
         return max(map(sum, zip(self.computing_s, self.moving_s, strict=True)))
 
 
+class Shares(Frozen):
+    """Of a rank's time, what it waits in collectives for others, and what these themselves take."""
+
+    waiting: float
+    moving: float
+
+
 class Divided(Frozen):
     """A Program divided over ranks, each with its own limits, and the link between them."""
 
@@ -83,6 +82,7 @@ class Divided(Frozen):
     parts: tuple[RankProgram, ...]
     limits: tuple[Hardware, ...]
     link: LinkSpeed
+    rates: Rates = AT_LIMITS
 
     def step(self, batch: BatchShape) -> Step:
         """Predict a step."""
@@ -90,8 +90,8 @@ class Divided(Frozen):
 
     def step_s_on_one(self, batch: BatchShape, limits: Hardware) -> float:
         """Predict the seconds of one process with these limits."""
-        cost = self.cost.per_step().of(batch)
-        return cost.bytes / limits.bandwidth + cost.flops / limits.peak
+        rates, cost = self.rates, self.cost
+        return sum(rates.seconds(op, cost.operation(op, batch), limits) for op in cost.program.ops)
 
     def gain(self, batch: BatchShape, limits: Hardware, num_in_flight: int = 1) -> float:
         """Return how many times faster than one process with these limits a step is.
@@ -100,41 +100,36 @@ class Divided(Frozen):
         """
         return self.step_s_on_one(batch, limits) / self._seconds(batch, num_in_flight)[0]
 
-    def collective_share(self, batch: BatchShape, num_in_flight: int = 1) -> float:
-        """Return the share of its time that rank 0 spends in collectives; arguments as `gain`."""
-        whole_s, computing_s = self._seconds(batch, num_in_flight)
-        return 1 - computing_s / whole_s
+    def collective_shares(self, batch: BatchShape, num_in_flight: int = 1) -> Shares:
+        """Return what of its time rank 0 spends in collectives; arguments as `gain`."""
+        whole_s, computing_s, moving_s = self._seconds(batch, num_in_flight)
+        return Shares(1 - (computing_s + moving_s) / whole_s, moving_s / whole_s)
 
-    def _seconds(self, batch: BatchShape, num_in_flight: int) -> tuple[float, float]:
-        """Return how long a batch takes, and how much of that rank 0 computes."""
+    def _seconds(self, batch: BatchShape, num_in_flight: int) -> tuple[float, float, float]:
+        """Return how long a batch takes, and how much of that rank 0 computes and moves."""
         count = min(num_in_flight, len(batch.starts))
         if count == 1:
             step = self.step(batch)
-            return step.step_s, step.computing_s[0]
+            return step.step_s, step.computing_s[0], step.moving_s[0]
         starts, counts = batch.starts, batch.counts
         steps = [
             self.step(BatchShape(starts[i::count], counts[i::count], len(starts[i::count])))
             for i in range(count)
         ]
-        return sum(step.each_s for step in steps), sum(step.computing_s[0] for step in steps)
+        return (
+            sum(step.each_s for step in steps),
+            sum(step.computing_s[0] for step in steps),
+            sum(step.moving_s[0] for step in steps),
+        )
 
 
-def expect(engine: Engine) -> Divided:
-    """Return the division of a running engine's model; its ranks' machines are taken as equal.
-
-    Raises:
-        BackendError: this machine's speed cannot be measured.
-    """
-    limits, ranks, cost = engine.limits.hardware(), engine.facts.ranks, engine.card.cost
-    if limits is None:
-        raise BackendError("This machine's speed is unknown.")
+def divide(
+    cost: CostModel, mesh: Mesh, limits: Hardware, ranks: Sequence[RankFacts], link: LinkSpeed
+) -> Divided:
+    """Return a model's division over ranks; their machines are taken as equal to this one."""
     on_host = Counter(rank.host for rank in ranks)
-    return Divided(
-        cost,
-        shard(cost.program, engine.mesh),
-        tuple([part_of_machine(limits, on_host[rank.host]) for rank in ranks]),
-        _SPEEDS.get(engine.facts.link, _ANY_SPEED),
-    )
+    own = tuple([part_of_machine(limits, on_host[rank.host]) for rank in ranks])
+    return Divided(cost, shard(cost.program, mesh), own, link)
 
 
 def describe_gain(engine: Engine) -> str:
@@ -143,14 +138,22 @@ def describe_gain(engine: Engine) -> str:
     where = f"on {len(hosts)} machines" if len(hosts) > 1 else "on this machine"
     link = _NAMES.get(engine.facts.link, engine.facts.link)
     ranks = f"{len(engine.facts.ranks)} ranks {where}, connected by {link}."
-    limits = engine.limits.hardware()
-    if limits is None:  # they could not be measured
+    limits, backend = engine.limits.hardware(), engine.client.loop.backend
+    if limits is None or not isinstance(backend, ParallelBackend):  # cannot be measured
         return ranks
-    divided, num_steps = expect(engine), engine.facts.steps_ahead + 1
+    try:
+        speed = measure_link(backend)
+    except RanksLostError:  # the first request's step brings them back
+        return ranks
+    divided = divide(engine.card.cost, engine.mesh, limits, engine.facts.ranks, speed)
+    num_steps = engine.facts.steps_ahead + 1
     figures = ", ".join(
         f"{name} {divided.gain(batch, limits, num_steps):.2f}x" for name, batch in _SHAPES.items()
     )
-    return f"{ranks} Expected speed against one process here: {figures}."
+    found = f"A collective takes {speed.latency_s * 1e6:.1f} µs"
+    if speed.bandwidth < math.inf:
+        found += f" and {speed.bandwidth / 1e9:.2g} GB/s"
+    return f"{ranks} {found}. Expected speed against one process here: {figures}."
 
 
 def part_of_machine(limits: Hardware, count: int) -> Hardware:
@@ -175,6 +178,15 @@ class _Rank:
     waiting_s: float = 0.0
     moving_s: float = 0.0
     bytes: int = 0
+    since_meeting_s: float = 0.0  # computed
+    uneven_s: float = 0.0  # what of that is expected to be longer elsewhere
+    has_computed: bool = False  # the operation that comes next, before its exchange
+
+    def compute(self, seconds: float) -> None:
+        """Go on after some computing."""
+        self.computing_s += seconds
+        self.since_meeting_s += seconds
+        self.now_s += seconds
 
     def arrive(self, at_s: float, moving_s: float, num_bytes: int) -> None:
         """Go on after a collective for which all are there at `at_s`."""
@@ -182,6 +194,8 @@ class _Rank:
         self.moving_s += moving_s
         self.now_s = max(self.now_s, at_s) + moving_s
         self.bytes += num_bytes
+        self.since_meeting_s = self.uneven_s = 0.0
+        self.has_computed = False
         self.next += 1
 
 
@@ -198,6 +212,10 @@ class _Walk:
         """Return the step's figures."""
         cost = self.divided.cost
         self._ranks = [_Rank(part.program.ops, cost.part(part)) for part in self.divided.parts]
+        start_s = self.divided.link.start_s
+        for rank in self._ranks:
+            rank.now_s = start_s
+        self._ranks[0].waiting_s = start_s
         going = True
         while going:
             going = any(self._advance(rank) for rank in range(len(self._ranks)))
@@ -227,22 +245,50 @@ class _Walk:
                     return False
                 num_bytes = rank.cost.operation(op, self.batch).received_bytes
                 rank.arrive(sent.pop(0), link.seconds(num_bytes), num_bytes)
+            case AttentionPieces() if rank.has_computed:
+                return self._meet(op)
             case _:
-                cost, limits = rank.cost.operation(op, self.batch), self.divided.limits[number]
-                seconds = cost.bytes / limits.bandwidth + cost.flops / limits.peak
-                rank.computing_s += seconds
-                rank.now_s += seconds
-                rank.next += 1
+                self._compute(rank, op, self.divided.limits[number])
+                rank.has_computed = isinstance(op, AttentionPieces)
+                rank.next += not rank.has_computed
         return True
 
-    def _meet(self, op: AllGather | AllReduce) -> bool:
+    def _compute(self, rank: _Rank, op: Op, limits: Hardware) -> None:
+        cost = rank.cost.operation(op, self.batch)
+        seconds = self.divided.rates.seconds(op, cost, limits)
+        rank.compute(seconds)
+        if isinstance(op, ExpertTerms):
+            rank.uneven_s += seconds * _unevenness(op, self.batch.num_rows)
+
+    def _meet(self, op: AllGather | AllReduce | AttentionPieces) -> bool:
         """Bring a team over its collective, once all are there."""
         team = [self._ranks[member] for member in op.team]
         next_ops = [rank.ops[rank.next : rank.next + 1] for rank in team]
-        if any(not ops or ops[0].output != op.output for ops in next_ops):
+        if any(not ops or getattr(ops[0], "meeting", None) != op.meeting for ops in next_ops):
+            return False
+        if not all(rank.has_computed for rank in team if isinstance(op, AttentionPieces)):
             return False
         all_there_s = max(rank.now_s for rank in team)
+        if len(team) > 1:
+            all_there_s += self.divided.link.noise * max(rank.since_meeting_s for rank in team)
+            all_there_s += max(rank.uneven_s for rank in team)
         for rank, ops in zip(team, next_ops, strict=True):
             num_bytes = rank.cost.operation(ops[0], self.batch).received_bytes
             rank.arrive(all_there_s, self.divided.link.seconds(num_bytes), num_bytes)
         return True
+
+
+def _unevenness(op: ExpertTerms, num_rows: int) -> float:
+    """Return how much longer another rank's experts are expected to take, as a share of these.
+
+    Rows choose independently, `num_used` of all experts with equal chances, and time grows with
+    the choices. Of their number on one rank, the standard deviation is `deviation`; that of another
+    rank varies by about as much the other way, and only a larger one is waited for.
+    """
+    share = len(op.experts) / op.num_experts
+    if share in {0, 1}:
+        return 0.0
+    mean = num_rows * op.num_used * share
+    left = (op.num_experts - op.num_used) / (op.num_experts - 1)
+    deviation = math.sqrt(mean * (1 - share) * left)
+    return 2 * deviation / math.sqrt(2 * math.pi) / mean

@@ -164,6 +164,11 @@ class EngineLoop:
         return self._backend.facts
 
     @property
+    def backend(self) -> Runner:
+        """The backend; its own methods may be called while there are no requests."""
+        return self._backend
+
+    @property
     def config(self) -> SchedulerConfig:
         """The scheduler's limits."""
         return self._scheduler.config

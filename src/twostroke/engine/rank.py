@@ -9,9 +9,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, cast
 
+from msgspec.structs import astuple
+
+from twostroke.backends import Meetings
 from twostroke.backends.frame import FrameLimits, FrameLostError, FrameReader
 from twostroke.backends.share import Share, block_sizes
 from twostroke.cache import PageGroups
@@ -23,12 +27,15 @@ from twostroke.engine.ranks import on_cores, own_part
 from twostroke.engine.sizing import CacheSize
 from twostroke.models import build_program
 from twostroke.parallel.channel import Channel, ChannelClosedError, Kind
+from twostroke.parallel.clock import DecodeClock
 from twostroke.parallel.job import (
     Beat,
+    CopyPage,
     Evaluate,
     Failed,
     Hello,
     Job,
+    RankTimes,
     Ready,
     Reset,
     pack,
@@ -42,11 +49,14 @@ from twostroke.weights import weights_identity
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from twostroke.backends.cpu import CpuBackend
     from twostroke.core.config import ComputeOptions
-    from twostroke.core.frozen import Frozen
     from twostroke.parallel.backend import RankBackend
     from twostroke.parallel.channel import Message
     from twostroke.parallel.link import Link
+
+
+_KINDS = {Ready: Kind.READY, Failed: Kind.FAILED, RankTimes: Kind.TIMES}  # of answers
 
 
 def main() -> int:
@@ -150,11 +160,10 @@ def _follow_steps(channel: Channel, follower: Follower, pulse: _Pulse) -> None:
         answer = _answer(follower, message)
         pulse.collective_s = follower.collective_s
         if answer is not None:
-            kind = Kind.READY if isinstance(answer, Ready) else Kind.FAILED
-            channel.send(kind, pack(answer))
+            channel.send(_KINDS[type(answer)], pack(answer))
 
 
-def _answer(follower: Follower, message: Message) -> Frozen | None:
+def _answer(follower: Follower, message: Message) -> Ready | Failed | RankTimes | None:
     """Do what a message says; return what rank 0 must know."""
     if message.kind is Kind.RESET:
         follower.reset(unpack(message.body, Reset))
@@ -165,6 +174,12 @@ def _answer(follower: Follower, message: Message) -> Frozen | None:
                 follower.step(message.body)
             case Kind.EVALUATE:
                 follower.evaluate(unpack(message.body, Evaluate))
+            case Kind.COPY:
+                follower.copy_page(unpack(message.body, CopyPage))
+            case Kind.MEASURE:
+                follower.meet(unpack(message.body, Meetings))
+            case Kind.TIMES:
+                return follower.times()
     except Exception as error:  # noqa: BLE001 the step is over, this rank is not
         follower.abort()
         return _failed(error)
@@ -210,6 +225,7 @@ class Follower:
             share=Share(job.rank, job.mesh, job.max_rows, self.link.record, sizes),
         )
         self._backend = cast("RankBackend", backend)  # it has a share
+        self._clock = DecodeClock()
         facts = self._backend.facts
         if facts.one_arithmetic != job.one_arithmetic:
             raise BackendError(
@@ -232,7 +248,12 @@ class Follower:
 
     def step(self, body: bytes) -> None:
         """Compute this rank's part of a step."""
-        self.collective_s += self._backend.follow(self._frames.read(body))
+        waiting_s = time.perf_counter() - self._clock.ended_s
+        frame = self._frames.read(body)
+        collective_s = self._backend.follow(frame)
+        self.collective_s += collective_s
+        is_decode = len(frame.slices) == len(frame.tokens)
+        self._clock.end(waiting_s + collective_s, is_decode=is_decode)
 
     def evaluate(self, what: Evaluate) -> None:
         """Compute this rank's part of a sequence on separate pages."""
@@ -240,6 +261,19 @@ class Follower:
             self._backend.trace(what.tokens, what.taps, generated=what.generated)
         else:
             self._backend.score(what.tokens, generated=what.generated)
+
+    def copy_page(self, what: CopyPage) -> None:
+        """Copy a page; only the cpu backend is asked to."""
+        cast("CpuBackend", self._backend).copy_page(what.source, what.target)
+
+    def meet(self, what: Meetings) -> None:
+        """Meet the other ranks as rank 0 does, which measures it; only the cpu backend is asked."""
+        cast("CpuBackend", self._backend).meet(what)
+
+    def times(self) -> RankTimes:
+        """Return what steps took since the last call; only the cpu backend is asked."""
+        operations = [astuple(one) for one in cast("CpuBackend", self._backend).times()]
+        return RankTimes(operations, *self._clock.take())
 
     def reset(self, what: Reset) -> None:
         """Join the other ranks again."""

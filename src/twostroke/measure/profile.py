@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from twostroke.program import Program
 
 _WORKING_BYTES: Final = 128 * 1024**2  # interpreter and buffers of a step
-_MEASURED_S: Final = 2.0  # within these numbers of steps
-_FEWEST_STEPS: Final = 5
-_MOST_STEPS: Final = 200
+MEASURED_S: Final = 2.0  # within these numbers of steps
+FEWEST_STEPS: Final = 5
+MOST_STEPS: Final = 200
 
 
 class Wanted(Frozen):
@@ -267,9 +267,9 @@ def _measure(
     runs_s: list[float] = []
     times: list[list[OpTime]] = []
     began = time.monotonic()
-    while len(runs_s) < (num_steps or _MOST_STEPS):
-        is_long = time.monotonic() - began > _MEASURED_S
-        if num_steps is None and is_long and len(runs_s) >= _FEWEST_STEPS:
+    while len(runs_s) < (num_steps or MOST_STEPS):
+        is_long = time.monotonic() - began > MEASURED_S
+        if num_steps is None and is_long and len(runs_s) >= FEWEST_STEPS:
             break
         runs_s.append(single.run().elapsed_s)
         times.append(backend.times())

@@ -18,6 +18,7 @@ from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 
 if TYPE_CHECKING:
     from twostroke.backends.cpu import CpuBackend
+    from twostroke.parallel.backend import ParallelBackend
     from twostroke.program import Program
 
 NUM_CYCLES: Final = 3  # further steps, for the scheduler's time
@@ -62,7 +63,7 @@ class Shape(Frozen):
 
     def check(self, program: Program) -> None:
         """Raise UsageError where a request would be longer than the model's context."""
-        if self._num_tokens > program.context_length:
+        if self.num_tokens > program.context_length:
             asked, knob = (
                 (f"a prompt of {self.num_prompt:,}", "--prefill")
                 if self.num_prompt
@@ -79,7 +80,7 @@ class Shape(Frozen):
 
         A window frees no page before the step that fills the contexts ends.
         """
-        places = -(-self._num_tokens // groups.page_size) + 1
+        places = -(-self.num_tokens // groups.page_size) + 1
         return self.num_streams * len(groups.windows) * places
 
     @property
@@ -88,7 +89,8 @@ class Shape(Frozen):
         return 1 if self.num_prompt else 2 + NUM_CYCLES
 
     @property
-    def _num_tokens(self) -> int:
+    def num_tokens(self) -> int:
+        """The tokens of each request at its end."""
         return (self.num_prompt or self.context) + self.num_written
 
 
@@ -99,7 +101,9 @@ class SingleStep:
     so do the experts that are used.
     """
 
-    def __init__(self, backend: CpuBackend, program: Program, shape: Shape) -> None:
+    def __init__(
+        self, backend: CpuBackend | ParallelBackend, program: Program, shape: Shape
+    ) -> None:
         """Fill the contexts and plan the step; the backend must have enough pages."""
         facts = backend.facts
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)

@@ -8,14 +8,15 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from twostroke.backends import Backend, RankFacts, RankState
 from twostroke.core.errors import BackendError, RanksLostError
 from twostroke.parallel.channel import Kind
-from twostroke.parallel.job import Evaluate, Ready, Reset, pack
+from twostroke.parallel.clock import DecodeClock
+from twostroke.parallel.job import CopyPage, Evaluate, RankTimes, Ready, Reset, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from twostroke.backends import BackendFacts
+    from twostroke.backends import BackendFacts, Meetings
+    from twostroke.backends.cpu import CpuBackend
     from twostroke.backends.frame import StepFrame
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
@@ -90,6 +92,7 @@ class ParallelBackend:
         self._num_spoiled = 0
         self._finished_s = self._collective_s = 0.0
         self._filled: StepPlan | None = None  # what `own` has laid out
+        self._clock = DecodeClock()
         try:
             self._begin()
         except BaseException:
@@ -128,6 +131,7 @@ class ParallelBackend:
                 self._lay_out(plan)
             result = self.own.compute(plan)
         self._collective_s += result.collective_s
+        self._clock.end(result.collective_s, is_decode=plan.is_decode)
         now_s = time.perf_counter()
         began_s, self._finished_s = max(began_s, self._finished_s), now_s
         return replace(result, elapsed_s=now_s - began_s)
@@ -174,6 +178,31 @@ class ParallelBackend:
         self._ranks.send(Kind.EVALUATE, pack(Evaluate(list(tokens), tuple(values), generated)))
         with self._failing():
             return self.own.trace(tokens, values, generated=generated)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page on all ranks; only the cpu backend can, while no step runs."""
+        self._ranks.send(Kind.COPY, pack(CopyPage(source, target)))
+        cast("CpuBackend", self.own).copy_page(source, target)
+
+    def meet(self, what: Meetings) -> tuple[list[float], list[float]]:
+        """Let all ranks meet; see `CpuBackend.meet`. Only the cpu backend can, while no step runs.
+
+        Raises:
+            RanksLostError: some of them are gone.
+        """
+        self._ranks.send(Kind.MEASURE, pack(what))
+        with self._failing():
+            return cast("CpuBackend", self.own).meet(what)
+
+    def times(self) -> list[RankTimes]:
+        """Return what the steps of each rank took since the last call; only of the cpu backend.
+
+        Raises:
+            RanksLostError: some of them are gone.
+        """
+        others = self._ranks.times()
+        own = [astuple(one) for one in cast("CpuBackend", self.own).times()]
+        return [RankTimes(own, *self._clock.take()), *(others[rank] for rank in sorted(others))]
 
     def forget(self, request: Request) -> None:
         """Drop all that is kept for a finished request."""

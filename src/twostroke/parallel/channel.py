@@ -42,8 +42,11 @@ class Kind(IntEnum):
     RESET = 6  # from rank 0: a step failed; begin again
     FAILED = 7  # to rank 0: my part failed
     BEAT = 8  # both ways: I live
-    END = 9  # from rank 0
-    LEAVE = 10  # to rank 0: this rank is not started again
+    COPY = 9  # from rank 0: pages
+    TIMES = 10  # from rank 0: say how long your operations took; and the answer
+    MEASURE = 11  # from rank 0: meet the others, so that it can measure the link
+    END = 12  # from rank 0
+    LEAVE = 13  # to rank 0: this rank is not started again
 
 
 class ChannelClosedError(BackendError):

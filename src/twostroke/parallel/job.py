@@ -84,6 +84,26 @@ class Evaluate(Frozen):
     generated: bool
 
 
+class CopyPage(Frozen):
+    """A page that becomes a copy of another, while no step runs."""
+
+    source: int
+    target: int
+
+
+class RankTimes(Frozen):
+    """What a rank's steps took since it was asked before.
+
+    `operations` has for each fused operation its seconds, and how many of them its threads waited.
+    In decode steps the rank waited for `decode_waiting_s` of `decode_s` seconds: for its next step,
+    or in collectives.
+    """
+
+    operations: list[tuple[float, float]]
+    decode_s: float
+    decode_waiting_s: float
+
+
 class Reset(Frozen):
     """A step failed or ranks are new: join them again, with `link`."""
 

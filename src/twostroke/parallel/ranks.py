@@ -15,7 +15,7 @@ from twostroke.backends import RankState
 from twostroke.core import errors
 from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
 from twostroke.parallel.channel import ChannelClosedError, Kind
-from twostroke.parallel.job import Beat, Failed, Hello, Ready, pack, unpack, version
+from twostroke.parallel.job import Beat, Failed, Hello, RankTimes, Ready, pack, unpack, version
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -51,6 +51,7 @@ class Ranks:
         self.hellos: dict[int, Hello] = {}
         self.ready: dict[int, Ready] = {}
         self.failed: dict[int, Failed] = {}
+        self._times: dict[int, RankTimes] = {}
         self.lost: dict[int, str] = {}
         self._beats: dict[int, Beat] = {}
         self._stall = Stall()
@@ -109,6 +110,19 @@ class Ranks:
             BackendError: one has failed; the sentence names it.
         """
         self._wait_for(self.ready, timeout_s)
+
+    def times(self) -> dict[int, RankTimes]:
+        """Return what the steps of each rank took since the last call.
+
+        Raises:
+            RanksLostError: one is lost.
+            BackendError: one cannot tell.
+        """
+        with self._changed:
+            self._times.clear()
+        self.send(Kind.TIMES)
+        self._wait_for(self._times, None)
+        return dict(self._times)
 
     def check(self) -> None:
         """Abort once more if a rank was lost; what was begun since had made that undone.
@@ -223,7 +237,9 @@ class Ranks:
             process.kill()
 
     def _wait_for(
-        self, known: dict[int, Hello] | dict[int, Ready], timeout_s: float | None
+        self,
+        known: dict[int, Hello] | dict[int, Ready] | dict[int, RankTimes],
+        timeout_s: float | None,
     ) -> None:
         def is_over() -> bool:
             has_failed = self._is_given_up or self.lost or self._real_failures()
@@ -309,6 +325,8 @@ class Ranks:
                 case Kind.READY:
                     self.ready[rank] = unpack(message.body, Ready)
                     self._resetting.discard(rank)
+                case Kind.TIMES:
+                    self._times[rank] = unpack(message.body, RankTimes)
                 case Kind.FAILED if rank not in self._resetting:
                     self.failed[rank] = unpack(message.body, Failed)
                     self._link.abort()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from ctypes import byref, c_double
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.reference.operations import rms_norm
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.core.config import DEFAULT_ACTIVATION_BITS
+from twostroke.core.errors import RanksLostError
 from twostroke.core.step import StepResult
 from twostroke.program import ops
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from twostroke.backends import Meetings
     from twostroke.backends.cpu.lowered import Lowered
     from twostroke.backends.cpu.plan import OpTime
     from twostroke.backends.frame import StepFrame
@@ -188,6 +191,21 @@ class CpuBackend:
     def times(self) -> list[OpTime]:
         """Return what each of `fused` has taken since the last call, in all steps together."""
         return self._plan.times()
+
+    def meet(self, what: Meetings) -> tuple[list[float], list[float]]:
+        """Return how many seconds this rank computed before each meeting, and how long that took.
+
+        All ranks must call it at the same time.
+
+        Raises:
+            RanksLostError: another rank ended, or the link to it.
+        """
+        assert self._share is not None
+        computing, meeting = (c_double * what.count)(), (c_double * what.count)()
+        given = byref(self._share.link), what.count, what.work, what.num_bytes
+        if load_library(self.facts.level).ts_link_measure(*given, computing, meeting):
+            raise RanksLostError("Another rank of the model has ended, or does not answer.")
+        return list(computing), list(meeting)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's keys and values to another; must not be called while a step runs."""

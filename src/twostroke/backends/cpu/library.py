@@ -9,12 +9,18 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
-from twostroke.backends.cpu.records import RECORD_SIZES, NodeRecord, PlanRecord, StepRecord
+from twostroke.backends.cpu.records import (
+    RECORD_SIZES,
+    LinkRecord,
+    NodeRecord,
+    PlanRecord,
+    StepRecord,
+)
 from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 
-INTERFACE_VERSION = 16  # as in native/c_interface.cpp
+INTERFACE_VERSION = 17  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
@@ -50,6 +56,10 @@ _SIGNATURES = {
     "ts_link_abort": (None, (c_void_p,)),
     "ts_link_is_aborted": (c_int32, (c_void_p,)),
     "ts_link_reset": (None, (c_void_p,)),
+    "ts_link_measure": (
+        c_int32,
+        (POINTER(LinkRecord), c_int64, c_int64, c_int64, POINTER(c_double), POINTER(c_double)),
+    ),
     "ts_measure_bandwidth": (c_double, (c_void_p, c_int64)),
     "ts_measure_peak": (c_double, (c_void_p,)),
     "ts_peak_kind": (c_char_p, ()),

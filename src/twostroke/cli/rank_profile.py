@@ -1,0 +1,110 @@
+"""`twostroke profile` on several ranks: each one's times, and the time in collectives."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from twostroke.cli.terminal import printable, show_table
+from twostroke.measure.rank_profile import profile_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.core.config import ParallelOptions
+    from twostroke.engine.gain import Shares
+    from twostroke.engine.speeds import LinkSpeed
+    from twostroke.measure.profile import Wanted
+    from twostroke.measure.rank_profile import RanksProfile, RankTime
+
+
+def show_ranks(
+    model: str,
+    wanted: Wanted,
+    parallel: ParallelOptions,
+    notice: Callable[[str], None],
+    *,
+    as_json: bool,
+) -> None:
+    """Measure, and print a table for each shape, or one JSON object."""
+    profiles: list[RanksProfile] = []
+    for one in profile_ranks(model, wanted, parallel, notice):
+        if not as_json:
+            if not profiles:
+                click.echo(printable(f"{model} · {one.detail}"))
+                click.echo(_link(one.link))
+            _show(one)
+        profiles.append(one)
+    if as_json:
+        steps = [_as_json(one) for one in profiles]
+        click.echo(json.dumps({"model": model, "backend": profiles[0].detail, "steps": steps}))
+
+
+def _link(link: LinkSpeed) -> str:
+    moving = "" if math.isinf(link.bandwidth) else f" and {link.bandwidth / 1e9:.2g} GB/s"
+    return (
+        f"A collective takes {link.latency_s * 1e6:.1f} µs{moving}; ranks begin a step "
+        f"{link.start_s * 1e6:.0f} µs after rank 0; each loses {link.noise:.1%} to the noise of "
+        "the machine."
+    )
+
+
+def _show(profile: RanksProfile) -> None:
+    ranks = range(profile.num_ranks)
+    headings = ["OPERATION", "CALLS"]
+    for rank in ranks:
+        headings += [f"RANK {rank} MS", "WAITING"]
+    lines = [tuple(headings)]
+    for label, times in profile.operations.items():
+        calls = str(max(one.calls for one in times.values()))
+        cells = [cell for rank in ranks for cell in _cells(times.get(rank))]
+        lines.append((str(label), calls, *cells))
+    start = f"{profile.start_s * 1e3:.3f}"
+    lines.append(("start of the step", "", start, start, *["–"] * (2 * len(ranks) - 2)))
+    click.echo()
+    click.secho(profile.shape.name, bold=True)
+    click.echo(f"{profile.run_s.median * 1e3:.3f} ms a step (median of {profile.num_steps})\n")
+    show_table(lines)
+    click.echo(
+        f"\nRank 0 spends in collectives {_shares(profile.measured)} of a step. "
+        f"Predicted: {_shares(profile.predicted)}."
+    )
+
+
+def _cells(one: RankTime | None) -> tuple[str, str]:
+    if one is None:
+        return "–", "–"
+    return f"{one.time_s * 1e3:.3f}", f"{one.waiting_s * 1e3:.3f}"
+
+
+def _shares(shares: Shares) -> str:
+    both = shares.waiting + shares.moving
+    return f"{both:.1%} ({shares.waiting:.1%} waiting, {shares.moving:.1%} moving)"
+
+
+def _as_json(profile: RanksProfile) -> dict[str, Any]:
+    """Return a step as --json prints it; times are in seconds, `bytes_per_s` None for memory."""
+    link = msgspec.to_builtins(profile.link)
+    bandwidth = link.pop("bandwidth")
+    return {
+        "name": profile.shape.name,
+        **msgspec.to_builtins(profile.shape),
+        "num_measured": profile.num_steps,
+        "run_s": msgspec.to_builtins(profile.run_s),
+        "start_s": profile.start_s,
+        "link": {**link, "bytes_per_s": None if math.isinf(bandwidth) else bandwidth},
+        "collectives": msgspec.to_builtins(profile.measured),
+        "predicted": msgspec.to_builtins(profile.predicted),
+        "operations": [
+            {
+                "name": label.name,
+                "layer": label.layer,
+                "ranks": {str(rank): msgspec.to_builtins(one) for rank, one in times.items()},
+            }
+            for label, times in profile.operations.items()
+        ],
+    }
