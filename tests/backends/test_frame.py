@@ -118,15 +118,24 @@ def test_values_from_outside_arrive():
         (9, 1 << 30, "tables"),
         (12, 100, "does not exist"),  # the first token
         (12, -1, "does not exist"),
+        (17, 126, "does not exist"),  # the first position of three, of 128 in a table
+        (18, 1 << 20, "does not exist"),  # the slice's table
+        (20, 1 << 20, "place or page"),  # the first change's place
+        (21, 5000, "place or page"),  # and its page
+        (21, -2, "place or page"),
     ],
 )
 def test_a_damaged_step_is_refused(word, value, said):
     steps = sender()
     steps.fill(StepPlan((Slice(request_of(3, [1], [2]), 0, 3, True),)))
-    numbers = np.frombuffer(steps.encoded(), np.int32).copy()
+    good = steps.encoded()
+    numbers = np.frombuffer(good, np.int32).copy()
     numbers[word] = value
-    with pytest.raises(FrameError, match=said):
-        FrameReader(LIMITS).read(numbers.tobytes())
+    fresh, used = FrameReader(LIMITS), FrameReader(LIMITS)
+    used.read(good)  # a step like the one before is checked more quickly
+    for reader in (fresh, used):
+        with pytest.raises(FrameError, match=said):
+            reader.read(numbers.tobytes())
 
 
 @pytest.mark.seeds(2)
