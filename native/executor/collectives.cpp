@@ -222,32 +222,6 @@ void run_receive(Worker& worker, const OpRecord& op) {
   });
 }
 
-void gather_logits(Worker& worker, const OpRecord& op, float* logits, int64_t num_rows) {
-  PlanLink& link = worker.plan.link;
-  const TeamRecord& team = link.team_of(op);
-  const int32_t* cuts = &link.cuts[op.first_cut];
-  const int64_t stride = worker.stride(op.outputs[0].buffer);
-  const auto width = [&](int32_t member) { return int64_t{cuts[member + 1]} - cuts[member]; };
-  worker.meet_and_move([&] {
-    if (link.shared() != nullptr) return link.shared()->meet(team.barrier, team.size);
-    if (link.record.rank != 0) {
-      const int64_t own = width(team.place);
-      pack(logits + cuts[team.place], stride, num_rows, own, link.sent.floats());
-      return link.record.send(link.record.context, 0, link.sent.bytes(),
-                              num_rows * own * kFloatBytes) == 0;
-    }
-    for (int32_t member = 0; member < team.size; ++member) {
-      if (member == team.place) continue;
-      if (link.record.receive(link.record.context, link.ranks_of(team)[member],
-                              link.received.bytes(), num_rows * width(member) * kFloatBytes) != 0) {
-        return false;
-      }
-      unpack(link.received.floats(), stride, num_rows, width(member), logits + cuts[member]);
-    }
-    return true;
-  });
-}
-
 void make_room_for_collectives(Plan& plan, const StepRecord& step) {
   PlanLink& link = plan.link;
   if (link.record.all_gather == nullptr || link.shared() != nullptr) return;
@@ -263,6 +237,7 @@ void make_room_for_collectives(Plan& plan, const StepRecord& step) {
   link.sent.fit(most);
   link.received.fit(most);
   link.part_bytes.resize(link.team_ranks.size());
+  link.best.resize(link.team_ranks.size() * kLogitRows);
 }
 
 }  // namespace ts

@@ -22,9 +22,6 @@ void run_gather(Worker& worker, const OpRecord& op);
 void run_send(Worker& worker, const OpRecord& op);
 void run_receive(Worker& worker, const OpRecord& op);
 
-/// Brings rows [0, num_rows) of logits to rank 0: `logits` points at row 0, token 0.
-void gather_logits(Worker& worker, const OpRecord& op, float* logits, int64_t num_rows);
-
 /// Whether a gather begins with a barrier, so that the operation before it needs none.
 bool begins_with_barrier(const OpRecord& op);
 

@@ -58,6 +58,13 @@ struct PlanBuffer {
   float* data;  // in row 0; of the step that is running
 };
 
+/// The largest logit of a row among those of one rank, and its place there; kNoToken: all are minus
+/// infinity or NaN.
+struct BestLogit {
+  int32_t place;
+  float logit;
+};
+
 /// The link between ranks, and who gathers with whom.
 struct PlanLink {
   LinkRecord record{};
@@ -72,6 +79,7 @@ struct PlanLink {
   Block received;                   // all parts
   Block tiles;                      // of attention: two, where ranks share no memory
   std::vector<int64_t> part_bytes;  // of each member of a team
+  std::vector<BestLogit> best;      // of each member, for each of the rows held at once
 
   explicit PlanLink(const PlanRecord& record);
 

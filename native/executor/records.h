@@ -233,7 +233,10 @@ struct StepRecord {
   const SliceRecord* slices;
   const int32_t* page_tables;   // (tables, groups of layers, table_stride)
   const int32_t* sampled_rows;  // ascending
-  const SampleRow* samples;     // one for each sampled row, or null: nothing is drawn
+  /// For each sampled row whether it draws the token of its largest logit and asks for nothing
+  /// else, so that ranks need not send all logits to rank 0. Null: none does.
+  const int32_t* only_best;
+  const SampleRow* samples;  // one for each sampled row, or null: nothing is drawn
   SampleResult* results;
   float* logits;              // (num_sampled, vocab_size), or null
   float* const* taps;         // (num_rows, width of the value) each; null if none is wanted

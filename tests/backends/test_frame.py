@@ -44,6 +44,7 @@ def assert_same(frame, steps):
     assert frame.tokens.tolist() == steps._tokens[: record.num_rows].tolist()
     assert frame.slices.tolist() == steps._slices[: record.num_slices].tolist()
     assert frame.sampled_rows.tolist() == steps._sampled[: record.num_sampled].tolist()
+    assert frame.only_best.tolist() == steps._only_best[: record.num_sampled].tolist()
     assert frame.stores.tolist() == steps._stores[: record.num_stores].tolist()
     assert frame.copies.tolist() == steps._copies[: record.num_copies].tolist()
     assert frame.num_generated == record.num_generated
@@ -51,7 +52,7 @@ def assert_same(frame, steps):
 
 
 def test_a_tree_of_drafts_arrives_whole():
-    steps, reader = sender(), FrameReader(LIMITS)
+    steps, reader = sender(sends_best=True), FrameReader(LIMITS)
     steps.fill(tree_plan())
     frame = reader.read(steps.encoded())
     assert_same(frame, steps)
@@ -120,9 +121,10 @@ def test_values_from_outside_arrive():
         (12, -1, "does not exist"),
         (17, 126, "does not exist"),  # the first position of three, of 128 in a table
         (18, 1 << 20, "does not exist"),  # the slice's table
-        (20, 1 << 20, "place or page"),  # the first change's place
-        (21, 5000, "place or page"),  # and its page
-        (21, -2, "place or page"),
+        (20, 2, "does not exist"),  # whether the best logit is enough
+        (21, 1 << 20, "place or page"),  # the first change's place
+        (22, 5000, "place or page"),  # and its page
+        (22, -2, "place or page"),
     ],
 )
 def test_a_damaged_step_is_refused(word, value, said):

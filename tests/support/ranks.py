@@ -51,6 +51,7 @@ class Post:
         self._queues: dict[tuple[int, int], Queue[bytes]] = {}
         self._lock = threading.Lock()
         self.is_cut = False
+        self.sent: list[int] = []  # bytes of what was sent, except in gathers
 
     def record(self, rank: int, num_ranks: int) -> LinkRecord:
         """Return a rank's end."""
@@ -71,6 +72,7 @@ class Post:
 
         def send(_: Any, to: int, data: int, num_bytes: int) -> int:
             self._queue(rank, to).put(string_at(data, num_bytes))
+            self.sent.append(num_bytes)
             return int(self.is_cut)
 
         def receive(_: Any, sender: int, data: int, num_bytes: int) -> int:
@@ -146,6 +148,7 @@ class ThreadRanks:
             self.page_size,
             -(-longest // self.page_size),
             one_arithmetic=self.one_arithmetic,
+            sends_best=post is not None,
         )
 
     def __enter__(self) -> Self:

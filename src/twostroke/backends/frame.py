@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int32]
 
 _MAGIC: Final = 0x46535354  # "TSSF"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _HEADER: Final = 12
 _MAX_TABLES: Final = 1 << 16
 _MAX_TABLE_BYTES: Final = 1 << 31
@@ -56,6 +56,7 @@ class StepFrame(Frozen):
     tokens: Ints  # (rows)
     slices: Ints  # (slices, 4)
     sampled_rows: Ints  # (rows with logits)
+    only_best: Ints  # (rows with logits): 1 where only the largest logit matters, else 0
     stores: Ints  # (stores, 2)
     copies: Ints  # (copies, 2)
     page_tables: Ints  # (tables, groups, places)
@@ -78,6 +79,7 @@ def encode(frame: StepFrame, changes: Ints) -> bytes:
         frame.tokens,
         frame.slices.reshape(-1),
         frame.sampled_rows,
+        frame.only_best,
         frame.stores.reshape(-1),
         frame.copies.reshape(-1),
         changes.reshape(-1),
@@ -111,7 +113,8 @@ class FrameReader:
             raise FrameLostError(f"A step of form {version} arrived, not of form {_VERSION}.")
         self._check_tables(min(num_rows, *counts), num_tables)
         num_slices, num_sampled, num_stores, num_copies, num_changes = counts
-        shapes = [(num_rows,), (num_slices, 4), (num_sampled,), (num_stores, 2), (num_copies, 2)]
+        shapes = [(num_rows,), (num_slices, 4), (num_sampled,), (num_sampled,)]
+        shapes += [(num_stores, 2), (num_copies, 2)]
         fixed = sum(map(prod, shapes))
         expected = fixed + 2 * num_changes
         if width != self._limits.external_width or (
@@ -126,9 +129,9 @@ class FrameReader:
             self._grow(num_tables)
         self._check_counts(num_rows, num_generated, counts, num_tables)
         external = body[expected:].view("<f4").reshape(num_rows, width) if width else None
-        tokens, slices, sampled, stores, copies = _split(body, shapes)
+        tokens, slices, sampled, best, stores, copies = _split(body, shapes)
         frame = StepFrame(
-            tokens, slices, sampled, stores, copies, self._tables, num_generated, external
+            tokens, slices, sampled, best, stores, copies, self._tables, num_generated, external
         )
         self._check(frame, body[:fixed], (num_generated, num_tables, *counts[:4]))
         return frame
@@ -212,6 +215,7 @@ class _Checked(Frozen, eq=False):
             np.full(num_rows, limits.vocab_size),
             ends.reshape(-1),
             np.full(len(frame.sampled_rows), num_rows),
+            np.full(len(frame.only_best), 2),
             np.tile([num_rows, num_tables], len(frame.stores)),
             np.full(frame.copies.size, limits.num_pages),
         ]

@@ -257,6 +257,22 @@ class RowTable:
                     row["num_barred"] = 0
 
 
+def only_best(rows: Rows) -> NDArray[np.int32]:
+    """Return 1 for each `ROW` that draws the token of the largest logit and asks for nothing else.
+
+    Others need all logits: their numbers, or others' places among them, count.
+    """
+    neutral = (
+        ("temperature", 0), ("repetition_penalty", 1), ("frequency_penalty", 0),
+        ("presence_penalty", 0), ("num_bias", 0), ("num_barred", 0), ("mask", 0),
+        ("num_logprobs", -1), ("given", NO_TOKEN),
+    )  # fmt: skip
+    found = np.ones(len(rows), np.bool_)
+    for name, value in neutral:
+        found &= rows[name] == value
+    return found.astype(np.int32)
+
+
 def _give(parts: Sequence[Slice], firsts: NDArray[Any], rows: Rows) -> None:
     """Let scored rows report on the prompt's tokens; a slice's others begin at `firsts`."""
     for part, first in zip(parts, firsts.tolist(), strict=True):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from support.cpu import cpu_backend, tiny_model
+from support.cpu import cpu_backend, greedy_request, page_lists, run, tiny_model
 from support.programs import PROGRAMS, SPEC, random_tensors
 from support.ranks import Post, ThreadRanks
 from support.schedules import Setting, fresh, random_requests, run_schedule
@@ -22,10 +22,11 @@ from support.tiny_families import FAMILIES
 from twostroke.backends.cpu import layout
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.errors import RanksLostError
+from twostroke.core.step import Slice
 from twostroke.models import build_program
 from twostroke.models.blocks import decoder, residual_layer
 from twostroke.program.mesh import Mesh
-from twostroke.program.ops import RMSNorm
+from twostroke.program.ops import Logits, RMSNorm
 from twostroke.weights import load_path
 
 LEVEL = choose_level(None).level
@@ -145,8 +146,8 @@ def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
     requests = random_requests(chance, 40, program.vocab_size, 90, 9)
     with cpu_backend(model, LEVEL, 64, kv_format=kv_format) as whole:
         known, _ = run_schedule(whole, setting, [fresh(r) for r in requests], 120)
-    for mesh in (chance.choice(MESHES), random_mesh(chance)):
-        with ThreadRanks(model, mesh, LEVEL, 64, kv_format=kv_format) as ranks:
+    for mesh, post in ((chance.choice(MESHES), Post()), (random_mesh(chance), None)):
+        with ThreadRanks(model, mesh, LEVEL, 64, kv_format=kv_format, post=post) as ranks:
             found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 120, known)
             assert found == known, (mesh, family)
 
@@ -187,6 +188,24 @@ def test_a_link_without_shared_memory_moves_the_same_values():
     for mesh in MESHES[:4]:
         with ThreadRanks(model, mesh, LEVEL, 16, post=Post()) as ranks:
             assert np.array_equal(ranks.score(tokens), expected), mesh
+
+
+def test_over_a_link_only_the_best_logit_of_a_greedy_row_goes_to_rank_0():
+    model, tokens, post = tiny_model(), tokens_of(4, 20), Post()
+    changes = [{}, {"logprobs": 0}, {"temperature": 1.0}, {"presence_penalty": 0.5}]
+    found = []
+    with (
+        cpu_backend(model, LEVEL, 16) as whole,
+        ThreadRanks(model, Mesh(column_parts=(1, 1)), LEVEL, 16, post=post) as ranks,
+    ):
+        for backend in (whole, ranks):
+            requests = [greedy_request(tokens, **{"logprobs": None, **c}) for c in changes]
+            for number, request in enumerate(requests):
+                request.pages = page_lists(backend, [2 * number, 2 * number + 1])
+            found.append(run(backend, *(Slice(r, 0, 20, samples=True) for r in requests)))
+    assert found[0] == found[1]
+    (part,) = [op.width for op in ranks.parts[1].program.ops if isinstance(op, Logits)]
+    assert post.sent == [8 + 3 * 4 * part]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(column_parts=(1, 1)), Mesh(stages=(1, 1))])

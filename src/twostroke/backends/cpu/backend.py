@@ -230,6 +230,7 @@ class CpuBackend:
             one_arithmetic=facts.one_arithmetic,
             tapped_width=tapped_width,
             returns_tapped=returns_tapped,
+            sends_best=self._share is not None and not self._share.link.shared,
         )
         if self._share is not None:
             steps.tables.note_changes()

@@ -304,6 +304,7 @@ class StepRecord(ctypes.Structure):
         ("slices", c_void_p),
         ("page_tables", c_void_p),
         ("sampled_rows", c_void_p),
+        ("only_best", c_void_p),
         ("samples", c_void_p),
         ("results", c_void_p),
         ("logits", c_void_p),

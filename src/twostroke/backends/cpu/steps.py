@@ -13,7 +13,7 @@ from twostroke.backends.cpu.records import StepRecord
 from twostroke.backends.frame import StepFrame, encode
 from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ends_of
-from twostroke.sample.rows import RESULT, RowTable, read_results, read_scores
+from twostroke.sample.rows import RESULT, RowTable, only_best, read_results, read_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,11 +39,13 @@ class StepArrays:
         one_arithmetic: bool,
         tapped_width: int = 0,
         returns_tapped: bool = False,
+        sends_best: bool = False,
     ) -> None:
         """`max_pages` is the most that one request's list in one of the cache groups can hold.
 
         With a `tapped_width` steps have one tap, of values of that width. With `returns_tapped`
-        results have its values for the rows that draw.
+        results have its values for the rows that draw. With `sends_best` other ranks send rank 0 no
+        more than the largest logit of rows that need nothing else.
         """
         self.tables = PageTables(num_groups, page_size, max_pages)
         self._sampling = RowTable()
@@ -54,7 +56,8 @@ class StepArrays:
         self._num_plain = 0  # for how many rows `_slices` and `_sampled` say: row i, alone
         self._results = np.zeros(0, RESULT)
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
-        self._stores = self._copies = np.zeros(0, np.int32)
+        self._stores = self._copies = self._only_best = np.zeros(0, np.int32)
+        self._sends_best = sends_best
         self._tapped = np.zeros((0, tapped_width), np.float32)
         self._returns_tapped = returns_tapped
         self._external: NDArray[np.float32] | None = None
@@ -77,6 +80,9 @@ class StepArrays:
         record.num_sampled = len(self._samples)
         record.num_generated = sum(counts[:num_generated])
         record.samples = self._samples.ctypes.data
+        if self._sends_best:
+            self._only_best = only_best(self._samples)
+            record.only_best = _address(self._only_best)
         has_branches = has_drafts and any([part.branches for part in parts])  # noqa: C419 - twice as quick
         if has_branches or record.num_stores or record.num_copies:
             self._lay_out(parts)
@@ -93,6 +99,7 @@ class StepArrays:
             self._tokens[: record.num_rows],
             self._slices[: record.num_slices],
             self._sampled[: record.num_sampled],
+            self._only_best[: record.num_sampled],
             self._stores.reshape(-1, 2)[: record.num_stores],
             self._copies.reshape(-1, 2)[: record.num_copies],
             self.tables.array,
@@ -259,6 +266,7 @@ class StepArrays:
         self._slices = np.zeros((num_slices, 4), np.int32)
         self._sampled = np.zeros(num_sampled, np.int32)
         self._results = np.zeros(num_sampled, RESULT)
+        self._only_best = np.zeros(num_sampled, np.int32)
         record.tokens = self._tokens.ctypes.data
         record.slices = self._slices.ctypes.data
         record.sampled_rows = self._sampled.ctypes.data
@@ -276,6 +284,7 @@ def record_of(frame: StepFrame) -> StepRecord:
         slices=_address(frame.slices),
         page_tables=_address(tables),
         sampled_rows=_address(frame.sampled_rows),
+        only_best=_address(frame.only_best),
         table_stride=tables.shape[2],
         num_rows=len(frame.tokens),
         num_generated=frame.num_generated,
