@@ -153,7 +153,9 @@ def _memory(title: str, one: Side, divided: Side) -> list[tuple[str, ...]]:
     whole, facts = one.about["facts"], divided.about["facts"]
     if not facts.get("ranks"):
         return []
-    (alone,) = one.worker.ask("memory")["processes"]
+    alone, *others = one.worker.ask("memory")["processes"]
+    if others:  # the base has several ranks, too
+        return []
     lines = []
     every = divided.worker.ask("memory")["processes"]  # rank 0's alone if it has not started them
     for rank, held in zip(facts["ranks"], every, strict=False):
