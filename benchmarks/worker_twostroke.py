@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +32,7 @@ from twostroke.parallel.backend import ParallelBackend
 from twostroke.program import BatchShape
 
 if TYPE_CHECKING:
+    from twostroke.engine.build import Engine
     from twostroke.parallel.job import RankTimes
 
 _NOISE_S = 1.0  # for which the noise of the machine is measured
@@ -79,30 +81,6 @@ def main() -> None:
             at = machine(facts.level, facts.num_threads, facts.weight_bytes, again=True)
             return {"bandwidth": at.bandwidth, "peak": at.peak, "peak_kind": at.peak_kind}
 
-        def expected(starts: list[int], counts: list[int]) -> dict[str, Any]:
-            batch, machine = BatchShape(tuple(starts), tuple(counts), len(starts)), engine.limits
-            limits, backend = machine.hardware(), client.loop.backend
-            assert limits is not None
-            assert isinstance(backend, ParallelBackend)
-            link = measure_link(backend, _NOISE_S)
-            divided = divide(client.card.cost, engine.mesh, limits, facts.ranks, link)
-            shape = (
-                Shape.prefill(counts[0]) if counts[0] > 1 else Shape.decode(len(starts), starts[0])
-            )
-            # From now on the prefix cache is wrong; fresh prompts do not use it.
-            divided = with_rates(divided, backend, engine.mesh, shape)
-            steps = facts.steps_ahead + 1
-            shares = divided.collective_shares(batch, steps)
-            return {
-                "ratio": divided.gain(batch, limits, steps),
-                "collective_share": shares.waiting + shares.moving,
-                "waiting_share": shares.waiting,
-                "moving_share": shares.moving,
-                "step": msgspec.to_builtins(divided.step(batch)),
-                "link": msgspec.to_builtins(replace(link, bandwidth=min(link.bandwidth, 1e12))),
-                "rates": msgspec.to_builtins(divided.rates),
-            }
-
         def memory() -> dict[str, Any]:
             return {
                 "processes": [held_bytes(pid) for pid in (os.getpid(), *descendants(os.getpid()))]
@@ -112,9 +90,33 @@ def main() -> None:
             return {"version": f"on {facts.detail}", "facts": msgspec.to_builtins(facts)}
 
         serve({
-            "about": about, "run": run, "loop": loop, "limits": limits, "expected": expected,
-            "memory": memory, "forget": dict,
+            "about": about, "run": run, "loop": loop, "limits": limits, "memory": memory,
+            "expected": partial(_expected, engine), "forget": dict,
         }, answers)  # fmt: skip
+
+
+def _expected(engine: Engine, starts: list[int], counts: list[int]) -> dict[str, Any]:
+    """Predict a step of divided ranks; from then on the prefix cache is wrong for its prompts."""
+    batch, limits = BatchShape(tuple(starts), tuple(counts), len(starts)), engine.limits.hardware()
+    backend, facts = engine.client.loop.backend, engine.facts
+    assert limits is not None
+    assert isinstance(backend, ParallelBackend)
+    link = measure_link(backend, _NOISE_S)
+    divided = divide(engine.card.cost, engine.mesh, limits, facts.ranks, link)
+    is_prompt = counts[0] > 1
+    shape = Shape.prefill(counts[0]) if is_prompt else Shape.decode(len(starts), starts[0])
+    divided = with_rates(divided, backend, engine.mesh, shape)
+    steps = facts.steps_ahead + 1
+    shares = divided.collective_shares(batch, steps)
+    return {
+        "ratio": divided.gain(batch, limits, steps),
+        "collective_share": shares.waiting + shares.moving,
+        "waiting_share": shares.waiting,
+        "moving_share": shares.moving,
+        "step": msgspec.to_builtins(divided.step(batch)),
+        "link": msgspec.to_builtins(replace(link, bandwidth=min(link.bandwidth, 1e12))),
+        "rates": msgspec.to_builtins(divided.rates),
+    }
 
 
 def _arguments() -> argparse.Namespace:
