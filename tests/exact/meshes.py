@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -27,21 +28,23 @@ if TYPE_CHECKING:
     from twostroke.program.cost import CostModel
 
 PAGE_SIZE = 16
+_by_heads = partial(ParallelOptions, kv_shares="heads")
+_by_places = partial(ParallelOptions, kv_shares="places")
 MESHES: Mapping[str, ParallelOptions] = {
     "one": ParallelOptions(),
-    **{f"tensor-{n}": ParallelOptions(tensor=n) for n in (2, 3, 4)},
-    "shares-3,1": ParallelOptions(tensor=2, shares=(3, 1)),
-    "attention-apart": ParallelOptions(tensor=2, shares=(0, 1), attention_shares=(1, 0)),
-    **{f"pipeline-{n}": ParallelOptions(pipeline=n) for n in (2, 3)},
-    **{f"expert-{n}": ParallelOptions(expert=n) for n in (2, 4)},
-    **{f"context-{n}": ParallelOptions(context=n) for n in (2, 3)},
-    "tensor-2-pipeline-2": ParallelOptions(tensor=2, pipeline=2),
-    "tensor-2-context-2": ParallelOptions(tensor=2, context=2),
-    "context-2-pipeline-2": ParallelOptions(context=2, pipeline=2),
-    **{f"places-{n}": ParallelOptions(tensor=n, kv_shares="places") for n in (2, 3)},
-    **{f"places-context-{n}": ParallelOptions(context=n, kv_shares="places") for n in (2, 3)},
-    "places-pipeline-2": ParallelOptions(tensor=2, pipeline=2, kv_shares="places"),
-    "places-tensor-2-context-2": ParallelOptions(tensor=2, context=2, kv_shares="places"),
+    **{f"tensor-{n}": _by_heads(tensor=n) for n in (2, 3, 4)},
+    "shares-3,1": _by_heads(tensor=2, shares=(3, 1)),
+    "attention-apart": _by_heads(tensor=2, shares=(0, 1), attention_shares=(1, 0)),
+    **{f"pipeline-{n}": _by_heads(pipeline=n) for n in (2, 3)},
+    **{f"expert-{n}": _by_heads(expert=n) for n in (2, 4)},
+    **{f"context-{n}": _by_heads(context=n) for n in (2, 3)},
+    "tensor-2-pipeline-2": _by_heads(tensor=2, pipeline=2),
+    "tensor-2-context-2": _by_heads(tensor=2, context=2),
+    "context-2-pipeline-2": _by_heads(context=2, pipeline=2),
+    **{f"places-{n}": _by_places(tensor=n) for n in (2, 3)},
+    **{f"places-context-{n}": _by_places(context=n) for n in (2, 3)},
+    "places-pipeline-2": _by_places(tensor=2, pipeline=2),
+    "places-tensor-2-context-2": _by_places(tensor=2, context=2),
 }
 TINY = "tiny"  # stands for a random model of each family
 _TINY_FORMATS = ("Q4_0", "F32", "Q8_0", "BF16")

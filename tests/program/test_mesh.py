@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from support.cpu import tiny_model
 from support.programs import PROGRAMS
 from twostroke.core.config import ParallelOptions
 from twostroke.core.errors import UsageError
-from twostroke.program.mesh import Mesh, mesh_of
+from twostroke.program.mesh import Mesh, mesh_of, stores_twice
 from twostroke.program.sharding import cuts
 
 
@@ -42,6 +43,13 @@ def test_an_impossible_degree_says_what_is_possible(
     with pytest.raises(UsageError) as caught:
         mesh_of(ParallelOptions(**options), PROGRAMS[name])
     assert str(caught.value) == reason
+
+
+def test_heads_are_stored_twice_where_they_do_not_divide_evenly() -> None:
+    program = tiny_model(num_heads=6, num_kv_heads=3)[0]
+    even, uneven = Mesh(column_parts=(1,) * 3), Mesh(column_parts=(1, 1))
+    assert [stores_twice(mesh, program) for mesh in (Mesh((1, 1)), even)] == [False, False]
+    assert [stores_twice(mesh, program) for mesh in (uneven, Mesh(row_parts=2))] == [True, True]
 
 
 def test_shares_are_those_of_columns_or_else_of_stages() -> None:

@@ -158,7 +158,7 @@ PARALLEL: Final = [
         ["--kv-shares"],
         type=OneOf(KV_SHARES),
         default="auto",
-        help="How keys and values are divided: by heads (auto), or evenly by the places of tokens.",
+        help="How keys and values are divided: by heads, or evenly by the places of tokens.",
     ),
     _dividing(
         ["--ray", "launcher"],

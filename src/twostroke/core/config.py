@@ -191,7 +191,8 @@ class ParallelOptions(Frozen):
         reduce: "gather" gives the tokens of one process, bit for bit; "sum" moves less and rounds
             otherwise (torch backend only); "auto" is "sum" on GPUs and "gather" elsewhere.
         kv_shares: "heads" divides keys and values by their heads, and with `context` not at all;
-            "places" divides them evenly by the places of tokens; "auto" is "heads".
+            "places" divides them evenly by the places of tokens; "auto" is "places" on the cpu
+            backend of one machine where heads would store some of them twice, else "heads".
         launcher: "auto" takes the ranks of the launcher that started this process (torchrun, or any
             that sets RANK and WORLD_SIZE), else starts them on this machine; "ray" asks Ray.
         attention_shares: the shares of attention with its keys and values, where they differ: with

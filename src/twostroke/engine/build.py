@@ -21,6 +21,7 @@ from twostroke.engine.compute import (
     make_backend,
     weight_bytes,
 )
+from twostroke.engine.division import mesh_for
 from twostroke.engine.guessers import Draft, Heads
 from twostroke.engine.limits import Limits
 from twostroke.engine.loading import build_tokenizer, load
@@ -28,7 +29,7 @@ from twostroke.engine.loop import EngineLoop
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
-from twostroke.program.mesh import ONE_RANK, Mesh, mesh_of
+from twostroke.program.mesh import ONE_RANK, Mesh
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.spec import Lookahead, NgramProposer, Speculator, StepTime, budgets
 from twostroke.weights import GgufTokenizer, LoadedModel, release_tensors
@@ -110,7 +111,7 @@ def build(
     compute, speculation = options.compute, options.speculation
     loaded = load(model)
     program = build_program(loaded.spec)
-    mesh = mesh_of(options.parallel, program)
+    mesh = mesh_for(options, program)
     num_weight_bytes = weight_bytes(loaded, compute)
     with ExitStack() as if_it_fails:
         ranks = None

@@ -16,11 +16,11 @@ from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available
 from twostroke.engine.compute import auto_kv_format, check_can_run, make_backend, weight_bytes
+from twostroke.engine.division import mesh_for
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.engine.sizing import size_cache
 from twostroke.measure.divergence import compare
 from twostroke.models import build_program
-from twostroke.program.mesh import mesh_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -231,11 +231,11 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
         message = f"Pieces of {length} tokens are longer than {program.name}'s context"
         raise UsageError(f"{message} of {program.context_length}: lower --length.")
     cache = replace(subject.cache, context_length=max(length, 2))
-    mesh = mesh_of(subject.parallel, program)
+    options = EngineOptions(subject.compute, cache, BatchOptions(), parallel=subject.parallel)
+    mesh = mesh_for(options, program)
     if mesh.num_ranks > 1 and subject.compute.backend != "reference":
         from twostroke.engine.ranks import RankGroup  # one process needs nothing of it
 
-        options = EngineOptions(subject.compute, cache, BatchOptions(), parallel=subject.parallel)
         with RankGroup(subject.model, loaded, program, mesh, options) as ranks:
             size, tensors = ranks.size(), loaded.tensors
             return program, ranks.backend(

@@ -15,6 +15,7 @@ from twostroke.core.config import BatchOptions, EngineOptions
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
 from twostroke.engine.compute import cost_model
+from twostroke.engine.division import mesh_for
 from twostroke.engine.gain import Shares, divide
 from twostroke.engine.limits import machine
 from twostroke.engine.loading import load
@@ -26,7 +27,6 @@ from twostroke.measure.single_step import SingleStep
 from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
 from twostroke.program import ops
-from twostroke.program.mesh import mesh_of
 from twostroke.program.shard import shard
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ def profile_ranks(
     """
     loaded = load(model)
     program = build_program(loaded.spec)
-    mesh = mesh_of(parallel, program)
     for shape in wanted.shapes:
         shape.check(program)
     longest = max(shape.num_tokens for shape in wanted.shapes)
@@ -98,6 +97,7 @@ def profile_ranks(
         BatchOptions(token_budget=max(rows, 1), max_running=rows),
         parallel=parallel,
     )
+    mesh = mesh_for(options, program)
     notice("Measuring the machine")
     num_threads = resolve_num_threads(wanted.compute.num_threads)
     level = choose_level(wanted.compute.level).level

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.program.attention import Attention
 from twostroke.program.experts import ExpertTerms
 from twostroke.program.pages import PIECE_TOKENS
-from twostroke.program.sharding import Sharding
+from twostroke.program.sharding import Sharding, cuts
 
 if TYPE_CHECKING:
     from twostroke.core.config import ParallelOptions
     from twostroke.program.operation import Operation
     from twostroke.program.program import Program
+
+_LITTLE = 1.05  # times what all ranks together must store
 
 
 class Place(Frozen):
@@ -77,6 +81,18 @@ class Mesh(Frozen):
 
 
 ONE_RANK = Mesh()
+
+
+def stores_twice(mesh: Mesh, program: Program) -> bool:
+    """Whether over a twentieth of the keys and values is on several ranks if heads divide them."""
+    attention = [op for op in program.ops if isinstance(op, Attention)]
+    parts = [
+        op.part(*columns)
+        for op in attention
+        for columns in pairwise(cuts(op.length, mesh.column_parts, op.grain))
+    ]
+    stored = mesh.row_parts * sum(part.num_kv_heads for part in parts)
+    return stored > _LITTLE * sum(op.num_kv_heads for op in attention)
 
 
 def mesh_of(parallel: ParallelOptions, program: Program) -> Mesh:
