@@ -38,6 +38,7 @@ def gguf_bytes(
     data = bytearray()
     for name, tensor in tensors.items():
         data += bytes(-len(data) % alignment)
+        assert tensor.format.gguf_id is not None
         out += tensor_info(name, tensor.shape, tensor.format.gguf_id, len(data))
         data += tensor.data.tobytes()
     out += bytes(-len(out) % alignment)

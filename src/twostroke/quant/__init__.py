@@ -1,9 +1,10 @@
-"""Number formats: layout, exact dequantization, quantization, and their names in GGUF files."""
+"""Number formats: layout, exact dequantization, quantization, and their names in files."""
 
 from __future__ import annotations
 
 from twostroke.quant.floats import BF16, F16, F32
 from twostroke.quant.format import Bytes, Floats, Format
+from twostroke.quant.grouped import KERNEL, assemble, grouped
 from twostroke.quant.iq4 import IQ4_NL, IQ4_XS
 from twostroke.quant.k_around_zero import Q3_K, Q6_K
 from twostroke.quant.k_from_minimum import Q2_K, Q4_K, Q5_K
@@ -13,11 +14,14 @@ from twostroke.quant.tensor import QuantTensor
 __all__ = [
     "FORMATS",
     "FORMATS_BY_GGUF_ID",
+    "FORMATS_BY_KERNEL_ID",
     "UNSUPPORTED_GGUF_TYPES",
     "Bytes",
     "Floats",
     "Format",
     "QuantTensor",
+    "assemble",
+    "grouped",
 ]
 
 _FLOATS = (F32, F16, BF16)
@@ -26,7 +30,14 @@ _SUPER_BLOCKS = (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)
 
 FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (*_FLOATS, *_BLOCKS, *_SUPER_BLOCKS)}
 
-FORMATS_BY_GGUF_ID: dict[int, Format] = {fmt.gguf_id: fmt for fmt in FORMATS.values()}
+FORMATS_BY_GGUF_ID: dict[int, Format] = {
+    fmt.gguf_id: fmt for fmt in FORMATS.values() if fmt.gguf_id is not None
+}
+
+# Those whose bytes kernels pack as they are; `grouped` makes others.
+FORMATS_BY_KERNEL_ID: dict[int, Format] = {
+    fmt.kernel_id: fmt for fmt in (*FORMATS.values(), *KERNEL) if fmt.to_kernel is None
+}
 
 # Other types of GGUF files, by the names that errors give them.
 UNSUPPORTED_GGUF_TYPES: dict[int, str] = {

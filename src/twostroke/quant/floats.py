@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from twostroke.quant.format import Bytes, Floats, Format, half_bytes
+from twostroke.quant.format import Bytes, Floats, ggml_format, half_bytes
 
 _INFINITY = np.uint32(0x7F80_0000)
 _QUIET_NAN = np.uint32(0x0040_0000)
@@ -42,6 +42,6 @@ def encode_bfloat(values: Floats) -> Bytes:
     return upper.astype(np.uint16).view(np.uint8)
 
 
-F32 = Format("F32", 0, 1, 4, decode_single, encode_single)
-F16 = Format("F16", 1, 1, 2, decode_half, half_bytes)
-BF16 = Format("BF16", 30, 1, 2, decode_bfloat, encode_bfloat)
+F32 = ggml_format("F32", 0, (1, 1, 4), decode_single, encode_single)
+F16 = ggml_format("F16", 1, (1, 1, 2), decode_half, half_bytes)
+BF16 = ggml_format("BF16", 30, (1, 1, 2), decode_bfloat, encode_bfloat)

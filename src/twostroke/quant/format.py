@@ -20,16 +20,22 @@ Floats: TypeAlias = "NDArray[np.float32]"
 class Format(Frozen):
     """A way to store float values: blocks of `block_size` values in `block_bytes` bytes.
 
-    `gguf_id` is the type's number in a GGUF file. `decode` maps bytes (blocks, block_bytes)
+    `kernel_id` is the number of the native kernels that multiply it (`WeightType` in
+    native/linear/linear.h), -1 where there are none; `to_kernel` maps rows of bytes to what these
+    kernels pack, where that is something else. `group_size` values share a scale. `gguf_id` is the
+    type's number in a GGUF file, None if it is in none. `decode` maps bytes (blocks, block_bytes)
     to float32 (blocks, block_size), exactly; `encode` is its rounding inverse.
     """
 
     name: str
-    gguf_id: int
+    kernel_id: int
+    group_size: int
     block_size: int
     block_bytes: int
     decode: Callable[[Bytes], Floats]
     encode: Callable[[Floats], Bytes]
+    gguf_id: int | None = None
+    to_kernel: Callable[[Bytes], Bytes] | None = None
 
     @property
     def bits_per_value(self) -> float:
@@ -58,6 +64,20 @@ class Format(Frozen):
         row_bytes = self.num_bytes(values.shape[-1])
         blocks = np.ascontiguousarray(values, dtype=np.float32).reshape(-1, self.block_size)
         return self.encode(blocks).reshape(*values.shape[:-1], row_bytes)
+
+
+def ggml_format(
+    name: str,
+    number: int,
+    sizes: tuple[int, int, int],
+    decode: Callable[[Bytes], Floats],
+    encode: Callable[[Floats], Bytes],
+) -> Format:
+    """Return a format whose kernels have its number in GGUF files.
+
+    `sizes` are those of a group and of a block, and the block's bytes.
+    """
+    return Format(name, number, *sizes, decode, encode, gguf_id=number)
 
 
 def half_column(blocks: Bytes, start: int) -> Floats:

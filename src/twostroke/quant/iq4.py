@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from twostroke.quant.fit import fit_scale, nearest_scaled, whole_shares
-from twostroke.quant.format import Bytes, Floats, Format, half_bytes, half_column
+from twostroke.quant.format import Bytes, Floats, ggml_format, half_bytes, half_column
 from twostroke.quant.planes import pack_planes, unpack_planes
 
 LEVELS = np.array(
@@ -80,5 +80,5 @@ def level_codes(values: Floats) -> Bytes:
     return codes
 
 
-IQ4_NL = Format("IQ4_NL", 20, 32, 18, decode_nl, encode_nl)
-IQ4_XS = Format("IQ4_XS", 23, 256, 136, decode_xs, encode_xs)
+IQ4_NL = ggml_format("IQ4_NL", 20, (32, 32, 18), decode_nl, encode_nl)
+IQ4_XS = ggml_format("IQ4_XS", 23, (32, 256, 136), decode_xs, encode_xs)

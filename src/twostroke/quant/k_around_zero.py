@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from twostroke.quant.fit import fit_scale, nearest_scaled, whole_codes, whole_shares
-from twostroke.quant.format import Bytes, Floats, Format, half_bytes, half_column
+from twostroke.quant.format import Bytes, Floats, ggml_format, half_bytes, half_column
 from twostroke.quant.planes import pack_planes, unpack_planes
 
 _Q3_PEAKS = (-4.6, -4.3, -4.0, -3.7, -3.4, -3.1, 2.8, 3.0, 3.2, 3.4)
@@ -88,5 +88,5 @@ def _fitted(
     return scale, shares, (chosen + np.float32(half)).astype(np.uint8).reshape(-1, 256)
 
 
-Q3_K = Format("Q3_K", 11, 256, 110, decode_q3_k, encode_q3_k)
-Q6_K = Format("Q6_K", 14, 256, 210, decode_q6_k, encode_q6_k)
+Q3_K = ggml_format("Q3_K", 11, (16, 256, 110), decode_q3_k, encode_q3_k)
+Q6_K = ggml_format("Q6_K", 14, (16, 256, 210), decode_q6_k, encode_q6_k)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from twostroke.quant.fit import fit_scale_and_minimum, nearest_codes, whole_shares
-from twostroke.quant.format import Bytes, Floats, Format, half_bytes, half_column
+from twostroke.quant.format import Bytes, Floats, ggml_format, half_bytes, half_column
 from twostroke.quant.planes import pack_planes, unpack_planes
 
 _LOW_SIX = np.uint8(0x3F)
@@ -125,6 +125,6 @@ def _fitted(
     return (scale, minimum), shares, codes.reshape(-1, 256)
 
 
-Q2_K = Format("Q2_K", 10, 256, 84, decode_q2_k, encode_q2_k)
-Q4_K = Format("Q4_K", 12, 256, 144, decode_q4_k, encode_q4_k)
-Q5_K = Format("Q5_K", 13, 256, 176, decode_q5_k, encode_q5_k)
+Q2_K = ggml_format("Q2_K", 10, (16, 256, 84), decode_q2_k, encode_q2_k)
+Q4_K = ggml_format("Q4_K", 12, (32, 256, 144), decode_q4_k, encode_q4_k)
+Q5_K = ggml_format("Q5_K", 13, (32, 256, 176), decode_q5_k, encode_q5_k)

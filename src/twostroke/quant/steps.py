@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from twostroke.quant.format import Bytes, Floats, Format, half_bytes, half_column
+from twostroke.quant.format import Bytes, Floats, Format, ggml_format, half_bytes, half_column
 from twostroke.quant.planes import pack_planes, unpack_planes
 
 
@@ -98,16 +98,16 @@ def _inverse_or_zero(scale: Floats) -> Floats:
 def _around_zero(name: str, gguf_id: int, bits: int, block_bytes: int) -> Format:
     decode = partial(decode_around_zero, bits=bits)
     encode = partial(encode_around_zero, bits=bits)
-    return Format(name, gguf_id, 32, block_bytes, decode, encode)
+    return ggml_format(name, gguf_id, (32, 32, block_bytes), decode, encode)
 
 
 def _from_smallest(name: str, gguf_id: int, bits: int, block_bytes: int) -> Format:
     encode = partial(encode_from_smallest, bits=bits)
-    return Format(name, gguf_id, 32, block_bytes, decode_from_smallest, encode)
+    return ggml_format(name, gguf_id, (32, 32, block_bytes), decode_from_smallest, encode)
 
 
 Q4_0 = _around_zero("Q4_0", 2, bits=4, block_bytes=18)
 Q4_1 = _from_smallest("Q4_1", 3, bits=4, block_bytes=20)
 Q5_0 = _around_zero("Q5_0", 6, bits=5, block_bytes=22)
 Q5_1 = _from_smallest("Q5_1", 7, bits=5, block_bytes=24)
-Q8_0 = Format("Q8_0", 8, 32, 34, decode_bytes, encode_bytes)
+Q8_0 = ggml_format("Q8_0", 8, (32, 32, 34), decode_bytes, encode_bytes)

@@ -60,7 +60,9 @@ class PackedWeights:
             raise MemoryLimitError(message)
         starts = np.cumsum([0, *sizes])[:-1]
         self.records = {
-            name: WeightRecord(t.format.gguf_id, t.num_rows, t.shape[-1], self._memory + int(start))
+            name: WeightRecord(
+                t.format.kernel_id, t.num_rows, t.shape[-1], self._memory + int(start)
+            )
             for (name, t), start in zip(self._tensors.items(), starts, strict=True)
         }
 
@@ -74,7 +76,8 @@ class PackedWeights:
         done = released = 0
         packed: list[QuantTensor] = []
         for tensor, record in zip(self._tensors.values(), self.records.values(), strict=True):
-            source: NDArray[np.uint8] = np.ascontiguousarray(tensor.data)
+            to_kernel = tensor.format.to_kernel or np.ascontiguousarray
+            source: NDArray[np.uint8] = to_kernel(tensor.data)
             shape = record.num_outputs, record.num_inputs
             self._library.ts_pack(pool, record.type, *shape, source.ctypes.data, record.data)
             packed.append(tensor)
@@ -95,7 +98,7 @@ class PackedWeights:
 
 def _packed_bytes(library: ctypes.CDLL, name: str, tensor: QuantTensor) -> int:
     shape = tensor.num_rows, tensor.shape[-1]
-    size: int = library.ts_linear_packed_bytes(tensor.format.gguf_id, *shape)
+    size: int = library.ts_linear_packed_bytes(tensor.format.kernel_id, *shape)
     if size < 0:
         message = f"{name}: the cpu backend has no kernel for {tensor.format.name} {tensor.shape}"
         raise BackendError(f"{message}; `--backend reference` runs it, slowly.")
