@@ -359,6 +359,7 @@ void merge_pieces(const AttentionRows& rows, int64_t head_dim, const Pieces& pie
                   AttentionScratch& scratch, const PieceShares& shares, const Merged& merged) {
   const int64_t num_queries = shares.num_queries();
   const int64_t end = std::min(pieces.end, rows.piece_end());
+  if (pieces.begin >= end || pieces.end <= rows.piece_begin()) return;  // rows see none of them
   // Queries that lie together: of all rows, or of one.
   const int64_t rows_together = shares.num_heads == rows.group ? rows.num_rows : 1;
   scratch.fit(rows.num_queries(), head_dim);

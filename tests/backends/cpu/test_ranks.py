@@ -22,7 +22,7 @@ from support.tiny_families import FAMILIES
 from twostroke.backends.cpu import layout
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.errors import RanksLostError
-from twostroke.core.step import Slice
+from twostroke.core.step import Slice, StepPlan
 from twostroke.models import build_program
 from twostroke.models.blocks import decoder, residual_layer
 from twostroke.program.mesh import Mesh
@@ -106,7 +106,7 @@ from support.cpu import greedy_request, run
 from support.programs import SPEC, random_tensors
 from support.ranks import ThreadRanks
 from twostroke.backends.cpu.library import choose_level
-from twostroke.core.step import Slice
+from twostroke.core.step import Slice, StepPlan
 from twostroke.models import ExpertSpec
 from twostroke.models.blocks import decoder, residual_layer
 from twostroke.program.mesh import Mesh
@@ -173,6 +173,23 @@ def test_pieces_on_several_ranks_give_the_answers_of_one_process(seed, monkeypat
         with ThreadRanks(model, mesh, LEVEL, 12, kv_format=kv_format, **options) as ranks:
             found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 500, known)
         assert found == known, mesh
+
+
+def test_rows_that_see_nothing_of_a_later_tile_stay_as_they_are(monkeypatch):
+    """Of two rows only the second sees the last piece, which comes in a tile of its own."""
+    monkeypatch.setattr(layout, "_TILE_BYTES", 0)
+    model, found = tiny_model(fmt="Q8_0", num_heads=8, num_kv_heads=1), []
+    with (
+        cpu_backend(model, LEVEL, 32) as whole,
+        ThreadRanks(model, Mesh(row_parts=2, by_places=True), LEVEL, 4) as ranks,
+    ):
+        for backend, num_pages in ((whole, 32), (ranks, 4)):
+            request = greedy_request(tokens_of(6, 385), prompt_logprobs=3)
+            request.pages = page_lists(backend, list(range(num_pages)))
+            run(backend, Slice(request, 0, 383, samples=False))
+            result = backend.run(StepPlan((Slice(request, 383, 2, samples=True, num_scored=1),)))
+            found.append((result.tokens, result.logprobs, result.scores))
+    assert found[0] == found[1]
 
 
 def random_mesh(chance: random.Random) -> Mesh:
