@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "serve": "Serve a model over an OpenAI-compatible API.",
     "embed": "Turn texts into vectors.",
     "compare": "Measure how much backends, formats or models differ.",
+    "quantize": "Write a model with fewer bits, and score it.",
     "profile": "Show where the time of a step goes.",
     "train-heads": "Train heads, which guess tokens ahead (speculation).",
     "models": "List, verify and remove models.",

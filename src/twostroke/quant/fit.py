@@ -32,12 +32,15 @@ def whole_codes(low: int, high: int) -> Nearest:
     return nearest
 
 
-def fit_scale(groups: Floats, nearest: Nearest, peaks: Sequence[float]) -> Floats:
+def fit_scale(
+    groups: Floats, nearest: Nearest, peaks: Sequence[float], weights: Floats | None = None
+) -> Floats:
     """Return the scale of each group, float32 (..., 1), for groups (..., size).
 
     `nearest` maps scaled values to codes; each trial makes the value farthest from zero as large
-    as one of `peaks`, in codes, which may be negative.
+    as one of `peaks`, in codes, which may be negative. Squared errors count as `weights` say.
     """
+    weighed = groups if weights is None else groups * weights
     farthest = np.abs(groups).argmax(axis=-1, keepdims=True)
     extreme = np.take_along_axis(groups, farthest, axis=-1)
     best_gain = np.zeros_like(extreme)
@@ -45,8 +48,9 @@ def fit_scale(groups: Floats, nearest: Nearest, peaks: Sequence[float]) -> Float
     inverse = _inverse(extreme)
     for peak in peaks:
         codes = nearest(groups * (np.float32(peak) * inverse))
-        along = (groups * codes).sum(axis=-1, keepdims=True)
-        size = (codes * codes).sum(axis=-1, keepdims=True)
+        along = (weighed * codes).sum(axis=-1, keepdims=True)
+        squares = codes * codes if weights is None else codes * codes * weights
+        size = squares.sum(axis=-1, keepdims=True)
         # With scale along / size the squared error is the values' own less this gain.
         scale = along * _inverse(size)
         better = along * scale > best_gain

@@ -33,7 +33,7 @@ def encode_around_zero(values: Floats, bits: int) -> Bytes:
     farthest = np.abs(values).argmax(axis=1)[:, None]
     scale = np.take_along_axis(values, farthest, axis=1) / np.float32(-half)
     codes = np.trunc(values * _inverse_or_zero(scale) + np.float32(half + 0.5))
-    return np.concatenate([half_bytes(scale), _pack_codes(codes, bits)], axis=1)
+    return np.concatenate([half_bytes(scale), pack_codes(codes, bits)], axis=1)
 
 
 def decode_from_smallest(blocks: Bytes) -> Floats:
@@ -49,7 +49,7 @@ def encode_from_smallest(values: Floats, bits: int) -> Bytes:
     low = values.min(axis=1, keepdims=True)
     scale = (values.max(axis=1, keepdims=True) - low) / np.float32((1 << bits) - 1)
     codes = np.trunc((values - low) * _inverse_or_zero(scale) + np.float32(0.5))
-    parts = [half_bytes(scale), half_bytes(low), _pack_codes(codes, bits)]
+    parts = [half_bytes(scale), half_bytes(low), pack_codes(codes, bits)]
     return np.concatenate(parts, axis=1)
 
 
@@ -80,7 +80,7 @@ def unpack_codes(packed: Bytes) -> Bytes:
     return codes
 
 
-def _pack_codes(codes: Floats, bits: int) -> Bytes:
+def pack_codes(codes: Floats, bits: int) -> Bytes:
     """Pack codes (n, 32), which may be beyond either end, into (n, 16) bytes or (n, 20)."""
     whole = np.clip(codes, 0, (1 << bits) - 1).astype(np.uint8)
     nibbles = pack_planes(whole & np.uint8(15), 4, run=16)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from twostroke.quant import Bytes
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -88,7 +90,7 @@ def read_header(path: Path, name: str | None = None) -> GgufHeader:
     """
     reader = _Reader(MappedFile(path, name))
     num_tensors, num_keys = reader.counts()
-    metadata = Metadata(reader.metadata(num_keys))
+    metadata = reader.metadata(num_keys)
     entries = reader.entries(num_tensors, reader.alignment(metadata))
     return GgufHeader(reader.mapping, metadata, entries)
 
@@ -96,10 +98,11 @@ def read_header(path: Path, name: str | None = None) -> GgufHeader:
 class Metadata(Mapping[str, Any]):
     """A file's keys and values; an array of numbers becomes a list each time it is read."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_raw", "_values")
 
-    def __init__(self, values: dict[str, Stored]) -> None:
+    def __init__(self, values: dict[str, Stored], raw: dict[str, Bytes]) -> None:
         self._values = values
+        self._raw = raw
 
     def __getitem__(self, key: str) -> bool | float | str | list[Any] | Strings:
         value = self._values[key]
@@ -110,6 +113,10 @@ class Metadata(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def raw(self, key: str) -> bytes:
+        """Return a value as the file stores it, its type first."""
+        return self._raw[key].tobytes()
 
 
 class Strings:
@@ -202,16 +209,19 @@ class _Reader:
         num_tensors = self.bounded(self.u64(), "tensors", MAX_TENSORS)
         return num_tensors, self.bounded(self.u64(), "metadata keys", MAX_KEYS)
 
-    def metadata(self, count: int) -> dict[str, Stored]:
+    def metadata(self, count: int) -> Metadata:
         values: dict[str, Stored] = {}
+        raw: dict[str, Bytes] = {}
         for index in range(count):
             self.where = f"metadata key {index} of {count}"
             key = self.name()
             if key in values:
                 raise self.damaged(f"metadata key {key[:80]!r} occurs twice")
             self.where = f"metadata key {key[:80]!r}"
+            start = self.position
             values[key] = self.value()
-        return values
+            raw[key] = self.mapping.view(start, self.position - start)
+        return Metadata(values, raw)
 
     def value(self) -> Stored:
         kind = self.u32()

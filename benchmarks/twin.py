@@ -1,0 +1,28 @@
+"""Writes an off-grid twin of a model, from which quantizers start: python twin.py MODEL OUT."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from twostroke.compress.twin import twin_of
+from twostroke.engine.loading import load
+from twostroke.models import build_program
+from twostroke.weights.gguf import Metadata, read_gguf
+from twostroke.weights.write_gguf import Value, write_gguf
+
+
+def main(model: str, out: str) -> None:
+    """Write the twin of `model`, a GGUF file, in F32."""
+    source = load(model)
+    metadata = read_gguf(source.path).metadata
+    assert isinstance(metadata, Metadata)
+    kept: dict[str, Value] = {
+        key: metadata.raw(key) for key in metadata if key != "general.alignment"
+    }
+    twin = twin_of(build_program(source.spec), source.tensors)
+    write_gguf(Path(out), kept | {"general.file_type": 0}, twin)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,205 @@
+"""Quantizes a model: rounds its weights, writes a GGUF file, reads it back and scores it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pydoc_data import topics
+from typing import TYPE_CHECKING, Final
+
+from twostroke.compress.round import GRIDS
+from twostroke.compress.walk import round_products
+from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.frozen import Frozen
+from twostroke.engine.loading import load
+from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.models import build_program
+from twostroke.models.rope import ROPE_TABLES
+from twostroke.program import Program, ops
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights import GgufTokenizer
+from twostroke.weights.gguf import Metadata
+from twostroke.weights.gguf_split import read_gguf_parts
+from twostroke.weights.write_gguf import write_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from twostroke.measure.divergence import Comparison
+    from twostroke.weights import LoadedModel
+    from twostroke.weights.write_gguf import Value
+
+    Notice = Callable[[str], None]
+
+TARGETS: Final = (*(name.lower() for name in GRIDS), "f16", "bf16", "f32")
+
+_NOTICE_EVERY = 14  # matrices
+_PIECE = 512  # tokens of calibration text that run as one sequence
+_LEAST_TOKENS = 1024
+_SHARED_CHARACTERS = 200  # a run of the held-out text that calibration text must not have
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9}
+_FILE_TYPES |= {"IQ4_NL": 25, "BF16": 32}
+_TABLE_FORMAT = "Q8_0"  # of embeddings and logits
+# What describes the old file alone, or is written anew.
+_DROPPED = ("split.", "quantize.", "twostroke.quantize.", "general.alignment")
+_FIGURES = "twostroke.quantize."
+
+
+class Quantized(Frozen):
+    """What was written: its size, the bits of a product's weight, and how it scored."""
+
+    num_bytes: int
+    bits: float
+    comparison: Comparison
+
+
+def calibration_text() -> str:
+    """Return the text that is used without another: Python's own documentation of its language."""
+    return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+
+
+def quantize(
+    model: str, target: str, out: Path, text: str | None, num_tokens: int, notice: Notice
+) -> Quantized:
+    """Write `model` in the format `target` (of TARGETS) to `out`; nothing, if anything fails.
+
+    Calibrates on `num_tokens` tokens of `text`.
+
+    Raises:
+        UsageError: the text is too short, or has parts of the held-out text.
+        TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
+    """
+    if out.suffix != ".gguf":
+        raise UsageError(f"The file {out.name!r} must end with .gguf.", field="out")
+    source = load(model)
+    metadata, fixed = _stored(source)
+    program, name = build_program(source.spec), target.upper()
+    formats = _formats(program, source.tensors, name)
+    _tell_if_no_finer(source.tensors, formats, notice)
+    tensors = dict(source.tensors)
+    for key, chosen in formats.items():
+        if chosen not in GRIDS or not key.startswith("blk."):
+            tensors[key] = QuantTensor.from_floats(tensors[key].dequantize(), FORMATS[chosen])
+    rounded = {key: chosen for key, chosen in formats.items() if key.startswith("blk.")}
+    written: dict[str, Value] = {"general.file_type": _FILE_TYPES[name]}
+    if name in GRIDS:
+        chosen_text = calibration_text() if text is None else text
+        pieces = _calibration(model, chosen_text, num_tokens)
+        digest = hashlib.sha256(chosen_text.encode()).hexdigest()
+        written |= {f"{_FIGURES}calibration_sha256": digest}
+        written |= {f"{_FIGURES}calibration_tokens": sum(map(len, pieces))}
+        began = time.perf_counter()
+        for count, (key, tensor) in enumerate(
+            round_products(program, tensors, rounded, pieces), start=1
+        ):
+            tensors[key] = tensor
+            if count % _NOTICE_EVERY and count < len(rounded):
+                continue
+            left_s = (time.perf_counter() - began) * (len(rounded) / count - 1)
+            notice(f"Rounded {count} of {len(rounded)} matrices, {left_s:.0f} s left")
+    part = out.with_name(f".{out.stem}.part.gguf")
+    everything = tensors | fixed
+    try:
+        write_gguf(part, metadata | written, everything)
+        notice("Scoring the written file on held-out text")
+        comparison = _scored(model, part)
+        written |= _figures(comparison)
+        write_gguf(part, metadata | written, everything)
+        load(str(part))
+        part.replace(out)
+    except OSError as error:
+        needed = sum(tensor.num_bytes for tensor in everything.values()) / 1e6
+        raise TwostrokeError(
+            f"{str(out)!r} cannot be written ({error.strerror}): it needs {needed:,.0f} MB."
+        ) from None
+    finally:
+        part.unlink(missing_ok=True)
+    return Quantized(out.stat().st_size, _bits({key: tensors[key] for key in rounded}), comparison)
+
+
+def _stored(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor]]:
+    """Return the metadata of a model's GGUF file, and the tensors that stay as they are."""
+    held = source.tokenizer_source
+    if not isinstance(held, GgufTokenizer) or not isinstance(held.metadata, Metadata):
+        raise TwostrokeError(f"{source.name} is not a GGUF file: only these can be quantized yet.")
+    # A model in a folder is loaded from the one GGUF file there, or from the first of its parts.
+    files = read_gguf_parts(source.mappings[0].path)
+    fixed = {key: tensor for key, tensor in files.tensors.items() if key in ROPE_TABLES}
+    if files.tensors.keys() - fixed.keys() != source.tensors.keys():
+        raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
+    raw: dict[str, Value] = {
+        key: held.metadata.raw(key) for key in held.metadata if not key.startswith(_DROPPED)
+    }
+    return raw, fixed
+
+
+def _formats(program: Program, tensors: Mapping[str, QuantTensor], name: str) -> dict[str, str]:
+    """Return the formats of products, embedding and logits; rows must fill whole blocks."""
+    formats: dict[str, str] = {}
+    for op in program.ops:
+        matrices = [weight.name for weight in op.weights if len(weight.shape) == 2]
+        is_table = isinstance(op, ops.Embed | ops.Logits)
+        for key in matrices:
+            formats[key] = _TABLE_FORMAT if is_table and name in GRIDS else name
+            width, block = tensors[key].shape[-1], FORMATS[formats[key]].block_size
+            if width % block:
+                raise TwostrokeError(
+                    f"{key} has rows of {width} values, not a multiple of {name}'s {block}."
+                )
+    return formats
+
+
+def _bits(tensors: Mapping[str, QuantTensor]) -> float:
+    """Return the bits that a value takes, on average."""
+    values = sum(tensor.num_values for tensor in tensors.values())
+    return 8 * sum(tensor.num_bytes for tensor in tensors.values()) / values
+
+
+def _tell_if_no_finer(
+    tensors: Mapping[str, QuantTensor], formats: Mapping[str, str], notice: Notice
+) -> None:
+    products = {key: tensors[key] for key in formats if key.startswith("blk.")}
+    bits, wanted = _bits(products), max(FORMATS[formats[key]].bits_per_value for key in products)
+    if bits <= wanted:
+        notice(
+            f"The source already has {bits:.2f} bits for each weight, the result {wanted:.2f}: "
+            "figures against it say nothing about the original model."
+        )
+
+
+def _calibration(model: str, text: str, num_tokens: int) -> list[list[int]]:
+    held_out = held_out_text()
+    for start in range(0, len(held_out) - _SHARED_CHARACTERS, _SHARED_CHARACTERS // 2):
+        if held_out[start : start + _SHARED_CHARACTERS] in text:
+            message = "The calibration text has parts of the held-out text, which scores the file."
+            raise UsageError(message, field="text")
+    pieces = pieces_of(text, [model], _PIECE, num_tokens)
+    found = sum(map(len, pieces))
+    if found < _LEAST_TOKENS:
+        raise UsageError(
+            f"The calibration text has {found} tokens, {_LEAST_TOKENS} are needed.", field="text"
+        )
+    return pieces
+
+
+def _scored(model: str, written: Path) -> Comparison:
+    compute = ComputeOptions(backend="cpu")
+    right, other = (Subject(path, compute, CacheOptions()) for path in (model, str(written)))
+    reports = list(compare_subjects(right, [other], pieces_of(held_out_text(), [model]), _silent))
+    return reports[0].comparison
+
+
+def _silent(name: str) -> None:
+    del name
+
+
+def _figures(comparison: Comparison) -> dict[str, Value]:
+    return {
+        f"{_FIGURES}mean_kl": comparison.mean_kl,
+        f"{_FIGURES}max_kl": comparison.max_kl,
+        f"{_FIGURES}top1_agreement": comparison.top1_agreement,
+        f"{_FIGURES}perplexity": comparison.perplexity,
+        f"{_FIGURES}source_perplexity": comparison.right_perplexity,
+    }
