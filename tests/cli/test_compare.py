@@ -105,7 +105,7 @@ def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
         (("--length", "100000"), "lower --length"),
         (("--device", "cuda"), "--device needs the torch backend: add it to --readers."),
         (("--levels", "all", "--readers", "reference"), "--levels needs the cpu backend"),
-        (("--activation-bits", "7"), "'7' is not one of 15, 9, 8."),
+        (("--activation-bits", "7"), "'7' is not one of auto, 15, 9, 8."),
         (("--kv-formats", "f16,int4"), "'int4' is not one of f16, bf16, int8."),
     ],
 )

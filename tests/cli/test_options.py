@@ -117,7 +117,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
     [
         ("--backend reference --level avx2", "--level needs the backend cpu."),
         ("--device cuda", "--device needs the backend torch."),
-        ("--activation-bits 7", "--activation-bits must be 15, 9 or 8, got 7."),
+        ("--activation-bits 7", "--activation-bits must be auto, 15, 9 or 8, got 7."),
         (
             "--activation-bits 8 --backend reference",
             "--activation-bits needs the backend cpu.",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from support.cpu import Model
     from twostroke.backends.cpu.lowered import Lowered
+    from twostroke.core.precision import Bits
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.program.mesh import Mesh
@@ -102,7 +103,7 @@ class ThreadRanks:
         threads: int = 1,
         max_rows: int = 1024,
         kv_format: str = "f16",
-        activation_bits: int = 15,
+        activation_bits: Bits = 15,
         post: Post | None = None,
         kept: Sequence[str] = (),
     ) -> None:

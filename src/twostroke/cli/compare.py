@@ -14,8 +14,8 @@ from twostroke.cli.options import PARALLEL, parallel_options
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.config import (
     ACTIVATION_BITS,
+    AUTO_BITS,
     BACKENDS,
-    DEFAULT_ACTIVATION_BITS,
     KV_FORMATS,
     CacheOptions,
     ComputeOptions,
@@ -58,8 +58,9 @@ def _levels() -> list[str]:
 )
 @option(
     "--activation-bits",
-    type=ListOf(lambda: list(map(str, ACTIVATION_BITS))),
-    help="Precisions of activations of the cpu backend, such as 15,9, or 'all' [default: 15].",
+    type=ListOf(lambda: [AUTO_BITS, *map(str, ACTIVATION_BITS)]),
+    help="Precisions of activations of the cpu backend, such as auto,9, or 'all' [default: "
+    f"{ComputeOptions().activation_bits}].",
 )
 @option(
     "--against", metavar="MODEL", help="Model that gives the right answers [default: the same]."
@@ -137,14 +138,19 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
         if given[name] not in (None, "auto") and reader not in used:
             raise UsageError(f"needs the {reader} backend: add it to --readers.", field=name)
     settings = product(
-        given["activation_bits"] or [DEFAULT_ACTIVATION_BITS],
+        given["activation_bits"] or [ComputeOptions().activation_bits],
         given["levels"] or [None],
         given["kv_formats"] or ["auto"],
     )
     on_cpu = [
         Subject(
             model,
-            ComputeOptions("cpu", given["num_threads"], level, activation_bits=int(bits)),
+            ComputeOptions(
+                "cpu",
+                given["num_threads"],
+                level,
+                activation_bits=bits if bits == AUTO_BITS else int(bits),
+            ),
             CacheOptions(kv_format=kv_format),
             parallel,
         )

@@ -88,6 +88,22 @@ class OneOf(click.Choice[str]):
         return str(value)
 
 
+class WordOr(click.ParamType):  # type: ignore[type-arg]
+    """A whole number, or one word."""
+
+    name = "integer"
+
+    def __init__(self, word: str) -> None:
+        """Accept `word` in place of a number."""
+        self._word = word
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | str:
+        """Return the number or the word."""
+        return self._word if value == self._word else int(click.INT.convert(value, param, ctx))
+
+
 class Counts(click.ParamType):  # type: ignore[type-arg]
     """One or more whole numbers, such as 1,16."""
 

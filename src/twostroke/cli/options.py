@@ -6,10 +6,10 @@ import json
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from twostroke.cli.help import ByteSize, Counts, OneOf, Option, TextFile
+from twostroke.cli.help import ByteSize, Counts, OneOf, Option, TextFile, WordOr
 from twostroke.core.config import (
+    AUTO_BITS,
     BACKENDS,
-    DEFAULT_ACTIVATION_BITS,
     DEFAULT_PAGE_SIZE,
     KV_FORMATS,
     KV_SHARES,
@@ -82,9 +82,10 @@ MACHINE: Final = {
         _machine(["--device"], default="auto", help="Device of the torch backend, such as cuda:1."),
         _machine(
             ["--activation-bits"],
-            type=int,
-            default=DEFAULT_ACTIVATION_BITS,
-            help="Bits of activations for quantized weights: 15, 9 or 8; fewer are faster.",
+            type=WordOr(AUTO_BITS),
+            default=ComputeOptions().activation_bits,
+            help="Bits of activations for quantized weights: 15, 9, 8 (fewer are faster), or auto: "
+            "as few for each product as the answers allow.",
         ),
         _machine(
             ["--context-length"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -111,7 +112,8 @@ def open_engine(
     if options.speculation.draft not in {None, PARTNER}:
         fetch(str(options.speculation.draft), quiet=quiet)
     with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
-        engine = build(model, options, lambda done, total: bar.show(label, done, total), accept)
+        watch = partial(bar.show, label)
+        engine = build(model, options, watch, accept, say=(lambda _: None) if quiet else say)
     if engine.facts.ranks and not quiet and options.compute.backend not in FLOAT32_BACKENDS:
         from twostroke.engine.gain import describe_gain  # one process needs nothing of it
 

@@ -9,6 +9,7 @@ from msgspec import field
 
 from twostroke.core.errors import Field, UsageError, nearest
 from twostroke.core.frozen import Frozen
+from twostroke.core.precision import ActivationBits
 
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
@@ -16,6 +17,7 @@ PAGE_SIZES: Final = (16, 32, 64)
 DEFAULT_PAGE_SIZE: Final = 16
 ACTIVATION_BITS: Final = (15, 9, 8)
 DEFAULT_ACTIVATION_BITS: Final = 15
+AUTO_BITS: Final = "auto"  # chosen for each product of the model
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
 PARTNER: Final = "auto"  # the draft model in the catalogue
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
@@ -34,14 +36,14 @@ class ComputeOptions(Frozen):
     one of several. `activation_bits` is the cpu backend's precision of activations at quantized
     weights: 8 is up to 1.6 times faster on AVX-512 for prompts and many streams, and changes
     answers as in other engines that use 8; 9 means 15 where activations are large and 8 elsewhere
-    (docs/kernels/activations.md).
+    (docs/kernels/activations.md); "auto" chooses for each product as few as the answers allow.
     """
 
     backend: str = "auto"
     num_threads: int | None = None
     level: str | None = None
     device: str = "auto"
-    activation_bits: int = DEFAULT_ACTIVATION_BITS
+    activation_bits: int | str | ActivationBits = DEFAULT_ACTIVATION_BITS
 
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
@@ -49,14 +51,21 @@ class ComputeOptions(Frozen):
         if self.num_threads is not None and not 1 <= self.num_threads <= 1024:
             reason = f"must be from 1 to 1024, got {self.num_threads}."
             raise UsageError(reason, field="num_threads")
-        _one_number_of("activation_bits", self.activation_bits, ACTIVATION_BITS)
+        if not isinstance(self.activation_bits, ActivationBits):
+            _one_number_of("activation_bits", self.activation_bits, (AUTO_BITS, *ACTIVATION_BITS))
         if self.backend not in {"auto", "cpu"}:
             if self.level is not None:
                 raise UsageError("needs the backend cpu.", field="level")
-            if self.activation_bits != DEFAULT_ACTIVATION_BITS:
+            if self.activation_bits not in (AUTO_BITS, DEFAULT_ACTIVATION_BITS):
                 raise UsageError("needs the backend cpu.", field="activation_bits")
         if self.device != "auto" and self.backend != "torch":
             raise UsageError("needs the backend torch.", field="device")
+
+    @property
+    def known_bits(self) -> int | ActivationBits:
+        """The bits of activations, those of "auto" only after they were chosen."""
+        bits = self.activation_bits
+        return DEFAULT_ACTIVATION_BITS if isinstance(bits, str) else bits
 
 
 class CacheOptions(Frozen):
@@ -318,7 +327,7 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise UsageError(reason, field=name, value=value)
 
 
-def _one_number_of(name: str, value: int, known: tuple[int, ...]) -> None:
+def _one_number_of(name: str, value: int | str, known: tuple[int | str, ...]) -> None:
     if value not in known:
         *most, last = known
         numbers = f"{', '.join(map(str, most))} or {last}"

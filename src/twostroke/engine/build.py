@@ -7,12 +7,15 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+from msgspec.structs import replace
+
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.chat.conversation import Chat
 from twostroke.core.config import EngineOptions
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import give_back_memory, memory_available, resolve_num_threads
+from twostroke.engine.activations import note, with_known_bits
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.compute import (
     FLOAT32_BACKENDS,
@@ -93,12 +96,14 @@ def build(
     progress: Progress | None = None,
     accept: Callable[[ModelCard], None] | None = None,
     watcher: Watcher | None = None,
+    say: Callable[[str], None] = note,
 ) -> Engine:
     """Load `model` (any name that `loading.load` takes) and start an engine for it.
 
     `accept(card)` is called before the weights are read; if it raises, the build ends.
     `progress(done, total)` is called with bytes of weights that are ready. A `watcher` sees every
-    step, with the last hidden states of the rows that drew a token.
+    step, with the last hidden states of the rows that drew a token. `say` gets a line before and
+    after what takes long and is done once for a model.
 
     Raises:
         ModelNotFoundError, ModelFormatError, DownloadError: there is no such model, it cannot be
@@ -111,6 +116,8 @@ def build(
     compute, speculation = options.compute, options.speculation
     loaded = load(model)
     program = build_program(loaded.spec)
+    compute = with_known_bits(compute, loaded, program, say)
+    options = replace(options, compute=compute)
     mesh = mesh_for(options, program)
     num_weight_bytes = weight_bytes(loaded, compute)
     with ExitStack() as if_it_fails:

@@ -83,7 +83,7 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
         resolve_num_threads(compute.num_threads),
         level=compute.level,
         kv_format=size.kv_format,
-        activation_bits=compute.activation_bits,
+        activation_bits=compute.known_bits,
         release=release,
         progress=progress,
         share_threads_with=threads_of if isinstance(threads_of, CpuBackend) else None,

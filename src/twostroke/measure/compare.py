@@ -15,6 +15,7 @@ from twostroke.core.config import BatchOptions, EngineOptions, ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available
+from twostroke.engine.activations import with_known_bits
 from twostroke.engine.compute import auto_kv_format, check_can_run, make_backend, weight_bytes
 from twostroke.engine.division import mesh_for
 from twostroke.engine.loading import build_tokenizer, load
@@ -227,6 +228,8 @@ def _drift(right: Sequence[Array], other: Sequence[Array]) -> tuple[float, ...]:
 def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
     loaded = load(subject.model)
     program = build_program(loaded.spec)
+    compute = with_known_bits(subject.compute, loaded, program)
+    subject = replace(subject, compute=compute)
     if length > program.context_length:
         message = f"Pieces of {length} tokens are longer than {program.name}'s context"
         raise UsageError(f"{message} of {program.context_length}: lower --length.")

@@ -15,6 +15,7 @@ from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import OtherPrograms, memory_available, resolve_num_threads
+from twostroke.engine.activations import with_known_bits
 from twostroke.engine.compute import auto_kv_format
 from twostroke.engine.limits import machine
 from twostroke.engine.loading import load
@@ -158,6 +159,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
     num_threads = resolve_num_threads(wanted.compute.num_threads)
     loaded = load(model)
     program = build_program(loaded.spec)
+    compute = with_known_bits(wanted.compute, loaded, program)
     kv_format = wanted.cache.kv_format
     if kv_format == "auto":
         kv_format = auto_kv_format(wanted.compute)
@@ -175,7 +177,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
         num_threads,
         level=level,
         kv_format=kv_format,
-        activation_bits=wanted.compute.activation_bits,
+        activation_bits=compute.known_bits,
         release=loaded.release,
     )
     try:

@@ -13,7 +13,7 @@ from twostroke.backends.cpu.lowered import Vector
 from twostroke.backends.cpu.records import NONE, OpKind, Precision, Store
 from twostroke.core.errors import BackendError
 from twostroke.program import Program
-from twostroke.program.ops import Embed, Logits, RMSNorm
+from twostroke.program.ops import Embed, Linear, Logits, RMSNorm
 
 
 def test_a_llama_layer_is_five_operations():
@@ -70,6 +70,22 @@ def test_fewer_bits_apply_to_all_products_except_those_before_routers(
     of_kind = {OpKind(op.kind): op.precision for op in ops}
     assert of_kind[OpKind.LINEAR] == Precision.PRECISE
     assert of_kind[OpKind.EXPERTS] == of_kind[OpKind.LOGITS] == precision
+
+
+def test_bits_by_name_apply_to_the_products_of_a_matrix():
+    bits = {"blk.0.attn_q.weight": 8, "blk.0.attn_k.weight": 9, "blk.1.ffn_down.weight": 8}
+    bits |= {"blk.0.attn_v.weight": 8, "blk.1.ffn_gate.weight": 8}
+    lowered = lower(tiny_model()[0], activation_bits=bits)
+    found = {
+        op.weight: record.precision
+        for record, parts in zip(lowered.records, lowered.parts, strict=True)
+        for op in parts
+        if isinstance(op, Linear | Logits)
+    }
+    assert {found[f"blk.0.attn_{name}.weight"] for name in "qkv"} == {Precision.MIXED}
+    assert found.pop("blk.1.ffn_down.weight") == Precision.COARSE
+    rest = {value for name, value in found.items() if "attn_" not in name}
+    assert rest == {Precision.PLAIN}, "one of a gate's two products needs all bits"
 
 
 def test_heads_that_the_kernels_cannot_run_are_refused():

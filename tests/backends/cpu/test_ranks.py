@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.cpu import cpu_backend, greedy_request, page_lists, run, tiny_model
+from support.mixed_bits import mixed_bits
 from support.programs import PROGRAMS, SPEC, random_tensors
 from support.ranks import Post, ThreadRanks
 from support.schedules import Setting, fresh, random_requests, run_schedule
@@ -75,6 +76,18 @@ def test_logits_are_those_of_one_process(kind):
                 assert np.array_equal(actual, logits), (mesh, generated)
 
 
+@pytest.mark.parametrize("kind", ["llama", "experts"])
+def test_products_with_different_bits_give_the_logits_of_one_process(kind):
+    model, tokens = MODELS[kind](), tokens_of(2, 90)
+    bits = mixed_bits(*model)
+    assert bits.bits
+    with cpu_backend(model, LEVEL, 16) as whole:
+        expected = whole.score_with(bits.bits, tokens)
+    for mesh in MESHES:
+        with ThreadRanks(model, mesh, LEVEL, 16, activation_bits=bits.bits) as ranks:
+            assert np.array_equal(ranks.score(tokens, generated=True), expected), mesh
+
+
 def test_traced_values_are_those_of_one_process():
     """A tap on rank 0 changes neither the places that ranks share nor the order of barriers."""
     model, tokens = MODELS["experts"](), tokens_of(5, 60)
@@ -103,6 +116,7 @@ def test_ranks_of_a_mixture_have_room_for_their_rows_and_experts():
     script = """
 from msgspec.structs import replace
 from support.cpu import greedy_request, run
+from support.mixed_bits import mixed_bits
 from support.programs import SPEC, random_tensors
 from support.ranks import ThreadRanks
 from twostroke.backends.cpu.library import choose_level

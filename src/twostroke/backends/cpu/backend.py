@@ -21,6 +21,7 @@ from twostroke.backends.reference.operations import rms_norm
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.core.config import DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import RanksLostError
+from twostroke.core.precision import ActivationBits, bits_by_name
 from twostroke.core.step import StepResult
 from twostroke.program import ops
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from twostroke.backends.cpu.plan import OpTime
     from twostroke.backends.frame import StepFrame
     from twostroke.backends.share import Share
+    from twostroke.core.precision import Bits
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.program import Op, Program
@@ -53,7 +55,7 @@ class CpuBackend:
         *,
         level: str | None = None,
         kv_format: str = DEFAULT_FORMAT,
-        activation_bits: int = DEFAULT_ACTIVATION_BITS,
+        activation_bits: int | ActivationBits = DEFAULT_ACTIVATION_BITS,
         release: Callable[[Sequence[QuantTensor]], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         share_threads_with: CpuBackend | None = None,
@@ -64,14 +66,14 @@ class CpuBackend:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
         `level` None means the best one, `kv_format` is a name in `cache.FORMATS`,
-        `activation_bits` one of `core.config.ACTIVATION_BITS`. A backend that is given another in
-        `share_threads_with` must be closed first: two sets of threads would spin against each
-        other. `release(tensors)` is called with tensors that are not read again, `progress(done,
-        total)` with bytes of weights as they are packed. Steps return `tapped_value` for the rows
-        that draw; with `embeds` they return the normed last hidden states of slices that ask for
-        them, and `tapped_value` can only be the last hidden state. With a `share` this is one rank
-        of several, which computes and holds its part of the whole `program` and `tensors`; ranks
-        other than 0 only `follow`.
+        `activation_bits` one of `core.config.ACTIVATION_BITS` or a choice for this model. A backend
+        that is given another in `share_threads_with` must be closed first: two sets of threads
+        would spin against each other. `release(tensors)` is called with tensors that are not read
+        again, `progress(done, total)` with bytes of weights as they are packed. Steps return
+        `tapped_value` for the rows that draw; with `embeds` they return the normed last hidden
+        states of slices that ask for them, and `tapped_value` can only be the last hidden state.
+        With a `share` this is one rank of several, which computes and holds its part of the whole
+        `program` and `tensors`; ranks other than 0 only `follow`.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -79,7 +81,8 @@ class CpuBackend:
         """
         assert page_size % 16 == 0, "kernels handle 16 tokens of a page at once"
         choice = choose_level(level)
-        self._program, self._activation_bits, self._share = program, activation_bits, share
+        self._program, self._share = program, share
+        self._bits = bits_by_name(activation_bits)
         self._norm = _last_norm(program, tensors) if embeds else None
         tapped = self._norm.args[0].x if self._norm else tapped_value
         assert tapped_value in (None, tapped), "a step can return one value"
@@ -167,6 +170,13 @@ class CpuBackend:
         logits = self._program.ops[-1].output
         return self.trace(tokens, [logits], generated=generated)[logits]
 
+    def score_with(self, bits: Bits, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits of a sequence, as generated rows with these bits of activations."""
+        logits = np.empty((len(tokens), self._program.vocab_size), np.float32)
+        lowered = lower(self._program, activation_bits=bits)
+        self._plan.evaluate(lowered, tokens, logits, [], generated=True)
+        return logits
+
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
@@ -237,7 +247,7 @@ class CpuBackend:
         return steps
 
     def _lower(self, taps: Sequence[str]) -> Lowered:
-        bits, share = self._activation_bits, self._share
+        bits, share = self._bits, self._share
         if share is None:
             return lower(self._program, taps, activation_bits=bits)
         from twostroke.backends.cpu.shared import lower_rank  # one process needs nothing of it
@@ -255,9 +265,13 @@ def _last_norm(
     return partial(rms_norm, norm, weight=tensors[norm.weight].dequantize())
 
 
-def _detail(level: str, num_threads: int, activation_bits: int, kv_format: str) -> str:
+def _detail(
+    level: str, num_threads: int, activation_bits: int | ActivationBits, kv_format: str
+) -> str:
     parts = [level, f"{num_threads} threads"]
-    if activation_bits != DEFAULT_ACTIVATION_BITS:
+    if isinstance(activation_bits, ActivationBits):
+        parts.append(activation_bits.describe())
+    elif activation_bits != DEFAULT_ACTIVATION_BITS:
         parts.append(f"{activation_bits}-bit activations")
     if kv_format != DEFAULT_FORMAT:
         parts.append(f"{kv_format} keys and values")

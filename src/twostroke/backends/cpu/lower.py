@@ -11,6 +11,7 @@ from twostroke.backends.cpu.buffers import Buffers, parts_in_place
 from twostroke.backends.cpu.collectives import Collectives
 from twostroke.backends.cpu.fuse import fuse
 from twostroke.backends.cpu.lowered import Lowered, Vector
+from twostroke.backends.cpu.precision import precision_of
 from twostroke.backends.cpu.records import (
     ACTIVATIONS,
     NONE,
@@ -18,10 +19,9 @@ from twostroke.backends.cpu.records import (
     OpKind,
     OpRecord,
     OutputRecord,
-    Precision,
     Store,
 )
-from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
+from twostroke.core.config import DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError
 from twostroke.program import ops
 from twostroke.program.sharding import RowParts, TermParts
@@ -29,13 +29,11 @@ from twostroke.program.sharding import RowParts, TermParts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from twostroke.core.precision import Bits
     from twostroke.program import Op, Program
 
 T = TypeVar("T")
 
-_PRECISIONS = dict(
-    zip(ACTIVATION_BITS, (Precision.PLAIN, Precision.MIXED, Precision.COARSE), strict=True)
-)
 LOGIT_ROWS = 32  # logits of this many rows are held at once, of two such chunks where ranks share
 _HEAD_UNIT = 16  # values of a head that the kernels handle at once
 _MAX_HEAD_DIM = 512
@@ -46,12 +44,13 @@ def lower(
     program: Program,
     taps: Sequence[str] = (),
     *,
-    activation_bits: int = DEFAULT_ACTIVATION_BITS,
+    activation_bits: Bits = DEFAULT_ACTIVATION_BITS,
     has_routers: bool | None = None,
 ) -> Lowered:
     """Lower a Program whose values `taps` leave the step.
 
-    `activation_bits` is the precision of activations at quantized weights, except before routers.
+    `activation_bits` is the precision of activations at quantized weights, for all products or by
+    their matrices' names, except before routers.
     A rank must be told whether the whole Program `has_routers`.
 
     Raises:
@@ -60,7 +59,7 @@ def lower(
     _check(program)
     if has_routers is None:
         has_routers = any(isinstance(op, ops.MixtureOfExperts) for op in program.ops)
-    return _Lowering(program, taps, _PRECISIONS[activation_bits], has_routers=has_routers).lower()
+    return _Lowering(program, taps, activation_bits, has_routers=has_routers).lower()
 
 
 def _check(program: Program) -> None:
@@ -76,7 +75,7 @@ class _Lowering:
     """One pass over the fused Program."""
 
     def __init__(
-        self, program: Program, taps: Sequence[str], precision: Precision, *, has_routers: bool
+        self, program: Program, taps: Sequence[str], bits: Bits, *, has_routers: bool
     ) -> None:
         self._runs = fuse(program, taps)
         self._taps = taps
@@ -89,7 +88,7 @@ class _Lowering:
         self._matrices: dict[str, int] = {}
         self._vectors: dict[Vector, int] = {}
         self._ropes: dict[ops.Rope, int] = {}
-        self._precision = precision
+        self._bits = bits
         self._has_routers = has_routers
         self._absorbed: set[str] = set()  # outputs of operations done right after a product
         self._stored: set[str] = set()  # keys and values that go to the pages after their product
@@ -234,10 +233,7 @@ class _Lowering:
         record = OpRecord(kind=kind, norm=NONE, layer=NONE, num_groups=1, team=NONE, first_cut=NONE)
         record.x, record.y, record.z = (*buffers, NONE, NONE, NONE)[:3]
         record.width = self._buffers.all[buffers[0]].width if buffers else run[0].width
-        record.precision = self._precision
-        # With routers, the smallest difference in a product can change the choice of experts.
-        if self._has_routers and kind in {OpKind.LINEAR, OpKind.GATED}:
-            record.precision = Precision.PRECISE
+        record.precision = precision_of(kind, run, self._bits, has_routers=self._has_routers)
         if run and isinstance(norm := run[0], ops.RMSNorm):
             record.norm = _place_in(self._vectors, Vector(norm.weight, norm.offset))
             record.epsilon, record.num_groups = norm.epsilon, norm.num_groups

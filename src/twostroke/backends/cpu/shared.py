@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.backends.cpu.buffers import Memory
     from twostroke.backends.cpu.layout import Key, Team
     from twostroke.backends.cpu.lowered import Lowered
+    from twostroke.core.precision import Bits
     from twostroke.program import Op
     from twostroke.program.shard import RankProgram
 
@@ -32,7 +33,7 @@ def lower_rank(
     rank: int,
     taps: Sequence[str] = (),
     *,
-    activation_bits: int = DEFAULT_ACTIVATION_BITS,
+    activation_bits: Bits = DEFAULT_ACTIVATION_BITS,
 ) -> Lowered:
     """Lower the part of one rank; see `lower`. `ranks` are the parts of all.
 

@@ -1,0 +1,109 @@
+"""Resolves `activation_bits="auto"`: the choice for a model that is known, or is made now."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from twostroke.backends.cpu import CpuBackend
+from twostroke.core import env
+from twostroke.core.config import AUTO_BITS, DEFAULT_ACTIVATION_BITS
+from twostroke.core.errors import TwostrokeError
+from twostroke.core.files import read_small_file, write_text
+from twostroke.core.hardware import give_back_memory, resolve_num_threads
+from twostroke.core.precision import ActivationBits
+from twostroke.engine.compute import FLOAT32_BACKENDS
+from twostroke.engine.loading import build_tokenizer
+from twostroke.precision import METHOD, MIN_WEIGHTS, choose, choosing_text, products_of
+from twostroke.weights import weights_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from twostroke.core.config import ComputeOptions
+    from twostroke.precision import Product
+    from twostroke.program import Program
+    from twostroke.weights import LoadedModel
+
+    Say = Callable[[str], None]
+
+_NUM_TOKENS = 256
+_PAGE_SIZE = 16
+note = logging.getLogger("twostroke.engine").info
+
+
+def with_known_bits(
+    compute: ComputeOptions, loaded: LoadedModel, program: Program, say: Say = note
+) -> ComputeOptions:
+    """Return options in which "auto" bits of activations are those chosen for the model.
+
+    A choice that is neither in the package nor in the cache folder is made now and kept; `say`
+    gets a line before and one after.
+
+    Raises:
+        BackendError, MemoryLimitError: the model cannot be run here.
+    """
+    if compute.activation_bits != AUTO_BITS or compute.backend in FLOAT32_BACKENDS:
+        return compute
+    products = products_of(program, loaded.tensors)
+    if sum(product.num_weights for product in products) < MIN_WEIGHTS:
+        return replace(compute, activation_bits=DEFAULT_ACTIVATION_BITS)
+    model_id = weights_identity(loaded.tensors)
+    path = env.cache_dir() / "activation-bits" / f"{model_id[:16]}.json"
+    choice = _shipped(model_id) or _read(path, model_id)
+    if choice is None:
+        say(f"Choosing the bits of activations of {loaded.name}, once (--activation-bits 15: not).")
+        began = time.perf_counter()
+        choice = _choose(compute, loaded, program, products, model_id)
+        with suppress(OSError):  # it is then made again next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, msgspec.json.format(msgspec.json.encode(choice)).decode())
+        say(f"Chosen in {time.perf_counter() - began:.0f} s: {choice.describe()}.")
+    return replace(compute, activation_bits=choice)
+
+
+def _choose(
+    compute: ComputeOptions,
+    loaded: LoadedModel,
+    program: Program,
+    products: list[Product],
+    model_id: str,
+) -> ActivationBits:
+    tokens = build_tokenizer(loaded).encode(choosing_text())
+    tokens = tokens[: min(_NUM_TOKENS, program.context_length)]
+    backend = CpuBackend(
+        program,
+        loaded.tensors,
+        1,
+        _PAGE_SIZE,
+        resolve_num_threads(compute.num_threads),
+        level=compute.level,
+        release=loaded.release,
+    )
+    try:
+        return choose(products, lambda bits: backend.score_with(bits, tokens), model_id)
+    finally:
+        backend.close()
+        give_back_memory()
+
+
+def _shipped(model_id: str) -> ActivationBits | None:
+    """Return the choice for one of the catalogue's models."""
+    file = resources.files("twostroke.precision").joinpath("shipped.json")
+    known = msgspec.json.decode(file.read_bytes(), type=list[ActivationBits])
+    return next((c for c in known if (c.model_id, c.version) == (model_id, METHOD)), None)
+
+
+def _read(path: Path, model_id: str) -> ActivationBits | None:
+    try:
+        choice = msgspec.json.decode(read_small_file(path), type=ActivationBits)
+    except (TwostrokeError, msgspec.MsgspecError):
+        return None
+    return choice if (choice.model_id, choice.version) == (model_id, METHOD) else None

@@ -1,0 +1,15 @@
+"""Which precision each part of a model needs: measured by a tree, chosen by a knapsack."""
+
+from twostroke.precision.allocate import allocate
+from twostroke.precision.choice import METHOD, MIN_WEIGHTS, choose, choosing_text
+from twostroke.precision.products import Product, products_of
+
+__all__ = [
+    "METHOD",
+    "MIN_WEIGHTS",
+    "Product",
+    "allocate",
+    "choose",
+    "choosing_text",
+    "products_of",
+]

@@ -1,0 +1,53 @@
+"""`activation_bits="auto"` is resolved once for a model, and kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke.core.config import ComputeOptions
+from twostroke.core.precision import ActivationBits
+from twostroke.engine import activations
+from twostroke.engine.activations import with_known_bits
+from twostroke.models import build_program
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AUTO = ComputeOptions(num_threads=1, activation_bits="auto")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
+    loaded = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny(fmt="Q4_1")))
+    return loaded, build_program(loaded.spec)
+
+
+def test_a_choice_is_made_once_and_a_damaged_one_again(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(activations, "MIN_WEIGHTS", 0)
+    said: list[str] = []
+    first = with_known_bits(AUTO, *model, said.append).activation_bits
+    assert isinstance(first, ActivationBits)
+    assert len(said) == 2
+    assert "once" in said[0]
+    assert first.describe() in said[1]
+    assert with_known_bits(AUTO, *model, said.append).activation_bits == first
+    assert len(said) == 2
+    (kept,) = (tmp_path / "cache" / "activation-bits").iterdir()
+    for damaged in ("{", kept.read_text().replace(first.model_id, "another")):
+        kept.write_text(damaged)
+        assert with_known_bits(AUTO, *model, said.append).activation_bits == first
+    assert len(said) == 6
+
+
+def test_nothing_is_chosen_for_small_models_other_backends_and_given_bits(model):
+    assert with_known_bits(AUTO, *model).activation_bits == 15
+    for compute in (
+        ComputeOptions("reference", activation_bits="auto"),
+        ComputeOptions(activation_bits=8),
+    ):
+        assert with_known_bits(compute, *model) is compute

@@ -1,0 +1,31 @@
+"""The knapsack's answer is the cheapest within the budget."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from twostroke.precision.allocate import Item, allocate
+
+
+@pytest.mark.seeds(20)
+def test_no_other_choice_within_the_budget_is_cheaper(seed: int):
+    chance = random.Random(seed)
+    parts = [
+        [Item(10 * (1 + chance.random()), 0.0)]
+        + [Item(10 * chance.random(), chance.randint(1, 50) / 100) for _ in range(2)]
+        for _ in range(5)
+    ]
+    chosen = allocate(parts, 1.0)
+    taken = [items[number] for items, number in zip(parts, chosen, strict=True)]
+    every = [c for c in product(*parts) if sum(item.error for item in c) <= 1 + 1e-9]
+    least = min(sum(item.cost for item in c) for c in every)
+    assert sum(item.error for item in taken) <= 1 + 1e-9
+    assert sum(item.cost for item in taken) == pytest.approx(least)
+
+
+def test_an_error_that_is_not_finite_is_never_taken():
+    items = [Item(2, 0.0), Item(1, float("nan")), Item(1, float("inf"))]
+    assert allocate([items], 1.0) == [0]

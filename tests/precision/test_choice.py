@@ -1,0 +1,66 @@
+"""A choice stays within its budget, from measurements of few parts."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from support.cpu import tiny_model
+from twostroke.measure.compare import held_out_text
+from twostroke.precision import choose, choosing_text, products_of
+
+_BUDGET = 7e-4
+_ROWS, _WIDTH = 8, 400
+
+
+def _products():
+    program, tensors = tiny_model(num_layers=6, fmt="Q4_1", embedding_fmt="Q8_0")
+    return products_of(program, tensors)
+
+
+def _scorer(errors):
+    """Return logits whose KL is about the sum of the errors of the matrices with fewer bits."""
+    noise = np.random.default_rng(0).choice((-1.0, 1.0), (_ROWS, _WIDTH))
+
+    def score(bits):
+        total = sum(errors[name] / (5 if few == 9 else 1) for name, few in bits.items())
+        return (noise * np.sqrt(2 * total)).astype(np.float32)
+
+    return score
+
+
+def test_products_that_err_little_get_8_bits_and_the_others_keep_more():
+    products = _products()
+    names = [name for product in products for name in product.matrices]
+    errors = {name: 1e-2 if name.startswith("blk.5.ffn_down") else 1e-7 for name in names}
+    choice = choose(products, _scorer(errors), "model")
+    assert 0 < choice.divergence <= _BUDGET
+    assert "blk.5.ffn_down.weight" not in choice.bits
+    assert choice.bits["blk.0.ffn_down.weight"] == choice.bits["blk.5.attn_q.weight"] == 8
+
+
+def test_all_products_get_8_bits_where_that_is_enough_and_15_where_nothing_is():
+    products = _products()
+    names = [name for product in products for name in product.matrices]
+    assert set(choose(products, _scorer(dict.fromkeys(names, 1e-6)), "").bits) == set(names)
+    assert choose(products, _scorer(dict.fromkeys(names, float("nan"))), "").bits == {}
+
+
+def test_products_of_one_value_have_the_same_bits():
+    for product in _products():
+        if product.matrices[0].endswith("attn_q.weight"):
+            assert [name.split(".")[2] for name in product.matrices] == [
+                "attn_q",
+                "attn_k",
+                "attn_v",
+            ]
+
+
+def test_the_choosing_text_is_not_the_held_out_text():
+    def runs(text):
+        words = re.findall(r"\w+", text.lower())
+        return {tuple(words[i : i + 5]) for i in range(len(words) - 4)}
+
+    assert len(runs(choosing_text())) > 150
+    assert not runs(choosing_text()) & runs(held_out_text())

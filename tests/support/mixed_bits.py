@@ -1,0 +1,23 @@
+"""Activation bits that differ from product to product."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from twostroke.core.precision import ActivationBits
+from twostroke.precision import METHOD, products_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+
+
+def mixed_bits(program: Program, tensors: Mapping[str, QuantTensor]) -> ActivationBits:
+    """Return 8, 15 and 9 bits in turn."""
+    products = products_of(program, tensors)
+    given = zip(products, cycle((8, 15, 9)), strict=False)
+    bits = {name: bits for product, bits in given if bits != 15 for name in product.matrices}
+    return ActivationBits("", METHOD, bits, 0.0, sum(len(p.matrices) for p in products))
