@@ -113,11 +113,10 @@ def build(
         BackendError: no backend can run here.
     """
     options = options or EngineOptions()
-    compute, speculation = options.compute, options.speculation
     loaded = load(model)
     program = build_program(loaded.spec)
-    compute = with_known_bits(compute, loaded, program, say)
-    options = replace(options, compute=compute)
+    options = replace(options, compute=with_known_bits(options.compute, loaded, program, say))
+    compute, speculation = options.compute, options.speculation
     mesh = mesh_for(options, program)
     num_weight_bytes = weight_bytes(loaded, compute)
     with ExitStack() as if_it_fails:
@@ -136,7 +135,6 @@ def build(
         del loaded  # so that the tokenizer's tables are freed before the weights take their memory
         give_back_memory()
         limits = _limits(compute, num_weight_bytes)
-        tapped_value = last_hidden(program) if watcher or heads else None
         make = partial(make_backend, compute=compute, embeds=True, mesh=mesh)
         backend = (ranks.backend if ranks else make)(
             tensors,
@@ -144,7 +142,7 @@ def build(
             size=size,
             release=release,
             progress=progress,
-            tapped_value=tapped_value,
+            tapped_value=last_hidden(program) if watcher or heads else None,
         )
         if_it_fails.callback(backend.close)
         scheduler = _build_scheduler(options.cache, options.batch, size, backend)

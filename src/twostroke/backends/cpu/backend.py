@@ -81,8 +81,7 @@ class CpuBackend:
         """
         assert page_size % 16 == 0, "kernels handle 16 tokens of a page at once"
         choice = choose_level(level)
-        self._program, self._share = program, share
-        self._bits = bits_by_name(activation_bits)
+        self._program, self._share, self._bits = program, share, bits_by_name(activation_bits)
         self._norm = _last_norm(program, tensors) if embeds else None
         tapped = self._norm.args[0].x if self._norm else tapped_value
         assert tapped_value in (None, tapped), "a step can return one value"
