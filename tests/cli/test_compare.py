@@ -67,7 +67,8 @@ def test_formats_of_keys_and_values_are_lines_too(cli: Cli, tiny: str) -> None:
 
 def test_bits_of_activations_are_lines_too(cli: Cli, coarse: str) -> None:
     ran = cli("compare", coarse, "--tokens", "100", "--activation-bits", "all", "--json")
-    fifteen, nine, eight = json.loads(ran.out)["readers"]
+    chosen, fifteen, nine, eight = json.loads(ran.out)["readers"]
+    assert chosen["comparison"] == fifteen["comparison"], "a small model keeps 15 bits"
     assert "9-bit activations" in nine["name"]
     assert "8-bit activations" in eight["name"]
     kl = [reader["comparison"]["mean_kl"] for reader in (fifteen, nine, eight)]
