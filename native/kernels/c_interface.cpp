@@ -82,6 +82,7 @@ struct TsAttention {
   int64_t format;  // ts::CacheFormat
   float scale;
   float soft_cap;  // 0: none
+  const float* mean_key;
 };
 
 namespace {
@@ -90,6 +91,7 @@ ts::LayerPages layer_pages(const TsAttention& a) {
   const auto format = static_cast<ts::CacheFormat>(a.format);
   ts::LayerPages pages{a.pages, 0, a.page_size, a.num_kv_heads, a.head_dim, format};
   pages.page_stride = pages.page_bytes();
+  pages.mean_key = a.mean_key;
   return pages;
 }
 

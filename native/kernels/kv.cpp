@@ -65,8 +65,13 @@ struct Head {
   }
 };
 
-void store_key_bytes(const LayerPages& pages, uint8_t* block, int64_t token, const float* source) {
+/// Keys without `mean`: all scores of a row lose the same, so their softmax does not change.
+void store_key_bytes(const LayerPages& pages, uint8_t* block, int64_t token, const float* source,
+                     const float* mean) {
   Head head(source, pages.head_dim);
+  for (int64_t i = 0; mean != nullptr && i < pages.head_dim; i += kLanes) {
+    store_lanes(head.values + i, subtract(load_lanes(head.values + i), load_lanes(mean + i)));
+  }
   spread(head.values, pages.head_dim);
   const Lanes factor = broadcast(1.0F / static_cast<float>(spread_width(pages.head_dim)));
   for (int64_t i = 0; i < pages.head_dim; i += kLanes) {
@@ -98,7 +103,8 @@ void store_keys(const LayerPages& pages, const int32_t* page_table, int64_t posi
   for (int64_t i = begin; i < end; i += pages.unit()) {
     uint8_t* block = pages.block(page_table, i / pages.head_dim, position - token);
     if (pages.format == CacheFormat::Int8) {
-      store_key_bytes(pages, block, token, row + i);
+      const float* mean = pages.mean_key == nullptr ? nullptr : pages.mean_key + i;
+      store_key_bytes(pages, block, token, row + i, mean);
       continue;
     }
     uint16_t stored[kLanes];

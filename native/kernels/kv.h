@@ -36,6 +36,7 @@ struct LayerPages {
   CacheFormat format;
   int64_t num_places = 1;
   int64_t place = 0;
+  const float* mean_key = nullptr;  // of all heads: subtracted before keys become int8
 
   /// Whether this rank stores the token at a position.
   bool has(int64_t position) const { return position / kPieceTokens % num_places == place; }

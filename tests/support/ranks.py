@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from support.cpu import PAGE_SIZE
+from twostroke.backends.cpu.keys import mean_keys
 from twostroke.backends.cpu.library import load_library
 from twostroke.backends.cpu.plan import NativePlan, PlanLink, PlanPages
 from twostroke.backends.cpu.records import (
@@ -113,7 +114,7 @@ class ThreadRanks:
         self.parts = Share(0, mesh, max_rows, None).parts(program, kept)
         size = shared_bytes(self.parts, max_rows)
         self.page_size = mesh.num_places * PIECE_TOKENS if mesh.by_places else PAGE_SIZE
-        pages = PlanPages(num_pages * len(program.cache_groups), self.page_size, kv_format)
+        all_pages = num_pages * len(program.cache_groups)
         self._open = ExitStack()
         self._memory = mmap.mmap(-1, size)
         self._first_byte = c_char.from_buffer(self._memory)
@@ -132,6 +133,8 @@ class ThreadRanks:
             self._open.callback(weights.close)
             part = self.parts[rank].program
             end = PlanLink(link, max_rows)
+            means = mean_keys(part, tensors) if kv_format == "int8" else {}
+            pages = PlanPages(all_pages, self.page_size, kv_format, means)
             plan = NativePlan(self.library, pool, part, lowered, weights, pages, link=end)
             self._open.callback(plan.close)
             weights.pack(pool, None, None)

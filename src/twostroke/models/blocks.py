@@ -60,7 +60,9 @@ def attention(
         groups = dict.fromkeys(heads, 1) if query_key_norm == "row" else heads
         parts += [_query_key_norm(spec, name, p, heads[p], groups[p]) for p in ("q", "k")]
         q, k = f"{q}.normed", f"{k}.normed"
-    parts += [_rope(spec, layer, q, heads["q"]), _rope(spec, layer, k, heads["k"])]
+    rope = _rope(spec, layer, k, heads["k"])
+    parts += [_rope(spec, layer, q, heads["q"]), rope]
+    has_key_bias = spec.qkv_bias and query_key_norm is None and spec.attention_soft_cap is None
     window, mixed = spec.window_of(layer), f"{name}.mixed"
     parts.append(
         ops.Attention(
@@ -75,6 +77,7 @@ def attention(
             dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             None if window is None else window.size,
             spec.attention_soft_cap,
+            key_bias=ops.KeyBias(f"{name}.attn_k.bias", rope) if has_key_bias else None,
         )
     )
     bias = f"{name}.attn_output.bias" if spec.output_bias else None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
 from twostroke.program.operation import Operation
 from twostroke.program.pages import CacheLayer
 from twostroke.program.sharding import Sharding
@@ -15,7 +18,19 @@ if TYPE_CHECKING:
 
     from twostroke.program.operation import Work
     from twostroke.program.pages import CacheFormat
+    from twostroke.program.rope import Rope
     from twostroke.program.sharding import Range
+
+
+class KeyBias(Frozen):
+    """What keys have in common: the bias of their product, rotated by `rope`.
+
+    `first` is the place in the bias `weight` of the first value of the first key head.
+    """
+
+    weight: str
+    rope: Rope
+    first: int = 0
 
 
 class Attention(Operation):
@@ -27,6 +42,9 @@ class Attention(Operation):
     positions up to the row's own: all of them, or the last `window` (sliding window,
     arXiv:2310.06825). With a `soft_cap` c the scaled scores s become `c * tanh(s / c)`
     (arXiv:2408.00118).
+
+    A vector taken from all keys of a head moves all scores of a row alike, which without a soft cap
+    changes nothing. `key_bias` tells pages of few bits which vector makes the keys small.
     """
 
     q: str
@@ -41,6 +59,7 @@ class Attention(Operation):
     soft_cap: float | None = None
     group: int | None = None
     first_head: int = 0
+    key_bias: KeyBias | None = None
 
     reads = ("q", "k", "v")
     sharding = Sharding.BY_COLUMN_PARTS
@@ -65,11 +84,15 @@ class Attention(Operation):
         """Return the attention of some query heads, with the key-value heads that they read."""
         head = self.first_head + first // self.head_dim
         kv_first, kv_end = self._kv_heads(first, end)
+        bias = self.key_bias
+        if bias is not None:
+            bias = replace(bias, first=bias.first + kv_first * self.head_dim)
         return self._changed(
             num_heads=(end - first) // self.head_dim,
             num_kv_heads=kv_end - kv_first,
             group=self.group_size,
             first_head=head - kv_first * self.group_size,
+            key_bias=bias,
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range:

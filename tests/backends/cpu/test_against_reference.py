@@ -154,6 +154,22 @@ def test_keys_and_values_in_fewer_bits_stay_close_to_the_reference(level, kv_for
     assert same > 0.9
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_int8_keys_do_not_suffer_from_a_large_bias(level):
+    program = PROGRAMS["biases"]
+    tensors = dict(random_tensors(program))
+    slow = [31, 15, 47]  # one of each head's pairs that hardly turn
+    for name in [name for name in tensors if name.endswith("attn_k.bias")]:
+        bias = tensors[name].dequantize()
+        bias[slow] += 40
+        tensors[name] = QuantTensor.from_floats(bias, FORMATS["F32"])
+    tokens = tokens_of(0, 200)
+    with cpu_backend((program, tensors), level, 14, kv_format="int8") as backend:
+        actual = backend.score(tokens, generated=True)
+    mean_kl, _ = divergence(ReferenceBackend(program, tensors, 14, 16).score(tokens), actual)
+    assert mean_kl < 1e-4
+
+
 def odd_program():
     """Operations in the order that no fusion knows, with biases and rotations of both kinds."""
     width, heads, dim = 64, 4, 16

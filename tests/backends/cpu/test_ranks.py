@@ -88,6 +88,15 @@ def test_products_with_different_bits_give_the_logits_of_one_process(kind):
             assert np.array_equal(ranks.score(tokens, generated=True), expected), mesh
 
 
+def test_int8_keys_lose_the_bias_of_their_own_heads():
+    model, tokens = MODELS["biases"](), tokens_of(4, 150)
+    with cpu_backend(model, LEVEL, 16, kv_format="int8") as whole:
+        expected = whole.score(tokens)
+    for mesh in (*MESHES[:4], MESHES[-1], *PLACES):
+        with ThreadRanks(model, mesh, LEVEL, 16, kv_format="int8") as ranks:
+            assert np.array_equal(ranks.score(tokens), expected), mesh
+
+
 def test_traced_values_are_those_of_one_process():
     """A tap on rank 0 changes neither the places that ranks share nor the order of barriers."""
     model, tokens = MODELS["experts"](), tokens_of(5, 60)

@@ -30,7 +30,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.program.ops import AttentionPieces
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,11 +46,15 @@ _RANK_LOST = 3
 
 
 class PlanPages(Frozen):
-    """The pages of a plan: how many, of how many tokens, in which of `cache.FORMATS`."""
+    """The pages of a plan: how many, of how many tokens, in which of `cache.FORMATS`.
+
+    `mean_keys` are subtracted from keys that become int8, by layer.
+    """
 
     num_pages: int
     page_size: int
     kv_format: str
+    mean_keys: Mapping[int, Array]
 
 
 class PlanLink(Frozen):
@@ -113,7 +117,7 @@ class NativePlan:
             ("weights", WeightRecord, [weights.records[name] for name in lowered.matrices]),
             ("vectors", c_void_p, vectors),
             ("ropes", RopeRecord, [_rope_record(rope) for rope in lowered.ropes]),
-            ("layers", LayerRecord, _layer_records(program)),
+            ("layers", LayerRecord, _layer_records(program, pages.mean_keys)),
             ("experts", ExpertRecord, lowered.experts),
             ("buffers", BufferRecord, [(b.memory, b.first_column) for b in lowered.buffers]),
             *_shared_arrays(lowered, 0 if link is None else link.max_rows),
@@ -213,7 +217,7 @@ class NativePlan:
         return self._plan
 
 
-def _layer_records(program: Program) -> list[LayerRecord]:
+def _layer_records(program: Program, mean_keys: Mapping[int, Array]) -> list[LayerRecord]:
     group_of = {
         layer: number for number, group in enumerate(program.cache_groups) for layer in group.layers
     }
@@ -225,6 +229,7 @@ def _layer_records(program: Program) -> list[LayerRecord]:
             group_of[index],
             layer.places,
             place_of.get(index, 0),
+            mean_keys[index].ctypes.data if index in mean_keys else None,
         )
         for index, layer in enumerate(program.cache_layers)
     ]

@@ -50,7 +50,7 @@ def apply(  # noqa: C901, PLR0911 - a case for each operation
             product: Array = values[op.x] @ state.weights[op.weight].T
             return product if op.bias is None else product + state.weights[op.bias]
         case ops.Rope():
-            return _rope(op, values[op.x], state.positions)
+            return rotate(op, values[op.x], state.positions)
         case ops.Attention():
             return _attention(op, values, state)
         case ops.GatedActivation():
@@ -93,7 +93,8 @@ def rms_norm(op: ops.RMSNorm, x: Array, weight: Array) -> Array:
     return np.asarray(normed, np.float32).reshape(x.shape)
 
 
-def _rope(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
+def rotate(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
+    """Return the heads of x (rows, width) turned by their rows' positions."""
     angles = positions[:, None] * np.array(op.inverse_frequencies)  # (rows, pairs), float64
     cosine = (np.cos(angles) * op.magnitude).astype(np.float32)[:, None, :]
     sine = (np.sin(angles) * op.magnitude).astype(np.float32)[:, None, :]
