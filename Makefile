@@ -85,7 +85,7 @@ style: $(DEV_READY) ## Check style, imports and sizes.
 
 test: $(DEV_READY) pull ## Run the tests (TESTS=tests/schedule for some of them; WORKERS=0 for one process).
 	$(call compile,build/strict,-DTS_LEVELS=runnable -DTS_STRICT=ON)
-	@$(BIN)/python -m pytest --require-model -m 'not oracle and not models' \
+	@$(BIN)/python -m pytest --require-model -m 'not oracle and not models and not mutants' \
 	  -n $(WORKERS) --dist loadfile $(PYTEST_ARGS) $(TESTS)
 
 format: $(DEV_READY) ## Format Python and C++.
@@ -114,6 +114,7 @@ test-long: build pull ## Run the tests with random cases ten times as long (TEST
 	@$(BIN)/python -m pytest --require-model -m 'seeds and not oracle' --rounds 10 $(PYTEST_ARGS) $(TESTS)
 
 test-mutants: build pull ## Plant faults in the sources; the tests must catch each (MUTANTS="cache top-k").
+	@$(BIN)/python -m pytest --require-model -m mutants $(PYTEST_ARGS) tests/canary
 	@PYTHONPATH=src $(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 test-models: build pull ## Test with three larger models (1.9 GB).

@@ -66,7 +66,7 @@ FORM: Final = [
     _form(["--grammar"], type=TextFile(), help="A text of the grammar in this file: Lark or GBNF."),
 ]
 
-# The fields of `ComputeOptions` and `CacheOptions`, by name.
+# The fields of `ComputeOptions` and `CacheOptions`, by name, and how careful a load is.
 MACHINE: Final = {
     str(option.name): option
     for option in (
@@ -120,6 +120,11 @@ MACHINE: Final = {
             ["--strict-prefix"],
             is_flag=True,
             help="Reuse only what was computed for prompts, not for generated tokens.",
+        ),
+        _machine(
+            ["--accept-quality"],
+            is_flag=True,
+            help="Use a model that writes garbage, as its first load finds, with a warning.",
         ),
     )
 }
@@ -277,6 +282,7 @@ def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
         _taken(BatchOptions, given),
         _taken(SpeculationOptions, given),
         _taken(ParallelOptions, given),
+        given.pop("accept_quality", False),
     )
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
         from twostroke.parallel.start import follow_if_launched

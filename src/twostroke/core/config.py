@@ -298,13 +298,17 @@ class ParallelOptions(Frozen):
 
 
 class EngineOptions(Frozen):
-    """All options of `engine.build`."""
+    """All options of `engine.build`.
+
+    With `accept_quality` a model that writes garbage is used, with a warning.
+    """
 
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     batch: BatchOptions = field(default_factory=BatchOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    accept_quality: bool = False
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""

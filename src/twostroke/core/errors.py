@@ -85,6 +85,12 @@ class ModelFormatError(TwostrokeError):
     code = "model_format"
 
 
+class QualityError(ModelFormatError):
+    """A model's files can be read, and what the model writes is garbage."""
+
+    code = "model_quality"
+
+
 class DownloadError(TwostrokeError):
     """A model could not be fetched completely: network, disk, or checksum."""
 

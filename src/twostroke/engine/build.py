@@ -16,6 +16,7 @@ from twostroke.core.config import EngineOptions
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.activations import note, with_known_bits
+from twostroke.engine.canary import FirstLoad
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.compute import (
     FLOAT32_BACKENDS,
@@ -108,6 +109,7 @@ def build(
     Raises:
         ModelNotFoundError, ModelFormatError, DownloadError: there is no such model, it cannot be
             fetched, or its files are damaged.
+        QualityError: the model writes garbage.
         UsageError: the model cannot be divided into so many parts.
         MemoryLimitError: weights and key-value pages do not fit.
         BackendError: no backend can run here.
@@ -131,6 +133,8 @@ def build(
             accept(card)
         draft = Draft.wanted(speculation, model, card)
         heads = Heads.wanted(speculation, loaded)
+        accepts = options.accept_quality
+        first_load = FirstLoad.of(loaded, card.tokenizer, program, compute, accepts=accepts)
         tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
         del loaded  # so that the tokenizer's tables are freed before the weights take their memory
         give_back_memory()
@@ -145,6 +149,7 @@ def build(
             tapped_value=last_hidden(program) if watcher or heads else None,
         )
         if_it_fails.callback(backend.close)
+        first_load.check(backend)
         scheduler = _build_scheduler(options.cache, options.batch, size, backend)
         helpers: list[Proposer] = []
         watchers = [watcher] if watcher else []

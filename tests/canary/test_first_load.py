@@ -1,0 +1,121 @@
+"""A file is checked at its first load, and what the check finds can be overruled."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from support.gguf_writer import write_gguf
+from support.tiny import Tiny, tiny_metadata, tiny_tensors
+from twostroke import LLM, EngineOptions
+from twostroke.backends.cpu import CpuBackend
+from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.errors import ModelFormatError, QualityError
+from twostroke.engine.canary import REPORT_KEY, Canary, FirstLoad
+from twostroke.engine.loading import build_tokenizer
+from twostroke.models import build_program
+from twostroke.quant import QuantTensor
+from twostroke.weights import GgufTokenizer, LoadedModel, load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = EngineOptions(cache=CacheOptions(context_length=128))
+
+
+def damaged_copy(source: Path, folder: Path) -> Path:
+    """Copy a model and swap the nibbles of its feed-forward layers."""
+    path, loaded = folder / source.name, load_path(source)
+    shutil.copy(source, path)
+    (whole,) = loaded.mappings
+    start = whole.view(0, whole.size).ctypes.data
+    data = np.memmap(path, np.uint8, "r+")
+    for layer in range(loaded.spec.num_layers):
+        tensor = loaded.tensors[f"blk.{layer}.ffn_down.weight"]
+        at = tensor.data.ctypes.data - start
+        blocks = data[at : at + tensor.num_bytes].reshape(-1, tensor.format.block_bytes)
+        blocks[:, 4:] = blocks[:, 4:] << 4 | blocks[:, 4:] >> 4
+    data.flush()
+    return path
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """How many tokens each canary had; the cache is an empty one."""
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
+    counts: list[int] = []
+    score = CpuBackend.score
+
+    def counting(self: CpuBackend, tokens: list[int], *, generated: bool = False) -> np.ndarray:
+        counts.append(len(tokens))
+        return score(self, tokens, generated=generated)
+
+    monkeypatch.setattr(CpuBackend, "score", counting)
+    return counts
+
+
+@pytest.mark.model
+def test_a_file_that_passed_is_not_scored_again(smollm2_path: Path, scored: list[int]) -> None:
+    for _ in range(2):
+        LLM(smollm2_path, SMALL).close()
+    assert scored == [64]
+
+
+@pytest.mark.model
+def test_garbage_is_refused_each_time_unless_it_is_accepted(
+    smollm2_path: Path, scored: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = damaged_copy(smollm2_path, tmp_path)
+    for _ in range(2):
+        with pytest.raises(QualityError, match=r"would write garbage: .* accept_quality uses it"):
+            LLM(path, SMALL)
+    with caplog.at_level(logging.WARNING):
+        LLM(path, replace(SMALL, accept_quality=True)).close()
+    assert "writes garbage: its perplexity on counting is" in caplog.text
+    assert scored == [64] * 3
+
+
+def test_a_tiny_model_needs_finite_logits_only(scored: list[int], tmp_path: Path) -> None:
+    tensors = tiny_tensors(Tiny())
+    good = write_gguf(tmp_path / "good.gguf", tiny_metadata(Tiny()), tensors)
+    LLM(good, SMALL).close()
+    norm = tensors["output_norm.weight"]
+    lost = QuantTensor.from_floats(np.full(norm.shape, np.nan, np.float32), norm.format)
+    tensors["output_norm.weight"] = lost
+    bad = write_gguf(tmp_path / "bad.gguf", tiny_metadata(Tiny()), tensors)
+    with pytest.raises(QualityError, match="its logits are not finite"):
+        LLM(bad, SMALL)
+
+
+@pytest.mark.model
+def test_a_file_must_repeat_the_canary_of_its_report(smollm2_path: Path) -> None:
+    loaded = load_path(smollm2_path)
+    sound = Canary((0.1,) * 63, tuple(range(64)))
+    other = replace(sound, nats=(0.5,) * 63)
+    assert first_load(loaded, sound)._fault(sound) is None
+    assert "0.40 nats from those in its report" in (first_load(loaded, other)._fault(sound) or "")
+    # An answer of one token, and a text that has other tokens now.
+    assert "one token" in (first_load(loaded, sound)._fault(Canary((0.1,) * 63, (7,) * 64)) or "")
+    assert first_load(loaded, replace(sound, nats=(0.1,) * 9))._fault(sound) is not None
+    with pytest.raises(ModelFormatError, match="its report is damaged"):
+        first_load(loaded, "not JSON")
+
+
+def first_load(loaded: LoadedModel, recorded: Canary | str) -> FirstLoad:
+    """Return the check of a model whose metadata have a report."""
+    assert isinstance(loaded.tokenizer_source, GgufTokenizer)
+    text = recorded
+    if isinstance(recorded, Canary):
+        text = msgspec.json.encode({"canary": recorded, "made_by": "a test"}).decode()
+    metadata = {**loaded.tokenizer_source.metadata, REPORT_KEY: text}
+    with_report = replace(loaded, tokenizer_source=GgufTokenizer(metadata))
+    program = build_program(loaded.spec)
+    return FirstLoad.of(
+        with_report, build_tokenizer(loaded), program, ComputeOptions(), accepts=False
+    )
