@@ -15,7 +15,7 @@ from support.gguf_writer import write_gguf
 from support.tiny import Tiny, tiny_metadata, tiny_tensors
 from twostroke import LLM, EngineOptions
 from twostroke.backends.cpu import CpuBackend
-from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.config import CacheOptions
 from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.engine.canary import REPORT_KEY, Canary, FirstLoad
 from twostroke.engine.loading import build_tokenizer
@@ -116,6 +116,4 @@ def first_load(loaded: LoadedModel, recorded: Canary | str) -> FirstLoad:
     metadata = {**loaded.tokenizer_source.metadata, REPORT_KEY: text}
     with_report = replace(loaded, tokenizer_source=GgufTokenizer(metadata))
     program = build_program(loaded.spec)
-    return FirstLoad.of(
-        with_report, build_tokenizer(loaded), program, ComputeOptions(), accepts=False
-    )
+    return FirstLoad.of(with_report, build_tokenizer(loaded), program, EngineOptions())

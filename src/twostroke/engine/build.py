@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         ComputeOptions,
         SpeculationOptions,
     )
+    from twostroke.engine.ranks import RankGroup
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
     from twostroke.program.cost import StepCost
@@ -122,19 +123,16 @@ def build(
     mesh = mesh_for(options, program)
     num_weight_bytes = weight_bytes(loaded, compute)
     with ExitStack() as if_it_fails:
-        ranks = None
-        if mesh.num_ranks > 1 and compute.backend != "reference":
-            from twostroke.engine.ranks import RankGroup  # one process needs nothing of it
-
-            ranks = if_it_fails.enter_context(RankGroup(model, loaded, program, mesh, options))
+        ranks = _other_ranks(model, loaded, program, mesh, options)
+        if ranks:
+            if_it_fails.enter_context(ranks)
         size = ranks.size() if ranks else _size(program, mesh, options, num_weight_bytes)
         card = _card(loaded, program, size)
         if accept is not None:
             accept(card)
         draft = Draft.wanted(speculation, model, card)
         heads = Heads.wanted(speculation, loaded)
-        accepts = options.accept_quality
-        first_load = FirstLoad.of(loaded, card.tokenizer, program, compute, accepts=accepts)
+        first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
         tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
         del loaded  # so that the tokenizer's tables are freed before the weights take their memory
         give_back_memory()
@@ -194,6 +192,17 @@ def build_speculator(
     on_request = [Lookahead()] if options.method == "auto" else []
     budget_of = budgets(step_time, options.count)
     return Speculator(proposers, budget_of, step_time, on_request, watchers)
+
+
+def _other_ranks(
+    model: str, loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions
+) -> RankGroup | None:
+    """Start the ranks in other processes, if there are any."""
+    if mesh.num_ranks == 1 or options.compute.backend == "reference":
+        return None
+    from twostroke.engine.ranks import RankGroup  # one process needs nothing of it
+
+    return RankGroup(model, loaded, program, mesh, options)
 
 
 def _size(program: Program, mesh: Mesh, options: EngineOptions, num_weight_bytes: int) -> CacheSize:

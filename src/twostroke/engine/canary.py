@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from twostroke.backends import Backend
-    from twostroke.core.config import ComputeOptions
+    from twostroke.core.config import ComputeOptions, EngineOptions
     from twostroke.program import Program
     from twostroke.tokenize import Tokenizer
     from twostroke.weights import LoadedModel
@@ -110,18 +112,22 @@ def score_canary(backend: Backend, tokens: Sequence[int]) -> Canary:
     logits = backend.score(tokens)
     if not np.isfinite(logits).all():
         return Canary((), ())
-    highest = logits.max(axis=1, keepdims=True)
-    totals = np.exp(logits - highest).sum(axis=1)  # (tokens,), in float32
-    nats = np.log(totals) + highest[:, 0] - logits[np.arange(len(tokens)), [*tokens[1:], 0]]
-    likeliest = logits.argmax(axis=1)
-    return Canary(tuple(round(float(x), 4) for x in nats[:-1]), tuple(map(int, likeliest)))
+    nats = [_nats(row, token) for row, token in zip(logits, tokens[1:], strict=False)]
+    return Canary(tuple(nats), tuple(map(int, logits.argmax(axis=1))))
+
+
+def _nats(logits: NDArray[np.float32], token: int) -> float:
+    """Return the negative log-probability of a token."""
+    highest = logits.max()
+    return round(float(np.log(np.exp(logits - highest).sum()) + highest - logits[token]), 4)
 
 
 class FirstLoad(Frozen):
     """What the check of a model's first load needs, gathered before its tensors are read.
 
     `identity` tells apart files, and ways to compute them. A model that is not `judged` has to give
-    finite logits, and no more: it embeds, or it is too small.
+    finite logits, and no more: it embeds, or it is too small. `accepts` turns a refusal into a
+    warning.
     """
 
     name: str
@@ -137,21 +143,19 @@ class FirstLoad(Frozen):
         loaded: LoadedModel,
         tokenizer: Tokenizer,
         program: Program,
-        compute: ComputeOptions,
-        *,
-        accepts: bool,
+        options: EngineOptions,
     ) -> FirstLoad:
-        """Describe the check of `loaded`; `accepts` turns a refusal into a warning."""
+        """Describe the check of `loaded`."""
         size = sum(
             math.prod(shape) for key, shape in program.weight_shapes.items() if key[:4] == "blk."
         )
         return cls(
             name=loaded.name,
-            identity=_identity(loaded, compute),
+            identity=_identity(loaded, options.compute),
             tokens=canary_tokens(tokenizer, program.context_length),
             recorded=_recorded(loaded),
             judged=size >= _LEAST_JUDGED and loaded.pooling is None,
-            accepts=accepts,
+            accepts=options.accept_quality,
         )
 
     def check(self, backend: Backend) -> None:
