@@ -74,6 +74,7 @@ def test_every_planted_fault_is_refused(smollm2_path: Path) -> None:
         assert_refused(loaded, good, title)
 
 
+@pytest.mark.models
 @pytest.mark.mutants
 @pytest.mark.parametrize(
     "name", ["smollm2", "gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
