@@ -17,6 +17,7 @@ HEADER = (
     "in collectives", "predicted", "ranks wait", "disturbed runs",
 )  # fmt: skip
 _NOT_MEASURED = "–"
+_ONE = "one process"
 
 
 def line(record: Record) -> tuple[str, ...]:
@@ -24,7 +25,9 @@ def line(record: Record) -> tuple[str, ...]:
     figures, names = record.others, list(record.engines)
     ratios, case = figures["ratios"], figures["case"]
     expected = figures["expected"]
-    what = f"{record.model}, {case['title']}, {figures['link'] or 'no link'}"
+    sides = [name.partition(", ")[2] for name in names[:2]]
+    what = case["title"] if sides[0] == _ONE else " beside ".join([sides[1], sides[0]])
+    what = f"{record.model}, {what}, {figures['link'] or 'no link'}"
     return (
         ": ".join([what, record.name.partition(": ")[2]]),
         *(_speed(record, name) for name in names[:2]),

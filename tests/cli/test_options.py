@@ -140,7 +140,11 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
         ),
         (
             "--shares 3,2",
-            "--shares needs --tensor-parallel or --pipeline-parallel: there is nothing to divide.",
+            "--shares needs --tensor-parallel or --pipeline-parallel: there is one part only.",
+        ),
+        (
+            "--context-parallel 2 --shares 3,2",
+            "--shares needs --tensor-parallel or --pipeline-parallel: rows are divided evenly.",
         ),
         (
             "--tensor-parallel 3 --shares 3,2",

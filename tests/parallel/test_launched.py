@@ -17,7 +17,7 @@ from twostroke.core.errors import RanksLostError, UsageError
 from twostroke.parallel import remote
 from twostroke.parallel.channel import Kind, connect
 from twostroke.parallel.job import pack
-from twostroke.parallel.launched import Launched, launched, undivided
+from twostroke.parallel.launched import Launched, launched, unwise
 from twostroke.parallel.links.choice import KINDS
 from twostroke.parallel.remote import Arrival, RemoteRanks
 from twostroke.parallel.start import asked_of, place_among
@@ -71,7 +71,7 @@ def test_wrong_variables_are_refused(monkeypatch, variables, reason):
         place_among(2)
 
 
-def test_several_processes_that_divide_nothing_get_a_warning(monkeypatch):
+def test_a_division_that_is_hardly_meant_so_gets_a_warning(monkeypatch):
     for variables, warns in (
         ({}, False),
         ({"RANK": "0", "WORLD_SIZE": "1"}, False),
@@ -79,7 +79,7 @@ def test_several_processes_that_divide_nothing_get_a_warning(monkeypatch):
         ({"RANK": "0", "WORLD_SIZE": "2"}, True),
     ):
         given(monkeypatch, **variables)
-        assert ("add --tensor-parallel 2" in (undivided() or "")) == warns
+        assert ("add --tensor-parallel 2" in (unwise(1) or "")) == warns
 
 
 def test_an_empty_secret_is_refused(monkeypatch):

@@ -11,7 +11,7 @@ import click
 from twostroke.cli.terminal import Bar, printable
 from twostroke.core.config import PARTNER
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
-from twostroke.parallel.launched import undivided
+from twostroke.parallel.launched import unwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +106,7 @@ def open_engine(
     from twostroke.engine.build import build
     from twostroke.engine.compute import FLOAT32_BACKENDS
 
-    if options.parallel.num_ranks == 1 and (warning := undivided()) is not None:
+    if (warning := unwise(options.parallel.num_ranks)) is not None:
         _logger.warning(warning)
     label = f"Loading {fetch(model, quiet=quiet).name}"
     if options.speculation.draft not in {None, PARTNER}:

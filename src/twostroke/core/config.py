@@ -267,7 +267,8 @@ class ParallelOptions(Frozen):
         count = self.tensor * self.expert
         count = self.pipeline if count == 1 else count
         if count == 1:
-            reason = "needs {other} or {more}: there is nothing to divide."
+            reason = "needs {other} or {more}: "
+            reason += "rows are divided evenly." if self.context > 1 else "there is one part only."
             facts = {"other": Field("tensor"), "more": Field("pipeline")}
             raise UsageError(reason, field="shares", **facts)
         if len(self.shares) != count:

@@ -113,6 +113,8 @@ def megabytes(num_bytes: int) -> str:
     """Return a size as people read it."""
     if num_bytes >= 10**13:
         return f"{num_bytes / 1e12:,.1f} TB"
+    if 0 < num_bytes < 10**6:
+        return f"{num_bytes / 1e3:,.0f} KB" if num_bytes >= 1000 else f"{num_bytes} bytes"
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**10 else f"{num_bytes / 1e6:,.0f} MB"
 
 

@@ -7,6 +7,7 @@ from typing import Final
 from twostroke.core import env
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.hardware import num_cores
 
 # Rank and number of ranks, by launcher: torchrun and its like, Open MPI, MPICH and Intel, Slurm.
 _NAMES: Final = (
@@ -57,13 +58,18 @@ def launched() -> Launched | None:
     return None
 
 
-def undivided() -> str | None:
-    """Return a warning if a launcher has started several processes, which divide nothing."""
+def unwise(num_ranks: int) -> str | None:
+    """Return a warning about a division into `num_ranks` that works, but is hardly meant so."""
     try:
         place = launched()
-    except UsageError:  # of variables that nobody needs
+    except UsageError:  # of variables that nobody needs if there is one rank
         return None
-    if place is None or place.num_ranks == 1:
+    if place is None:
+        cores = num_cores()
+        if num_ranks <= max(4, 2 * cores):
+            return None
+        return f"{num_ranks} ranks share {cores} cores: expect it to be slow."
+    if num_ranks > 1 or place.num_ranks == 1:
         return None
     return (
         f"The launcher has started {place.num_ranks} processes, and each runs the whole model by "
