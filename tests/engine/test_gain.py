@@ -80,8 +80,8 @@ def test_two_machines_gain_over_one(tmp_path):
 
 def test_a_pipeline_gains_with_steps_in_flight_unless_weights_are_the_limit(tmp_path):
     stages = divided(tmp_path, Mesh(stages=(1, 1)))
-    # Of a tiny model rank 0 computes less than half: it also plans and draws.
-    for bandwidth, low, high in ((1e12, 1.3, 2.0), (1.0, 0.9, 1.1)):
+    # Uneven stages: rank 0 also plans and draws, which counts much in a tiny model.
+    for bandwidth, low, high in ((1e12, 1.3, 2.0), (1.0, 0.7, 1.1)):
         machine = replace(MACHINE, bandwidth=bandwidth)
         two = replace(stages, limits=(machine, machine))
         assert two.gain(DECODE, machine) == pytest.approx(1.0)
