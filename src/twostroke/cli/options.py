@@ -108,8 +108,8 @@ MACHINE: Final = {
         _machine(
             ["--page-size"],
             type=int,
-            default=DEFAULT_PAGE_SIZE,
-            help="Tokens in a page of keys and values.",
+            help=f"Tokens in a page of keys and values [default: {DEFAULT_PAGE_SIZE}, or 64 for "
+            "each rank where these are divided by places].",
         ),
         _machine(
             ["--prefix-cache/--no-prefix-cache"],

@@ -14,7 +14,7 @@ from twostroke.core.precision import ActivationBits
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
-DEFAULT_PAGE_SIZE: Final = 16
+DEFAULT_PAGE_SIZE: Final = 16  # tokens
 ACTIVATION_BITS: Final = (15, 9, 8)
 DEFAULT_ACTIVATION_BITS: Final = 15
 AUTO_BITS: Final = "auto"  # chosen for each product of the model
@@ -73,16 +73,16 @@ class CacheOptions(Frozen):
 
     `memory_bytes` None is as much as weights and one whole context take, or 128 tokens for each
     request that may run if that is more; within half of the free memory.
-    `context_length` None is the model's own. `strict_prefix` keeps pages filled by generated rows
-    out of the prefix cache on backends that compute these rows differently. `kv_format` is how the
-    cpu backend stores keys and values: "f16" (also "auto"), "bf16" for models whose keys or values
-    exceed 65504, or "int8" for about half of the memory (its cost is in
-    docs/adr/0011-keys-are-spread-before-int8.md).
+    `context_length` None is the model's own; `page_size` None is 16 tokens, or what places need.
+    `strict_prefix` keeps pages filled by generated rows out of the prefix cache on backends that
+    compute these rows differently. `kv_format` is how the cpu backend stores keys and values: "f16"
+    (also "auto"), "bf16" for models whose keys or values exceed 65504, or "int8" for about half of
+    the memory (its cost is in docs/adr/0011-keys-are-spread-before-int8.md).
     """
 
     memory_bytes: int | None = None
     context_length: int | None = None
-    page_size: int = DEFAULT_PAGE_SIZE
+    page_size: int | None = None
     prefix_cache: bool = True
     strict_prefix: bool = False
     kv_format: str = "auto"
@@ -90,13 +90,18 @@ class CacheOptions(Frozen):
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
         _one_of("kv_format", self.kv_format, KV_FORMATS)
-        _one_number_of("page_size", self.page_size, PAGE_SIZES)
+        _one_number_of("page_size", self.tokens_in_page, PAGE_SIZES)
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             reason = f"must be greater than 0, got {self.memory_bytes}."
             raise UsageError(reason, field="memory_bytes")
         if self.context_length is not None and self.context_length < 2:
             reason = f"must be at least 2, got {self.context_length}."
             raise UsageError(reason, field="context_length")
+
+    @property
+    def tokens_in_page(self) -> int:
+        """The tokens in a page, unless keys and values are divided by places."""
+        return DEFAULT_PAGE_SIZE if self.page_size is None else self.page_size
 
 
 class BatchOptions(Frozen):
@@ -321,7 +326,7 @@ class EngineOptions(Frozen):
         if self.parallel.kv_shares == "places":
             if backend == "torch":
                 raise UsageError("cannot be places on the backend torch.", field="kv_shares")
-            if self.cache.page_size != DEFAULT_PAGE_SIZE:
+            if self.cache.page_size is not None:
                 reason = "cannot be chosen where {other} is places."
                 raise UsageError(reason, field="page_size", other=Field("kv_shares"))
 

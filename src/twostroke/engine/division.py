@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from twostroke.core.config import DEFAULT_PAGE_SIZE
 from twostroke.parallel.launched import launched
 from twostroke.program.mesh import mesh_of, stores_twice
 
@@ -30,7 +29,7 @@ def mesh_for(options: EngineOptions, program: Program) -> Mesh:
     can_choose = (
         parallel.kv_shares == "auto"
         and not parallel.attention_shares
-        and options.cache.page_size == DEFAULT_PAGE_SIZE
+        and options.cache.page_size is None
         and options.compute.backend != "torch"
     )
     if not can_choose or not stores_twice(mesh, program):

@@ -65,7 +65,7 @@ def size_cache(  # noqa: PLR0913 - what only the builder knows
     if context_length > program.context_length:
         message = f"{program.name} was made for at most {program.context_length} tokens of context"
         raise UsageError(f"{message}, not {context_length}: lower --context-length.")
-    page_size, memory_bytes = mesh.page_size(options.page_size), options.memory_bytes
+    page_size, memory_bytes = mesh.page_size(options.tokens_in_page), options.memory_bytes
     kv_format = auto_format if options.kv_format == "auto" else options.kv_format
     stored = parts or (program,)
     page_bytes = max(1, sum(one.page_bytes(page_size, FORMATS[kv_format]) for one in stored))

@@ -173,7 +173,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
         program,
         loaded.tensors,
         num_pages,
-        wanted.cache.page_size,
+        wanted.cache.tokens_in_page,
         num_threads,
         level=level,
         kv_format=kv_format,
@@ -190,7 +190,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
 
 def _num_pages(program: Program, wanted: Wanted, kv_format: str, weight_bytes: int) -> int:
     """Return how many pages the largest shape needs."""
-    page_size = wanted.cache.page_size
+    page_size = wanted.cache.tokens_in_page
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     for shape in wanted.shapes:
         shape.check(program)

@@ -18,6 +18,7 @@ _NAMES: Final = (
 )
 _SLURM_BATCH: Final = 0xFFFFFFF0  # steps from here on are not srun's
 _DEFAULT_PORT: Final = 29500  # torchrun's
+_MAX_PORT: Final = 65535
 
 
 class Launched(Frozen):
@@ -44,9 +45,9 @@ def launched() -> Launched | None:
         found.pop("SLURM_PROCID", None)  # a batch script has it, too, though srun did not start it
     for rank, size in _NAMES:
         if rank in found and size in found:
-            port = _number(found, "MASTER_PORT", _DEFAULT_PORT, 1, 65535)
+            port = _number(found, "MASTER_PORT", _DEFAULT_PORT, 1, _MAX_PORT)
             if "TORCHELASTIC_RUN_ID" in found:
-                port += 1  # torchrun itself listens at MASTER_PORT
+                port += 1 if port < _MAX_PORT else -1  # torchrun itself listens at MASTER_PORT
             num_ranks = _number(found, size, 0, 1, 1 << 20)
             number = _number(found, rank, 0, 0, 1 << 20)
             if number >= num_ranks:
