@@ -98,11 +98,11 @@ def test_a_file_must_repeat_the_canary_of_its_report(smollm2_path: Path) -> None
     loaded = load_path(smollm2_path)
     sound = Canary((0.1,) * 63, tuple(range(64)))
     other = replace(sound, nats=(0.5,) * 63)
-    assert first_load(loaded, sound)._fault(sound) is None
-    assert "0.40 nats from those in its report" in (first_load(loaded, other)._fault(sound) or "")
+    assert first_load(loaded, sound).fault(sound) is None
+    assert "0.40 nats from those in its report" in (first_load(loaded, other).fault(sound) or "")
     # An answer of one token, and a text that has other tokens now.
-    assert "one token" in (first_load(loaded, sound)._fault(Canary((0.1,) * 63, (7,) * 64)) or "")
-    assert first_load(loaded, replace(sound, nats=(0.1,) * 9))._fault(sound) is not None
+    assert "one token" in (first_load(loaded, sound).fault(Canary((0.1,) * 63, (7,) * 64)) or "")
+    assert first_load(loaded, replace(sound, nats=(0.1,) * 9)).fault(sound) is not None
     with pytest.raises(ModelFormatError, match="its report is damaged"):
         first_load(loaded, "not JSON")
 

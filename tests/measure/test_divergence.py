@@ -41,6 +41,8 @@ def test_every_figure_is_as_its_definition_says() -> None:
     assert result.num_rows == 41
     assert result.mean_kl == pytest.approx(np.mean(divergences))
     assert result.max_kl == pytest.approx(max(divergences))
+    second, last = sorted(divergences)[-2:]  # 41 rows: 0.999 lies between the last two
+    assert result.high_kl == pytest.approx(last + 0.04 * (second - last))
     assert result.top1_agreement == np.mean(agreeing)
     assert result.right_perplexity == pytest.approx(math.exp(np.mean(right_nats)))
     assert result.perplexity == pytest.approx(math.exp(np.mean(other_nats)))

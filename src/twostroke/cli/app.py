@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "embed": "Turn texts into vectors.",
     "compare": "Measure how much backends, formats or models differ.",
     "quantize": "Write a model with fewer bits, and score it.",
+    "report": "Show how a quantized file scored.",
     "profile": "Show where the time of a step goes.",
     "train-heads": "Train heads, which guess tokens ahead (speculation).",
     "models": "List, verify and remove models.",

@@ -8,6 +8,7 @@ import click
 
 from twostroke.cli.help import Command, OneOf, TextFile, option
 from twostroke.cli.pull import fetch
+from twostroke.cli.terminal import printable
 
 
 def _targets() -> tuple[str, ...]:
@@ -27,22 +28,24 @@ def _targets() -> tuple[str, ...]:
     type=TextFile(),
     help="A file with text like that which the model will read [default: Python's documentation].",
 )
-@option("--tokens", "num_tokens", default=8192, help="Tokens of it to calibrate on.")
+@option(
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(1024),
+    default=8192,
+    help="Tokens of it to calibrate on.",
+)
 def command(model: str, target: str, out: Path, text: str | None, num_tokens: int) -> None:
     """Write MODEL with fewer bits for each weight, as a GGUF file.
 
     Rounding is calibrated on text. The file is read back and scored on other text before it gets
-    its name.
+    its name. A report of how it scored stands in the file: twostroke report FILE.
     """
+    from twostroke.cli.report import show_report
     from twostroke.compress.quantize import quantize
 
     target = OneOf(_targets()).convert(target, None, None)
     fetch(model)
     done = quantize(model, target, out, text, num_tokens, lambda line: click.echo(line, err=True))
-    it = done.comparison
-    click.echo(
-        f"{out}: {done.num_bytes / 1e6:.1f} MB, {done.bits:.2f} bits for each weight of a layer. "
-        f"Held-out text: KL {it.mean_kl:.2e} (largest {it.max_kl:.2f}), same top token "
-        f"{it.top1_agreement:.1%}, perplexity {it.perplexity:.2f} (source "
-        f"{it.right_perplexity:.2f})."
-    )
+    click.echo(printable(f"{out}\n"))
+    show_report(done)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from pydoc_data import topics
 from typing import TYPE_CHECKING, Final
 
+from twostroke.compress.report import FileReport, TextFacts, bits_of, make_report
 from twostroke.compress.round import GRIDS
+from twostroke.compress.unfinished import need, unfinished
 from twostroke.compress.walk import round_products
-from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.config import ComputeOptions
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.core.frozen import Frozen
+from twostroke.engine.canary import REPORT_KEY
+from twostroke.engine.compute import check_can_run
 from twostroke.engine.loading import load
-from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.measure.compare import held_out_text, pieces_of
 from twostroke.models import build_program
 from twostroke.models.rope import ROPE_TABLES
 from twostroke.program import Program, ops
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from twostroke.measure.divergence import Comparison
     from twostroke.weights import LoadedModel
     from twostroke.weights.write_gguf import Value
 
@@ -43,16 +44,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "
 _FILE_TYPES |= {"IQ4_NL": 25, "BF16": 32}
 _TABLE_FORMAT = "Q8_0"  # of embeddings and logits
 # What describes the old file alone, or is written anew.
-_DROPPED = ("split.", "quantize.", "twostroke.quantize.", "general.alignment")
-_FIGURES = "twostroke.quantize."
-
-
-class Quantized(Frozen):
-    """What was written: its size, the bits of a product's weight, and how it scored."""
-
-    num_bytes: int
-    bits: float
-    comparison: Comparison
+_DROPPED = ("split.", "quantize.", "twostroke.", "general.alignment")
 
 
 def calibration_text() -> str:
@@ -62,34 +54,48 @@ def calibration_text() -> str:
 
 def quantize(
     model: str, target: str, out: Path, text: str | None, num_tokens: int, notice: Notice
-) -> Quantized:
+) -> FileReport:
     """Write `model` in the format `target` (of TARGETS) to `out`; nothing, if anything fails.
 
-    Calibrates on `num_tokens` tokens of `text`.
+    Calibrates on `num_tokens` tokens of `text`. The report is in the file, too.
 
     Raises:
         UsageError: the text is too short, or has parts of the held-out text.
+        QualityError: the written file would write garbage.
         TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
     """
     if out.suffix != ".gguf":
         raise UsageError(f"The file {out.name!r} must end with .gguf.", field="out")
+    check_can_run(ComputeOptions(backend="cpu"))  # which scores the file
     source = load(model)
+    if any(mapping.path.resolve() == out.resolve() for mapping in source.mappings):
+        raise UsageError("must not be the source's file.", field="out")
+    with unfinished(out) as part:
+        return _write(source, target, part, text, num_tokens, notice)
+
+
+def _write(
+    source: LoadedModel, target: str, part: Path, text: str | None, num_tokens: int, notice: Notice
+) -> FileReport:
     metadata, fixed = _stored(source)
     program, name = build_program(source.spec), target.upper()
     formats = _formats(program, source.tensors, name)
     _tell_if_no_finer(source.tensors, formats, notice)
+    sizes = (
+        source.tensors[key].num_values * FORMATS[formats[key]].bits_per_value for key in formats
+    )
+    need(part, sum(sizes) / 8)
     tensors = dict(source.tensors)
     for key, chosen in formats.items():
         if chosen not in GRIDS or not key.startswith("blk."):
             tensors[key] = QuantTensor.from_floats(tensors[key].dequantize(), FORMATS[chosen])
     rounded = {key: chosen for key, chosen in formats.items() if key.startswith("blk.")}
     written: dict[str, Value] = {"general.file_type": _FILE_TYPES[name]}
+    calibration = None
     if name in GRIDS:
         chosen_text = calibration_text() if text is None else text
-        pieces = _calibration(model, chosen_text, num_tokens)
-        digest = hashlib.sha256(chosen_text.encode()).hexdigest()
-        written |= {f"{_FIGURES}calibration_sha256": digest}
-        written |= {f"{_FIGURES}calibration_tokens": sum(map(len, pieces))}
+        pieces = _calibration(source, chosen_text, num_tokens)
+        calibration = TextFacts.of(chosen_text, pieces)
         began = time.perf_counter()
         for count, (key, tensor) in enumerate(
             round_products(program, tensors, rounded, pieces), start=1
@@ -99,24 +105,14 @@ def quantize(
                 continue
             left_s = (time.perf_counter() - began) * (len(rounded) / count - 1)
             notice(f"Rounded {count} of {len(rounded)} matrices, {left_s:.0f} s left")
-    part = out.with_name(f".{out.stem}.part.gguf")
     everything = tensors | fixed
-    try:
-        write_gguf(part, metadata | written, everything)
-        notice("Scoring the written file on held-out text")
-        comparison = _scored(model, part)
-        written |= _figures(comparison)
-        write_gguf(part, metadata | written, everything)
-        load(str(part))
-        part.replace(out)
-    except OSError as error:
-        needed = sum(tensor.num_bytes for tensor in everything.values()) / 1e6
-        raise TwostrokeError(
-            f"{str(out)!r} cannot be written ({error.strerror}): it needs {needed:,.0f} MB."
-        ) from None
-    finally:
-        part.unlink(missing_ok=True)
-    return Quantized(out.stat().st_size, _bits({key: tensors[key] for key in rounded}), comparison)
+    write_gguf(part, metadata | written, everything)
+    notice("Scoring the written file on held-out text")
+    report = make_report(source, part, target, calibration)
+    part.unlink()  # it may still be mapped
+    write_gguf(part, metadata | written | {REPORT_KEY: report.encode()}, everything)
+    load(str(part))
+    return report
 
 
 def _stored(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor]]:
@@ -151,17 +147,11 @@ def _formats(program: Program, tensors: Mapping[str, QuantTensor], name: str) ->
     return formats
 
 
-def _bits(tensors: Mapping[str, QuantTensor]) -> float:
-    """Return the bits that a value takes, on average."""
-    values = sum(tensor.num_values for tensor in tensors.values())
-    return 8 * sum(tensor.num_bytes for tensor in tensors.values()) / values
-
-
 def _tell_if_no_finer(
     tensors: Mapping[str, QuantTensor], formats: Mapping[str, str], notice: Notice
 ) -> None:
     products = {key: tensors[key] for key in formats if key.startswith("blk.")}
-    bits, wanted = _bits(products), max(FORMATS[formats[key]].bits_per_value for key in products)
+    bits, wanted = bits_of(products), max(FORMATS[formats[key]].bits_per_value for key in products)
     if bits <= wanted:
         notice(
             f"The source already has {bits:.2f} bits for each weight, the result {wanted:.2f}: "
@@ -169,37 +159,16 @@ def _tell_if_no_finer(
         )
 
 
-def _calibration(model: str, text: str, num_tokens: int) -> list[list[int]]:
+def _calibration(source: LoadedModel, text: str, num_tokens: int) -> list[list[int]]:
     held_out = held_out_text()
     for start in range(0, len(held_out) - _SHARED_CHARACTERS, _SHARED_CHARACTERS // 2):
         if held_out[start : start + _SHARED_CHARACTERS] in text:
             message = "The calibration text has parts of the held-out text, which scores the file."
             raise UsageError(message, field="text")
-    pieces = pieces_of(text, [model], _PIECE, num_tokens)
+    pieces = pieces_of(text, [str(source.path)], _PIECE, num_tokens)
     found = sum(map(len, pieces))
     if found < _LEAST_TOKENS:
         raise UsageError(
             f"The calibration text has {found} tokens, {_LEAST_TOKENS} are needed.", field="text"
         )
     return pieces
-
-
-def _scored(model: str, written: Path) -> Comparison:
-    compute = ComputeOptions(backend="cpu")
-    right, other = (Subject(path, compute, CacheOptions()) for path in (model, str(written)))
-    reports = list(compare_subjects(right, [other], pieces_of(held_out_text(), [model]), _silent))
-    return reports[0].comparison
-
-
-def _silent(name: str) -> None:
-    del name
-
-
-def _figures(comparison: Comparison) -> dict[str, Value]:
-    return {
-        f"{_FIGURES}mean_kl": comparison.mean_kl,
-        f"{_FIGURES}max_kl": comparison.max_kl,
-        f"{_FIGURES}top1_agreement": comparison.top1_agreement,
-        f"{_FIGURES}perplexity": comparison.perplexity,
-        f"{_FIGURES}source_perplexity": comparison.right_perplexity,
-    }

@@ -125,9 +125,9 @@ def _nats(logits: NDArray[np.float32], token: int) -> float:
 class FirstLoad(Frozen):
     """What the check of a model's first load needs, gathered before its tensors are read.
 
-    `identity` tells apart files, and ways to compute them. A model that is not `judged` has to give
-    finite logits, and no more: it embeds, or it is too small. `accepts` turns a refusal into a
-    warning.
+    `identity` tells apart files, and ways to compute them. A model that is not `judged`, because it
+    embeds or is too small, has to give finite logits and to repeat a recorded canary, no more.
+    `accepts` turns a refusal into a warning.
     """
 
     name: str
@@ -170,7 +170,7 @@ class FirstLoad(Frozen):
         if _has_passed(path) or len(self.tokens) < 2:
             return
         canary = score_canary(backend, self.tokens)
-        fault = self._fault(canary)
+        fault = self.fault(canary)
         if fault is None:
             if not self.judged:
                 return
@@ -188,10 +188,9 @@ class FirstLoad(Frozen):
                 option=Field("accept_quality"),
             )
 
-    def _fault(self, canary: Canary) -> str | None:
-        fault = canary.fault()
-        if not self.judged:
-            return fault if not canary.is_finite else None
+    def fault(self, canary: Canary) -> str | None:
+        """Return what is wrong with the model's answers, None if nothing is."""
+        fault = canary.fault() if self.judged or not canary.is_finite else None
         if fault is not None or self.recorded is None or self.recorded.version != VERSION:
             return fault
         drift = canary.drift(self.recorded)

@@ -1,0 +1,66 @@
+"""`twostroke report`: prints the report in a file that `quantize` wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from twostroke.cli.help import Command, option
+from twostroke.cli.terminal import printable, show_table
+from twostroke.fetch.disk import megabytes
+
+if TYPE_CHECKING:
+    from twostroke.compress.report import FileReport, TextFacts
+
+
+@click.command("report", cls=Command)
+@click.argument("model", metavar="FILE")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(model: str, as_json: bool) -> None:
+    """Print the report in FILE: how it differs from its source, its sizes, and its speed.
+
+    It is as old as the file: nothing is measured now.
+    """
+    from twostroke.compress.report import report_of
+
+    report = report_of(model)
+    if as_json:
+        click.echo(report.encode())
+    else:
+        show_report(report)
+
+
+def show_report(report: FileReport) -> None:
+    """Print a report as tables."""
+    it = report.comparison
+    lines = [
+        ("Source", f"{report.source}, {report.source_bits:.2f} bits for each weight"),
+        ("SHA-256", report.source_sha256),
+        ("Format", f"{report.target}, {report.bits:.2f} bits for each weight of a layer"),
+        ("Size", f"{megabytes(report.num_bytes)}, in memory {megabytes(report.memory_bytes)}"),
+        ("KL", f"mean {it.mean_kl:.2e}, 99.9% {it.high_kl:.2e}, largest {it.max_kl:.2e}"),
+        ("Same top token", f"{it.top1_agreement:.2%}"),
+        ("Perplexity", f"{it.perplexity:.3f}, source {it.right_perplexity:.3f}"),
+        (
+            "Speed",
+            f"prompts {report.rows_per_s:,.0f} t/s, one stream {report.tokens_per_s:,.0f} t/s",
+        ),
+        ("Measured on", report.machine),
+        ("Calibration", _text(report.calibration)),
+        ("Held-out text", _text(report.held_out)),
+        ("Canary", f"{report.canary.easy_nats:.3f} nats for each easy token"),
+    ]
+    show_table(lines, right=())
+    click.echo()
+    rows = [
+        (kind.name, kind.formats, f"{kind.bits:.2f}", megabytes(kind.num_bytes))
+        for kind in report.kinds
+    ]
+    show_table([("MATRICES", "FORMAT", "BITS", "SIZE"), *rows], right=(2, 3))
+    if report.doubt:
+        click.echo(f"\n{printable(report.doubt)}")
+
+
+def _text(text: TextFacts | None) -> str:
+    return f"{text.num_tokens:,} tokens, SHA-256 {text.sha256}" if text else "none"

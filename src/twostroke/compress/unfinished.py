@@ -1,0 +1,44 @@
+"""A file that gets its name only when it is whole and has passed."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.fetch.disk import megabytes, place_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """Yield a hidden path beside `out`; the file there becomes `out` after the block.
+
+    If the block fails or is interrupted, the hidden file is removed, and `out` stays as it was.
+
+    Raises:
+        TwostrokeError: the disk cannot be written.
+    """
+    part = out.with_name(f".{out.stem}.part{out.suffix}")
+    try:
+        part.touch()  # to fail now, not after the work
+        yield part
+        place_file(part, out)
+    except OSError as error:
+        raise TwostrokeError(f"{str(out)!r} cannot be written: {error.strerror}.") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted. {str(out)!r} was not written.") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def need(path: Path, num_bytes: float) -> None:
+    """Raise TwostrokeError if the disk of the file `path` has fewer bytes free."""
+    free = shutil.disk_usage(path.parent).free
+    if free < num_bytes:
+        needed, left = megabytes(int(num_bytes)), megabytes(free)
+        raise TwostrokeError(f"The file needs {needed}, and the disk has {left} left.")

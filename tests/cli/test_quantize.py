@@ -1,0 +1,158 @@
+"""`quantize` names a file only after it has passed, and `report` prints how it scored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import shutil
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.compress import quantize as module
+from twostroke.measure.compare import held_out_text
+from twostroke.weights.gguf import read_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import Ran
+
+LAYER = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+TEXT = "Water runs down hills, and stones stay. " * 200
+NUM_TOKENS = 1024
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> tuple[str, ...]:
+    """The options for a text to calibrate on."""
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return ("--text", str(path), "--tokens", str(NUM_TOKENS))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder for files that are written."""
+    path = tmp_path / "out"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in 4 bits, calibrated on `TEXT`."""
+    out = tmp_path_factory.mktemp("small") / "small.gguf"
+    module.quantize(tiny, "q4_0", out, TEXT, NUM_TOKENS, lambda _: None)
+    assert [path.name for path in out.parent.iterdir()] == ["small.gguf"]
+    return out
+
+
+def test_a_report_has_what_was_measured_and_from_what(
+    cli: Callable[..., Ran], tiny: str, small: Path
+) -> None:
+    report = json.loads(cli("report", str(small), "--json").out)
+    assert report["source_sha256"] == hashlib.sha256(Path(tiny).read_bytes()).hexdigest()
+    for name, content in (("calibration", TEXT), ("held_out", held_out_text())):
+        assert report[name]["sha256"] == hashlib.sha256(content.encode()).hexdigest()
+    assert (report["source_bits"], report["bits"]) == (32, 4.5)
+    bits = {kind["name"]: kind["bits"] for kind in report["kinds"]}
+    assert bits == {"token_embd": 8.5, **dict.fromkeys(LAYER, 4.5)}
+    stored = sum(tensor.num_bytes for tensor in read_gguf(small).tensors.values())
+    assert report["num_bytes"] == stored < report["memory_bytes"]
+    scored = report["comparison"]
+    assert 0 < scored["mean_kl"] < scored["high_kl"] < scored["max_kl"] < 1
+    assert min(scored["perplexity"], report["rows_per_s"], report["tokens_per_s"]) > 1
+    printed = cli("report", str(small)).out
+    for shown in (
+        "q4_0, 4.50 bits",
+        report["source_sha256"],
+        "ffn_down",
+        f"{scored['max_kl']:.2e}",
+    ):
+        assert shown in printed
+
+
+def test_figures_against_a_source_of_as_few_bits_are_doubted(
+    cli: Callable[..., Ran], small: Path, text: tuple[str, ...], folder: Path
+) -> None:
+    doubt, out = "say nothing about the original model", str(folder / "again.gguf")
+    assert doubt not in cli("report", str(small)).out
+    ran = cli("quantize", str(small), "--to", "q4_0", "--out", out, *text)
+    assert doubt in ran.err
+    assert doubt in cli("report", out).out
+
+
+def test_a_file_that_differs_from_its_report_is_refused(
+    cli: Callable[..., Ran], small: Path, folder: Path
+) -> None:
+    path, whole = folder / "broken.gguf", small.read_bytes()
+    ask = ("generate", str(path), "hello", "--max-tokens", "1")
+    path.write_bytes(whole)
+    assert cli(*ask).code == 0
+    for name, tensor in read_gguf(small).tensors.items():
+        if "ffn" in name and tensor.format.name == "Q4_0":
+            blocks = tensor.data.reshape(-1, 18).copy()
+            blocks[:, 2:] ^= 0x88  # the codes' highest bits
+            whole = whole.replace(tensor.data.tobytes(), blocks.tobytes())
+    path.write_bytes(whole)
+    ran = cli(*ask)
+    assert ran.code == 4
+    assert "nats from those in its report" in ran.err
+    assert "--accept-quality uses it all the same" in ran.err
+    assert cli(*ask, "--accept-quality").code == 0
+
+
+def test_a_model_without_a_report_is_told_apart(cli: Callable[..., Ran], tiny: str) -> None:
+    ran = cli("report", tiny)
+    assert ran.code == 4
+    assert "has no report" in ran.err
+
+
+def test_nothing_is_named_that_cannot_pass(
+    cli: Callable[..., Ran],
+    tiny: str,
+    text: tuple[str, ...],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (short := folder.parent / "short.txt").write_text("Too short. " * 20)
+    (held_out := folder.parent / "held.txt").write_text(TEXT + held_out_text()[1000:2000])
+
+    def refused(sentence: str, code: int, *more: str, name: str = "x.gguf") -> None:
+        out = str(folder / name)
+        ran = cli("quantize", tiny, "--to", "q4_0", "--out", out, *text, *more)
+        assert (ran.code, ran.err.count("twostroke: ")) == (code, 1), ran.err
+        assert sentence in ran.err
+        assert not list(folder.iterdir())
+
+    refused("tokens, 1024 are needed", 2, "--text", str(short))
+    refused("has parts of the held-out text", 2, "--text", str(held_out))
+    refused("must end with .gguf", 2, name="x.bin")
+    refused("must not be the source", 2, "--out", tiny)
+    refused("cannot be written: No such file", 1, name="no/x.gguf")
+    with file_limit(60_000):
+        refused("cannot be written: File too large", 1)
+    free = shutil.disk_usage("/")._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: free)
+        refused("and the disk has 0 MB left", 1)
+    for stage in ("round_products", "make_report"):  # while it rounds, and once the file is whole
+        with monkeypatch.context() as patch:
+            patch.setattr(module, stage, lambda *_: signal.raise_signal(signal.SIGINT))
+            refused("x.gguf' was not written", 130)
+
+
+@contextmanager
+def file_limit(num_bytes: int) -> Iterator[None]:
+    """Let no file grow above `num_bytes`, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
