@@ -51,7 +51,8 @@ def show_report(report: FileReport) -> None:
         ("Held-out text", _text(report.held_out)),
         ("Canary", f"{report.canary.easy_nats:.3f} nats for each easy token"),
     ]
-    show_table(lines, right=())
+    for name, text in lines:
+        click.echo(printable(f"{name:<16}{text}"))
     click.echo()
     rows = [
         (kind.name, kind.formats, f"{kind.bits:.2f}", megabytes(kind.num_bytes))
