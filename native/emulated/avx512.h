@@ -216,6 +216,12 @@ TS_EMULATED __m512i add_epi32(__m512i a, __m512i b) {
 TS_EMULATED __m512i sub_epi32(__m512i a, __m512i b) {
   return integer<uint32_t>(bits<Doublewords>(a) - bits<Doublewords>(b));
 }
+TS_EMULATED __m512i mullo_epi32(__m512i a, __m512i b) {
+  return integer<uint32_t>(bits<Doublewords>(a) * bits<Doublewords>(b));
+}
+TS_EMULATED __m512i sub_epi8(__m512i a, __m512i b) {
+  return integer<uint8_t>(bits<Bytes>(a) - bits<Bytes>(b));
+}
 TS_EMULATED __m512i add_epi8(__m512i a, __m512i b) {
   return integer<uint8_t>(bits<Bytes>(a) + bits<Bytes>(b));
 }
@@ -328,6 +334,7 @@ TS_EMULATED_APART __m512 shuffle_f32x4(__m512 a, __m512 b, unsigned control) {
 #define _mm512_max_ps ts::emulated::max_ps
 #define _mm512_min_ps ts::emulated::min_ps
 #define _mm512_mul_ps ts::emulated::mul_ps
+#define _mm512_mullo_epi32 ts::emulated::mullo_epi32
 #define _mm512_or_si512 ts::emulated::or_si512
 #define _mm512_permute_ps ts::emulated::permute_ps
 #define _mm512_permutexvar_epi16 ts::emulated::permutexvar_epi16
@@ -347,5 +354,6 @@ TS_EMULATED_APART __m512 shuffle_f32x4(__m512 a, __m512 b, unsigned control) {
 #define _mm512_srli_epi32 ts::emulated::srli_epi32
 #define _mm512_store_si512 ts::emulated::store_si512
 #define _mm512_storeu_ps ts::emulated::storeu_ps
+#define _mm512_sub_epi8 ts::emulated::sub_epi8
 #define _mm512_sub_epi32 ts::emulated::sub_epi32
 #define _mm512_sub_ps ts::emulated::sub_ps

@@ -40,6 +40,10 @@ TS_INLINE void read_part(const uint8_t* group, int64_t block, int sub, int part,
                          float32x4_t* minimum) {
   constexpr BlockFormat format = block_format(T);
   const uint8_t* scales = group + format.scale_offset(block) + sub * format.scale_step();
+  if constexpr (format.scales == Scales::Floats) {
+    *scale = vld1q_f32(reinterpret_cast<const float*>(scales) + 4 * part);
+    return;
+  }
   if constexpr (!format.two_steps()) {
     *scale = load_four_halves(scales + 8 * part);
     if constexpr (format.has_minimum) {
@@ -61,6 +65,15 @@ TS_INLINE void read_part(const uint8_t* group, int64_t block, int sub, int part,
   }
 }
 
+/// The zero points of four outputs.
+template <WeightType T>
+TS_INLINE int32x4_t read_zeros(const uint8_t* group, int64_t block, int part) {
+  constexpr BlockFormat format = block_format(T);
+  const uint8_t* zeros = group + format.scale_offset(block) + format.zero_offset() + 4 * part;
+  const uint16x8_t shorts = vmovl_u8(vcreate_u8(load_word(zeros)));
+  return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(shorts)));
+}
+
 /// Adds a sub-block's part to the sums of rows [row, row + R).
 template <WeightType T, int R, int Planes>
 TS_INLINE void add_part(const uint8_t* group, int64_t place, const PanelBlock<Planes>& block,
@@ -76,7 +89,10 @@ TS_INLINE void add_part(const uint8_t* group, int64_t place, const PanelBlock<Pl
   read_part<T>(group, place, sub, part, &scale, &minimum);
   TS_UNROLL
   for (int r = 0; r < R; ++r) {
-    const int32x4_t start = vdupq_n_s32(offset_part(offset, minus_sum[r]));
+    int32x4_t start = vdupq_n_s32(offset_part(offset, minus_sum[r]));
+    if constexpr (format.has_zero) {
+      start = vmlaq_n_s32(start, read_zeros<T>(group, place, part), minus_sum[r]);
+    }
     const int32x4_t dots = dot_row<T, Planes>(codes, bytes + block.kRowBytes * r, sub, start);
     const float32x4_t factor = vmulq_n_f32(scale, block.scale[row + r]);
     float32x4_t sum = vfmaq_f32(sums[r].v[part], vcvtq_f32_s32(dots), factor);

@@ -54,8 +54,9 @@ TS_INLINE __m256i load_byte_plane(const uint8_t* plane, int quad, int part, int 
   return _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(((1 << Bits) - 1) << left)));
 }
 
+template <WeightType T>
 TS_INLINE __m256i look_up_bytes(__m256i codes) {
-  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kCodeTable));
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(code_table(T)));
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
 }
 
@@ -67,7 +68,7 @@ TS_INLINE __m256i load_byte_quad(const uint8_t* quants, int quad, int part) {
     return load_pairs(quants + 64 * quad + 32 * part);
   } else {
     const __m256i low = load_byte_plane<format.low_bits>(quants, quad, part, 0);
-    if constexpr (format.has_table) return look_up_bytes(low);
+    if constexpr (format.has_table()) return look_up_bytes<T>(low);
     if constexpr (format.high_bits == 0) return low;
     if constexpr (format.high_bits != 0) {
       const uint8_t* plane = quants + 64 * format.low_bits;
@@ -118,7 +119,7 @@ struct UnpackedCodes {
 template <WeightType T>
 constexpr int quads_together(int most) {
   int together = block_format(T).quads_per_sub();
-  while (2 * together * most * ((1 << block_format(T).num_bits()) - 1) > 32767) together /= 2;
+  while (2 * together * most * ((1 << block_format(T).value_bits()) - 1) > 32767) together /= 2;
   return together;
 }
 

@@ -59,8 +59,8 @@ TS_INLINE Codes<T> load_codes(const uint8_t* quants) {
       const __m512i high = load_plane<format.high_bits>(plane, i, format.low_bits);
       codes.quads[i] = _mm512_or_si512(codes.quads[i], high);
     }
-    if constexpr (format.has_table) {
-      const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kCodeTable));
+    if constexpr (format.has_table()) {
+      const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(code_table(T)));
       codes.quads[i] = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes.quads[i]);
     }
   }

@@ -64,11 +64,10 @@ TS_INLINE int8x16_t signed_quad(const uint8_t* quants, int quad) {
   constexpr BlockFormat format = block_format(T);
   const uint8x16_t sign = vdupq_n_u8(0x80);
   uint8x16_t codes = load_quad<T>(quants, quad);
-  if constexpr (format.has_table) {
-    codes = vqtbl1q_u8(vld1q_u8(kCodeTable) ^ sign, codes);
-  } else if constexpr (format.offset == 128) {
-    codes ^= sign;
+  if constexpr (format.has_table()) {
+    codes = vqtbl1q_u8(vld1q_u8(code_table(T)), codes);
   }
+  if constexpr (format.offset == 128) codes ^= sign;
   return vreinterpretq_s8_u8(codes);
 }
 
@@ -146,7 +145,7 @@ TS_INLINE PartCodes<T> load_part(const uint8_t* quants, int sub) {
   TS_UNROLL
   for (int i = 0; i < count; ++i) {
     uint8x16_t quad = load_quad<T>(quants, sub * count + i);
-    if constexpr (format.has_table) quad = vqtbl1q_u8(vld1q_u8(kCodeTable), quad);
+    if constexpr (format.has_table()) quad = vqtbl1q_u8(vld1q_u8(code_table(T)), quad);
     TS_UNROLL
     for (int half = 0; half < 2; ++half) {
       const uint8x16_t pair = vqtbl1q_u8(quad, vld1q_u8(kPairOrder[half]));

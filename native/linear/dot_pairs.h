@@ -58,10 +58,11 @@ inline Pairs combine(Pairs a, Pairs b) { return _mm_or_si128(a, b); }
 inline Pairs add(Pairs a, Pairs b) { return _mm_add_epi32(a, b); }
 inline Pairs multiply_pairs(Pairs a, Pairs b) { return _mm_madd_epi16(a, b); }
 /// One by one: SSE2 cannot shuffle by a variable.
+template <WeightType T>
 inline Pairs look_up(Pairs codes) {
   uint16_t values[8];
   std::memcpy(values, &codes, sizeof values);
-  for (uint16_t& value : values) value = kCodeTable[value];
+  for (uint16_t& value : values) value = code_table(T)[value];
   std::memcpy(&codes, values, sizeof values);
   return codes;
 }
@@ -90,9 +91,9 @@ TS_INLINE Pairs load_quad(const uint8_t* quants, int quad, int odd) {
     codes = combine(codes, load_plane<format.high_bits>(plane, quad, odd, format.low_bits));
   }
 #if TS_LEVEL == 0
-  if constexpr (format.has_table) return look_up(codes);
+  if constexpr (format.has_table()) return look_up<T>(codes);
 #else
-  static_assert(!format.has_table);
+  static_assert(!format.has_table());
 #endif
   return codes;
 }

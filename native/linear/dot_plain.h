@@ -49,7 +49,7 @@ inline void load_input(const uint8_t* quants, int quad, int i, int16_t codes[kGr
     add_plane(quants + 64 * format.low_bits, format.high_bits, quad, i, format.low_bits, codes);
   }
   for (int o = 0; o < kGroupSize; ++o) {
-    const int code = format.has_table ? kCodeTable[codes[o]] : codes[o];
+    const int code = format.has_table() ? code_table(T)[codes[o]] : codes[o];
     codes[o] = static_cast<int16_t>(code - format.offset);
   }
 }

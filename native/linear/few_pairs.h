@@ -82,7 +82,7 @@ constexpr bool is_buffered() {
 
 template <WeightType T>
 constexpr bool is_met_packed() {
-  return !is_buffered<T>() && block_format(T).num_bits() == 4 && !block_format(T).has_table;
+  return !is_buffered<T>() && block_format(T).num_bits() == 4 && !block_format(T).has_table();
 }
 
 template <WeightType T>
@@ -146,6 +146,11 @@ void multiply_few(const uint8_t* group, const PanelBlock<2>* panel, int row, int
     for (int sub = 0; sub < format.num_subs; ++sub) {
       Integers dots[R];
       dot_few<T, R>(codes, block, row, sub, dots);
+      if constexpr (format.has_zero) {
+        const int32_t* minus_sum = minus_sums<T>(block, row, sub);
+        TS_UNROLL
+        for (int r = 0; r < R; ++r) dots[r] = add_multiple(dots[r], reader.zeros, minus_sum[r]);
+      }
       const float* row_scales = block.scale + row;
       asm("" : "+r"(row_scales), "+x"(dots[R - 1].v[1]));  // or GCC would load them before
       Lanes scale;

@@ -92,6 +92,11 @@ __attribute__((noinline)) void multiply_blocks(const uint8_t* group,
     for (int sub = 0; sub < format.num_subs; ++sub) {
       Integers dots[R];
       dot_sub<T, R>(codes, block, row, sub, dots);
+      if constexpr (format.has_zero) {
+        const int32_t* minus_sum = minus_sums<T>(block, row, sub);
+        TS_UNROLL
+        for (int r = 0; r < R; ++r) dots[r] = add_multiple(dots[r], reader.zeros, minus_sum[r]);
+      }
       Lanes scale;
       Lanes minimum;
       reader.read(sub, &scale, &minimum);

@@ -1,6 +1,7 @@
 // Sixteen float32 lanes (one per output of a group) on each instruction-set level.
 //
-// load_bytes makes int8 into floats; load_nibbles the low and the high nibbles of 16 bytes.
+// load_bytes makes int8 into floats; load_nibbles the low and the high nibbles of 16 bytes;
+// load_integers widens unsigned bytes. add_multiple(a, b, factor) is a + b * factor and may wrap.
 #pragma once
 
 #include <cstdint>
@@ -52,6 +53,13 @@ inline Lanes load_halves(const uint8_t* p) {
 inline Lanes load_bytes(const uint8_t* p) {
   const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
   return to_lanes({_mm512_cvtepi8_epi32(bytes)});
+}
+
+inline Integers load_integers(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline Integers add_multiple(Integers a, Integers b, int32_t factor) {
+  return {_mm512_add_epi32(a.v, _mm512_mullo_epi32(b.v, _mm512_set1_epi32(factor)))};
 }
 
 inline void load_nibbles(const uint8_t* p, Lanes* low, Lanes* high) {
@@ -115,6 +123,22 @@ inline Lanes load_bytes(const uint8_t* p) {
     bytes.v[half] = _mm256_cvtepi8_epi32(_mm_loadl_epi64(eight));
   }
   return to_lanes(bytes);
+}
+
+inline Integers load_integers(const uint8_t* p) {
+  Integers result;
+  for (int half = 0; half < 2; ++half) {
+    const auto* eight = reinterpret_cast<const __m128i*>(p + 8 * half);
+    result.v[half] = _mm256_cvtepu8_epi32(_mm_loadl_epi64(eight));
+  }
+  return result;
+}
+inline Integers add_multiple(Integers a, Integers b, int32_t factor) {
+  const __m256i factors = _mm256_set1_epi32(factor);
+  for (int half = 0; half < 2; ++half) {
+    a.v[half] = _mm256_add_epi32(a.v[half], _mm256_mullo_epi32(b.v[half], factors));
+  }
+  return a;
 }
 
 inline void load_nibbles(const uint8_t* p, Lanes* low, Lanes* high) {
@@ -185,6 +209,19 @@ inline Lanes load_bytes(const uint8_t* p) {
     result.v[i] = static_cast<float>(static_cast<int8_t>(p[i]));
   }
   return result;
+}
+
+inline Integers load_integers(const uint8_t* p) {
+  Integers result;
+  for (int i = 0; i < kGroupSize; ++i) result.v[i] = p[i];
+  return result;
+}
+inline Integers add_multiple(Integers a, const Integers& b, int32_t factor) {
+  for (int i = 0; i < kGroupSize; ++i) {
+    a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) +
+                                  static_cast<uint32_t>(b.v[i]) * static_cast<uint32_t>(factor));
+  }
+  return a;
 }
 
 inline void load_nibbles(const uint8_t* p, Lanes* low, Lanes* high) {

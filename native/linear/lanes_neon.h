@@ -70,6 +70,18 @@ inline Lanes widen_bytes(int8x16_t bytes) {
 inline Lanes load_bytes(const int8_t* p) { return widen_bytes(vld1q_s8(p)); }
 inline Lanes load_bytes(const uint8_t* p) { return load_bytes(reinterpret_cast<const int8_t*>(p)); }
 
+inline Integers load_integers(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const int16x8_t low = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(bytes)));
+  const int16x8_t high = vreinterpretq_s16_u16(vmovl_high_u8(bytes));
+  return {{vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)),
+           vmovl_high_s16(high)}};
+}
+inline Integers add_multiple(const Integers& a, const Integers& b, int32_t factor) {
+  return {{vmlaq_n_s32(a.v[0], b.v[0], factor), vmlaq_n_s32(a.v[1], b.v[1], factor),
+           vmlaq_n_s32(a.v[2], b.v[2], factor), vmlaq_n_s32(a.v[3], b.v[3], factor)}};
+}
+
 inline void load_nibbles(const uint8_t* p, Lanes* low, Lanes* high) {
   const uint8x16_t bytes = vld1q_u8(p);
   *low = widen_bytes(vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15))));

@@ -1,14 +1,15 @@
 // Where things lie in packed weights and in prepared activations: shared by packing and kernels.
 //
 // Packed block formats: per group of 16 outputs, per unit (2 blocks of 32 inputs, or the 8 of a
-// format whose scales come in two steps): quants of all its blocks, scales of all its blocks, and
-// with two steps the float16 of the whole unit. Units begin on 64-byte lines and so do quants; what
-// a last unit lacks in blocks is zero.
+// format whose scales come in two steps, or those of two groups): quants of all its blocks, scales
+// of all its blocks, and with two steps the float16 of the whole unit. Units begin on 64-byte lines
+// and so do quants; what a last unit lacks in blocks is zero.
 //   quants: planes of 1, 2, 4 or 8 bits: the low bits of all codes, then the high bits. A plane of
 //     b bits is b vectors of 64 bytes. Byte 4 o + i of one belongs to output o and to input i of
 //     several quads (four inputs each): bits 0 .. b - 1 of vector v hold quad v, the next b bits
 //     quad v + b, and so on. So a quad is a shift and a mask away from the order that VNNI wants.
 //   scales of a block, in one step: 16 x float16 d, then 16 x float16 m if there are minimums.
+//   scales of a group, if floats: per sub-block 16 x float32, then 16 x uint8 zero points if any.
 //   scales of a block, in two: per sub-block 16 x int8, then the same of the minimums (or both in
 //     one byte, the minimum in its high nibble). Of a unit: 16 x float16 d, 16 x float16 -dmin.
 // Packed float formats: inputs padded with zeros to a multiple of 32.
@@ -37,12 +38,15 @@ constexpr int64_t kTileBytes = 1024;
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-/// How the scale of a sub-block is stored: as float16, or as an int8 or a nibble that a float16
-/// of 256 inputs is multiplied by.
-enum class Scales { Halves, Bytes, Nibbles };
+/// How the scale of a sub-block is stored: as float16 or float32, or as an int8 or a nibble that a
+/// float16 of 256 inputs is multiplied by.
+enum class Scales { Halves, Floats, Bytes, Nibbles };
 
-/// In what block formats differ. A weight is scale * (code - offset) + minimum, where a format with
-/// a table looks the code up first.
+/// What a format looks its codes up in.
+enum class Table { None, Levels, Floats };
+
+/// In what block formats differ. A weight is scale * (code - offset - zero point) + minimum, where
+/// a format with a table looks the code up first.
 struct BlockFormat {
   int low_bits;  // of a code, in the first plane; 0 if this is no block format
   int high_bits;
@@ -50,24 +54,37 @@ struct BlockFormat {
   int num_subs;  // sub-blocks of a block, each with a scale
   Scales scales;
   bool has_minimum;
-  bool has_table;
+  Table table;
+  int blocks_per_scale = 1;
+  bool has_zero = false;
 
+  constexpr bool has_table() const { return table != Table::None; }
   constexpr int num_bits() const { return low_bits + high_bits; }
   constexpr int quads_per_sub() const { return kQuads / num_subs; }
-  constexpr bool two_steps() const { return scales != Scales::Halves; }
+  constexpr bool two_steps() const { return scales == Scales::Bytes || scales == Scales::Nibbles; }
+  /// Bits of a code, or of what it is looked up as.
+  constexpr int value_bits() const {
+    return table == Table::Levels ? 8 : table == Table::Floats ? 5 : num_bits();
+  }
 
-  constexpr int64_t blocks_per_unit() const { return two_steps() ? 8 : 2; }
+  constexpr int64_t blocks_per_unit() const { return two_steps() ? 8 : 2 * blocks_per_scale; }
   constexpr int64_t quant_bytes() const { return 64 * num_bits(); }
   /// Bytes between the scales of a sub-block and of the next.
-  constexpr int64_t scale_step() const { return two_steps() ? kGroupSize : 2 * kGroupSize; }
+  constexpr int64_t scale_step() const {
+    return kGroupSize * (two_steps() ? 1 : scales == Scales::Floats ? 4 : 2);
+  }
   /// From a block's scales to its minimums.
   constexpr int64_t minimum_offset() const { return num_subs * scale_step(); }
+  /// From a group's scales to its zero points.
+  constexpr int64_t zero_offset() const { return num_subs * scale_step(); }
   constexpr int64_t scale_bytes() const {
-    return minimum_offset() * (has_minimum && scales != Scales::Nibbles ? 2 : 1);
+    return minimum_offset() * (has_minimum && scales != Scales::Nibbles ? 2 : 1) +
+           (has_zero ? kGroupSize : 0);
   }
   constexpr int64_t unit_bytes() const {
     const int64_t unit_scales = two_steps() ? 2 * kGroupSize * (has_minimum ? 2 : 1) : 0;
-    return round_up(blocks_per_unit() * (quant_bytes() + scale_bytes()) + unit_scales, 64);
+    const int64_t all_scales = blocks_per_unit() / blocks_per_scale * scale_bytes();
+    return round_up(blocks_per_unit() * quant_bytes() + all_scales + unit_scales, 64);
   }
   /// An even share of a unit's bytes.
   constexpr int64_t block_bytes() const { return unit_bytes() / blocks_per_unit(); }
@@ -80,7 +97,7 @@ struct BlockFormat {
   }
   TS_INLINE constexpr int64_t scale_offset(int64_t block) const {
     return unit_offset(block) + blocks_per_unit() * quant_bytes() +
-           block % blocks_per_unit() * scale_bytes();
+           block % blocks_per_unit() / blocks_per_scale * scale_bytes();
   }
   /// Of the float16 scales of the block's unit; those of the minimums follow.
   TS_INLINE constexpr int64_t unit_scale_offset(int64_t block) const {
@@ -92,29 +109,46 @@ constexpr BlockFormat block_format(WeightType type) {
   switch (type) {
     //        low high offset subs scales        minimum table
     case WeightType::Q4_0:
-      return {4, 0, 8, 1, Scales::Halves, false, false};
+      return {4, 0, 8, 1, Scales::Halves, false, Table::None};
     case WeightType::Q4_1:
-      return {4, 0, 0, 1, Scales::Halves, true, false};
+      return {4, 0, 0, 1, Scales::Halves, true, Table::None};
     case WeightType::Q5_0:
-      return {4, 1, 16, 1, Scales::Halves, false, false};
+      return {4, 1, 16, 1, Scales::Halves, false, Table::None};
     case WeightType::Q5_1:
-      return {4, 1, 0, 1, Scales::Halves, true, false};
+      return {4, 1, 0, 1, Scales::Halves, true, Table::None};
     case WeightType::Q8_0:
-      return {8, 0, 128, 1, Scales::Halves, false, false};
+      return {8, 0, 128, 1, Scales::Halves, false, Table::None};
     case WeightType::Q2_K:
-      return {2, 0, 0, 2, Scales::Nibbles, true, false};
+      return {2, 0, 0, 2, Scales::Nibbles, true, Table::None};
     case WeightType::Q3_K:
-      return {2, 1, 4, 2, Scales::Bytes, false, false};
+      return {2, 1, 4, 2, Scales::Bytes, false, Table::None};
     case WeightType::Q4_K:
-      return {4, 0, 0, 1, Scales::Bytes, true, false};
+      return {4, 0, 0, 1, Scales::Bytes, true, Table::None};
     case WeightType::Q5_K:
-      return {4, 1, 0, 1, Scales::Bytes, true, false};
+      return {4, 1, 0, 1, Scales::Bytes, true, Table::None};
     case WeightType::Q6_K:
-      return {4, 2, 32, 2, Scales::Bytes, false, false};
+      return {4, 2, 32, 2, Scales::Bytes, false, Table::None};
     case WeightType::IQ4_NL:
-      return {4, 0, 128, 1, Scales::Halves, false, true};
+      return {4, 0, 128, 1, Scales::Halves, false, Table::Levels};
     case WeightType::IQ4_XS:
-      return {4, 0, 128, 1, Scales::Bytes, false, true};
+      return {4, 0, 128, 1, Scales::Bytes, false, Table::Levels};
+    //        low high offset subs scales        minimum table       blocks a scale, zero point
+    case WeightType::Int4G32:
+      return {4, 0, 8, 1, Scales::Floats, false, Table::None};
+    case WeightType::Int4G128:
+      return {4, 0, 8, 1, Scales::Floats, false, Table::None, 4};
+    case WeightType::Int4G32Z:
+      return {4, 0, 0, 1, Scales::Floats, false, Table::None, 1, true};
+    case WeightType::Int4G128Z:
+      return {4, 0, 0, 1, Scales::Floats, false, Table::None, 4, true};
+    case WeightType::Int8G32:
+      return {8, 0, 128, 1, Scales::Floats, false, Table::None};
+    case WeightType::Int8G128:
+      return {8, 0, 128, 1, Scales::Floats, false, Table::None, 4};
+    case WeightType::E2M1G16:
+      return {4, 0, 16, 2, Scales::Floats, false, Table::Floats};
+    case WeightType::E2M1G32:
+      return {4, 0, 16, 1, Scales::Floats, false, Table::Floats};
     case WeightType::F32:
     case WeightType::F16:
     case WeightType::BF16:
@@ -128,6 +162,15 @@ constexpr bool is_block_format(WeightType type) { return block_format(type).low_
 /// The weights of the codes of IQ4_NL and IQ4_XS, plus their offset of 128.
 alignas(16) constexpr uint8_t kCodeTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                 129, 141, 153, 166, 181, 197, 217, 241};
+
+/// Twice the numbers of E2M1, plus their offset of 16.
+alignas(16) constexpr uint8_t kFloatTable[16] = {16, 17, 18, 19, 20, 22, 24, 28,
+                                                 16, 15, 14, 13, 12, 10, 8,  4};
+
+/// The 16 entries of a format's table.
+constexpr const uint8_t* code_table(WeightType type) {
+  return block_format(type).table == Table::Floats ? kFloatTable : kCodeTable;
+}
 
 constexpr int64_t element_bytes(WeightType type) { return type == WeightType::F32 ? 4 : 2; }
 
@@ -162,6 +205,14 @@ bool with_type(WeightType type, const Visitor& visit) {
     TS_VISIT(Q6_K);
     TS_VISIT(IQ4_NL);
     TS_VISIT(IQ4_XS);
+    TS_VISIT(Int4G32);
+    TS_VISIT(Int4G128);
+    TS_VISIT(Int4G32Z);
+    TS_VISIT(Int4G128Z);
+    TS_VISIT(Int8G32);
+    TS_VISIT(Int8G128);
+    TS_VISIT(E2M1G16);
+    TS_VISIT(E2M1G32);
   }
 #undef TS_VISIT
   return false;
@@ -195,8 +246,7 @@ struct alignas(64) FloatBlock {
 /// bits as int16, and levels without an instruction for bytes all codes.
 constexpr bool has_planes(WeightType type) {
 #if TS_LEVEL == 1
-  return is_block_format(type) && block_format(type).num_bits() < 8 &&
-         !block_format(type).has_table;
+  return is_block_format(type) && block_format(type).value_bits() < 8;
 #elif TS_LEVEL >= 2 || defined(__ARM_FEATURE_DOTPROD)
   return is_block_format(type);
 #else
@@ -235,7 +285,7 @@ constexpr int64_t mixed_panel_blocks(int64_t num_blocks) {
 constexpr bool is_mixed_format(WeightType type) {
   const BlockFormat format = block_format(type);
   return is_block_format(type) && format.num_subs == 1 && format.num_bits() <= 5 &&
-         !format.has_table;
+         !format.has_table();
 }
 
 /// What the rows were made into. Blocks have activations of 15 bits, coarse blocks of 8, mixed ones

@@ -24,7 +24,8 @@
 
 namespace ts {
 
-/// The numbers are GGUF's.
+/// The numbers are GGUF's; from 256 on ours: groups of 16, 32 or 128 inputs that share a float32
+/// scale, with a zero point (Z) or without, of integers or of E2M1 floats.
 enum class WeightType : int32_t {
   F32 = 0,
   F16 = 1,
@@ -41,6 +42,14 @@ enum class WeightType : int32_t {
   IQ4_NL = 20,
   IQ4_XS = 23,
   BF16 = 30,
+  Int4G32 = 256,
+  Int4G128 = 257,
+  Int4G32Z = 258,
+  Int4G128Z = 259,
+  Int8G32 = 260,
+  Int8G128 = 261,
+  E2M1G16 = 262,
+  E2M1G32 = 263,
 };
 
 /// What a row of activations is; it alone chooses the arithmetic.
@@ -77,7 +86,7 @@ constexpr int64_t num_groups(int64_t num_outputs) {
 }
 
 /// Bytes of a packed matrix (a multiple of 64), or -1 for an unknown type, a size below 1, or a
-/// block format whose num_inputs is not a multiple of its block in GGUF (32 or 256).
+/// block format whose num_inputs is not a multiple of its block in GGUF (32 or 256; of groups 32).
 int64_t packed_bytes(WeightType type, int64_t num_outputs, int64_t num_inputs);
 
 /// Packs groups [group_begin, group_end) of the matrix. `source` is the whole matrix in GGUF's

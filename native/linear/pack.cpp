@@ -1,4 +1,5 @@
-// Packs weights from GGUF's row-major layout into groups of 16 outputs, and reads rows back.
+// Packs weights from their source's row-major layout into groups of 16 outputs, and reads rows
+// back.
 #include <algorithm>
 #include <cstring>
 
@@ -78,6 +79,15 @@ void pack_source_block(const SourceBlock& source, int64_t first, uint8_t* group,
       put_steps(format, source, step, sub, group + format.scale_offset(first + i), column);
     }
   }
+  if constexpr (format.scales == Scales::Floats) {
+    uint8_t* scales = group + format.scale_offset(first);
+    for (int sub = 0; sub < format.num_subs; ++sub) {
+      std::memcpy(scales + sub * format.scale_step() + 4 * column, source.float_scales + sub,
+                  sizeof(float));
+    }
+    if (format.has_zero) scales[format.zero_offset() + column] = source.zero;
+    return;
+  }
   // With two steps, minimums are subtracted.
   constexpr uint16_t sign = format.two_steps() ? 0x8000 : 0;
   uint8_t* halves =
@@ -132,6 +142,13 @@ struct SubScale {
 
 SubScale unpack_scale(const BlockFormat& format, const uint8_t* group, int64_t block, int sub,
                       int64_t column) {
+  if (format.scales == Scales::Floats) {
+    SubScale factors = {0.0F, 0.0F};
+    std::memcpy(&factors.scale,
+                group + format.scale_offset(block) + sub * format.scale_step() + 4 * column,
+                sizeof factors.scale);
+    return factors;
+  }
   const uint8_t* halves =
       group + (format.two_steps() ? format.unit_scale_offset(block) : format.scale_offset(block));
   const float scale = get_half(halves, column);
@@ -147,20 +164,23 @@ SubScale unpack_scale(const BlockFormat& format, const uint8_t* group, int64_t b
   return {scale * static_cast<float>(scale_step), minimum * static_cast<float>(minimum_step)};
 }
 
-void unpack_block(const BlockFormat& format, const uint8_t* group, int64_t block, int64_t column,
+void unpack_block(WeightType type, const uint8_t* group, int64_t block, int64_t column,
                   float* out) {
+  const BlockFormat format = block_format(type);
   uint32_t quads[kQuads] = {};
   const uint8_t* quants = group + format.quant_offset(block);
   get_plane(quants, format.low_bits, 0, column, quads);
   get_plane(quants + 64 * format.low_bits, format.high_bits, format.low_bits, column, quads);
   uint8_t codes[kBlockSize];
   std::memcpy(codes, quads, sizeof codes);
+  const uint8_t* zeros = group + format.scale_offset(block) + format.zero_offset();
+  const int offset = format.offset + (format.has_zero ? zeros[column] : 0);
   const int size = 4 * format.quads_per_sub();
   for (int sub = 0; sub < format.num_subs; ++sub) {
     const SubScale factors = unpack_scale(format, group, block, sub, column);
     for (int i = sub * size; i < (sub + 1) * size; ++i) {
-      const int code = format.has_table ? kCodeTable[codes[i]] : codes[i];
-      const float value = static_cast<float>(code - format.offset) * factors.scale;
+      const int code = format.has_table() ? code_table(type)[codes[i]] : codes[i];
+      const float value = static_cast<float>(code - offset) * factors.scale;
       out[i] = format.has_minimum ? value + factors.minimum : value;
     }
   }
@@ -180,6 +200,8 @@ float unpack_element(WeightType type, const uint8_t* group, int64_t input, int64
 
 /// Inputs that the rows of a type must fill; 0 if the type is unknown.
 int64_t input_unit(WeightType type) {
+  if (block_format(type).scales == Scales::Floats)
+    return kBlockSize;  // the last group may be short
   if (is_block_format(type)) return source_size(type).inputs;
   return with_type(type, [](auto) {}) ? 1 : 0;
 }
@@ -196,7 +218,7 @@ void pack_groups(WeightType type, int64_t num_outputs, int64_t num_inputs, const
                  void* packed, int64_t group_begin, int64_t group_end) {
   const SourceSize unit =
       is_block_format(type) ? source_size(type) : SourceSize{1, element_bytes(type)};
-  const int64_t row_bytes = num_inputs / unit.inputs * unit.bytes;
+  const int64_t row_bytes = round_up(num_inputs, unit.inputs) / unit.inputs * unit.bytes;
   const int64_t size = group_bytes(type, num_inputs);
   for (int64_t index = group_begin; index < group_end; ++index) {
     uint8_t* group = static_cast<uint8_t*>(packed) + index * size;
@@ -215,9 +237,8 @@ void unpack_row(const PackedWeight& weight, int64_t row, float* out) {
   const uint8_t* group = weight.data + row / kGroupSize * group_bytes(weight.type, num_inputs);
   const int64_t column = row % kGroupSize;
   if (is_block_format(weight.type)) {
-    const BlockFormat format = block_format(weight.type);
     for (int64_t block = 0; block < num_inputs / kBlockSize; ++block) {
-      unpack_block(format, group, block, column, out + block * kBlockSize);
+      unpack_block(weight.type, group, block, column, out + block * kBlockSize);
     }
     return;
   }

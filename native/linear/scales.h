@@ -8,7 +8,8 @@
 
 namespace ts {
 
-/// Reads along one group, block after block. The minimum of a format without one is not set.
+/// Reads along one group, block after block. The minimum of a format without one is not set, nor
+/// are its zero points.
 template <WeightType T>
 class ScaleReader {
  public:
@@ -16,6 +17,7 @@ class ScaleReader {
   template <bool IsAlone = false>
   TS_INLINE void enter(const uint8_t* group, int64_t block) {
     scales_ = group + kFormat.scale_offset(block);
+    if constexpr (kFormat.has_zero) zeros = load_integers(scales_ + kFormat.zero_offset());
     if constexpr (kFormat.two_steps()) {
       if (!IsAlone && block % kFormat.blocks_per_unit() != 0) return;
       const uint8_t* halves = group + kFormat.unit_scale_offset(block);
@@ -38,11 +40,16 @@ class ScaleReader {
     }
   }
 
+  Integers zeros;  // of the last block
+
  private:
   static constexpr BlockFormat kFormat = block_format(T);
 
   static Lanes load(const uint8_t* p, const Lanes& unit) {
     if constexpr (kFormat.two_steps()) return multiply(unit, load_bytes(p));
+    if constexpr (kFormat.scales == Scales::Floats) {
+      return load_lanes(reinterpret_cast<const float*>(p));
+    }
     return load_halves(p);
   }
 

@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "linear/layout.h"
+
 namespace ts {
 namespace {
 
@@ -79,6 +81,40 @@ void read_split_scales(const uint8_t* p, SourceBlock* block) {
   }
 }
 
+float read_float(const uint8_t* p) {
+  float value;
+  std::memcpy(&value, p, sizeof value);
+  return value;
+}
+
+/// Neighbours side by side.
+void read_neighbours(const uint8_t* p, int64_t count, uint8_t* codes) {
+  for (int64_t i = 0; i < count / 2; ++i) {
+    codes[2 * i] = p[i] & 15;
+    codes[2 * i + 1] = p[i] >> 4;
+  }
+}
+
+/// Groups: scale, zero point, codes. Tables of E2M1 are doubled, so that scales are halved.
+void read_groups(WeightType type, const uint8_t* p, SourceBlock* block) {
+  const int64_t inputs = source_size(type).inputs;
+  const BlockFormat format = block_format(type);
+  const int64_t size = inputs / format.num_subs;
+  const float factor = format.has_table() ? 0.5F : 1.0F;
+  for (int sub = 0; sub < format.num_subs; ++sub) {
+    block->float_scales[sub] = factor * read_float(p);
+    p += sizeof(float);
+    if (format.has_zero) block->zero = *p++;
+    uint8_t* codes = block->codes + sub * size;
+    if (format.num_bits() == 8) {
+      std::memcpy(codes, p, static_cast<size_t>(size));
+    } else {
+      read_neighbours(p, size, codes);
+    }
+    p += size * format.num_bits() / 8;
+  }
+}
+
 /// Formats of 32 inputs a block.
 void read_small_block(WeightType type, const uint8_t* p, SourceBlock* block) {
   const bool has_minimum = type == WeightType::Q4_1 || type == WeightType::Q5_1;
@@ -95,6 +131,7 @@ void read_small_block(WeightType type, const uint8_t* p, SourceBlock* block) {
 
 void read_block(WeightType type, const uint8_t* p, SourceBlock* block) {
   uint8_t* codes = block->codes;
+  if (block_format(type).scales == Scales::Floats) return read_groups(type, p, block);
   if (source_size(type).inputs == kSuperSize) std::memset(codes, 0, sizeof block->codes);
   switch (type) {
     case WeightType::Q2_K:

@@ -1,4 +1,5 @@
-// GGUF's quantized blocks, taken apart into codes and scales: the layouts of ggml-common.h.
+// GGUF's quantized blocks, taken apart into codes and scales: the layouts of ggml-common.h; and
+// groups with float32 scales: those of quant/grouped.py.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 namespace ts {
 
-/// Inputs and bytes of one block in GGUF.
+/// Inputs and bytes of one block in its source.
 struct SourceSize {
   int64_t inputs;
   int64_t bytes;
@@ -39,6 +40,21 @@ constexpr SourceSize source_size(WeightType type) {
       return {256, 210};
     case WeightType::IQ4_XS:
       return {256, 136};
+    case WeightType::Int4G32:
+    case WeightType::E2M1G32:
+      return {32, 20};
+    case WeightType::Int4G128:
+      return {128, 68};
+    case WeightType::Int4G32Z:
+      return {32, 21};
+    case WeightType::Int4G128Z:
+      return {128, 69};
+    case WeightType::Int8G32:
+      return {32, 36};
+    case WeightType::Int8G128:
+      return {128, 132};
+    case WeightType::E2M1G16:
+      return {32, 24};  // two groups
     case WeightType::F32:
     case WeightType::F16:
     case WeightType::BF16:
@@ -56,6 +72,8 @@ struct SourceBlock {
   int8_t minimum_steps[16];
   uint16_t scale;
   uint16_t minimum;
+  float float_scales[2];  // of formats with float32 scales
+  uint8_t zero;
 };
 
 /// Reads the block at `p` (any alignment).

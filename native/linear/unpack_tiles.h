@@ -45,13 +45,15 @@ TS_INLINE void store_pairs(uint8_t* row, int64_t low, __m512 even, __m512 odd) {
 
 /// Weights of the codes in byte `shift / 8` of each dword, as the format defines them.
 template <WeightType T>
-inline __m512 dequantize(__m512i quads, int shift, Lanes scale, Lanes minimum) {
+inline __m512 dequantize(__m512i quads, int shift, const Integers& zeros, Lanes scale,
+                         Lanes minimum) {
   constexpr BlockFormat format = block_format(T);
   __m512i codes = _mm512_and_si512(_mm512_srli_epi32(quads, static_cast<unsigned>(shift)),
                                    _mm512_set1_epi32(255));
   if constexpr (format.offset != 0) {
     codes = _mm512_sub_epi32(codes, _mm512_set1_epi32(format.offset));
   }
+  if constexpr (format.has_zero) codes = _mm512_sub_epi32(codes, zeros.v);
   const Lanes values = to_lanes({codes});
   return format.has_minimum ? multiply_add(values, scale, minimum).v : multiply(values, scale).v;
 }
@@ -68,11 +70,11 @@ TS_INLINE void unpack_block_tile(const uint8_t* quants, const ScaleReader<T>& re
   for (int i = 0; i < kQuads; ++i) {
     const int sub = i / format.quads_per_sub();
     store_pairs<IsSplit>(tile + 128 * i, low,
-                         dequantize<T>(codes.quads[i], 0, scale[sub], minimum[sub]),
-                         dequantize<T>(codes.quads[i], 8, scale[sub], minimum[sub]));
+                         dequantize<T>(codes.quads[i], 0, reader.zeros, scale[sub], minimum[sub]),
+                         dequantize<T>(codes.quads[i], 8, reader.zeros, scale[sub], minimum[sub]));
     store_pairs<IsSplit>(tile + 128 * i + 64, low,
-                         dequantize<T>(codes.quads[i], 16, scale[sub], minimum[sub]),
-                         dequantize<T>(codes.quads[i], 24, scale[sub], minimum[sub]));
+                         dequantize<T>(codes.quads[i], 16, reader.zeros, scale[sub], minimum[sub]),
+                         dequantize<T>(codes.quads[i], 24, reader.zeros, scale[sub], minimum[sub]));
   }
 }
 

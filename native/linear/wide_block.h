@@ -22,7 +22,7 @@ template <WeightType T>
 struct WideShape {
   static constexpr int num_subs = block_format(T).num_subs;
   static constexpr bool has_minimum = block_format(T).has_minimum;
-  static_assert(has_minimum == (block_format(T).offset == 0));
+  static_assert(has_minimum == (block_format(T).offset == 0 && !block_format(T).has_zero));
 };
 
 /// One 32-block of G groups, as the kernel reads it: bytes in VNNI order, 128 added to signed ones,
@@ -49,8 +49,11 @@ TS_INLINE void unpack_wide_block(const uint8_t* group, int64_t index, const Scal
       const __m256i bytes = load_byte_quad<T>(quants, quad, part);
       TS_UNROLL
       for (int odd = 0; odd < 2; ++odd) {
-        const __m256i pairs =
-            _mm256_sub_epi16(pairs_of(bytes, odd), _mm256_set1_epi16(format.offset));
+        __m256i pairs = _mm256_sub_epi16(pairs_of(bytes, odd), _mm256_set1_epi16(format.offset));
+        if constexpr (format.has_zero) {
+          const __m256i zeros = reader.zeros.v[part];
+          pairs = _mm256_sub_epi16(pairs, combine(zeros, _mm256_slli_epi32(zeros, 16)));
+        }
         _mm256_store_si256(reinterpret_cast<__m256i*>(block->lines[2 * quad + odd][g]) + part,
                            pairs);
       }
@@ -61,7 +64,11 @@ TS_INLINE void unpack_wide_block(const uint8_t* group, int64_t index, const Scal
   const Codes<T> codes = load_codes<T>(group + format.quant_offset(index));
   TS_UNROLL
   for (int i = 0; i < kQuads; ++i) {
-    const __m512i bytes = _mm512_add_epi8(codes.quads[i], _mm512_set1_epi8(to_bytes));
+    __m512i bytes = _mm512_add_epi8(codes.quads[i], _mm512_set1_epi8(to_bytes));
+    if constexpr (format.has_zero) {
+      const __m512i zeros = _mm512_mullo_epi32(reader.zeros.v, _mm512_set1_epi32(0x01010101));
+      bytes = _mm512_sub_epi8(bytes, zeros);
+    }
     _mm512_store_si512(block->lines[i][g], bytes);
   }
 #endif

@@ -31,6 +31,7 @@ from support.native_linear import (
     ROW_KINDS,
     TYPES,
     Library,
+    Matrix,
     bfloat16,
     block_matrix,
     close,
@@ -44,11 +45,10 @@ from support.native_linear import (
     same_bits,
     whole_blocks,
 )
+from twostroke.quant import QuantTensor, grouped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from support.native_linear import Matrix
 
 # (outputs, inputs), widened to whole blocks, and rows
 SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (55, 672)]
@@ -281,3 +281,18 @@ def test_mixed_rows_are_shared_by_formats_that_mix(lib: Library) -> None:
     assert lib.c.ts_linear_same_preparation(Q4_1, Q4_0, 1) == 1
     assert lib.c.ts_linear_same_preparation(Q6_K, Q4_0, 1) == 0  # meets 15 bits
     assert lib.c.ts_linear_same_preparation(F16, BF16, 1) == 1
+
+
+def test_whole_rows_share_a_scale_where_the_last_group_is_short(lib: Library) -> None:
+    for bits, zero in ((4, False), (4, True), (8, False)):
+        rng = np.random.default_rng(13)
+        values = rng.standard_normal((20, 288)).astype(np.float32)
+        tensor = QuantTensor.from_floats(values, grouped(bits, 288, "f32", zero=zero))
+        fmt = tensor.format
+        assert fmt.to_kernel is not None
+        matrix = Matrix(fmt.kernel_id, fmt.to_kernel(tensor.data), tensor.dequantize())
+        assert np.array_equal(lib.unpack(matrix, lib.pack(matrix)), matrix.exact)
+        x = random_rows(18, 288, rng)
+        size = np.abs(x).astype(np.float64).max(axis=1) * 288 * np.abs(matrix.exact).max() * 16
+        exact = x.astype(np.float64) @ matrix.exact.T.astype(np.float64)
+        assert np.all(np.abs(lib.multiply(matrix, x) - exact) <= 1e-4 * size[:, None] + 1e-30)

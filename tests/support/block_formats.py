@@ -1,16 +1,20 @@
-"""GGUF's quantized blocks taken apart: random ones, and the integers and scales within them."""
+"""Quantized blocks taken apart: random ones, and the integers and scales within them."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from twostroke.core.frozen import Frozen
-from twostroke.quant import FORMATS
+from twostroke.quant import FORMATS_BY_KERNEL_ID
+from twostroke.quant.grouped import KERNEL
 from twostroke.quant.iq4 import LEVELS
 from twostroke.quant.k_from_minimum import unpack_scales
 from twostroke.quant.planes import unpack_planes
+from twostroke.quant.small_floats import E2M1
 from twostroke.quant.steps import unpack_codes
 
+FORMATS = {fmt.name: fmt for fmt in FORMATS_BY_KERNEL_ID.values()}
+GROUPED = {fmt.name for fmt in KERNEL}
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
@@ -50,6 +54,13 @@ def random_source(name: str, shape: tuple[int, int], rng: np.random.Generator) -
 def set_halves(name: str, source: np.ndarray, rng: np.random.Generator) -> None:
     """Write scales into the blocks: some of them zero, some the smallest subnormal."""
     blocks = source.reshape(-1, FORMATS[name].block_bytes)
+    if name in GROUPED:
+        scales = (rng.standard_normal(len(blocks)) * 0.02).astype(np.float32)
+        scales[rng.random(len(blocks)) < 0.05] = 0
+        blocks[:, :4] = scales[:, None].view(np.uint8)
+        if name.endswith("_Z"):
+            blocks[:, 4] %= 17  # GPTQ stores zero points less one
+        return
     for start in HALVES[name]:
         halves = (rng.standard_normal(len(blocks)) * 0.02).astype(np.float16)
         halves[rng.random(len(blocks)) < 0.05] = 0
@@ -59,6 +70,8 @@ def set_halves(name: str, source: np.ndarray, rng: np.random.Generator) -> None:
 
 def take_apart(name: str, source: np.ndarray) -> Parts:
     """Return the parts of blocks (outputs, bytes)."""
+    if name in GROUPED:
+        return take_groups_apart(name, source)
     blocks = source.reshape(-1, FORMATS[name].block_bytes)
     halves = [
         np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
@@ -76,6 +89,30 @@ def take_apart(name: str, source: np.ndarray) -> Parts:
         scales.reshape(outputs, -1),
         minimums.reshape(outputs, -1),
         quants.reshape(outputs, -1, quants.shape[1] // scales.shape[1]),
+    )
+
+
+def take_groups_apart(name: str, source: np.ndarray) -> Parts:
+    """Return the parts of groups; one of 128 shares its scale among four sub-blocks of 32."""
+    fmt = FORMATS[name]
+    blocks = source.reshape(-1, fmt.block_bytes)
+    scales = np.ascontiguousarray(blocks[:, :4]).view(np.float32)
+    has_zero = name.endswith("_Z")
+    codes = blocks[:, 4 + has_zero :]
+    if not name.startswith("INT8"):
+        codes = unpack_planes(codes, 4, run=1)
+    if name.startswith("E2M1"):
+        quants, scales = (2 * E2M1)[codes].astype(np.int64), scales * np.float32(0.5)
+    else:
+        half = 128 if name.startswith("INT8") else 8
+        quants = codes.astype(np.int64) - (blocks[:, 4:5].astype(np.int64) if has_zero else half)
+    size = min(fmt.block_size, 32)
+    shared = np.repeat(scales, fmt.block_size // size, axis=1)
+    outputs = len(source)
+    return Parts(
+        shared.reshape(outputs, -1),
+        np.zeros((0, 0), np.float32),
+        quants.reshape(outputs, -1, size),
     )
 
 

@@ -12,19 +12,20 @@ import numpy as np
 from support.block_formats import Parts, random_source, take_apart
 from support.native import address, load_level
 from twostroke.core.frozen import Frozen
-from twostroke.quant import FORMATS, FORMATS_BY_GGUF_ID
+from twostroke.quant import FORMATS_BY_KERNEL_ID
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 F32, F16, Q4_0, Q4_1, Q8_0, Q6_K, BF16 = 0, 1, 2, 3, 8, 14, 30
-NAMES = {fmt.gguf_id: fmt.name for fmt in FORMATS.values()}
+NAMES = {kind: fmt.name for kind, fmt in FORMATS_BY_KERNEL_ID.items()}
 TYPES = tuple(NAMES)
 FLOAT_TYPES = (F32, F16, BF16)
 BLOCK_TYPES = tuple(kind for kind in TYPES if kind not in FLOAT_TYPES)
 GENERATED, PROMPT, PRECISE_PROMPT, COARSE, MIXED = ROW_KINDS = 0, 1, 2, 3, 4
 MOST_15_BITS, MOST_8_BITS = 16256, 127  # magnitudes of quantized activations
 MIXED_FORMATS = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"}
+MIXED_FORMATS |= {f"INT4_G{group}_F32{zero}" for group in (32, 128) for zero in ("", "_Z")}
 MIXED_SHARE, MIXED_STRETCH = 8, 1024  # one block of so many has 15 bits, in each stretch
 
 
@@ -36,7 +37,7 @@ def aligned(num_bytes: int) -> np.ndarray:
 
 
 class Matrix(Frozen):
-    """A matrix in GGUF's layout: `source` bytes, and the exact weights (outputs, inputs).
+    """A matrix in its source's layout: `source` bytes, and the exact weights (outputs, inputs).
 
     Those of a block format have parts.
     """
@@ -173,7 +174,7 @@ def random_matrix(kind: int, shape: tuple[int, int], rng: np.random.Generator) -
 
 def block_matrix(kind: int, source: np.ndarray) -> Matrix:
     """Take blocks (outputs, bytes) apart; the parts must make the exact weights."""
-    exact = FORMATS_BY_GGUF_ID[kind].dequantize(source)
+    exact = FORMATS_BY_KERNEL_ID[kind].dequantize(source)
     parts = take_apart(NAMES[kind], source)
     assert same_bits(parts.weights(), exact)
     return Matrix(kind, source, exact, parts)
@@ -181,7 +182,7 @@ def block_matrix(kind: int, source: np.ndarray) -> Matrix:
 
 def whole_blocks(kind: int, shape: tuple[int, int]) -> tuple[int, int]:
     """Widen a shape until its rows fill the blocks of the type."""
-    size = FORMATS_BY_GGUF_ID[kind].block_size
+    size = FORMATS_BY_KERNEL_ID[kind].block_size
     return shape[0], -(-shape[1] // size) * size
 
 
