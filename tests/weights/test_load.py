@@ -217,7 +217,7 @@ def test_wrong_metadata_is_refused(tmp_path: Path, changes: dict[str, Any], expe
             {"rope_scaling": {"type": "dynamic"}},
             "type = 'dynamic', which is not supported; default",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config, which is not"),
+        ({"quantization_config": {"quant_method": "awq"}}, "has no quantized weights, which its"),
         ({"head_dim": 2048}, "head_dim = 2048, not a whole number from 1 to 1024"),
         ({"rope_parameters": 3}, "rope_parameters that is not an object"),
         ({"num_hidden_layers": -1}, "num_hidden_layers = -1, not a whole number"),

@@ -73,7 +73,6 @@ CASES = (
     (with_header({"a": entry(begin=8, end=0)}, bytes(8)), "overlap or leave a gap at 0"),
     (with_header({"a": entry(shape=[2**62, 2**62])}, bytes(8)), "has the shape"),
     (with_header({"a": entry(shape=[0], end=0)}, b""), "has the shape [0]"),
-    (with_header({"a": entry(shape=[], end=4)}, bytes(4)), "has the shape []"),
     (with_header({"a": entry(shape=[3])}, bytes(8)), "has the shape [3] and 8 bytes"),
     (with_header({"a": entry()}, bytes(7)), TRUNCATED),
     (with_header({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12)), "overlap or leave"),

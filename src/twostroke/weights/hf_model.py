@@ -10,6 +10,7 @@ from twostroke.models.common_fields import read_sizes
 from twostroke.models.fields import MAX_VOCAB, Fields
 from twostroke.models.rope import config_rope
 from twostroke.program import Activation
+from twostroke.weights.published import published_layout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -68,8 +69,7 @@ def refuse_architecture(fields: Fields, architecture: str, known: Collection[str
 
 def hf_spec(fields: Fields, name: str) -> ModelSpec:
     """Translate `hf_fields` into a ModelSpec; ModelFormatError for a missing or wrong value."""
-    if fields.has("quantization_config"):
-        fields.fault("has a quantization_config, which is not supported yet: use F32, F16 or BF16")
+    published_layout(fields)  # refuses what is not supported
     sizes = read_sizes(fields, _SIZE_KEYS)
     for key, only in _UNUSUAL.items():
         fields.expect(key, only)

@@ -24,6 +24,7 @@ from twostroke.weights.hf_model import (
 )
 from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
 from twostroke.weights.pooling import folder_pooling, gguf_pooling
+from twostroke.weights.published import assemble_published, published_layout
 from twostroke.weights.safetensors import read_safetensors, read_sharded
 from twostroke.weights.stacks import cut_stacks
 from twostroke.weights.tensor_names import canonical_name
@@ -138,6 +139,9 @@ def _load_folder(
         weights = weights or folder / "model.safetensors"
         source, files = weights.name, read_safetensors(weights)
     spec = hf_spec(fields, name or folder.resolve().name)
+    layout = published_layout(fields)
+    if layout is not None:
+        files = assemble_published(source, files, layout)
     tensors = _canonical(files.tensors, family)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
@@ -190,5 +194,11 @@ def _program_weights(
         )
     shapes = build_program(spec).weight_shapes
     cut = cut_stacks(tensors, shapes, ARCHITECTURES[spec.architecture].fused)
+    cut = {name: cut[name] for name in cut if name in shapes or not _is_empty_bias(name, cut[name])}
     check_shapes(file, cut, shapes, f"the family {spec.architecture!r}")
     return cut
+
+
+def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:
+    """Whether a tensor is a bias of zeros, which quantized folders have without a need."""
+    return name.endswith(".bias") and not tensor.data.any()

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import json
 import struct
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
+from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.files import read_small_file
 from twostroke.quant import FORMATS
 from twostroke.weights.mapping import MappedFile
-from twostroke.weights.tensors import TensorEntry, WeightFiles, join_files, map_tensors
+from twostroke.weights.tensors import (
+    StoredArray,
+    TensorEntry,
+    WeightFiles,
+    join_files,
+    map_tensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +45,15 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _ShardName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\0]+\.safetensors\Z")]
 
 _DTYPES = {name: FORMATS[name] for name in ("F32", "F16", "BF16")}
+# Parts of quantized weights, as NumPy reads them.
+_ARRAYS: dict[str, type[np.generic]] = {
+    "F8_E4M3": np.uint8,
+    "F8_E8M0": np.uint8,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -65,15 +83,20 @@ def read_safetensors(path: Path) -> WeightFiles:
     entries = []
     for name, listed in header.items():
         begin, end = listed.data_offsets
-        entry = TensorEntry(
-            name, listed.dtype, _DTYPES.get(listed.dtype), listed.shape, start + begin
-        )
+        shape = listed.shape or (1,)  # a single value
+        entry = TensorEntry(name, listed.dtype, _DTYPES.get(listed.dtype), shape, start + begin)
         if entry.num_bytes not in {None, end - begin}:
             raise mapping.fault(
                 f"is damaged: {entry.shown} has the shape {[*entry.shape]} and {end - begin} bytes"
             )
         entries.append(entry)
-    return map_tensors(mapping, entries, {})
+    files = map_tensors(mapping, entries, {})
+    arrays = {
+        entry.name: _stored_array(mapping, entry, header[entry.name])
+        for entry in entries
+        if entry.dtype in _ARRAYS
+    }
+    return replace(files, arrays=arrays)
 
 
 def read_sharded(index: Path) -> WeightFiles:
@@ -124,6 +147,20 @@ def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelFormatError(f"{name!r} is damaged: its JSON is wrong ({reason}).") from None
+
+
+def _stored_array(mapping: MappedFile, entry: TensorEntry, listed: _Entry) -> StoredArray:
+    """Return a view of integers, or of floats of 8 bits."""
+    begin, end = listed.data_offsets
+    dtype = np.dtype(_ARRAYS[entry.dtype])
+    if prod(entry.shape) * dtype.itemsize != end - begin:
+        raise mapping.fault(
+            f"is damaged: {entry.shown} has the shape {[*listed.shape]} and {end - begin} bytes"
+        )
+    view = mapping.view(entry.start, end - begin)
+    if entry.start % dtype.itemsize:  # a file may begin its data anywhere
+        view = view.copy()
+    return StoredArray(entry.dtype, view.view(dtype).reshape(entry.shape))
 
 
 def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:

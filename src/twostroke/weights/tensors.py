@@ -6,12 +6,16 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from msgspec import field
+
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from twostroke.quant import Format
     from twostroke.weights.mapping import MappedFile
@@ -45,17 +49,26 @@ class TensorEntry(Frozen):
         return f"tensor {self.name[:80]!r}"
 
 
+class StoredArray(Frozen, eq=False):
+    """A tensor of integers, or of floats of 8 bits as uint8; `dtype` is the file's word."""
+
+    dtype: str
+    values: NDArray[Any]
+
+
 class WeightFiles(Frozen):
     """The tensors of one file, or of several that belong together, under their own names.
 
     Tensors are views into `mappings`. `unsupported` names the type of each tensor whose format is
-    not supported. `metadata` is that of a GGUF file, and empty for safetensors.
+    not supported; those of safetensors that are parts of quantized weights are also in `arrays`.
+    `metadata` is that of a GGUF file, and empty for safetensors.
     """
 
     mappings: tuple[MappedFile, ...]
     tensors: Mapping[str, QuantTensor]
     unsupported: Mapping[str, str]
     metadata: Mapping[str, Any]
+    arrays: Mapping[str, StoredArray] = field(default_factory=dict)
 
     @property
     def num_tensors(self) -> int:
@@ -105,6 +118,7 @@ def join_files(parts: Sequence[WeightFiles]) -> WeightFiles:
     """
     tensors: dict[str, QuantTensor] = {}
     unsupported: dict[str, str] = {}
+    arrays: dict[str, StoredArray] = {}
     for part in parts:
         for name in (*part.tensors, *part.unsupported):
             if name in tensors or name in unsupported:
@@ -113,8 +127,9 @@ def join_files(parts: Sequence[WeightFiles]) -> WeightFiles:
                 )
         tensors |= part.tensors
         unsupported |= part.unsupported
+        arrays |= part.arrays
     mappings = tuple(mapping for part in parts for mapping in part.mappings)
-    return WeightFiles(mappings, tensors, unsupported, parts[0].metadata)
+    return WeightFiles(mappings, tensors, unsupported, parts[0].metadata, arrays)
 
 
 def check_shapes(
