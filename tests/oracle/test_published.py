@@ -51,6 +51,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "nvfp4-pack-quantized",
         {**FLOAT, "num_bits": 4, "strategy": "tensor_group", "group_size": 16},
     ),
+    ("mxfp8-quantized", {**FLOAT, "num_bits": 8, "strategy": "group", "group_size": 32}),
     ("mxfp4-pack-quantized", {**FLOAT, "num_bits": 4, "strategy": "group", "group_size": 32}),
 ]
 
@@ -148,9 +149,9 @@ def _parameters(
             shape = outputs, inputs // weights.group_size
     largest = 3 / 2 ** (weights.num_bits - 1) if weights.type == "int" else 0.1
     scale = torch.from_numpy(rng.uniform(0.3, 1, shape).astype(np.float32) * np.float32(largest))
-    if weights.type == "float" and weights.num_bits == 4:
-        if weights.group_size == 16:
-            return {"weight_scale": scale * 400, "weight_global_scale": torch.tensor([777.7])}
+    if weights.type == "float" and weights.group_size == 16:
+        return {"weight_scale": scale * 400, "weight_global_scale": torch.tensor([777.7])}
+    if weights.type == "float" and weights.group_size == 32:
         return {"weight_scale": 2.0 ** torch.floor(torch.log2(scale * 8))}
     parameters = {"weight_scale": scale.to(dtype)}
     if not weights.symmetric:
