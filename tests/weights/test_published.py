@@ -44,10 +44,15 @@ def float_config(kind: str, bits: int, **strategy: Any) -> dict[str, Any]:
 
 
 CASES: list[tuple[str, MakeModule, dict[str, Any]]] = [
-    *[(f"gptq{b}", gptq(b, 32), gptq_config(b, 32)) for b in (2, 3, 4, 8)],
+    *[(f"gptq{b}", gptq(b, 32), gptq_config(b, 32)) for b in (2, 3, 4, 5, 8)],
     ("gptq-row", gptq(4, 1 << 20), gptq_config(4, -1)),
     ("gptq-partial", gptq(4, 96), gptq_config(4, 96)),
     ("gptq_v2", gptq(4, 32, version=2), gptq_config(4, 32, checkpoint_format="gptq_v2")),
+    (
+        "auto-round",
+        gptq(4, 32, version=2),
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round"},
+    ),
     ("awq", awq(64), {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}),
     *[
         (

@@ -48,6 +48,7 @@ class Layout(Protocol):
 _LAYOUTS: dict[str, Callable[[Fields], Layout]] = {
     "gptq": gptq_layout,
     "auto-round": auto_round_layout,
+    "intel/auto-round": auto_round_layout,
     "awq": awq_layout,
     "compressed-tensors": compressed_layout,
     "fp8": fp8_layout,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.frozen import Frozen
+from twostroke.weights.published.awq import AwqLayout, awq_layout
 from twostroke.weights.published.groups import Coded
 from twostroke.weights.published.words import num_words, unpack_words
 
@@ -28,9 +29,18 @@ if TYPE_CHECKING:
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
-_BITS = (2, 3, 4, 8)
+_BITS = range(2, 9)
 _ONES = {2: 0x5555_5555, 4: 0x1111_1111, 8: 0x0101_0101}  # one in each code of a word
-_ROUND_LAYOUTS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 2, "auto_round": 1}
+# AutoRound's words for the layouts of others; None: that of AWQ.
+_PACKING_VERSIONS = {
+    "auto": 1,
+    "auto_round:gptq": 1,
+    "auto_round:auto_gptq": 1,
+    "auto_round": 2,
+    "auto_round:gptqmodel": 2,
+    "auto_round:awq": None,
+    "auto_round:auto_awq": None,
+}
 
 
 class GptqLayout(Frozen):
@@ -107,13 +117,14 @@ def gptq_layout(config: Fields) -> GptqLayout:
     return _layout(config, 2 if version == "gptq_v2" else 1, "dynamic")
 
 
-def auto_round_layout(config: Fields) -> GptqLayout:
-    """Read the configuration of AutoRound, whose folders have the layout of GPTQ."""
+def auto_round_layout(config: Fields) -> GptqLayout | AwqLayout:
+    """Read the configuration of AutoRound, whose folders have the layouts of GPTQ or AWQ."""
     key = "packing_format"
-    packing = config.text(key, default="auto_round:auto_gptq")
-    if packing not in _ROUND_LAYOUTS:
-        config.refuse(key, f"which is not supported; supported: {', '.join(_ROUND_LAYOUTS)}")
-    return _layout(config, _ROUND_LAYOUTS[packing], "extra_config")
+    packing = config.text(key, default="auto")
+    if packing not in _PACKING_VERSIONS:
+        config.refuse(key, f"which is not supported; supported: {', '.join(_PACKING_VERSIONS)}")
+    version = _PACKING_VERSIONS[packing]
+    return _layout(config, version, "extra_config") if version else awq_layout(config)
 
 
 def _layout(config: Fields, version: int, key: str) -> GptqLayout:
@@ -138,7 +149,7 @@ def _sizes(config: Fields, key: str) -> Iterator[tuple[int, int]]:
 def _bits(config: Fields, default: int | None) -> int:
     bits = config.integer("bits", 16, default=default) if default else config.integer("bits", 16)
     if bits not in {*_BITS, 16}:
-        config.refuse("bits", f"which is not supported; supported: {', '.join(map(str, _BITS))}")
+        config.refuse("bits", "which is not supported; supported: 2 to 8")
     return bits
 
 
