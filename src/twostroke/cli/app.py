@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "quantize": "Write a model with fewer bits, and score it.",
     "report": "Show how a quantized file scored.",
     "profile": "Show where the time of a step goes.",
+    "plan": "Show what a model could do on a device, and what it costs.",
     "train-heads": "Train heads, which guess tokens ahead (speculation).",
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",

@@ -1,0 +1,23 @@
+"""What a model could do on a device, what it needs and what it costs, from its operations."""
+
+from twostroke.planner.devices import Device, find_device, known_devices, this_machine
+from twostroke.planner.models import WEIGHTS, PlannedModel, planned_model
+from twostroke.planner.plan import Plan, WhatIf, make_plan
+from twostroke.planner.planner import Memory, Row
+from twostroke.planner.question import Question
+
+__all__ = [
+    "WEIGHTS",
+    "Device",
+    "Memory",
+    "Plan",
+    "PlannedModel",
+    "Question",
+    "Row",
+    "WhatIf",
+    "find_device",
+    "known_devices",
+    "make_plan",
+    "planned_model",
+    "this_machine",
+]

@@ -1,0 +1,139 @@
+"""Devices: how much memory, bandwidth and arithmetic they have, and what an hour costs."""
+
+from __future__ import annotations
+
+import csv
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from twostroke.core.errors import UsageError, nearest
+from twostroke.core.files import read_small_file
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HERE: Final = "here"  # the name of this machine
+_RATES: Final = {
+    "bf16": "bf16_tflops",
+    "fp8": "fp8_tflops",
+    "int8": "int8_tops",
+    "fp4": "fp4_tflops",
+}
+_EXAMPLE: Final = 'name = "mine", memory_gb = 48, bandwidth_gb_s = 900, bf16_tflops = 180'
+
+
+class Device(Frozen):
+    """A device as its maker describes it.
+
+    `peaks` are dense operations/s (one multiply-add is two) by arithmetic: bf16, fp8, int8, fp4.
+    `memory_bytes` is None where it depends on the machine. `bandwidth` is that of its memory and
+    `link` that to other devices, in bytes/s and one direction. `source` says where figures come
+    from, `price_source` the price with its date.
+    """
+
+    name: str
+    memory_bytes: float | None
+    bandwidth: float
+    peaks: Mapping[str, float]
+    link: float | None = None
+    tdp_w: float | None = None
+    usd_per_hour: float | None = None
+    source: str = ""
+    price_source: str = ""
+
+    def arithmetic(self, wanted: str) -> str:
+        """Return the arithmetic that stands for `wanted` here: bf16 where there is none such."""
+        return wanted if wanted in self.peaks else "bf16"
+
+
+class _Row(Frozen, forbid_unknown_fields=True):
+    """A line of devices.csv, or a user's file."""
+
+    name: str
+    bandwidth_gb_s: float
+    bf16_tflops: float
+    memory_gb: float | None = None
+    fp8_tflops: float | None = None
+    int8_tops: float | None = None
+    fp4_tflops: float | None = None
+    tdp_w: float | None = None
+    link_gb_s: float | None = None
+    usd_per_hour: float | None = None
+    usd_source: str = ""
+    spec_checked: str = ""
+
+    def device(self) -> Device:
+        """Return the device."""
+        rates = {kind: getattr(self, field) for kind, field in _RATES.items()}
+        return Device(
+            name=self.name,
+            memory_bytes=self.memory_gb * 1e9 if self.memory_gb else None,
+            bandwidth=self.bandwidth_gb_s * 1e9,
+            peaks={kind: rate * 1e12 for kind, rate in rates.items() if rate},
+            link=self.link_gb_s * 1e9 if self.link_gb_s else None,
+            tdp_w=self.tdp_w,
+            usd_per_hour=self.usd_per_hour,
+            source=f"datasheet (checked: {self.spec_checked})" if self.spec_checked else "",
+            price_source=self.usd_source,
+        )
+
+
+def known_devices() -> dict[str, Device]:
+    """Return the devices of the table, by name."""
+    text = resources.files("twostroke.planner").joinpath("devices.csv").read_text("utf-8")
+    rows = csv.DictReader(text.splitlines())
+    given = [{key: value for key, value in row.items() if value} for row in rows]
+    devices = [msgspec.convert(row, _Row, strict=False).device() for row in given]
+    return {device.name: device for device in devices}
+
+
+def find_device(name: str) -> Device:
+    """Return the device of the table called `name`, or the one that a TOML file describes.
+
+    Upper and lower case are the same.
+
+    Raises:
+        UsageError: there is none, or the file does not describe one.
+    """
+    if name.endswith(".toml"):
+        return _read(Path(name))
+    known = known_devices()
+    found = {key.lower(): device for key, device in known.items()}.get(name.lower())
+    if found is None:
+        raise UsageError(
+            f"must be one of {', '.join([HERE, *known])}, or a file.toml such as {_EXAMPLE} (one "
+            f"to a line); got '{{value}}'.{nearest(name, known)}",
+            field="device",
+            value=name,
+        )
+    return found
+
+
+def this_machine() -> Device:
+    """Return this machine, as measured by the kernels that would run."""
+    from twostroke.backends.cpu.library import choose_level
+    from twostroke.core.hardware import num_cores
+    from twostroke.engine.limits import machine
+
+    limits = machine(choose_level(None).level, num_cores(), 1 << 28)
+    return Device(
+        name=limits.name,
+        memory_bytes=limits.memory_bytes,
+        bandwidth=limits.bandwidth,
+        peaks={"bf16": limits.peak},
+        source=f"measured here ({limits.peak_kind}, {limits.num_threads} threads)",
+    )
+
+
+def _read(path: Path) -> Device:
+    try:
+        given: dict[str, Any] = tomllib.loads(read_small_file(path).decode())
+        return msgspec.convert(given, _Row).device()
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        reason = f"{path.name} does not describe a device: {error}. It needs lines such as "
+        raise UsageError(f"{reason}{_EXAMPLE}.") from None

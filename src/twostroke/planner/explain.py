@@ -1,0 +1,91 @@
+"""Writes the formulas of a plan with their numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.planner.question import MEMORY_SHARE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.planner.planner import Memory, Planner
+    from twostroke.planner.roofline import Roofline, StepTime
+
+
+def explain(planner: Planner, memory: Memory, streams: int) -> Iterator[str]:
+    """Yield each formula with its numbers, a line each."""
+    yield from _limits(planner)
+    yield from _memory(planner, memory)
+    yield from _times(planner, streams)
+
+
+def _limits(planner: Planner) -> Iterator[str]:
+    asked, device, roofline = planner.question, planner.device, planner.roofline
+    peak = device.peaks[roofline.arithmetic]
+    yield (
+        f"arithmetic = devices x peak x MFU = {asked.count} x {peak / 1e12:g} T/s "
+        f"({roofline.arithmetic}) x {asked.mfu:g} = {roofline.peak / 1e12:.4g} T/s"
+    )
+    yield (
+        f"bandwidth = devices x bandwidth x MBU = {asked.count} x {device.bandwidth / 1e9:g} GB/s "
+        f"x {asked.mbu:g} = {roofline.bandwidth / 1e9:.4g} GB/s"
+    )
+
+
+def _memory(planner: Planner, memory: Memory) -> Iterator[str]:
+    asked, model = planner.question, planner.model
+    yield (
+        f"weights = {model.num_weights / 1e9:.4g} G weights, {model.stored} = "
+        f"{memory.weights / 1e9:.4g} GB"
+    )
+    yield (
+        f"KV of a token = sum over layers of 2 x heads x dimension x bytes ({asked.kv_format}) = "
+        f"{memory.kv_per_token:,.0f} bytes"
+    )
+    yield (
+        f"KV of a request = that x ({asked.prompt} + {asked.output}) tokens, within windows = "
+        f"{memory.kv_per_request / 1e9:.4g} GB"
+    )
+    if memory.usable is not None:
+        yield (
+            f"streams that fit = (devices x memory x {MEMORY_SHARE:g} - weights) / KV of a request "
+            f"= ({memory.usable / 1e9:.4g} - {memory.weights / 1e9:.4g}) GB / "
+            f"{memory.kv_per_request / 1e9:.4g} GB = {memory.most_streams}"
+        )
+
+
+def _times(planner: Planner, streams: int) -> Iterator[str]:
+    asked, device, roofline = planner.question, planner.device, planner.roofline
+    prefill, step = planner.prefill(), planner.decode(streams)
+    yield (
+        "time of a step = sum over its operations of max(operations / arithmetic, bytes / "
+        "bandwidth) + 2 all-reduces a layer over the links"
+    )
+    yield _stroke(f"prefill of {asked.prompt - asked.num_cached} tokens", prefill, roofline)
+    yield _stroke("decode, 1 stream", planner.decode(1), roofline)
+    yield _stroke(f"decode, {streams} streams", step, roofline)
+    yield (
+        "knee = (bytes / bandwidth) / (operations / arithmetic) of the products for one token = "
+        f"{planner.knee:.1f} streams"
+    )
+    yield (
+        f"time of a request = TTFT + output x TPOT / streams = {prefill.seconds:.4g} + "
+        f"{asked.output} x {step.seconds:.4g} / {streams} = "
+        f"{prefill.seconds + asked.output * step.seconds / streams:.4g} s of the devices"
+    )
+    if planner.usd_per_hour is not None:
+        price = (asked.usd_per_hour and "as given") or device.price_source
+        yield (
+            "$ per 1M output tokens = $ an hour / 3600 x time of a request / output x 1e6, with "
+            f"{planner.usd_per_hour:g} $ an hour ({price})"
+        )
+
+
+def _stroke(name: str, step: StepTime, roofline: Roofline) -> str:
+    return (
+        f"{name}: {step.flops / 1e9:.4g} G operations = {step.flops / roofline.peak * 1e3:.4g} ms, "
+        f"{step.bytes / 1e9:.4g} GB = {step.bytes / roofline.bandwidth * 1e3:.4g} ms, links "
+        f"{step.moving_s * 1e3:.3g} ms; together {step.seconds * 1e3:.4g} ms, most of it "
+        f"{step.bottleneck}"
+    )

@@ -1,0 +1,169 @@
+"""Answers a question: what fits, how fast both strokes are, and what they cost."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
+from twostroke.planner import formulas
+from twostroke.planner.explain import explain
+from twostroke.planner.planner import Planner
+from twostroke.planner.question import MAX_DEVICES
+from twostroke.program.batch import BatchShape
+
+if TYPE_CHECKING:
+    from twostroke.planner.devices import Device
+    from twostroke.planner.models import PlannedModel
+    from twostroke.planner.planner import Memory, Row
+    from twostroke.planner.question import Question
+
+_MOST_STREAMS = 1 << 14  # that a plan looks at
+_DRAFTS, _ACCEPTANCE, _DRAFT_COST = 3, 0.7, 0.1  # of the speculation that a plan looks at
+
+
+class WhatIf(Frozen):
+    """What another choice would give at the plan's number of streams.
+
+    `most_streams` is what would fit; all are None if the model then fits nowhere.
+    """
+
+    change: str
+    ttft_s: float
+    tpot_s: float
+    most_streams: int | None
+    usd_per_million: float | None
+
+
+class Plan(Frozen):
+    """The answer to a question. `chosen` is None if no number of streams does what is asked."""
+
+    model: str
+    stored: str
+    device: str
+    question: Question
+    num_weights: int
+    arithmetic: str
+    memory: Memory
+    knee: float
+    ttft_s: float
+    prefill_bottleneck: str
+    rows: tuple[Row, ...]
+    chosen: Row | None
+    verdict: str
+    prefill_per_decode: float | None
+    what_ifs: tuple[WhatIf, ...]
+    steps: tuple[str, ...]
+
+
+def make_plan(model: PlannedModel, device: Device, question: Question) -> Plan:
+    """Return the answer to `question` for a model on devices of one kind."""
+    planner = Planner(model, device, question)
+    memory, prefill = planner.memory(), planner.prefill()
+    fitting = _MOST_STREAMS if memory.most_streams is None else memory.most_streams
+    fitting = min(fitting, _MOST_STREAMS)
+    most = planner.most_within(fitting)
+    streams = question.streams or most
+    verdict = _verdict(planner, memory, prefill.seconds, fitting, most)
+    chosen = planner.row(streams) if verdict == "" else None
+    shown = streams or question.streams or 1
+    ratio = None
+    if chosen is not None:
+        decode_s = chosen.tpot_s * question.output
+        ratio = prefill.seconds * chosen.streams / decode_s
+    return Plan(
+        model=model.name,
+        stored=model.stored,
+        device=device.name,
+        question=question,
+        num_weights=model.num_weights,
+        arithmetic=planner.roofline.arithmetic,
+        memory=memory,
+        knee=planner.knee,
+        ttft_s=prefill.seconds,
+        prefill_bottleneck=prefill.bottleneck,
+        rows=tuple(planner.row(count) for count in _counts(fitting, shown)),
+        chosen=chosen,
+        verdict=verdict,
+        prefill_per_decode=ratio,
+        what_ifs=tuple(_what_ifs(planner, shown)),
+        steps=tuple(explain(planner, memory, shown)),
+    )
+
+
+def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most: int) -> str:
+    """Return why what is asked cannot be, by how much, and what would do it; else nothing."""
+    asked, name = planner.question, planner.device.name
+    if fitting < 1:
+        needed = memory.devices_needed
+        enough = f"{needed} of them are enough" if needed else "no number of them is enough"
+        return (
+            f"It does not fit: weights take {memory.weights / 1e9:.1f} GB and one request "
+            f"{memory.kv_per_request / 1e9:.2f} GB, and {asked.count} x {name} offers "
+            f"{(memory.usable or 0) / 1e9:.1f} GB for them. {enough[0].upper()}{enough[1:]}."
+        )
+    if asked.streams is not None and asked.streams > fitting:
+        return f"{asked.streams} streams do not fit: at most {fitting} do."
+    if asked.ttft_s is not None and ttft_s > asked.ttft_s:
+        times = ttft_s / asked.ttft_s
+        return (
+            f"The first token takes at least {ttft_s * 1e3:.1f} ms, {times:.2f} times the "
+            f"objective: {_devices(planner, times)}, a shorter prompt or more of it cached."
+        )
+    if asked.tpot_s is not None and (most < 1 or (asked.streams or 0) > most):
+        streams = asked.streams or 1
+        least_s = planner.decode(streams).seconds
+        times = least_s / asked.tpot_s
+        return (
+            f"A token takes at least {least_s * 1e3:.2f} ms with {streams} "
+            f"{'streams' if streams > 1 else 'stream'}, {times:.2f} times the objective: "
+            f"{_devices(planner, times)}, fewer bits for each weight, or speculation."
+        )
+    return ""
+
+
+def _devices(planner: Planner, times: float) -> str:
+    return f"it needs at least {ceil(planner.question.count * times)} devices"
+
+
+def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
+    """Return what other choices would give."""
+    asked, model, device = planner.question, planner.model, planner.device
+    others: list[tuple[str, PlannedModel, Question]] = [("as asked", model, asked)]
+    for name in ("fp8", "w4a16"):
+        smaller = model.as_(name)
+        if smaller.all_bytes < 0.9 * model.all_bytes:
+            others.append((f"weights {name}", smaller, asked))
+    if asked.kv_format != "int8":
+        others.append(("keys and values int8", model, replace(asked, kv_format="int8")))
+    others += [
+        ("half the prompt", model, replace(asked, prompt=max(1, asked.prompt // 2))),
+        ("half the prompt cached", model, replace(asked, cached=(1 + asked.cached) / 2)),
+        ("twice the devices", model, replace(asked, count=min(2 * asked.count, MAX_DEVICES))),
+    ]
+    found = []
+    for change, other, question in others:
+        one = Planner(other, device, question)
+        found.append(_what_if(change, one, streams, one.decode(streams).seconds))
+    starts, rows = (asked.mean_context,) * streams, _DRAFTS + 1
+    verify = planner.roofline.step(BatchShape(starts, (rows,) * streams, streams * rows))
+    drafts_s = _DRAFTS * _DRAFT_COST * planner.decode(streams).seconds
+    round_s = (verify.seconds + drafts_s) / formulas.tokens_a_round(_ACCEPTANCE, _DRAFTS)
+    change = f"speculation ({_DRAFTS} drafts, {_ACCEPTANCE:.0%} right)"
+    return [*found, _what_if(change, planner, streams, round_s)]
+
+
+def _what_if(change: str, planner: Planner, streams: int, tpot_s: float) -> WhatIf:
+    prefill_s = planner.prefill().seconds
+    request_s = prefill_s + planner.question.output * tpot_s / streams
+    usd, per_s = planner.usd_per_hour, planner.question.output / request_s
+    cost = None if usd is None else formulas.usd_per_million(usd, per_s)
+    return WhatIf(change, prefill_s, tpot_s, planner.memory().most_streams, cost)
+
+
+def _counts(most: int, streams: int) -> list[int]:
+    """Return the numbers of streams to show: powers of two that fit, and the chosen one."""
+    powers = [1 << power for power in range(15)]
+    return sorted({one for one in [*powers, streams] if one <= max(1, most)})

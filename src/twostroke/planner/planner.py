@@ -1,0 +1,143 @@
+"""The figures of one model on devices of one kind, from the times of its steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
+from twostroke.planner import formulas
+from twostroke.planner.question import MAX_DEVICES, MEMORY_SHARE
+from twostroke.planner.roofline import Roofline, kv_bytes
+from twostroke.program.batch import BatchShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.planner.devices import Device
+    from twostroke.planner.models import PlannedModel
+    from twostroke.planner.question import Question
+    from twostroke.planner.roofline import StepTime
+
+
+class Memory(Frozen):
+    """Bytes on all devices together; `most_streams` whole requests fit at once.
+
+    `usable` is None where the device's memory is not known.
+    """
+
+    usable: float | None
+    weights: float
+    kv_per_token: float
+    kv_per_request: float
+    most_streams: int | None
+    devices_needed: int | None  # so that one request fits; None if no number suffices
+
+
+class Row(Frozen):
+    """Decoding of `streams` requests together.
+
+    `requests_per_s` counts their prefill on the same devices, too. `usd_per_million` is for output
+    tokens, prefill included; `joules_per_token` at full power.
+    """
+
+    streams: int
+    tpot_s: float
+    tokens_per_s: float
+    mbu: float
+    mfu: float
+    bottleneck: str
+    requests_per_s: float
+    usd_per_million: float | None
+    joules_per_token: float | None
+
+
+class Planner:
+    """The times of one model on one kind of device."""
+
+    def __init__(self, model: PlannedModel, device: Device, question: Question) -> None:
+        self.model, self.device, self.question = model, device, question
+        self.roofline = Roofline(model, device, question)
+
+    def prefill(self) -> StepTime:
+        """Return the time of a prompt's step."""
+        start = self.question.num_cached
+        return self.roofline.step(BatchShape.prefill(self.question.prompt - start, start))
+
+    def decode(self, streams: int) -> StepTime:
+        """Return the time of a step that gives each of so many streams a token."""
+        return self.roofline.step(BatchShape.decode((self.question.mean_context,) * streams))
+
+    def memory(self) -> Memory:
+        """Return what the model takes, and what remains for requests."""
+        asked, usable = self.question, None
+        num_tokens = asked.prompt + asked.output
+        request = kv_bytes(self.model, asked, num_tokens)
+        most = needed = None
+        if self.device.memory_bytes is not None:
+            usable = self.device.memory_bytes * asked.count * MEMORY_SHARE
+            most = max(0, int((usable - self.model.all_bytes) // request))
+            needed = self._devices_needed(num_tokens)
+        return Memory(
+            usable, self.model.all_bytes, kv_bytes(self.model, asked, 1), request, most, needed
+        )
+
+    def _devices_needed(self, num_tokens: int) -> int | None:
+        usable = (self.device.memory_bytes or 0) * MEMORY_SHARE
+        for count in range(1, MAX_DEVICES + 1):
+            request = kv_bytes(self.model, replace(self.question, count=count), num_tokens)
+            if self.model.all_bytes + request <= count * usable:
+                return count
+        return None
+
+    def row(self, streams: int) -> Row:
+        """Return the figures of so many streams."""
+        asked, step, prefill_s = self.question, self.decode(streams), self.prefill().seconds
+        request_s = prefill_s + asked.output * step.seconds / streams
+        usd, watts = self.usd_per_hour, self.device.tdp_w
+        per_s = asked.output / request_s
+        return Row(
+            streams=streams,
+            tpot_s=step.seconds,
+            tokens_per_s=streams / step.seconds,
+            mbu=step.bytes / step.seconds / (self.roofline.bandwidth / asked.mbu),
+            mfu=step.flops / step.seconds / (self.roofline.peak / asked.mfu),
+            bottleneck=step.bottleneck,
+            requests_per_s=1 / request_s,
+            usd_per_million=None if usd is None else formulas.usd_per_million(usd, per_s),
+            joules_per_token=None if watts is None else watts * asked.count / per_s,
+        )
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """The price of all devices."""
+        one = self.question.usd_per_hour or self.device.usd_per_hour
+        return None if one is None else one * self.question.count
+
+    def most_within(self, most: int) -> int:
+        """Return the largest number of streams, at most `most`, that meets the objective of TPOT.
+
+        0 if one stream is too slow. A step with more streams never takes less time.
+        """
+        limit = self.question.tpot_s
+        if limit is None or most < 1:
+            return most
+        return _last(lambda streams: self.decode(streams).seconds <= limit, most)
+
+    @property
+    def knee(self) -> float:
+        """The streams at which the products of a decode step are bound by arithmetic."""
+        one = self.roofline.step(BatchShape.decode((0,)))
+        products = [op for label, op in one.ops.items() if "attention" not in label]
+        flops, read = sum(op.flops for op in products), sum(op.bytes for op in products)
+        return read / self.roofline.bandwidth / (flops / self.roofline.peak)
+
+
+def _last(holds: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to `most` for which it holds, if it holds for all below."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

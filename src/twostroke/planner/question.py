@@ -1,0 +1,72 @@
+"""What a plan is asked: the load of a request, the way to run it, and what it must reach."""
+
+from __future__ import annotations
+
+from twostroke.cache import FORMATS
+from twostroke.core.errors import UsageError, nearest
+from twostroke.core.frozen import Frozen
+
+MEMORY_SHARE = 0.9  # of a device's memory; the rest is for values of a step and the runtime
+MAX_DEVICES = 1024
+
+
+class Question(Frozen):
+    """A load and how it is run.
+
+    Attributes:
+        prompt: tokens of a request's prompt.
+        output: tokens of its answer.
+        cached: the share of the prompt that the prefix cache has, from 0 to 1.
+        count: devices that divide each layer.
+        kv_format: of keys and values, a key of `cache.FORMATS`.
+        streams: requests that decode together; None for as many as fit and meet the objectives.
+        ttft_s, tpot_s: objectives in seconds, None for none.
+        mfu, mbu: the shares of arithmetic and bandwidth that an engine reaches; 1 gives limits that
+            no engine passes.
+        usd_per_hour: the price of a device, None for that of the table.
+    """
+
+    prompt: int = 1024
+    output: int = 256
+    cached: float = 0.0
+    count: int = 1
+    kv_format: str = "f16"
+    streams: int | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    mfu: float = 1.0
+    mbu: float = 1.0
+    usd_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        for field, most in (("prompt", 1 << 27), ("output", 1 << 27), ("count", MAX_DEVICES)):
+            value = getattr(self, field)
+            if not 1 <= value <= most:
+                raise UsageError(f"must be from 1 to {most}, got {value}.", field=field)
+        if self.streams is not None and not 1 <= self.streams <= 1 << 20:
+            raise UsageError(f"must be from 1 to {1 << 20}, got {self.streams}.", field="streams")
+        if not 0 <= self.cached < 1:
+            raise UsageError(f"must be at least 0 and below 1, got {self.cached}.", field="cached")
+        for field in ("mfu", "mbu"):
+            if not 0 < getattr(self, field) <= 1:
+                reason = f"must be above 0 and at most 1, got {getattr(self, field)}."
+                raise UsageError(reason, field=field)
+        for field in ("ttft_s", "tpot_s", "usd_per_hour"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value < 1e9:
+                raise UsageError(f"must be greater than 0, got {value}.", field=field)
+        if self.kv_format not in FORMATS:
+            reason = f"must be one of {', '.join(FORMATS)}, got '{{value}}'."
+            hint = nearest(self.kv_format, FORMATS)
+            raise UsageError(f"{reason}{hint}", field="kv_format", value=self.kv_format)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that need no computing; the last one always does."""
+        return min(int(self.prompt * self.cached), self.prompt - 1)
+
+    @property
+    def mean_context(self) -> int:
+        """Tokens before a generated one, half of the answer included."""
+        return self.prompt + self.output // 2

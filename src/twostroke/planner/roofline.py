@@ -1,0 +1,114 @@
+"""The least time of a step: each operation is bound by arithmetic or by memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil
+from typing import TYPE_CHECKING
+
+from twostroke.cache import FORMATS
+from twostroke.core.frozen import Frozen
+from twostroke.program.work import StepCost
+
+if TYPE_CHECKING:
+    from twostroke.planner.devices import Device
+    from twostroke.planner.models import PlannedModel
+    from twostroke.planner.question import Question
+    from twostroke.program.batch import BatchShape
+
+_VALUE_BYTES = 2  # of a value that devices exchange
+
+
+class OpTime(Frozen):
+    """What operations of one label take in a step: seconds, operations, bytes."""
+
+    seconds: float
+    flops: float
+    bytes: float
+    bound: str  # "arithmetic" or "memory"
+
+
+class StepTime(Frozen):
+    """The least time of a step, by label of its operations; `moving_s` is between devices."""
+
+    ops: dict[str, OpTime]
+    moving_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole time."""
+        return sum(op.seconds for op in self.ops.values()) + self.moving_s
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all devices."""
+        return sum(op.flops for op in self.ops.values())
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that the memories of all devices move."""
+        return sum(op.bytes for op in self.ops.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The label of what takes longest, and what bounds it."""
+        label, op = max(self.ops.items(), key=lambda item: item[1].seconds)
+        if self.moving_s > op.seconds:
+            return "links"
+        return f"{label}: {op.bound}"
+
+
+class Roofline:
+    """Least times of a model's steps on a question's devices.
+
+    `peak` and `bandwidth` are those of all devices together, as far as an engine reaches them.
+    """
+
+    def __init__(self, model: PlannedModel, device: Device, question: Question) -> None:
+        self.arithmetic = device.arithmetic(model.arithmetic)
+        self.peak = device.peaks[self.arithmetic] * question.count * question.mfu
+        self.bandwidth = device.bandwidth * question.count * question.mbu
+        self.link, self._count = device.link, question.count
+        cache = FORMATS[question.kv_format]
+        self._ops = Counter(
+            (op.label, tuple(op.work(model.weight_bytes, cache))) for op in model.program.ops
+        )
+        self._costs = {key: StepCost(key[1]) for key in self._ops}
+        self._exchanged = 2 * len(model.program.layer_outputs) * model.hidden_size * _VALUE_BYTES
+
+    def step(self, batch: BatchShape) -> StepTime:
+        """Return the least time of a step."""
+        found: dict[str, OpTime] = {}
+        for key, times in self._ops.items():
+            cost = self._costs[key].of(batch)
+            computing_s, reading_s = cost.flops / self.peak, cost.bytes / self.bandwidth
+            bound = "arithmetic" if computing_s > reading_s else "memory"
+            seconds = times * max(computing_s, reading_s)
+            before = found.get(key[0], OpTime(0.0, 0, 0, bound))
+            found[key[0]] = OpTime(
+                before.seconds + seconds,
+                before.flops + times * cost.flops,
+                before.bytes + times * cost.bytes,
+                bound if seconds > before.seconds else before.bound,
+            )
+        return StepTime(found, self._moving_s(batch.num_rows))
+
+    def _moving_s(self, num_rows: int) -> float:
+        """Return the time of two all-reduces in each layer, in a ring."""
+        if self._count == 1 or self.link is None:
+            return 0.0
+        return num_rows * self._exchanged * 2 * (self._count - 1) / self._count / self.link
+
+
+def kv_bytes(model: PlannedModel, question: Question, num_tokens: int) -> float:
+    """Return the bytes of one request's keys and values on all devices together.
+
+    Where devices are more than key-value heads, several store the same head.
+    """
+    stored, count = FORMATS[question.kv_format], question.count
+    total = 0.0
+    for layer in model.program.cache_layers:
+        copies = ceil(layer.num_kv_heads / count) * count / layer.num_kv_heads
+        tokens = num_tokens if layer.window is None else min(num_tokens, layer.window)
+        total += tokens * layer.bytes_per_token(stored) * max(1.0, copies)
+    return total

@@ -1,0 +1,35 @@
+"""Formulas beside worked examples with known answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from twostroke.planner import find_device, formulas
+
+
+def test_tokens_of_a_round_are_those_of_the_paper():
+    cases = ((0.6, 2, 1.96), (0.7, 3, 2.533), (0.8, 5, 3.689), (0.9, 10, 6.862), (1.0, 4, 5.0))
+    for acceptance, drafts, expected in cases:
+        assert formulas.tokens_a_round(acceptance, drafts) == pytest.approx(expected, abs=5e-4)
+
+
+def test_experts_that_a_batch_touches():
+    for num_tokens, expected in ((8, 57.4), (32, 163.3), (128, 251.6)):
+        assert formulas.experts_touched(256, 8, num_tokens) == pytest.approx(expected, abs=0.05)
+
+
+def test_the_knee_of_devices():
+    for name, expected in (("A100-80GB", 153), ("h100-sxm", 295)):
+        device = find_device(name)
+        assert round(formulas.knee(device.peaks["bf16"], device.bandwidth, 2)) == expected
+
+
+def test_prices():
+    assert formulas.usd_per_million(2.0, 100) == pytest.approx(5.556, abs=5e-4)
+    thousand_answers = formulas.usd_per_million(2.0, 100) * 0.2  # of 200 tokens
+    assert thousand_answers == pytest.approx(1.11, abs=5e-3)
+    thousand_prefills = 2.0 / (100 * 60) * 1000  # 100 a minute
+    assert thousand_answers + thousand_prefills == pytest.approx(1.44, abs=5e-3)
+    for write, expected in ((1.25, 0.0669), (2.0, 0.0714)):
+        usd = formulas.cached_prompt_usd(2000, 100, 3.0, read=0.1, write=write)
+        assert usd == pytest.approx(expected, abs=5e-5)

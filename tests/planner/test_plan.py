@@ -1,0 +1,161 @@
+"""Plans of models known by their configuration, beside figures computed by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec.structs import replace
+
+from twostroke.core.errors import ModelFormatError, UsageError
+from twostroke.planner import (
+    Device,
+    Question,
+    find_device,
+    known_devices,
+    make_plan,
+    planned_model,
+)
+from twostroke.planner.planner import Planner
+from twostroke.planner.roofline import kv_bytes
+
+SIZES = {  # hidden, heads, key-value heads, layers, feed-forward, vocabulary
+    "Llama-2-13B": (5120, 40, 40, 40, 13824, 32000),
+    "Llama-3-8B": (4096, 32, 8, 32, 14336, 128256),
+    "Llama-3-70B": (8192, 64, 8, 80, 28672, 128256),
+    "Llama-3.1-405B": (16384, 128, 8, 126, 53248, 128256),
+}
+KEYS = (
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    def make(name, **more):
+        values = dict(zip(KEYS, SIZES[name], strict=True))
+        config = {"model_type": "llama", "max_position_embeddings": 1 << 17, **values, **more}
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(config))
+        return planned_model(str(path))
+
+    return make
+
+
+def test_bytes_of_keys_and_values(model):
+    for name, expected in (
+        ("Llama-2-13B", 819_200),
+        ("Llama-3-8B", 131_072),
+        ("Llama-3-70B", 327_680),
+        ("Llama-3.1-405B", 516_096),
+    ):
+        assert kv_bytes(model(name), Question(), 1) == expected
+    batch = 32 * kv_bytes(model("Llama-2-13B"), Question(), 2048)
+    assert batch == pytest.approx(53.687e9, rel=1e-5)
+    eight = kv_bytes(model("Llama-3-70B"), Question(), 8192)
+    assert eight == pytest.approx(2.684e9, rel=1e-3)
+    # 16 devices, 8 heads: two devices hold each head.
+    assert kv_bytes(model("Llama-3-8B"), Question(count=16), 1) == 2 * 131_072
+
+
+def test_a_stream_reads_all_weights_once_for_each_token(model):
+    large = model("Llama-3-70B")
+    plan = make_plan(large, find_device("H100-SXM"), Question(prompt=1, output=1, count=2))
+    assert large.num_weights == pytest.approx(70.55e9, rel=1e-3)
+    embedding = 128256 * 8192 * 2  # of which a token reads one row
+    read = large.all_bytes - embedding
+    assert plan.rows[0].tpot_s == pytest.approx(read / (2 * 3.35e12), rel=1e-3)
+    assert plan.rows[0].mbu == pytest.approx(1, abs=0.01)
+    assert plan.knee == pytest.approx(295, abs=1)
+    prefill = make_plan(large, find_device("H100-SXM"), Question(prompt=1024, count=2))
+    linear = 2 * (large.num_weights - 2 * 128256 * 8192) * 1024
+    assert prefill.ttft_s == pytest.approx(linear / (2 * 989e12), rel=0.15)  # attention, links
+
+
+def test_what_does_not_fit_says_what_would(model):
+    plan = make_plan(model("Llama-3-70B"), find_device("H100-SXM"), Question())
+    assert plan.chosen is None
+    assert "does not fit" in plan.verdict
+    assert "2 of them are enough" in plan.verdict
+    two = make_plan(model("Llama-3-70B"), find_device("H100-SXM"), Question(count=2))
+    assert two.chosen is not None
+    assert two.chosen.streams == two.memory.most_streams == 6
+
+
+def test_objectives_choose_the_streams(model):
+    device, large = find_device("H100-SXM"), model("Llama-3-70B")
+    free = make_plan(large, device, Question(count=4))
+    asked = Question(count=4, tpot_s=0.0125)
+    plan = make_plan(large, device, asked)
+    assert free.chosen.streams > plan.chosen.streams > 1
+    planner = Planner(large, device, asked)
+    assert planner.decode(plan.chosen.streams).seconds <= asked.tpot_s
+    assert planner.decode(plan.chosen.streams + 1).seconds > asked.tpot_s
+    for impossible, words in (
+        (Question(count=4, tpot_s=0.005), "needs at least 9 devices"),
+        (Question(count=4, ttft_s=0.001), "times the objective"),
+        (Question(count=4, streams=5000), "do not fit"),
+    ):
+        refused = make_plan(large, device, impossible)
+        assert refused.chosen is None
+        assert words in refused.verdict
+
+
+def test_what_ifs_go_the_right_way(model):
+    plan = make_plan(model("Llama-3-8B"), find_device("A100-80GB"), Question(streams=4))
+    found = {one.change: one for one in plan.what_ifs}
+    asked = found["as asked"]
+    assert found["weights w4a16"].tpot_s < 0.4 * asked.tpot_s
+    assert found["weights w4a16"].ttft_s == asked.ttft_s
+    assert found["half the prompt cached"].ttft_s < 0.6 * asked.ttft_s
+    assert found["keys and values int8"].most_streams > 1.8 * asked.most_streams
+    speculation = next(one for name, one in found.items() if name.startswith("speculation"))
+    assert speculation.tpot_s < 0.7 * asked.tpot_s
+    assert speculation.usd_per_million < asked.usd_per_million
+
+
+def test_a_window_bounds_the_cache(model):
+    config = {"model_type": "mistral", "sliding_window": 1000}
+    windowed = model("Llama-3-8B", **config)
+    whole = kv_bytes(model("Llama-3-8B"), Question(), 10_000)
+    assert kv_bytes(windowed, Question(), 10_000) == whole / 10
+
+
+def test_efficiency_and_price_scale(model):
+    device, small = find_device("L4"), model("Llama-3-8B")
+    base = make_plan(small, device, Question(streams=1)).rows[0]
+    half = make_plan(small, device, Question(streams=1, mfu=0.5, mbu=0.5)).rows[0]
+    assert half.tpot_s == pytest.approx(2 * base.tpot_s)
+    assert half.mbu == pytest.approx(base.mbu / 2)
+    dear = make_plan(small, device, Question(streams=1, usd_per_hour=4.4)).rows[0]
+    assert dear.usd_per_million == pytest.approx(10 * base.usd_per_million)
+
+
+def test_devices_come_from_the_table_or_a_file(tmp_path):
+    assert len(known_devices()) > 25
+    with pytest.raises(UsageError, match="Did you mean 'H100-SXM'"):
+        find_device("H100-SXN")
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nmemory_gb = 48\nbandwidth_gb_s = 900\nbf16_tflops = 180\n')
+    assert find_device(str(path)) == Device("mine", 48e9, 900e9, {"bf16": 180e12})
+    for text in ('name = "mine"', "memory_gb = x", path.read_text() + "memory = 3\n"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="does not describe a device"):
+            find_device(str(path))
+
+
+def test_bad_questions_and_models_are_refused(tmp_path):
+    for field, value in (
+        ("prompt", 0),
+        ("cached", 1.0),
+        ("mfu", 1.5),
+        ("tpot_s", -1),
+        ("count", 0),
+    ):
+        with pytest.raises(UsageError, match="must be"):
+            replace(Question(), **{field: value})
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "alien"}')
+    with pytest.raises(ModelFormatError, match="alien"):
+        planned_model(str(path))
