@@ -44,24 +44,42 @@ _HEADINGS = (
 @option("--mfu", default=1.0, help="Share of the arithmetic that an engine reaches.")
 @option("--mbu", default=1.0, help="Share of the bandwidth that an engine reaches.")
 @option("--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's].")
+@option(
+    "--calibrate",
+    is_flag=True,
+    help="First measure steps of MODEL on this machine (a minute); later plans use them, too.",
+)
 @option("--explain", "explained", is_flag=True, help="Print each formula with its numbers.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
-    model: str, device: str, weights: str | None, *, explained: bool, as_json: bool, **given: Any
+    model: str,
+    device: str,
+    weights: str | None,
+    *,
+    explained: bool,
+    as_json: bool,
+    calibrate: bool,
+    **given: Any,
 ) -> None:
     """Show what MODEL could do on a device: memory, both strokes, batch sizes, costs.
 
     MODEL is a name, a GGUF file, or a config.json (or its folder), whose weights need not be here.
-    With --mfu 1 and --mbu 1 times are limits that no engine passes.
+    With --mfu 1 and --mbu 1 times are limits that no engine passes. On this machine they are
+    corrected by measured steps of MODEL, if there are any (--calibrate).
     """
-    from twostroke.planner import Question, find_device, make_plan, planned_model, this_machine
+    from twostroke import planner
 
     for name in ("ttft_s", "tpot_s"):  # given in milliseconds
         given[name] = None if given[name] is None else given[name] / 1e3
-    question = Question(**given)
-    found = this_machine() if device == "here" else find_device(device)
-    planned = planned_model(model)
-    plan = make_plan(planned.as_(weights) if weights else planned, found, question)
+    question = planner.Question(**given)
+    is_here = device == "here"
+    found = planner.this_machine() if is_here else planner.find_device(device)
+    planned = planner.planned_model(model)
+    if calibrate:
+        length = planned.program.context_length
+        planner.calibrate(model, planned.identity, length, lambda text: click.echo(text, err=True))
+    known = planner.known_calibration(planned.identity) if is_here else None
+    plan = planner.make_plan(planned.as_(weights) if weights else planned, found, question, known)
     if as_json:
         click.echo(msgspec.json.encode(plan).decode())
         return
@@ -90,6 +108,14 @@ def _facts(plan: Plan, model: PlannedModel) -> Iterator[str]:
         f"First token of a prompt of {asked.prompt:,} tokens: {plan.ttft_s * 1e3:,.1f} ms "
         f"({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} streams."
     )
+    if (one := plan.calibrated) is not None:
+        yield (
+            f"Times are corrected by {one.num_steps} steps measured on {one.date}; each of these "
+            f"follows from the others with an error of {one.error:.0%} (median). Nearest: "
+            f"{one.nearest}."
+        )
+    else:
+        yield "Times are limits, which no engine passes; on this machine --calibrate corrects them."
     yield ""
 
 

@@ -1,5 +1,6 @@
 """What a model could do on a device, what it needs and what it costs, from its operations."""
 
+from twostroke.planner.calibration import Calibration, calibrate, known_calibration
 from twostroke.planner.devices import Device, find_device, known_devices, this_machine
 from twostroke.planner.models import WEIGHTS, PlannedModel, planned_model
 from twostroke.planner.plan import Plan, WhatIf, make_plan
@@ -8,6 +9,7 @@ from twostroke.planner.question import Question
 
 __all__ = [
     "WEIGHTS",
+    "Calibration",
     "Device",
     "Memory",
     "Plan",
@@ -15,7 +17,9 @@ __all__ = [
     "Question",
     "Row",
     "WhatIf",
+    "calibrate",
     "find_device",
+    "known_calibration",
     "known_devices",
     "make_plan",
     "planned_model",

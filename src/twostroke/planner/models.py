@@ -10,6 +10,7 @@ from twostroke.core.files import read_json
 from twostroke.core.frozen import Frozen
 from twostroke.engine.loading import load
 from twostroke.models import build_program
+from twostroke.weights import weights_identity
 from twostroke.weights.hf_model import hf_fields, hf_spec
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class PlannedModel(Frozen):
     weight_bytes: Mapping[str, int]
     stored: str
     arithmetic: str
+    identity: str = ""  # of the weights, where they are here
 
     @property
     def num_weights(self) -> int:
@@ -95,7 +97,8 @@ def planned_model(model: str) -> PlannedModel:
     program = build_program(loaded.spec)
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
     formats = sorted({tensor.format.name for tensor in loaded.tensors.values()})
-    return PlannedModel(loaded.name, program, sizes, ", ".join(formats), "bf16")
+    identity = weights_identity(loaded.tensors)
+    return PlannedModel(loaded.name, program, sizes, ", ".join(formats), "bf16", identity)
 
 
 def _is_quantized(name: str, shape: tuple[int, ...]) -> bool:

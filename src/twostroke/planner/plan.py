@@ -15,6 +15,7 @@ from twostroke.planner.question import MAX_DEVICES
 from twostroke.program.batch import BatchShape
 
 if TYPE_CHECKING:
+    from twostroke.planner.calibration import Calibration
     from twostroke.planner.devices import Device
     from twostroke.planner.models import PlannedModel
     from twostroke.planner.planner import Memory, Row
@@ -37,6 +38,18 @@ class WhatIf(Frozen):
     usd_per_million: float | None
 
 
+class Calibrated(Frozen):
+    """How far times can be trusted: what the measured steps say of each other.
+
+    `error` is the median, as a share. `nearest` is the step that counts most for `chosen`.
+    """
+
+    date: str
+    num_steps: int
+    error: float
+    nearest: str | None
+
+
 class Plan(Frozen):
     """The answer to a question. `chosen` is None if no number of streams does what is asked."""
 
@@ -56,11 +69,20 @@ class Plan(Frozen):
     prefill_per_decode: float | None
     what_ifs: tuple[WhatIf, ...]
     steps: tuple[str, ...]
+    calibrated: Calibrated | None = None
 
 
-def make_plan(model: PlannedModel, device: Device, question: Question) -> Plan:
-    """Return the answer to `question` for a model on devices of one kind."""
-    planner = Planner(model, device, question)
+def make_plan(
+    model: PlannedModel,
+    device: Device,
+    question: Question,
+    calibration: Calibration | None = None,
+) -> Plan:
+    """Return the answer to `question` for a model on devices of one kind.
+
+    `calibration` corrects times: that of the model on this machine.
+    """
+    planner = Planner(model, device, question, calibration)
     memory, prefill = planner.memory(), planner.prefill()
     fitting = _MOST_STREAMS if memory.most_streams is None else memory.most_streams
     fitting = min(fitting, _MOST_STREAMS)
@@ -90,7 +112,16 @@ def make_plan(model: PlannedModel, device: Device, question: Question) -> Plan:
         prefill_per_decode=ratio,
         what_ifs=tuple(_what_ifs(planner, shown)),
         steps=tuple(explain(planner, memory, shown)),
+        calibrated=_calibrated(planner, shown),
     )
+
+
+def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
+    known = planner.calibration
+    if known is None:
+        return None
+    nearest = planner.decode(streams).nearest
+    return Calibrated(known.date, len(known.points), known.error(planner.roofline), nearest)
 
 
 def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most: int) -> str:
@@ -145,7 +176,7 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
     ]
     found = []
     for change, other, question in others:
-        one = Planner(other, device, question)
+        one = Planner(other, device, question, planner.calibration)
         found.append(_what_if(change, one, streams, one.decode(streams).seconds))
     starts, rows = (asked.mean_context,) * streams, _DRAFTS + 1
     verify = planner.roofline.step(BatchShape(starts, (rows,) * streams, streams * rows))

@@ -15,6 +15,7 @@ from twostroke.program.batch import BatchShape
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from twostroke.planner.calibration import Calibration
     from twostroke.planner.devices import Device
     from twostroke.planner.models import PlannedModel
     from twostroke.planner.question import Question
@@ -56,9 +57,16 @@ class Row(Frozen):
 class Planner:
     """The times of one model on one kind of device."""
 
-    def __init__(self, model: PlannedModel, device: Device, question: Question) -> None:
+    def __init__(
+        self,
+        model: PlannedModel,
+        device: Device,
+        question: Question,
+        calibration: Calibration | None = None,
+    ) -> None:
         self.model, self.device, self.question = model, device, question
-        self.roofline = Roofline(model, device, question)
+        self.calibration = calibration
+        self.roofline = Roofline(model, device, question, calibration)
 
     def prefill(self) -> StepTime:
         """Return the time of a prompt's step."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
+
+from msgspec.structs import replace
 
 from twostroke.cache import FORMATS
 from twostroke.core.frozen import Frozen
@@ -16,7 +18,24 @@ if TYPE_CHECKING:
     from twostroke.planner.question import Question
     from twostroke.program.batch import BatchShape
 
-_VALUE_BYTES = 2  # of a value that devices exchange
+ATTENTION: Final = "attention"  # the label of these operations; all others count as products
+_VALUE_BYTES: Final = 2  # of a value that devices exchange
+
+
+class Factors(Frozen):
+    """What the least times of a step are multiplied by, and the seconds that are added."""
+
+    attention: float
+    products: float
+    rest_s: float
+    nearest: str  # the name of the measured step that counts most
+
+
+class Correction(Protocol):
+    """Knows how far steps are from their least times."""
+
+    def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
+        """Return how a step of this shape is corrected."""
 
 
 class OpTime(Frozen):
@@ -29,15 +48,30 @@ class OpTime(Frozen):
 
 
 class StepTime(Frozen):
-    """The least time of a step, by label of its operations; `moving_s` is between devices."""
+    """The time of a step, by label of its operations.
+
+    `moving_s` is between devices, `rest_s` what is around operations, as far as it was measured.
+    """
 
     ops: dict[str, OpTime]
     moving_s: float
+    rest_s: float = 0.0
+    nearest: str | None = None  # the measured step by which it was corrected most
 
     @property
     def seconds(self) -> float:
         """The whole time."""
-        return sum(op.seconds for op in self.ops.values()) + self.moving_s
+        return self.attention_s + self.products_s + self.moving_s + self.rest_s
+
+    @property
+    def attention_s(self) -> float:
+        """The time of attention."""
+        return self.ops[ATTENTION].seconds if ATTENTION in self.ops else 0.0
+
+    @property
+    def products_s(self) -> float:
+        """The time of all other operations."""
+        return sum(op.seconds for label, op in self.ops.items() if label != ATTENTION)
 
     @property
     def flops(self) -> float:
@@ -62,13 +96,21 @@ class Roofline:
     """Least times of a model's steps on a question's devices.
 
     `peak` and `bandwidth` are those of all devices together, as far as an engine reaches them.
+    With a correction, steps take what was measured of steps like them.
     """
 
-    def __init__(self, model: PlannedModel, device: Device, question: Question) -> None:
+    def __init__(
+        self,
+        model: PlannedModel,
+        device: Device,
+        question: Question,
+        correction: Correction | None = None,
+    ) -> None:
         self.arithmetic = device.arithmetic(model.arithmetic)
         self.peak = device.peaks[self.arithmetic] * question.count * question.mfu
         self.bandwidth = device.bandwidth * question.count * question.mbu
         self.link, self._count = device.link, question.count
+        self._correction = correction
         cache = FORMATS[question.kv_format]
         self._ops = Counter(
             (op.label, tuple(op.work(model.weight_bytes, cache))) for op in model.program.ops
@@ -77,6 +119,22 @@ class Roofline:
         self._exchanged = 2 * len(model.program.layer_outputs) * model.hidden_size * _VALUE_BYTES
 
     def step(self, batch: BatchShape) -> StepTime:
+        """Return the time of a step."""
+        least = self.least(batch)
+        if self._correction is None:
+            return least
+        factors = self._correction.factors(self, batch)
+        ops = {
+            label: replace(
+                op,
+                seconds=op.seconds
+                * (factors.attention if label == ATTENTION else factors.products),
+            )
+            for label, op in least.ops.items()
+        }
+        return StepTime(ops, least.moving_s, factors.rest_s, factors.nearest)
+
+    def least(self, batch: BatchShape) -> StepTime:
         """Return the least time of a step."""
         found: dict[str, OpTime] = {}
         for key, times in self._ops.items():

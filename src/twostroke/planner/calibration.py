@@ -1,0 +1,188 @@
+"""Measured steps of a model on this machine, by which its planned times are corrected."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from contextlib import suppress
+from datetime import UTC, datetime
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from twostroke.core import env
+from twostroke.core.errors import ModelFormatError, UsageError
+from twostroke.core.files import read_json, write_json
+from twostroke.core.frozen import Frozen
+from twostroke.measure.profile import Wanted, profile
+from twostroke.measure.single_step import Shape
+from twostroke.planner.roofline import ATTENTION, Factors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from twostroke.measure.profile import StepProfile
+    from twostroke.planner.roofline import Roofline
+    from twostroke.program.batch import BatchShape
+
+_VERSION: Final = 1
+_CONTEXTS: Final = (128, 1024, 4096)
+_STREAMS: Final = (1, 4, 16, 32)
+_PROMPTS: Final = (64, 256, 1024)
+
+
+class Point(Frozen):
+    """A measured step: seconds of attention, of other operations, and of what is around them.
+
+    It has `streams` requests with a row each after `context` tokens, or `prompt` rows of one.
+    """
+
+    streams: int
+    context: int
+    prompt: int
+    attention_s: float
+    products_s: float
+    rest_s: float
+
+    @classmethod
+    def of(cls, one: StepProfile) -> Point:
+        """Return the point of a profile."""
+        seconds = {True: 0.0, False: 0.0}
+        for op in one.operations:
+            seconds[op.label.name == ATTENTION] += op.time_s.median
+        shape = one.shape
+        rest_s = max(0.0, one.step_s - sum(seconds.values()))
+        sizes = (shape.num_streams, shape.context, shape.num_prompt)
+        return cls(*sizes, seconds[True], seconds[False], rest_s)
+
+    @property
+    def batch(self) -> BatchShape:
+        """The step's shape."""
+        return Shape(self.streams, self.context, self.prompt).batch
+
+    @property
+    def name(self) -> str:
+        """A readable name."""
+        return Shape(self.streams, self.context, self.prompt).name
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.attention_s + self.products_s + self.rest_s
+
+
+class Calibration(Frozen):
+    """Measured steps of one model; `date` is that of the last."""
+
+    points: tuple[Point, ...]
+    date: str
+    version: int = _VERSION
+
+    def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
+        """Return how a step like `batch` is corrected: as the measured ones near it.
+
+        Logarithms of rows, requests and context are coordinates; a point counts by the inverse
+        fourth power of its distance. `roofline` gives the least times.
+        """
+        weights = [_nearness(_place(batch), _place(one.batch)) for one in self.points]
+        total = sum(weights)
+        shares = [weight / total for weight in weights]
+        least = [roofline.least(one.batch) for one in self.points]
+
+        def mean(values: Iterable[float]) -> float:
+            return math.exp(sum(s * math.log(v) for s, v in zip(shares, values, strict=True)))
+
+        pairs = list(zip(self.points, least, strict=True))
+        return Factors(
+            attention=mean(one.attention_s / floor.attention_s for one, floor in pairs),
+            products=mean(one.products_s / floor.products_s for one, floor in pairs),
+            rest_s=mean(max(one.rest_s, 1e-7) for one in self.points),
+            nearest=self.points[max(range(len(weights)), key=weights.__getitem__)].name,
+        )
+
+    def errors(self, roofline: Roofline) -> list[float]:
+        """Return for each point the error of what the other points say of it, as a share."""
+        return [
+            abs(self._without(one).seconds(roofline, one.batch) / one.seconds - 1)
+            for one in self.points
+        ]
+
+    def error(self, roofline: Roofline) -> float:
+        """Return the median of the errors."""
+        return median(self.errors(roofline))
+
+    def seconds(self, roofline: Roofline, batch: BatchShape) -> float:
+        """Return the corrected time of a step."""
+        factors, floor = self.factors(roofline, batch), roofline.least(batch)
+        products_s, attention_s = floor.products_s, floor.attention_s
+        return factors.products * products_s + factors.attention * attention_s + factors.rest_s
+
+    def _without(self, point: Point) -> Calibration:
+        return Calibration(tuple(one for one in self.points if one != point), self.date)
+
+
+def calibrate(
+    model: str, identity: str, context_length: int, notice: Callable[[str], None]
+) -> None:
+    """Measure steps of `model` on this machine, and keep them for its plans.
+
+    Raises:
+        UsageError: the model has no weights here.
+        TwostrokeError: as `profile`.
+    """
+    if not identity:
+        raise UsageError("A configuration alone cannot be measured: name a model with weights.")
+    measure(model, identity, usual_shapes(context_length), notice)
+
+
+def usual_shapes(context_length: int) -> list[Shape]:
+    """Return the steps that are measured of a model, those that its context holds."""
+    decode = [Shape.decode(count, size) for size in _CONTEXTS for count in _STREAMS]
+    shapes = [*decode, *map(Shape.prefill, _PROMPTS)]
+    return [one for one in shapes if one.num_tokens <= context_length]
+
+
+def measure(
+    model: str,
+    identity: str,
+    shapes: Sequence[Shape],
+    notice: Callable[[str], None],
+    num_steps: int | None = None,
+) -> Calibration:
+    """Measure steps of these shapes, and keep them; `num_steps` as in `Wanted`."""
+    wanted = Wanted(tuple(shapes), num_steps)
+    points = tuple(Point.of(one) for one in profile(model, wanted, notice))
+    found = Calibration(points, datetime.now(UTC).strftime("%Y-%m-%d"))
+    path = _path(identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, msgspec.to_builtins(found))
+    return found
+
+
+def known_calibration(identity: str) -> Calibration | None:
+    """Return what was measured of a model on this machine, None if nothing was."""
+    with suppress(ModelFormatError, msgspec.ValidationError):
+        found = msgspec.convert(read_json(_path(identity)), Calibration)
+        if found.version == _VERSION and len(found.points) > 1:
+            return found
+    return None
+
+
+def _path(identity: str) -> Path:
+    from twostroke.core.hardware import num_cores, processor_name
+
+    key = f"{processor_name()}|{num_cores()}|{identity}"
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    return env.cache_dir() / "calibrations" / f"{name}.json"
+
+
+def _place(batch: BatchShape) -> tuple[float, ...]:
+    requests = len(batch.starts)
+    sizes = batch.num_rows, batch.num_rows / requests, 64 + batch.num_attended() / batch.num_rows
+    return tuple(map(math.log2, sizes))
+
+
+def _nearness(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    return 1 / (math.dist(one, other) ** 4 + 1e-9)

@@ -1,0 +1,72 @@
+"""Plans corrected by measured steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.native import native_dir
+from support.tiny import write_tiny_gguf
+from twostroke.core.errors import UsageError
+from twostroke.measure.single_step import Shape
+from twostroke.planner import (
+    Calibration,
+    Question,
+    calibrate,
+    find_device,
+    known_calibration,
+    make_plan,
+    planned_model,
+)
+from twostroke.planner.calibration import Point, measure
+from twostroke.planner.roofline import Roofline
+
+SHAPES = (Shape.decode(1, 30), Shape.decode(4, 30), Shape.decode(4, 60), Shape.prefill(40))
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
+    return str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+
+
+def slower(roofline, shape, attention, products, rest_s):
+    least = roofline.least(shape.batch)
+    sizes = (shape.num_streams, shape.context, shape.num_prompt)
+    return Point(*sizes, attention * least.attention_s, products * least.products_s, rest_s)
+
+
+def test_steps_take_what_was_measured_of_steps_like_them(model):
+    planned, device = planned_model(model), find_device("L4")
+    roofline = Roofline(planned, device, Question())
+    alike = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01")
+    batch = Shape.decode(2, 50).batch  # not among them
+    least = roofline.least(batch)
+    expected = 3 * least.attention_s + 2 * least.products_s + 0.1
+    assert alike.seconds(roofline, batch) == pytest.approx(expected)
+    assert alike.error(roofline) == pytest.approx(0, abs=1e-9)
+    step = Roofline(planned, device, Question(), alike).step(batch)
+    assert step.seconds == pytest.approx(expected)
+    # A point of the same shape decides nearly alone, and its neighbours tell that it differs.
+    odd = (*alike.points[1:], slower(roofline, SHAPES[0], 30, 20, 1.0))
+    other = Calibration(odd, "2026-01-01")
+    assert other.seconds(roofline, SHAPES[0].batch) == pytest.approx(odd[-1].seconds, rel=1e-3)
+    assert max(other.errors(roofline)) > 0.5
+    assert other.factors(roofline, SHAPES[0].batch).nearest == SHAPES[0].name
+
+
+def test_measured_steps_are_kept_for_the_model_on_this_machine(model):
+    native_dir()
+    planned = planned_model(model)
+    assert known_calibration(planned.identity) is None
+    found = measure(model, planned.identity, SHAPES, lambda _: None, num_steps=3)
+    assert known_calibration(planned.identity) == found
+    assert all(one.seconds > 0 for one in found.points)
+    assert known_calibration("another") is None
+    plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), found)
+    assert plan.calibrated.num_steps == len(SHAPES)
+    assert plan.calibrated.nearest in {one.name for one in SHAPES}
+
+
+def test_a_configuration_cannot_be_measured():
+    with pytest.raises(UsageError, match="name a model with weights"):
+        calibrate("config.json", "", 100, print)
