@@ -1,8 +1,9 @@
-"""Rounds a matrix to a block format so that its products change least (GPTQ, arXiv:2210.17323).
+"""Rounds a matrix to a block format so that its products change least.
 
 Columns are rounded one after another. The error of each is made up for by the columns after it, as
-far as the inputs are correlated. Scales are fitted when a block is reached, with errors weighted by
-how little later columns can make up for them.
+far as the inputs are correlated (GPTQ, arXiv:2210.17323). Several scales of a block are tried out
+with its codes, compensation included. Then sweeps code each block again, with what all others, the
+later ones too, have left to make up for (block coordinate descent, as QuantEase, arXiv:2309.01885).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.quant.fit import fit_scale, whole_codes
-from twostroke.quant.format import half_bytes, half_column
+from twostroke.quant.format import half_bytes
 from twostroke.quant.iq4 import level_codes, nearest_level
 from twostroke.quant.planes import pack_planes
 from twostroke.quant.steps import pack_codes
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 _DAMPING = 0.01  # of the mean second moment, added to each
 _BLOCK = 32  # values that share a scale, in all formats here
 _STRETCHES = np.linspace(0.7, 1.05, 15, dtype=np.float32)
+_FIRST_TRIALS = np.linspace(0.88, 1.12, 9, dtype=np.float32)  # of a fitted scale
+_TRIALS = np.linspace(0.94, 1.06, 5, dtype=np.float32)
+_SWEEPS = 2
+_CHUNK = 512  # outputs that are coded at a time: trials of a block stay in the cache
 
 
 class Grid(Frozen):
@@ -45,54 +50,190 @@ class Grid(Frozen):
     peaks: tuple[float, ...] = ()
     high: int = 0
 
-    def fit(self, values: Floats, weights: Floats) -> Bytes:
-        """Return the heads, bytes (n, 2 or 4), of blocks: float32 (n, 32), weights (32,)."""
-        if self.peaks:
-            return half_bytes(fit_scale(values, self.nearest, self.peaks, weights))
-        return np.concatenate(list(map(half_bytes, _line(values, weights, self.high))), axis=1)
 
-    def scale_and_smallest(self, heads: Bytes) -> tuple[Floats, Floats]:
-        """Return both as the format stores them, float32 (n,)."""
-        scale = half_column(heads, 0)[:, 0]
-        return scale, np.zeros_like(scale) if self.peaks else half_column(heads, 2)[:, 0]
+class Moments(Frozen):
+    """Second moments of a product's inputs (width, width), damped; `factor` as of `_factor`."""
+
+    damped: NDArray[np.float64]
+    factor: Floats
+
+    def solve(self, inputs: Floats, outputs: Floats) -> Floats:
+        """Return the weight (outputs, inputs) that makes most of outputs (rows, n) from inputs."""
+        along = inputs.T @ outputs
+        weight: Floats = (self.factor.T @ (self.factor @ along)).T
+        return weight
 
 
-def round_matrix(weight: Floats, factor: NDArray[np.float64], name: str) -> QuantTensor:
+def moments_of(inputs: Floats) -> Moments:
+    """Return the moments of inputs (rows, width).
+
+    They are damped, so that inputs which are always zero, or few rows, do no harm.
+    """
+    damped = (inputs.T @ inputs).astype(np.float64)
+    diagonal = np.einsum("ii->i", damped)
+    diagonal += _DAMPING * diagonal.mean() + np.finfo(np.float32).tiny
+    return Moments(damped, _factor(damped))
+
+
+def round_matrix(weight: Floats, moments: Moments, name: str) -> QuantTensor:
     """Return a matrix (outputs, inputs) in the format `name`, one of GRIDS.
 
-    `factor` is what `inverse_factor` returns for its inputs. Rows must fill whole blocks.
+    Rows must fill whole blocks.
     """
     grid, fmt = GRIDS[name], FORMATS[name]
-    left = np.ascontiguousarray(weight.T)  # (inputs, outputs): what remains to be stored
-    upper = factor.astype(np.float32)
-    data = np.empty((len(weight), fmt.num_bytes(weight.shape[1])), np.uint8)
-    for start in range(0, len(left), _BLOCK):
+    blocks = range(0, weight.shape[1], _BLOCK)
+    data = np.empty((len(weight), len(blocks), fmt.block_bytes), np.uint8)
+    right = np.ascontiguousarray(weight.T)
+    coded = _compensated(right, moments.factor, grid)
+    for _ in range(_SWEEPS):
+        _sweep(coded, right, moments.damped, grid)
+    for i, start in enumerate(blocks):
+        heads = [half_bytes(coded.scales[i, :, None])]
+        if not grid.peaks:
+            heads.append(half_bytes(coded.smallest[i, :, None]))
+        levels = np.ascontiguousarray(coded.levels[start : start + _BLOCK].T)
+        data[:, i] = np.concatenate([*heads, grid.pack(levels)], axis=1)
+    return QuantTensor(fmt, weight.shape, data.reshape(len(weight), -1))
+
+
+class _Coded:
+    """A matrix in the making: levels (inputs, outputs), scale and smallest (blocks, outputs)."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        self.levels = np.empty((num_inputs, num_outputs), np.float32)
+        self.scales = np.empty((num_inputs // _BLOCK, num_outputs), np.float32)
+        self.smallest = np.empty_like(self.scales)
+
+    def values(self) -> Floats:
+        levels = self.levels.reshape(len(self.scales), _BLOCK, -1)
+        values: Floats = levels * self.scales[:, None] + self.smallest[:, None]
+        return values.reshape(self.levels.shape)
+
+
+def _compensated(right: Floats, factor: Floats, grid: Grid) -> _Coded:
+    """Code `right` (inputs, outputs) block after block; later blocks make up for errors."""
+    left = right.copy()
+    coded = _Coded(*right.shape)
+    for i, start in enumerate(range(0, len(right), _BLOCK)):
         block, rest = slice(start, start + _BLOCK), slice(start + _BLOCK, None)
-        now, inner = left[block], upper[block, block]
-        heads = grid.fit(np.ascontiguousarray(now.T), np.diag(inner) ** -2)
-        scale, smallest = grid.scale_and_smallest(heads)
-        inverse = np.divide(1, scale, out=np.zeros_like(scale), where=np.abs(scale) > 1e-30)
-        levels, errors = np.empty_like(now), np.empty_like(now)
-        for i in range(_BLOCK):
-            levels[i] = grid.nearest((now[i] - smallest) * inverse)
-            errors[i] = (now[i] - levels[i] * scale - smallest) / inner[i, i]
-            now[i + 1 :] -= inner[i, i + 1 :, None] * errors[i]
-        left[rest] -= upper[block, rest].T @ errors
-        packed = grid.pack(np.ascontiguousarray(levels.T))
-        place = start // _BLOCK * fmt.block_bytes
-        data[:, place : place + fmt.block_bytes] = np.concatenate([heads, packed], axis=1)
-    return QuantTensor(fmt, weight.shape, data)
+        inner, now = factor[block, block], left[block]
+        errors = np.empty_like(now)
+        for part in _parts(now.shape[1]):
+            wanted = now[:, part]
+            fitted = _fitted(wanted, np.diag(inner) ** -2, grid)
+            best = _best(wanted, inner, *_around(*fitted, _FIRST_TRIALS, grid), grid)
+            coded.levels[block, part], errors[:, part] = best.levels, best.errors
+            coded.scales[i, part], coded.smallest[i, part] = best.scale, best.smallest
+        left[rest] -= factor[block, rest].T @ errors
+    return coded
 
 
-def inverse_factor(inputs: Floats) -> NDArray[np.float64]:
-    """Return the upper triangle U with U.T @ U the inverse second moments of inputs (rows, width).
+def _sweep(coded: _Coded, right: Floats, moments: NDArray[np.float64], grid: Grid) -> None:
+    """Code each block again for what the others leave; a block that gets no better stays."""
+    wide = moments.astype(np.float32)
+    values = coded.values()
+    slopes = wide @ (right - values)
+    for i, start in enumerate(range(0, len(right), _BLOCK)):
+        block = slice(start, start + _BLOCK)
+        own, inner = wide[block, block], _factor(moments[block, block])
+        wanted = values[block] + (inner.T @ inner) @ slopes[block]
+        changes = np.zeros_like(wanted)
+        for part in _parts(wanted.shape[1]):
+            target, held = wanted[:, part], values[block, part]
+            error = target - held
+            before = np.einsum("io,io->o", error, own @ error)
+            refit = _refit(target, coded.levels[block, part], own, grid)
+            best = _best(target, inner, *_around(*refit, _TRIALS, grid), grid)
+            better = best.loss < before * np.float32(1 - 1e-5)
+            for stored, new in (
+                (coded.levels[block, part], best.levels),
+                (coded.scales[i, part], best.scale),
+                (coded.smallest[i, part], best.smallest),
+            ):
+                np.copyto(stored, new, where=better)
+            made = best.levels * best.scale + best.smallest
+            changes[:, part] = np.where(better, made - held, 0)
+        values[block] += changes
+        slopes -= wide[:, block] @ changes
 
-    Moments are damped, so that inputs which are always zero, or few rows, do no harm.
+
+class _Block(Frozen):
+    """The best of some trials of a block: levels and errors (32, n), the others (n,)."""
+
+    levels: Floats
+    errors: Floats
+    scale: Floats
+    smallest: Floats
+    loss: Floats
+
+
+def _best(wanted: Floats, inner: Floats, scales: Floats, smallest: Floats, grid: Grid) -> _Block:
+    """Code a block (32, n) with each of its trial scales (trials, n), and return the best."""
+    trials, count = scales.shape
+    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=np.abs(scales) > 1e-30)
+    levels = np.empty((_BLOCK, trials, count), np.float32)
+    errors = np.empty_like(levels)
+    loss = np.zeros_like(scales)
+    for i in range(_BLOCK):
+        made_up = inner[:i, i] @ errors[:i].reshape(i, trials * count)
+        value = wanted[i] - made_up.reshape(trials, count) - smallest
+        levels[i] = grid.nearest(value * inverse)
+        errors[i] = (value - levels[i] * scales) / inner[i, i]
+        loss += errors[i] * errors[i]
+    least = loss.argmin(axis=0)[None]
+
+    def chosen(trial: Floats) -> Floats:
+        return np.take_along_axis(trial, least, axis=0)[0]
+
+    own = np.broadcast_to(least, (_BLOCK, 1, count))
+    levels, errors = (np.take_along_axis(each, own, axis=1)[:, 0] for each in (levels, errors))
+    return _Block(levels, errors, chosen(scales), chosen(smallest), chosen(loss))
+
+
+def _around(scale: Floats, smallest: Floats, trials: Floats, grid: Grid) -> tuple[Floats, Floats]:
+    """Return trial scales and smallest values (trials, n) about fitted ones, both as float16 has.
+
+    The middle of the levels stays.
     """
-    moments = (inputs.T @ inputs).astype(np.float64)
-    diagonal = np.einsum("ii->i", moments)
-    diagonal += _DAMPING * diagonal.mean() + np.finfo(np.float32).tiny
-    return np.linalg.cholesky(np.linalg.inv(moments)).T
+    scales = _halved(scale * trials[:, None])
+    middle = smallest + scale * np.float32(grid.high / 2)
+    return scales, _halved(middle - scales * np.float32(grid.high / 2))
+
+
+def _halved(values: Floats) -> Floats:
+    return values.astype(np.float16).astype(np.float32)
+
+
+def _fitted(values: Floats, weights: Floats, grid: Grid) -> tuple[Floats, Floats]:
+    """Return scale and smallest value, each (n,), of blocks (32, n) by their weighted errors."""
+    blocks = np.ascontiguousarray(values.T)
+    if grid.peaks:
+        scale = fit_scale(blocks, grid.nearest, grid.peaks, weights)[:, 0]
+        return scale, np.zeros_like(scale)
+    scale, smallest = _line(blocks, weights, grid.high)
+    return scale[:, 0], smallest[:, 0]
+
+
+def _refit(values: Floats, levels: Floats, own: Floats, grid: Grid) -> tuple[Floats, Floats]:
+    """Return the scale and smallest value, each (n,), that are best for given levels (32, n)."""
+    seen = own @ levels
+    along, size = (np.einsum("io,io->o", seen, each) for each in (values, levels))
+    if grid.peaks:
+        return along / np.maximum(size, 1e-30), np.zeros_like(along)
+    mean, shift, total = seen.sum(axis=0), own.sum(axis=0) @ values, own.sum()
+    spread = size * total - mean * mean
+    inverse = np.divide(1, spread, out=np.zeros_like(spread), where=spread > 1e-6 * size * total)
+    scale = (along * total - shift * mean) * inverse
+    return scale, (shift - scale * mean) / total
+
+
+def _factor(moments: NDArray[np.float64]) -> Floats:
+    """Return the upper triangle U with U.T @ U the inverse of moments."""
+    return np.linalg.cholesky(np.linalg.inv(moments)).T.astype(np.float32)
+
+
+def _parts(count: int) -> list[slice]:
+    return [slice(start, start + _CHUNK) for start in range(0, count, _CHUNK)]
 
 
 def _line(values: Floats, weights: Floats, high: int) -> tuple[Floats, Floats]:
