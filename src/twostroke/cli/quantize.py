@@ -26,7 +26,7 @@ def _targets() -> tuple[str, ...]:
 @option(
     "--text",
     type=TextFile(),
-    help="A file with text like that which the model will read [default: Python's documentation].",
+    help="A file with text like that which the model will read [default: its own answers].",
 )
 @option(
     "--tokens",
@@ -38,8 +38,9 @@ def _targets() -> tuple[str, ...]:
 def command(model: str, target: str, out: Path, text: str | None, num_tokens: int) -> None:
     """Write MODEL with fewer bits for each weight, as a GGUF file.
 
-    Rounding is calibrated on text. The file is read back and scored on other text before it gets
-    its name. A report of how it scored stands in the file: twostroke report FILE.
+    Rounding is calibrated on text: without --text, on MODEL's answers to many prompts. The file is
+    read back and scored on other text before it gets its name. A report of how it scored stands in
+    the file: twostroke report FILE.
     """
     from twostroke.cli.report import show_report
     from twostroke.compress.quantize import quantize

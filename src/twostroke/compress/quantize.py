@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from pydoc_data import topics
 from typing import TYPE_CHECKING, Final
 
+from twostroke.compress.calibrate import own_pieces, text_pieces
 from twostroke.compress.report import FileReport, TextFacts, bits_of, make_report
 from twostroke.compress.round import GRIDS
 from twostroke.compress.unfinished import need, unfinished
@@ -14,8 +14,7 @@ from twostroke.core.config import ComputeOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.engine.canary import REPORT_KEY
 from twostroke.engine.compute import check_can_run
-from twostroke.engine.loading import load
-from twostroke.measure.compare import held_out_text, pieces_of
+from twostroke.engine.loading import build_tokenizer, load
 from twostroke.models import build_program
 from twostroke.models.rope import ROPE_TABLES
 from twostroke.program import Program, ops
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 TARGETS: Final = (*(name.lower() for name in GRIDS), "f16", "bf16", "f32")
 
 _NOTICE_EVERY = 14  # matrices
-_PIECE = 512  # tokens of calibration text that run as one sequence
-_LEAST_TOKENS = 1024
-_SHARED_CHARACTERS = 200  # a run of the held-out text that calibration text must not have
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9}
 _FILE_TYPES |= {"IQ4_NL": 25, "BF16": 32}
 _TABLE_FORMAT = "Q8_0"  # of embeddings and logits
@@ -47,17 +43,13 @@ _TABLE_FORMAT = "Q8_0"  # of embeddings and logits
 _DROPPED = ("split.", "quantize.", "twostroke.", "general.alignment")
 
 
-def calibration_text() -> str:
-    """Return the text that is used without another: Python's own documentation of its language."""
-    return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-
-
 def quantize(
     model: str, target: str, out: Path, text: str | None, num_tokens: int, notice: Notice
 ) -> FileReport:
     """Write `model` in the format `target` (of TARGETS) to `out`; nothing, if anything fails.
 
-    Calibrates on `num_tokens` tokens of `text`. The report is in the file, too.
+    Calibrates on some `num_tokens` tokens of `text`, without one on the model's own answers. The
+    report is in the file, too.
 
     Raises:
         UsageError: the text is too short, or has parts of the held-out text.
@@ -93,9 +85,13 @@ def _write(
     written: dict[str, Value] = {"general.file_type": _FILE_TYPES[name]}
     calibration = None
     if name in GRIDS:
-        chosen_text = calibration_text() if text is None else text
-        pieces = _calibration(source, chosen_text, num_tokens)
-        calibration = TextFacts.of(chosen_text, pieces)
+        if text is None:
+            notice("Asking the model for text to calibrate on")
+            pieces = own_pieces(source, num_tokens)
+            text = "\n".join(map(build_tokenizer(source).decode, pieces))
+        else:
+            pieces = text_pieces(source, text, num_tokens)
+        calibration = TextFacts.of(text, pieces)
         began = time.perf_counter()
         for count, (key, tensor) in enumerate(
             round_products(program, tensors, rounded, pieces), start=1
@@ -157,18 +153,3 @@ def _tell_if_no_finer(
             f"The source already has {bits:.2f} bits for each weight, the result {wanted:.2f}: "
             "figures against it say nothing about the original model."
         )
-
-
-def _calibration(source: LoadedModel, text: str, num_tokens: int) -> list[list[int]]:
-    held_out = held_out_text()
-    for start in range(0, len(held_out) - _SHARED_CHARACTERS, _SHARED_CHARACTERS // 2):
-        if held_out[start : start + _SHARED_CHARACTERS] in text:
-            message = "The calibration text has parts of the held-out text, which scores the file."
-            raise UsageError(message, field="text")
-    pieces = pieces_of(text, [str(source.path)], _PIECE, num_tokens)
-    found = sum(map(len, pieces))
-    if found < _LEAST_TOKENS:
-        raise UsageError(
-            f"The calibration text has {found} tokens, {_LEAST_TOKENS} are needed.", field="text"
-        )
-    return pieces

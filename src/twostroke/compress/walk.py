@@ -1,9 +1,7 @@
 """Rounds a model's products in the order in which they run, each for the inputs that it will get.
 
-The calibration text runs through the model twice at once, one operation after another: with the
-right weights, and with those that are rounded so far. A product is moved towards the weight that
-gives its right outputs from inputs as they have become, and then rounded; so later ones make up for
-the errors of earlier ones.
+The calibration text runs through the model once, one operation after another. A product's inputs
+come from products that are already rounded, so later ones make up for the errors of earlier ones.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from twostroke.program import Op, Program
     from twostroke.quant import Floats, QuantTensor
 
-_SHARE = 0.5  # of the drift that a product makes up for: more would fit the text itself
-
 
 def round_products(
     program: Program,
@@ -36,41 +32,24 @@ def round_products(
     """Yield the rounded weight of each Linear with its name, in the order of the Program.
 
     `formats` names each one's format (of GRIDS); other weights are used as `tensors` has them. The
-    inputs of one operation for all of `pieces` are in memory at a time, twice.
+    inputs of one operation for all of `pieces` are in memory at a time.
     """
-    right, ours = _Stream(program, pieces), _Stream(program, pieces)
-    beside = _residuals(program)
+    stream = Stream(program, pieces)
     known: tuple[str, Moments] | None = None  # a value, and its moments
     for op in program.ops:
         if isinstance(op, ops.Logits):
             return
         weights = {weight.name: tensors[weight.name].dequantize() for weight in op.weights}
-        rounded = dict(weights)
         if isinstance(op, ops.Linear) and op.weight in formats:
             if known is None or known[0] != op.x:
-                known = op.x, moments_of(ours.values[op.x])
-            drift = (right.values[op.x] - ours.values[op.x]) @ weights[op.weight].T
-            if (residual := beside.get(op.output)) is not None:
-                drift += right.values[residual] - ours.values[residual]
-            target = weights[op.weight] + np.float32(_SHARE) * known[1].solve(
-                ours.values[op.x], drift
-            )
-            tensor = round_matrix(target, known[1], formats[op.weight])
+                known = op.x, moments_of(stream.values[op.x])
+            tensor = round_matrix(weights[op.weight], known[1], formats[op.weight])
             yield op.weight, tensor
-            rounded[op.weight] = tensor.dequantize()
-        right.run(op, weights)
-        ours.run(op, rounded)
+            weights[op.weight] = tensor.dequantize()
+        stream.run(op, weights)
 
 
-def _residuals(program: Program) -> dict[str, str]:
-    """Return for each product that is added to another value that value's name."""
-    products = {op.output for op in program.ops if isinstance(op, ops.Linear)}
-    added = [op for op in program.ops if isinstance(op, ops.Add)]
-    pairs = [(op.a, op.b) for op in added] + [(op.b, op.a) for op in added]
-    return {product: other for product, other in pairs if product in products}
-
-
-class _Stream:
+class Stream:
     """All pieces on their way through the model, each a sequence with one page of its own."""
 
     def __init__(self, program: Program, pieces: Sequence[Sequence[int]]) -> None:

@@ -119,7 +119,9 @@ def _answer(engine: Engine, some: Iterator[Prompt], first: int) -> Iterator[None
                 seed=number,
                 ignore_eos=not prompt.is_chat,
             )
-            waiting.append(engine.client.generate(_encode(engine.card, prompt), params))
+            tokens = encode_prompt(engine.card, prompt)
+            tokens = tokens[-min(_PROMPT_TOKENS, engine.card.context_length // 2) :]
+            waiting.append(engine.client.generate(tokens, params))
             if len(waiting) > _STREAMS:
                 waiting.popleft().wait()
                 yield
@@ -131,9 +133,8 @@ def _answer(engine: Engine, some: Iterator[Prompt], first: int) -> Iterator[None
             generation.cancel()
 
 
-def _encode(card: ModelCard, prompt: Prompt) -> list[int]:
+def encode_prompt(card: ModelCard, prompt: Prompt) -> list[int]:
+    """Return the token ids of a prompt, as a message of a chat if it is one."""
     if prompt.is_chat:
-        tokens = encode_chat(card, [{"role": "user", "content": prompt.text}])
-    else:
-        tokens = encode_text(card, prompt.text)
-    return tokens[-min(_PROMPT_TOKENS, card.context_length // 2) :]
+        return encode_chat(card, [{"role": "user", "content": prompt.text}])
+    return encode_text(card, prompt.text)

@@ -1,0 +1,181 @@
+"""`make bench-compress`: files of `twostroke quantize` beside llama.cpp's with importances.
+
+All start from one file, the model's off-grid twin in F32, and are calibrated on the same text. One
+reader scores all on the held-out text, which is neither the calibration text nor the text on which
+choices are made. llama.cpp's part is its own function for a tensor, `ggml_quantize_chunk`, as
+llama-quantize calls it, with mean squares of the twin's inputs. Embeddings and logits are Q8_0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import environments
+import twin
+from goals import SMOLLM2
+from report import ROOT, caption, machine_facts, note, save, table
+from twostroke.compress.calibrate import own_pieces
+from twostroke.compress.quantize import quantize
+from twostroke.compress.report import bits_of
+from twostroke.compress.walk import Stream
+from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.engine.loading import build_tokenizer, load
+from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.models import build_program
+from twostroke.precision.choice import choosing_text
+from twostroke.program import ops
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights.gguf import read_gguf
+from twostroke.weights.write_gguf import write_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from twostroke.quant import Floats
+
+    Rounder = Callable[[str, Floats, str], QuantTensor]  # name, weight and format of a product
+
+_FOLDER = ROOT / "build" / "compress"
+_COLUMNS = ("file", "bits", "KL", "largest KL", "same top", "seconds")
+
+
+def main() -> None:
+    """Make the files of each model, score them, and print and keep the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=[SMOLLM2], metavar="MODEL")
+    parser.add_argument("--formats", nargs="+", default=["iq4_nl", "q4_1", "q5_0"])
+    parser.add_argument("--tokens", type=int, default=12288, help="of calibration text")
+    given = parser.parse_args()
+    facts, results, texts = machine_facts(), [], []
+    for model in given.models:
+        rows = _measure(model, given.formats, given.tokens)
+        results.append(
+            {"model": model, "rows": [dict(zip(_COLUMNS, row, strict=True)) for row in rows]}
+        )
+        texts.append(f"{table(_COLUMNS, rows)}\n\n{caption(facts, f'off-grid twin of {model}')}")
+    save("compress", {**facts, "models": results}, "\n\n".join(texts))
+
+
+def _measure(model: str, formats: list[str], num_tokens: int) -> list[tuple[str, ...]]:
+    folder = _FOLDER / model
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "twin.gguf"
+    if not source.exists():
+        twin.main(model, str(source))
+    loaded = load(str(source))
+    pieces = own_pieces(loaded, num_tokens)
+    text = "\n".join(map(build_tokenizer(loaded).decode, pieces))
+    _check_differ(text, choosing_text(), held_out_text())
+    llama = _Llama(source, pieces)
+    made: dict[Path, float] = {}  # files, and the seconds that each took
+    for name in formats:
+        for maker in ("plain", "llama.cpp", "twostroke"):
+            began, out = time.perf_counter(), folder / f"{maker} {name}.gguf"
+            note(f"Making {out.name}")
+            if maker == "twostroke":
+                quantize(str(source), name, out, None, num_tokens, note)
+            else:
+                _write(source, out, name.upper(), llama.rounded if maker != "plain" else _plain)
+            made[out] = time.perf_counter() - began
+    return list(_scored(source, made))
+
+
+def _check_differ(*texts: str) -> None:
+    """Check that no text has a longer part of another one."""
+    for one in texts:
+        for other in texts:
+            parts = (other[i : i + 100] for i in range(0, len(other) - 100, 50))
+            assert one is other or not any(part in one for part in parts), "the texts overlap"
+
+
+def _write(source: Path, out: Path, name: str, rounded: Rounder) -> None:
+    """Write a model whose products are in the format `name`, all other matrices Q8_0."""
+    file = read_gguf(source)
+    products = {op.weight for op in _products(source)}
+    tensors = dict(file.tensors)
+    for key, tensor in file.tensors.items():
+        if key in products:
+            tensors[key] = rounded(key, tensor.dequantize(), name)
+        elif len(tensor.shape) == 2:
+            tensors[key] = QuantTensor.from_floats(tensor.dequantize(), FORMATS["Q8_0"])
+    metadata = {
+        key: file.metadata.raw(key)  # type: ignore[attr-defined]
+        for key in file.metadata
+        if key != "general.alignment"
+    }
+    write_gguf(out, metadata, tensors)
+
+
+def _products(source: Path) -> list[ops.Linear]:
+    return [op for op in build_program(load(str(source)).spec).ops if isinstance(op, ops.Linear)]
+
+
+def _plain(key: str, weight: Floats, name: str) -> QuantTensor:
+    del key
+    return QuantTensor.from_floats(weight, FORMATS[name])
+
+
+class _Llama:
+    """llama.cpp's rounding, with the mean squares of inputs for the calibration text."""
+
+    def __init__(self, source: Path, pieces: list[list[int]]) -> None:
+        folder = environments.python_of("ggml").parents[1]
+        (path,) = folder.glob("lib/python*/site-packages/xllamacpp/xllamacpp*.so")
+        self._quantize = ctypes.CDLL(str(path)).ggml_quantize_chunk
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self._quantize.argtypes = (ctypes.c_int, pointer, pointer, count, count, count, pointer)
+        self._quantize.restype = ctypes.c_size_t
+        self._squares = _mean_squares(source, pieces)
+
+    def rounded(self, key: str, weight: Floats, name: str) -> QuantTensor:
+        """Return a weight (outputs, inputs) in the format `name`."""
+        fmt = FORMATS[name]
+        num_rows, width = weight.shape
+        data = np.empty((num_rows, fmt.num_bytes(width)), np.uint8)
+        where = (array.ctypes.data for array in (weight, data))
+        squares = self._squares[key].ctypes.data
+        written = self._quantize(fmt.gguf_id, *where, 0, num_rows, width, squares)
+        assert written == data.nbytes, f"ggml wrote {written} bytes of {name}"
+        return QuantTensor(fmt, weight.shape, data)
+
+
+def _mean_squares(source: Path, pieces: list[list[int]]) -> dict[str, Floats]:
+    """Return the mean square of each input of each product."""
+    loaded = load(str(source))
+    program, found = build_program(loaded.spec), dict[str, "Floats"]()
+    stream = Stream(program, pieces)
+    for op in program.ops:
+        if isinstance(op, ops.Logits):
+            break
+        if isinstance(op, ops.Linear):
+            found[op.weight] = np.square(stream.values[op.x]).mean(axis=0)
+        weights = {weight.name: loaded.tensors[weight.name].dequantize() for weight in op.weights}
+        stream.run(op, weights)
+    return found
+
+
+def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each file."""
+    note("Scoring the files")
+    right, *others = (
+        Subject(str(path), ComputeOptions(backend="cpu"), CacheOptions())
+        for path in (source, *made)
+    )
+    pieces = pieces_of(held_out_text(), [str(source)])
+    reports = compare_subjects(right, others, pieces, lambda _: None)
+    products = [op.weight for op in _products(source)]
+    for (path, seconds), report in zip(made.items(), reports, strict=True):
+        tensors = read_gguf(path).tensors
+        bits, score = bits_of({key: tensors[key] for key in products}), report.comparison
+        figures = f"{score.mean_kl:.4f}", f"{score.max_kl:.2f}", f"{score.top1_agreement:.1%}"
+        yield path.stem, f"{bits:.2f}", *figures, f"{seconds:.0f}"
+
+
+if __name__ == "__main__":
+    main()
