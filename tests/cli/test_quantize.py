@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.compress import quantize as module
+from twostroke.compress.calibrate import own_pieces
+from twostroke.engine.loading import load
 from twostroke.measure.compare import held_out_text
 from twostroke.weights.gguf import read_gguf
 
@@ -75,6 +77,14 @@ def test_a_report_has_what_was_measured_and_from_what(
         f"{scored['max_kl']:.2e}",
     ):
         assert shown in printed
+
+
+def test_a_model_calibrates_itself_on_the_same_pieces_each_time(tiny: str) -> None:
+    source = load(tiny)
+    first, again = (own_pieces(source, 2000) for _ in range(2))
+    assert first == again
+    assert 1500 < sum(map(len, first)) < 2200
+    assert max(map(len, first)) <= source.spec.context_length
 
 
 def test_figures_against_a_source_of_as_few_bits_are_doubted(

@@ -1,9 +1,9 @@
 """Rounds a matrix to a block format so that its products change least.
 
 Columns are rounded one after another. The error of each is made up for by the columns after it, as
-far as the inputs are correlated (GPTQ, arXiv:2210.17323). Several scales of a block are tried out
-with its codes, compensation included. Then sweeps code each block again, with what all others, the
-later ones too, have left to make up for (block coordinate descent, as QuantEase, arXiv:2309.01885).
+far as the inputs are correlated (GPTQ, arXiv:2210.17323); scales are fitted when a block is
+reached. Then a sweep codes each block again, with scales about the best for its codes, for what all
+others leave to make up for (block coordinate descent, as QuantEase, arXiv:2309.01885).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SHRINKAGE = 0.3  # of products of two inputs: few rows show them larger than th
 _DAMPING = 0.001  # of the mean second moment, added to each
 _BLOCK = 32  # values that share a scale, in all formats here
 _STRETCHES = np.linspace(0.7, 1.05, 15, dtype=np.float32)
-_FIRST_TRIALS = np.linspace(0.9, 1.1, 5, dtype=np.float32)  # of a fitted scale
-_TRIALS = np.linspace(0.96, 1.04, 3, dtype=np.float32)
+_AS_FITTED = np.ones(1, np.float32)
+_TRIALS = np.linspace(0.96, 1.04, 3, dtype=np.float32)  # of a scale, in a sweep
 _SWEEPS = 1
 _CHUNK = 512  # outputs that are coded at a time: trials of a block stay in the cache
 
@@ -119,7 +119,7 @@ def _compensated(right: Floats, factor: Floats, grid: Grid) -> _Coded:
         for part in _parts(now.shape[1]):
             wanted = now[:, part]
             fitted = _fitted(wanted, np.diag(inner) ** -2, grid)
-            best = _best(wanted, inner, *_around(*fitted, _FIRST_TRIALS, grid), grid)
+            best = _best(wanted, inner, *_around(*fitted, _AS_FITTED, grid), grid)
             coded.levels[block, part], errors[:, part] = best.levels, best.errors
             coded.scales[i, part], coded.smallest[i, part] = best.scale, best.smallest
         left[rest] -= factor[block, rest].T @ errors
