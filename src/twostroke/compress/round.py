@@ -181,7 +181,8 @@ def _best(wanted: Floats, inner: Floats, scales: Floats, smallest: Floats, grid:
     least = loss.argmin(axis=0)[None]
 
     def chosen(trial: Floats) -> Floats:
-        return np.take_along_axis(trial, least, axis=0)[0]
+        best: Floats = np.take_along_axis(trial, least, axis=0)[0]
+        return best
 
     own = np.broadcast_to(least, (_BLOCK, 1, count))
     levels, errors = (np.take_along_axis(each, own, axis=1)[:, 0] for each in (levels, errors))
