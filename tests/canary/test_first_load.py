@@ -15,7 +15,7 @@ from support.gguf_writer import write_gguf
 from support.tiny import Tiny, tiny_metadata, tiny_tensors
 from twostroke import LLM, EngineOptions
 from twostroke.backends.cpu import CpuBackend
-from twostroke.core.config import CacheOptions
+from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.engine.canary import REPORT_KEY, Canary, FirstLoad
 from twostroke.engine.loading import build_tokenizer
@@ -100,6 +100,9 @@ def test_a_file_must_repeat_the_canary_of_its_report(smollm2_path: Path) -> None
     other = replace(sound, nats=(0.5,) * 63)
     assert first_load(loaded, sound).fault(sound) is None
     assert "0.40 nats from those in its report" in (first_load(loaded, other).fault(sound) or "")
+    near, coarse = replace(sound, nats=(0.3,) * 63), ComputeOptions(activation_bits=8)
+    assert first_load(loaded, sound).fault(near) is not None
+    assert first_load(loaded, sound, EngineOptions(coarse)).fault(near) is None
     # An answer of one token, and a text that has other tokens now.
     assert "one token" in (first_load(loaded, sound).fault(Canary((0.1,) * 63, (7,) * 64)) or "")
     assert first_load(loaded, replace(sound, nats=(0.1,) * 9)).fault(sound) is not None
@@ -107,7 +110,9 @@ def test_a_file_must_repeat_the_canary_of_its_report(smollm2_path: Path) -> None
         first_load(loaded, "not JSON")
 
 
-def first_load(loaded: LoadedModel, recorded: Canary | str) -> FirstLoad:
+def first_load(
+    loaded: LoadedModel, recorded: Canary | str, options: EngineOptions | None = None
+) -> FirstLoad:
     """Return the check of a model whose metadata have a report."""
     assert isinstance(loaded.tokenizer_source, GgufTokenizer)
     text = recorded
@@ -116,4 +121,4 @@ def first_load(loaded: LoadedModel, recorded: Canary | str) -> FirstLoad:
     metadata = {**loaded.tokenizer_source.metadata, REPORT_KEY: text}
     with_report = replace(loaded, tokenizer_source=GgufTokenizer(metadata))
     program = build_program(loaded.spec)
-    return FirstLoad.of(with_report, build_tokenizer(loaded), program, EngineOptions())
+    return FirstLoad.of(with_report, build_tokenizer(loaded), program, options or EngineOptions())

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from twostroke.core import env
+from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import Field, ModelFormatError, QualityError, TwostrokeError
 from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
@@ -48,7 +49,8 @@ _NUM_TOKENS: Final = 64
 _NUM_EASY: Final = 32  # the last tokens, after the pattern is known
 
 MAX_NATS: Final = 0.8  # of an easy token; files of 3 to 16 bits had at most 0.15, Q2_K 0.48
-MAX_DRIFT: Final = 0.12  # root mean square in nats, from a recorded canary
+MAX_DRIFT: Final = 0.12  # root mean square in nats, from a recorded canary; sound files had 0.061
+_COARSE: Final = 2  # times as much with 8-bit activations: with int8 keys sound files had 0.119
 _LEAST_JUDGED: Final = 20_000_000  # values in layers; nothing is known about smaller models
 
 _logger = logging.getLogger("twostroke.engine")
@@ -136,6 +138,7 @@ class FirstLoad(Frozen):
     recorded: Canary | None
     judged: bool
     accepts: bool
+    max_drift: float
 
     @classmethod
     def of(
@@ -149,6 +152,7 @@ class FirstLoad(Frozen):
         size = sum(
             math.prod(shape) for key, shape in program.weight_shapes.items() if key[:4] == "blk."
         )
+        bits = options.compute.activation_bits
         return cls(
             name=loaded.name,
             identity=_identity(loaded, options.compute),
@@ -156,6 +160,7 @@ class FirstLoad(Frozen):
             recorded=_recorded(loaded),
             judged=size >= _LEAST_JUDGED and loaded.pooling is None,
             accepts=options.accept_quality,
+            max_drift=MAX_DRIFT * (_COARSE if bits == min(ACTIVATION_BITS) else 1),
         )
 
     def check(self, backend: Backend) -> None:
@@ -194,9 +199,10 @@ class FirstLoad(Frozen):
         if fault is not None or self.recorded is None or self.recorded.version != VERSION:
             return fault
         drift = canary.drift(self.recorded)
-        if drift <= MAX_DRIFT:
+        if drift <= self.max_drift:
             return None
-        return f"its answers are {drift:.2f} nats from those in its report (at most {MAX_DRIFT})"
+        most = f"at most {self.max_drift:g}"
+        return f"its answers are {drift:.2f} nats from those in its report ({most})"
 
 
 def read_report(loaded: LoadedModel) -> str | None:
