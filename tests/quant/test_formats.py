@@ -27,9 +27,9 @@ GGML_LOSS = {
 }
 LARGEST_ERROR = {"F32": 0.0, "F16": 2e-3, "BF16": 2e-2, "Q4_0": 0.5, "Q4_1": 0.3, "Q8_0": 0.02}
 LARGEST_ERROR |= {"Q5_0": 0.25, "Q5_1": 0.15, "Q2_K": 1.4, "Q3_K": 0.8, "Q4_K": 0.4, "Q5_K": 0.2}
-LARGEST_ERROR |= {"Q6_K": 0.1, "IQ4_NL": 0.5, "IQ4_XS": 0.5}
+LARGEST_ERROR |= {"Q6_K": 0.1, "IQ4_NL": 0.5, "IQ4_XS": 0.5, "MXFP4": 1.0, "NVFP4": 0.8}
 FITTED = [FORMATS[name] for name in GGML_LOSS]
-COPIED = [fmt for fmt in ALL if fmt not in FITTED]
+COPIED = [fmt for fmt in ALL if fmt not in FITTED and fmt.name != "NVFP4"]  # gguf lacks this
 
 
 def gguf_type(fmt: Format) -> gguf.GGMLQuantizationType:
@@ -38,7 +38,10 @@ def gguf_type(fmt: Format) -> gguf.GGMLQuantizationType:
 
 def random_blocks(fmt: Format, seed: int, num_blocks: int = 4096) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (num_blocks // 32, 32 * fmt.block_bytes), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (num_blocks // 32, 32 * fmt.block_bytes), dtype=np.uint8)
+    if fmt.name == "MXFP4":  # a scale of 255 is not a number, but one in ggml
+        blocks[:, :: fmt.block_bytes] %= 255
+    return blocks
 
 
 def random_values(seed: int) -> np.ndarray:

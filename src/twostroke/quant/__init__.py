@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from twostroke.quant.floats import BF16, F16, F32
 from twostroke.quant.format import Bytes, Floats, Format
+from twostroke.quant.fp4 import MXFP4, NVFP4
 from twostroke.quant.grouped import KERNEL, assemble, grouped
 from twostroke.quant.iq4 import IQ4_NL, IQ4_XS
 from twostroke.quant.k_around_zero import Q3_K, Q6_K
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 _FLOATS = (F32, F16, BF16)
-_BLOCKS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL)
+_BLOCKS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4)
 _SUPER_BLOCKS = (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)
 
 FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (*_FLOATS, *_BLOCKS, *_SUPER_BLOCKS)}
@@ -57,7 +58,5 @@ UNSUPPORTED_GGUF_TYPES: dict[int, str] = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
     41: "Q1_0",
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.frozen import Frozen
+from twostroke.models.fields import MAX_WIDTH
 from twostroke.quant.small_floats import E4M3, E8M0
 from twostroke.weights.published.groups import Coded, Scales, scale_values
 from twostroke.weights.published.small_floats import (
@@ -95,7 +96,10 @@ class CompressedLayout(Frozen):
 
     def _packed(self, module: Module) -> Coded:
         words = module.array("weight_packed", ("I32",))
-        outputs, inputs = map(int, module.array("weight_shape", ("I64", "I32"), 1)[:2])
+        shape = module.array("weight_shape", ("I64", "I32"), 1)
+        if shape.size != 2 or shape.min() < 1 or shape.max() > MAX_WIDTH:
+            raise module.fault("weight_shape", "does not say outputs and inputs")
+        outputs, inputs = map(int, shape)
         width = words.shape[1]
         widths = {
             bits: (num_words(inputs, bits), -(-inputs // (32 // bits))) for bits in _BITS["int"]

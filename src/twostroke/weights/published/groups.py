@@ -9,6 +9,7 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS, QuantTensor, assemble, grouped
+from twostroke.quant.small_floats import E2M1, E8M0
 
 if TYPE_CHECKING:
     from typing import Any
@@ -85,20 +86,23 @@ def assemble_groups(coded: Coded) -> Assembled:
 
 
 def coded_values(coded: Coded) -> Floats:
-    """Return the values of integer codes as float32 (outputs, inputs), in the inputs' order."""
-    assert coded.table is None
-    middle = np.uint8(1 << (coded.bits - 1))
-    zeros = np.full((1, 1), middle) if coded.zeros is None else coded.zeros
+    """Return the values of codes as float32 (outputs, inputs), in the inputs' order."""
     which = coded.group_of
-    values = coded.codes.astype(np.float32)
-    values -= zeros[:, which if zeros.shape[1] > 1 else np.zeros_like(which)]
-    values *= scale_values(coded.scales)[:, which]
+    if coded.table:
+        values = E2M1[coded.codes]
+    else:
+        values = coded.codes.astype(np.float32)
+        values -= 1 << (coded.bits - 1) if coded.zeros is None else coded.zeros[:, which]
+    with np.errstate(over="ignore", invalid="ignore"):
+        values *= scale_values(coded.scales)[:, which]
     return values
 
 
 def scale_values(scales: Scales) -> Floats:
-    """Return float scales as float32."""
+    """Return scales as float32."""
     raw = np.ascontiguousarray(scales.raw).view(np.uint8)
+    if scales.kind == "e8m0":
+        return E8M0[raw]
     return FORMATS[scales.kind.upper()].dequantize(raw)
 
 
@@ -122,8 +126,13 @@ def _widened(codes: Bytes, coded: Coded) -> tuple[Bytes, Bytes | None]:
 
 
 def _block(groups: NDArray[Any], least: int) -> int | None:
-    """Return the inputs of a block that divides all runs of equal `groups`, None if none does."""
+    """Return the inputs of a block that divides all runs of equal `groups`, None if none does.
+
+    Kernels take multiples of 32 inputs.
+    """
     inputs = len(groups)
+    if inputs % 32:
+        return None
     edges = np.flatnonzero(np.diff(groups)) + 1
     run = gcd(inputs, *map(int, edges))
     for size in (run, 128, 64, 32, least):

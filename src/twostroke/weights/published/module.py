@@ -69,11 +69,14 @@ class Module(Frozen):
         return Scales(kind, np.ascontiguousarray(tensor.data).view(raw).reshape(shape))
 
     def scale(self, part: str) -> np.float32:
-        """Return the only value of a tensor of floats."""
+        """Return the only value of a tensor of floats; ModelFormatError if it cannot be one."""
         tensor = self._floats(part)
         if tensor.num_values != 1:
             raise self.wrong_shape(part, (1, 1))
-        return np.float32(tensor.dequantize().reshape(())[()])
+        value = np.float32(tensor.dequantize().reshape(())[()])
+        if not 0 < value < np.inf:
+            raise self.fault(part, "is not a number above zero")
+        return value
 
     def shape(self, part: str) -> tuple[int, ...]:
         """Return a tensor's shape; ModelFormatError if there is none."""

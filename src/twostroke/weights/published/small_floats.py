@@ -21,11 +21,11 @@ def fp8_matrix(codes: Bytes, scales: Floats, size: tuple[int, int]) -> QuantTens
     scale that is not a power of two has more bits than bfloat16.
     """
     values = E4M3[codes]
-    rows, columns = (
-        np.arange(length) // block for length, block in zip(codes.shape, size, strict=True)
-    )
-    for row in np.unique(rows):
-        values[rows == row] *= scales[row, columns]
+    rows, columns = size
+    which = np.arange(codes.shape[1]) // columns
+    with np.errstate(over="ignore", invalid="ignore"):
+        for block, factors in enumerate(scales):
+            values[block * rows : (block + 1) * rows] *= factors[which]
     return exact_floats(values)
 
 
