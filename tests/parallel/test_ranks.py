@@ -169,6 +169,18 @@ def test_a_rank_that_cannot_load_says_why_before_it_ends(group):
         group.ranks.wait_until_ready(5)
 
 
+def test_why_a_rank_that_ended_could_not_load_is_the_cause(group):
+    group.ranks.wait_until_ready()
+    group.ranks.reset(Reset(""), {1})
+    group.started[0].own.send(Kind.FAILED, pack(Failed("Another file.", "BackendError")))
+    group.started[0].own.cut()
+    wait_until(lambda: group.ranks.lost)
+    assert str(group.ranks.cause(5)) == "Rank 1: Another file."
+    group.started[1].own.cut()
+    wait_until(lambda: len(group.ranks.lost) == 2)
+    assert isinstance(group.ranks.cause(5), RanksLostError)
+
+
 def test_ranks_that_have_not_loaded_are_started_again_with_a_lost_one(group):
     group.ranks.wait_until_ready()
     group.loads = False

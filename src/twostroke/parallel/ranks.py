@@ -182,10 +182,11 @@ class Ranks:
             self._changed.wait_for(
                 lambda: self.lost or self._real_failures() or self._stall.is_found, timeout_s
             )
+            for rank, failed in self._real_failures().items():
+                if self.lost.keys() <= {rank}:  # one that cannot load says why, and ends
+                    return _error_of(rank, failed)
             if self.lost:
                 return self._lost_error()
-            for rank, failed in self._real_failures().items():
-                return _error_of(rank, failed)
         if self._stall.is_found:
             return RanksLostError("Nothing arrives over the link, though all ranks wait for it.")
         return RanksLostError("The connection between the ranks broke.")
