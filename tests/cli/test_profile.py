@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(
 
 
 def test_ranks_show_what_they_wait_for(cli: Cli, tiny: str) -> None:
-    ranks = ("--tensor-parallel", "2", "--streams", "2", "--context", "20", "--prefill", "40")
+    ranks = ("--tensor-parallel", "2", "--streams", "16", "--context", "40", "--prefill", "40")
     ran = cli("profile", tiny, *ranks, "--steps", "2")
     assert ran.code == 0
     assert ran.out.count("Rank 0 spends in collectives ") == 2

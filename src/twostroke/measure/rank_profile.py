@@ -12,8 +12,9 @@ from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.cpu.shared import lower_rank
 from twostroke.cache import PageGroups
 from twostroke.core.config import BatchOptions, EngineOptions
+from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import resolve_num_threads
+from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.engine.compute import cost_model
 from twostroke.engine.division import mesh_for
 from twostroke.engine.gain import Shares, divide
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.config import ParallelOptions
     from twostroke.engine.gain import Divided
+    from twostroke.engine.sizing import CacheSize
     from twostroke.engine.speeds import LinkSpeed
     from twostroke.measure.profile import Wanted
     from twostroke.measure.single_step import Shape
@@ -83,6 +85,7 @@ def profile_ranks(
 
     Raises:
         BackendError: the ranks cannot be started, or one is lost.
+        MemoryLimitError: there is no room for the keys and values of a shape.
     """
     loaded = load(model)
     program = build_program(loaded.spec)
@@ -104,22 +107,36 @@ def profile_ranks(
     limits = machine(level, num_threads, loaded.file_bytes, again=True)
     notice("Loading the model")
     with RankGroup(model, loaded, program, mesh, options) as group:
-        size = group.size()
+        size = _with_pages_for(wanted.shapes, program, group.size())
         backend = group.backend(
             loaded.tensors, program, size, release=loaded.release, tapped_value=None
         )
     try:
-        groups = PageGroups(size.page_size, backend.facts.windows)
         cost = cost_model(program, loaded.tensors, size.kv_format)
         link = measure_link(backend, _NOISE_S)
         with own_cores(backend):  # this thread computes, too
             divided = divide(cost, mesh, limits, backend.facts.ranks, link)
             for shape in wanted.shapes:
-                assert shape.num_pages(groups) <= backend.facts.num_pages, "a shape has no pages"
                 notice(f"Measuring {shape.name}")
                 yield _profile(shape, backend, divided, mesh, wanted)
     finally:
         backend.close()
+
+
+def _with_pages_for(shapes: Sequence[Shape], program: Program, size: CacheSize) -> CacheSize:
+    """Return a size with pages for the largest shape, which may be more than several contexts."""
+    groups = PageGroups(size.page_size, tuple(group.window for group in program.cache_groups))
+    largest = max(shapes, key=lambda shape: shape.num_pages(groups))
+    num_pages = max(size.num_pages, largest.num_pages(groups))
+    cache_bytes = size.cache_bytes // size.num_pages * num_pages
+    free = memory_available()
+    if num_pages > size.num_pages and cache_bytes > free:
+        knob = "--prefill" if largest.num_prompt else "--streams or --context"
+        raise MemoryLimitError(
+            f"{program.name}: {largest.name} needs {cache_bytes / 1e6:,.0f} MB of keys and values, "
+            f"and {free / 1e6:,.0f} MB of memory are free: lower {knob}."
+        )
+    return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
 
 
 def with_rates(divided: Divided, backend: ParallelBackend, mesh: Mesh, shape: Shape) -> Divided:
