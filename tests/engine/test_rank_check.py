@@ -11,7 +11,7 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from twostroke.engine.rank_check import RankReport, mismatches
+from twostroke.engine.rank_check import RankReport, interface_of, mismatches
 from twostroke.parallel.links.choice import KINDS
 
 TIMEOUT_S = 120
@@ -47,6 +47,11 @@ def test_each_mismatch_is_a_sentence_with_rank_and_host():
         ),
     ):
         assert mismatches([REPORT, replace(same, **change)]) == [sentence]
+
+
+def test_interfaces_are_named_by_addresses_of_ipv4_only():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("::1") == "?"
 
 
 @pytest.mark.skipif(KINDS["ucx"].obstacle() is not None, reason="needs libucx-cu12")

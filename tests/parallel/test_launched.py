@@ -13,7 +13,7 @@ import pytest
 import namespaces
 from twostroke.core import env
 from twostroke.core.config import ParallelOptions
-from twostroke.core.errors import RanksLostError, UsageError
+from twostroke.core.errors import BackendError, RanksLostError, UsageError
 from twostroke.parallel import remote
 from twostroke.parallel.channel import Kind, connect
 from twostroke.parallel.job import pack
@@ -106,6 +106,31 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
     with pytest.raises(RanksLostError, match=r"Rank 1 did not come to 127.0.0.1:\d+ within"):
         ranks(1)
     ranks.close()
+
+
+def test_a_stray_rank_ends_the_others_only_before_they_run(caplog):
+    ranks = RemoteRanks("127.0.0.1", 0, b"", 2)
+    with closing(ranks):
+
+        def come(num_ranks):
+            channel = connect("127.0.0.1", ranks.port, b"", 5)
+            channel.send(Kind.HELLO, pack(Arrival(1, num_ranks)))
+            return channel
+
+        with closing(come(3)), pytest.raises(BackendError, match="came as rank 1 of 3"):
+            ranks(1)
+        for num_strays in (0, 2):
+            strays = [come(3) for _ in range(num_strays)]
+            with closing(come(2)):
+                ranks(1).kill()
+            for stray in strays:
+                stray.close()
+    assert "came as rank 1 of 3, but rank 0 is one of 2" in caplog.text
+
+
+def test_an_impossible_address_of_rank_0_is_refused_at_once():
+    with pytest.raises(BackendError, match=r"cannot be at 'a\.\.b'"):
+        connect("a..b", 29500, b"", 60)
 
 
 @pytest.mark.model

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
+from twostroke.parallel import ranks as module
 from twostroke.parallel.channel import Channel, ChannelClosedError, Kind
 from twostroke.parallel.job import Beat, Failed, Hello, Ready, Reset, pack, version
 from twostroke.parallel.ranks import BEAT_S, Ranks
@@ -22,6 +23,7 @@ class FakeRank:
         self.channel, self.own = Channel(ours), Channel(theirs)
         self.beats, self.killed, self.received = True, False, []
         self.waits, self.progress = False, 0
+        self.ends_after_s = 0.0
         self.own.send(Kind.HELLO, pack(Hello(rank, number, "here", 1, 10**9, 1)))
         if loads:
             self.own.send(Kind.READY, pack(Ready(1, 2, 3)))
@@ -48,7 +50,9 @@ class FakeRank:
         self.killed = True
         self.channel.close()
 
-    def wait(self):
+    def wait(self, timeout_s):
+        self.waited_s = timeout_s
+        time.sleep(min(timeout_s, self.ends_after_s))
         self.kill()
 
 
@@ -213,6 +217,17 @@ def test_a_rank_that_was_ended_by_ctrl_c_is_not_waited_for(group):
     wait_until(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match=r"Rank 2 was ended by Ctrl-C\. It is not started again"):
         group.ranks.restart()
+
+
+def test_ranks_that_do_not_end_share_one_time_limit(group, monkeypatch):
+    monkeypatch.setattr(module, "_END_S", 0.3)
+    group.ranks.wait_until_ready()
+    for rank in group.started:
+        rank.ends_after_s = 60.0
+    group.ranks.close()
+    first, second = (rank.waited_s for rank in group.started)
+    assert 0.2 < first <= 0.3
+    assert second < 0.1
 
 
 def test_nobody_waits_for_ranks_that_are_given_up(group):

@@ -212,7 +212,10 @@ def interface_of(address: str) -> str:
     """Return the name of the network interface with an IPv4 address; "?" if that is not known."""
     import fcntl
 
-    wanted = socket.inet_aton(socket.gethostbyname(address))
+    try:
+        wanted = socket.inet_aton(socket.gethostbyname(address))
+    except OSError:  # it is one of IPv6
+        return "?"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             request = name.encode().ljust(256, b"\0")

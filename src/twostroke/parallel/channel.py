@@ -298,6 +298,9 @@ def connect(
         try:
             sock = socket.create_connection((host, port), timeout=_PATIENCE_S)
             break
+        except UnicodeError:
+            reason = f"Rank 0 cannot be at '{host}', as no host has such a name: set MASTER_ADDR."
+            raise ChannelClosedError(reason) from None
         except OSError as error:
             has_ended = has_listened and isinstance(error, ConnectionRefusedError)
             if has_ended or time.monotonic() > deadline:

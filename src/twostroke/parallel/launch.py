@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 _ENTRY: Final = "twostroke.engine.rank"
-_END_S: Final = 5.0  # for a rank to give its memory back
 
 
 class RankProcess(Protocol):
@@ -31,8 +30,8 @@ class RankProcess(Protocol):
     def kill(self) -> None:
         """End it now, if it is one of ours, and close its channel."""
 
-    def wait(self) -> None:
-        """Wait until it has ended, after it was asked to; kill it if it takes too long."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it has ended, after it was asked to; kill it if it takes longer."""
 
 
 class Launcher(Protocol):
@@ -93,10 +92,10 @@ class LocalRank:
         self._process.wait()
         self.channel.close()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Wait for the process, or kill it."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
+            self._process.wait(timeout_s)
         self.kill()
 
 

@@ -31,6 +31,7 @@ _LOOK_S: Final = 0.1
 _FROZEN_S: Final = 0.8  # without a heartbeat
 _STALLED_S: Final = 0.9  # of a link; a frozen rank is noticed before
 _FROZEN_LOADING_S: Final = 30.0  # a rank that loads from a slow disk may be unable to beat
+_END_S: Final = 5.0  # for all ranks to give their memory back
 _START_S: Final = 20.0  # until the first message of a process that runs
 
 
@@ -210,8 +211,9 @@ class Ranks:
         for process in self._processes.values():
             with suppress(ChannelClosedError):
                 process.channel.send(Kind.END)
+        deadline = time.monotonic() + _END_S
         for process in self._processes.values():
-            process.wait()
+            process.wait(max(0.0, deadline - time.monotonic()))
         self._processes.clear()
         self._launch.close()
 

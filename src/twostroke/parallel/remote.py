@@ -50,9 +50,9 @@ class RemoteRank:
         """Cut its channel."""
         self.channel.close()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Wait until it has closed its channel, after it was asked to end."""
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + timeout_s
         while not self.channel.is_cut() and time.monotonic() < deadline:
             time.sleep(0.02)
         self.channel.close()
@@ -73,12 +73,14 @@ class RemoteRanks:
         self.host, self.port = host, self._listener.port
         self._num_ranks, self._asked = num_ranks, asked
         self._came: dict[int, Channel] = {}
+        self._brought: set[int] = set()
 
     def __call__(self, rank: int) -> RemoteRank:
         """Return a rank's process, once it has come.
 
         Raises:
             RanksLostError: it does not come in time, or nobody waits any more.
+            BackendError: at first, one of another number of ranks comes; later it is sent away.
         """
         deadline = time.monotonic() + COME_S
         while rank not in self._came:
@@ -88,6 +90,7 @@ class RemoteRanks:
                 )
             if (channel := self._listener.accept(_LOOK_S)) is not None:
                 self._take(channel)
+        self._brought.add(rank)
         return RemoteRank(self._came.pop(rank))
 
     def close(self) -> None:
@@ -105,10 +108,14 @@ class RemoteRanks:
             return
         if arrival.num_ranks != self._num_ranks or not 0 < arrival.rank < self._num_ranks:
             channel.close()
-            raise BackendError(
+            reason = (
                 f"A process came as rank {arrival.rank} of {arrival.num_ranks}, but rank 0 is one "
                 f"of {self._num_ranks}: start all with the same number."
             )
+            if len(self._brought) < self._num_ranks - 1:
+                raise BackendError(reason)
+            _logger.warning("%s", reason)  # a stray one must not end ranks that ran together
+            return
         if arrival.asked != self._asked and arrival.asked and self._asked:
             _logger.warning(
                 "Rank %d was started with %r, but follows rank 0, which has %r.",
