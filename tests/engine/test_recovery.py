@@ -181,6 +181,25 @@ def test_requests_come_and_go_while_ranks_are_replaced(tmp_path: Path, steps_ahe
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
+def test_ranks_that_get_lost_while_idle_are_replaced_at_once(tmp_path: Path) -> None:
+    with engine_of(write_tiny_gguf(tmp_path / "tiny.gguf"), "reference", 1, 0.0) as (llm, ranks):
+        loop, expected = llm.engine.client.loop, texts_of(llm)
+        for _ in range(5):  # more often than losses in a row are borne
+            ranks.gate.clear()
+            ranks.lose()
+            wait_for(lambda: loop.health is Health.RECOVERING)
+            ranks.gate.set()
+            wait_for(lambda: loop.health is Health.READY)
+        assert texts_of(llm) == expected
+        ranks.failure = TwostrokeError("Rank 1 has left.")
+        ranks.lose()
+        wait_for(lambda: loop.health is Health.STOPPED)
+
+
+def texts_of(llm: LLM) -> list[str]:
+    return [choices[0].text for choices in llm.generate(TEXTS, GREEDY)]
+
+
 def test_everything_ends_if_ranks_cannot_be_replaced(tmp_path: Path) -> None:
     with client_of(tmp_path, 1) as (client, _, ranks):
         ranks.failure = TwostrokeError("Rank 1 cannot be started again: no memory.")

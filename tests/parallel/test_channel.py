@@ -69,7 +69,7 @@ def test_only_who_knows_the_secret_is_let_in(caplog):
         with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
             stranger.sendall(bytes(64))
             with socket.create_connection(("127.0.0.1", listener.port)):  # says nothing
-                with pytest.raises(ChannelClosedError, match="does not know the secret"):
+                with pytest.raises(ChannelClosedError, match="has another secret"):
                     connect("127.0.0.1", listener.port, b"another", 5)
                 one = connect("127.0.0.1", listener.port, b"secret", 5)
                 other = listener.accept(5)

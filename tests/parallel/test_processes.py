@@ -124,7 +124,8 @@ def plan_of(request, start, count):
     return StepPlan((Slice(request, start, count, samples=True),))
 
 
-def test_ranks_that_die_or_freeze_are_replaced(path):
+def test_ranks_that_die_or_freeze_are_replaced(path, monkeypatch):
+    monkeypatch.setattr("twostroke.engine.loop._LOOK_S", 1e3)  # the test itself recovers
     request = greedy_request([5, 6, 7], logprobs=None)
     request.pages = [[3]]
     with engine(path, tensor=2) as llm:

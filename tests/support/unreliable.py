@@ -49,7 +49,7 @@ class Ranks:
         ranks = tuple([RankFacts(i, "here", 1, 2, 3, Place(1 - i, 0, 0)) for i in range(2)])
         facts = replace(backend.facts, steps_ahead=steps_ahead, ranks=ranks, link="shared")
         backend.facts = facts  # type: ignore[misc]
-        for name in ("run", "start", "finish", "recover", "give_up", "states"):
+        for name in ("run", "start", "finish", "check", "recover", "give_up", "states"):
             setattr(backend, name, getattr(self, name))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -76,6 +76,15 @@ class Ranks:
         except Exception:
             self._num_spoiled = len(self._plans)
             raise
+
+    def lose(self) -> None:
+        """Lose a rank while nothing runs."""
+        self.num_losses += 1
+        self._is_lost = True
+
+    def check(self) -> None:
+        if self._is_lost:
+            raise RanksLostError("Rank 1 does not answer.")
 
     def recover(self) -> None:
         assert self._is_lost

@@ -118,6 +118,9 @@ class RankRunner(Runner, Protocol):
         Its `elapsed_s` is without the time before the step's predecessor was finished.
         """
 
+    def check(self) -> None:
+        """Raise RanksLostError if a rank was lost while no step was in flight."""
+
     def recover(self) -> None:
         """Replace the lost ranks; what was on any page is lost.
 

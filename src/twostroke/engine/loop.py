@@ -37,6 +37,7 @@ _logger = logging.getLogger("twostroke.engine")
 
 _STALLED_AFTER_S = 60.0
 _MOST_LOSSES = 3  # of ranks, one after another without a step that succeeds
+_LOOK_S = 0.2  # between looks at ranks that have nothing to do
 
 
 class Health(Enum):
@@ -258,17 +259,28 @@ class EngineLoop:
             if self._stopping:
                 return False
             plan = self._scheduler.plan() if self._may_start else None
-            if plan is None and not self._steps:
-                self._condition.wait(timeout=self._scheduler.wait_s)
-                return True
+            is_idle = plan is None and not self._steps
+            if is_idle:
+                self._condition.wait(timeout=self._idle_s)
         try:
             if plan is not None:
                 self._start(plan)
-            if plan is None or not self._may_start:
+            if is_idle:
+                if self.facts.ranks:
+                    self._ranks.check()
+            elif plan is None or not self._may_start:
                 self._finish()
         except RanksLostError as error:
             self._recover(error)
         return True
+
+    @property
+    def _idle_s(self) -> float | None:
+        """Seconds after which the loop looks for work, and for lost ranks."""
+        wait_s = self._scheduler.wait_s
+        if not self.facts.ranks:
+            return wait_s
+        return _LOOK_S if wait_s is None else min(wait_s, _LOOK_S)
 
     @property
     def _may_start(self) -> bool:
@@ -351,7 +363,7 @@ class EngineLoop:
     def _recover(self, error: RanksLostError) -> None:
         """Let lost ranks be replaced; all requests are computed again, and go on."""
         _logger.warning("%s Running requests wait until lost ranks are replaced.", error)
-        self._num_losses += 1
+        self._num_losses += bool(self._steps)  # not while there was nothing to do
         if self._num_losses > _MOST_LOSSES:
             raise error
         with self._condition:

@@ -136,6 +136,10 @@ class ParallelBackend:
         began_s, self._finished_s = max(began_s, self._finished_s), now_s
         return replace(result, elapsed_s=now_s - began_s)
 
+    def check(self) -> None:
+        """Raise RanksLostError if a rank was lost."""
+        self._ranks.check()
+
     def recover(self) -> None:
         """Start lost ranks again, with empty pages, and join all.
 

@@ -316,7 +316,10 @@ def connect(
             raise ConnectionError
     except OSError:
         sock.close()
-        reason = f"Rank 0 at {host}:{port} does not know the secret of this rank, or is not one."
+        reason = (
+            f"What listens at {host}:{port} is not rank 0, or has another secret: check MASTER_PORT "
+            "and TWOSTROKE_RANK_SECRET."
+        )
         raise ChannelClosedError(reason) from None
     return Channel(sock)
 

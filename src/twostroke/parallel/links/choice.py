@@ -47,7 +47,9 @@ def choose_kind(wanted: str | None = None) -> str:
     """
     if wanted is not None and wanted not in KINDS:
         names = ", ".join(KINDS)
-        raise UsageError(f"There is no link '{wanted}'; there are {names}.{nearest(wanted, KINDS)}")
+        raise UsageError(
+            f"TWOSTROKE_LINK must be one of {names}, got '{wanted}'.{nearest(wanted, KINDS)}"
+        )
     obstacles = {}
     for kind in (wanted,) if wanted else KINDS:
         obstacle = obstacles[kind] = KINDS[kind].obstacle()
