@@ -228,7 +228,7 @@ def test_a_missing_rank_is_named(monkeypatch):
 
 
 def test_a_kind_that_is_not_there_says_why():
-    with pytest.raises(UsageError, match="there are ucx, gloo"):
+    with pytest.raises(UsageError, match="must be one of ucx, gloo"):
         choose_kind("udp")
     if KINDS["gloo"].obstacle() is not None:
         with pytest.raises(BackendError, match="gloo: PyTorch is not installed"):

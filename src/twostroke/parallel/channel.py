@@ -317,8 +317,8 @@ def connect(
     except OSError:
         sock.close()
         reason = (
-            f"What listens at {host}:{port} is not rank 0, or has another secret: check MASTER_PORT "
-            "and TWOSTROKE_RANK_SECRET."
+            f"What listens at {host}:{port} is not rank 0, or has another secret: check "
+            "MASTER_PORT and TWOSTROKE_RANK_SECRET."
         )
         raise ChannelClosedError(reason) from None
     return Channel(sock)
