@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.cpu import tiny_model
+from support.mixed_bits import mixed_bits
 from support.native import NEEDS, load_level
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
@@ -36,9 +37,11 @@ class Pair(Frozen):
     shared: CpuBackend
 
     @classmethod
-    def of(cls, path: Path, level: str | None, activation_bits: int = 15) -> Pair:
+    def of(cls, path: Path, level: str | None, activation_bits: int | str = 15) -> Pair:
         loaded = load_path(path)
         program = build_program(loaded.spec)
+        if activation_bits == "mixed":
+            activation_bits = mixed_bits(program, loaded.tensors)
         plain, shared = (
             CpuBackend(
                 program,
@@ -105,14 +108,14 @@ def windowed() -> Iterator[Pair]:
         (level, name, bits)
         for level in (None, "amx_emulated")
         for name in ("llama", "qwen3-moe")
-        for bits in (9, 8)
+        for bits in (9, 8, "mixed")
     ],
     ids=lambda param: "-".join(str(it) for it in param if it),
 )
 def fewer_bits(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Activations of 9 or 8 bits."""
+    """Activations of 9 or 8 bits, or other bits for each product."""
     level, name, bits = request.param
     load_level(level or "portable")
     sizes = replace(tiny_of(name), fmt="Q4_0", embedding_fmt="Q8_0")
