@@ -25,7 +25,7 @@ from twostroke.core.step import NO_TOKEN, StepResult
 from twostroke.engine import loop as loop_module
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
-from twostroke.engine.loop import Health
+from twostroke.engine.health import Health
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,7 +27,7 @@ from twostroke.core.constraint import Constraint
 from twostroke.core.errors import EngineStoppedError, TwostrokeError
 from twostroke.core.request import FinishReason
 from twostroke.engine import build as build_module
-from twostroke.engine.loop import Health
+from twostroke.engine.health import Health
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -95,7 +95,8 @@ def crowded(mesh: ParallelOptions, context: int, kv_format: str, **sizes: Any) -
     `sizes` are `memory_bytes`, `token_budget` and `drafts`: little memory preempts requests, a
     small budget cuts prompts into chunks, and drafts are always guessed.
     """
-    cache = CacheOptions(sizes["memory_bytes"], context, page_size=PAGE_SIZE, kv_format=kv_format)
+    own_size = None if mesh.kv_shares == "places" else PAGE_SIZE
+    cache = CacheOptions(sizes["memory_bytes"], context, page_size=own_size, kv_format=kv_format)
     return EngineOptions(
         ComputeOptions(),
         cache,

@@ -99,6 +99,7 @@ def main() -> int:
                 _compare(name, path, kv_format, size, given, totals)
     if not given.kills:
         print(f"{totals.differing} of {totals.compared} answers differ")
+        totals.failed += [] if totals.compared else ["nothing was compared"]
     for failure in totals.failed:
         print(f"FAILED: {failure}")
     return int(bool(totals.failed))

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, cast
 
 from twostroke.core.errors import EngineStoppedError, RanksLostError, TwostrokeError
@@ -15,6 +14,7 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.counters import Counters
 from twostroke.engine.delivery import deliver
 from twostroke.engine.faults import find_unusable, run_each
+from twostroke.engine.health import Health
 from twostroke.engine.view import View, take_view
 from twostroke.program import BatchShape
 
@@ -38,15 +38,6 @@ _logger = logging.getLogger("twostroke.engine")
 _STALLED_AFTER_S = 60.0
 _MOST_LOSSES = 3  # of ranks, one after another without a step that succeeds
 _LOOK_S = 0.2  # between looks at ranks that have nothing to do
-
-
-class Health(Enum):
-    """Whether the engine can answer."""
-
-    READY = "ready"
-    STALLED = "stalled"  # one step has been running for a minute
-    RECOVERING = "recovering"  # lost ranks are replaced; requests go on afterwards
-    STOPPED = "stopped"
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.errors import TwostrokeError, nearest
-from twostroke.engine.loop import Health
+from twostroke.engine.health import Health
 from twostroke.serve.about import VERSION, AboutBody, HealthBody
 from twostroke.serve.checking import AnswerChecks
 from twostroke.serve.compiler import Compiler

@@ -15,7 +15,7 @@ from twostroke.core.errors import (
 )
 from twostroke.core.request import FinishReason
 from twostroke.engine.embedding import Embedding
-from twostroke.engine.loop import Health
+from twostroke.engine.health import Health
 from twostroke.engine.output import Timings, Usage, join
 from twostroke.serve.http.errors import ServerStoppingError
 

@@ -101,9 +101,8 @@ class CpuBackend:
             weights = PackedWeights(library, held, self._lowered.matrices, self._lowered.vectors)
             opened.callback(weights.close)
             link = PlanLink(share.link, share.max_rows) if share else None
-            self._plan = NativePlan(
-                library, self._pool, own, self._lowered, weights, pages, link=link
-            )
+            parts = own, self._lowered, weights, pages
+            self._plan = NativePlan(library, self._pool, *parts, link=link)
             opened.callback(self._plan.close)
             weights.pack(self._pool, release, progress)
             self._opened = opened.pop_all()

@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from twostroke.core.request import FinishReason
-from twostroke.engine.loop import Health
+from twostroke.engine.health import Health
 from twostroke.serve.about import VERSION
 from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED, Goodput
 from twostroke.serve.observe.state import WINDOWS
