@@ -37,7 +37,7 @@ def main() -> None:
     for model in given.models:
         text, points[model] = _measured(model, given.steps)
         parts.append(text)
-        print(f"{model} is done", flush=True)
+        print(text, flush=True)
     facts = machine_facts()
     result = {"facts": facts, "points": msgspec.to_builtins(points)}
     save("plan", result, "\n".join([*parts, caption(facts)]))
