@@ -71,7 +71,7 @@ def test_lines_are_json_in_the_order_of_the_texts(cli: Cli, tiny: str, tmp_path:
             2,
             "Text 1 has 65 tokens, but there may be 64: shorten it, or raise --context-length",
         ),
-        (("a", "--kv-memory", "1k"), b"", 6, "--kv-memory allows 0 MB"),
+        (("a", "--kv-memory", "1k"), b"", 6, "--kv-memory allows 1 KB"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_a_code(

@@ -87,9 +87,9 @@ def test_the_list_says_what_is_here_and_what_is_not(cli: Cli, mini: Path) -> Non
     assert ran.code == 0
     assert ran.out.split("\n") == [
         "NAME  FAMILY  FORMAT      SIZE  LICENCE  LAST USED",
-        "mini  llama   Q4_0        0 MB  MIT      today",
+        "mini  llama   Q4_0       12 KB  MIT      today",
         "maxi  ?       ?       2,000 MB  MIT      not here",
-        "0 MB in all. 'twostroke models show NAME' shows where a model is.",
+        "12 KB in all. 'twostroke models show NAME' shows where a model is.",
         "'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.",
         "",
     ]
@@ -152,10 +152,10 @@ def test_all_models_are_verified_and_each_fault_named(cli: Cli, mini: Path) -> N
 def test_a_removed_model_is_gone(cli: Cli, mini: Path, word: str) -> None:
     refused = cli("models", word, "mini")
     assert refused.code == 2
-    assert "This would delete mini (0 MB): confirm it with --yes." in refused.err
+    assert "This would delete mini (12 KB): confirm it with --yes." in refused.err
     assert mini.exists()
     ran = cli("models", word, "mini", "-y")
-    assert (ran.code, ran.out) == (0, "Removed mini: 0 MB freed.\n")
+    assert (ran.code, ran.out) == (0, "Removed mini: 12 KB freed.\n")
     assert not mini.exists()
     assert cli("models", word, "mini", "-y").code == 3
 
@@ -173,7 +173,7 @@ def test_on_a_terminal_removing_is_confirmed(
 
     monkeypatch.setattr(click, "confirm", confirm)
     ran = cli("models", "remove", "mini", stdin=None)
-    assert asked == ["Delete mini (0 MB)?"]
+    assert asked == ["Delete mini (12 KB)?"]
     assert mini.exists() is not gone
     assert (ran.code == 0) is gone
 
