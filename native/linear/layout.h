@@ -183,12 +183,14 @@ TS_INLINE constexpr int64_t group_bytes(WeightType type, int64_t num_inputs) {
   return round_up(num_inputs, kBlockSize) * kGroupSize * element_bytes(type);
 }
 
-/// Calls `visit` with the type as a constant (a std::integral_constant); false if it is unknown.
-template <typename Visitor>
-bool with_type(WeightType type, const Visitor& visit) {
 #define TS_VISIT(name)   \
   case WeightType::name: \
     return visit(std::integral_constant<WeightType, WeightType::name>{}), true
+
+/// Calls `visit` with the type as a constant (a std::integral_constant) if it is a float or a block
+/// of 32; else returns false.
+template <typename Visitor>
+bool with_plain_type(WeightType type, const Visitor& visit) {
   switch (type) {
     TS_VISIT(F32);
     TS_VISIT(F16);
@@ -198,13 +200,31 @@ bool with_type(WeightType type, const Visitor& visit) {
     TS_VISIT(Q5_0);
     TS_VISIT(Q5_1);
     TS_VISIT(Q8_0);
+    TS_VISIT(IQ4_NL);
+    default:
+      return false;
+  }
+}
+
+/// The same for super-blocks of 256.
+template <typename Visitor>
+bool with_super_type(WeightType type, const Visitor& visit) {
+  switch (type) {
     TS_VISIT(Q2_K);
     TS_VISIT(Q3_K);
     TS_VISIT(Q4_K);
     TS_VISIT(Q5_K);
     TS_VISIT(Q6_K);
-    TS_VISIT(IQ4_NL);
     TS_VISIT(IQ4_XS);
+    default:
+      return false;
+  }
+}
+
+/// The same for groups of published folders.
+template <typename Visitor>
+bool with_published_type(WeightType type, const Visitor& visit) {
+  switch (type) {
     TS_VISIT(Int4G32);
     TS_VISIT(Int4G128);
     TS_VISIT(Int4G32Z);
@@ -213,9 +233,18 @@ bool with_type(WeightType type, const Visitor& visit) {
     TS_VISIT(Int8G128);
     TS_VISIT(E2M1G16);
     TS_VISIT(E2M1G32);
+    default:
+      return false;
   }
+}
+
 #undef TS_VISIT
-  return false;
+
+/// The same for every type.
+template <typename Visitor>
+bool with_type(WeightType type, const Visitor& visit) {
+  return with_plain_type(type, visit) || with_super_type(type, visit) ||
+         with_published_type(type, visit);
 }
 
 /// 32 inputs of 8 rows, quantized; panels of 8 rows follow each other, each with all its blocks.

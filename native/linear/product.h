@@ -47,6 +47,18 @@ struct Product {
   }
 };
 
+/// Multiply the first `num_rows` rows with groups [group_begin, group_end) if the weights are of
+/// these kinds, else return false. Each compiles in a source of its own, beside the others.
+template <int Planes>
+bool multiply_plain(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
+                    int64_t group_end);
+template <int Planes>
+bool multiply_super(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
+                    int64_t group_end);
+template <int Planes>
+bool multiply_published(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
+                        int64_t group_end);
+
 /// Keeps the first `count` of R rows' sums.
 template <int R, int Planes>
 void store_rows(const Product<Planes>& product, int64_t group, int64_t panel, int row, int count,
