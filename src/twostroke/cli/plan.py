@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -10,17 +10,8 @@ import msgspec
 from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.terminal import printable, show_table
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from twostroke.planner import Memory, Plan, PlannedModel, Row
-
 _WEIGHTS = ("bf16", "fp8", "int8", "w4a16", "nvfp4")
 _KV_FORMATS = ("f32", "f16", "bf16", "int8")
-_HEADINGS = (
-    "STREAMS", "MS/TOKEN", "TOKENS/S", "EACH", "MBU", "MFU", "REQUESTS/S", "$/1M", "J/TOKEN",
-    "MOST TIME",
-)  # fmt: skip
 
 
 @click.command("plan", cls=Command)
@@ -68,6 +59,7 @@ def command(
     corrected by measured steps of MODEL, if there are any (--calibrate).
     """
     from twostroke import planner
+    from twostroke.planner import words
 
     for name in ("ttft_s", "tpot_s"):  # given in milliseconds
         given[name] = None if given[name] is None else given[name] / 1e3
@@ -83,87 +75,16 @@ def command(
     if as_json:
         click.echo(msgspec.json.encode(plan).decode())
         return
-    for line in _facts(plan, planned):
-        click.echo(printable(line))
-    show_table([_HEADINGS, *map(_cells, plan.rows)], range(9))
-    for line in _answer(plan):
+    for line in words.facts(plan):
         click.echo(printable(line))
     click.echo()
-    show_table([("WHAT IF", "TTFT MS", "MS/TOKEN", "FIT", "$/1M"), *_what_ifs(plan)])
+    show_table([words.HEADINGS, *map(words.cells, plan.rows)], range(9))
+    click.echo()
+    for line in words.answer(plan):
+        click.echo(printable(line))
+    click.echo()
+    show_table([words.WHAT_IF_HEADINGS, *words.what_ifs(plan)])
     if explained:
         click.echo()
         for line in plan.steps:
             click.echo(printable(line))
-
-
-def _facts(plan: Plan, model: PlannedModel) -> Iterator[str]:
-    asked = plan.question
-    devices = f"{asked.count} x {plan.device}" if asked.count > 1 else plan.device
-    yield (
-        f"{plan.model} on {devices}: {model.num_weights / 1e9:.3g} G weights ({plan.stored}), "
-        f"arithmetic {plan.arithmetic}"
-    )
-    yield _memory(plan.memory)
-    yield (
-        f"First token of a prompt of {asked.prompt:,} tokens: {plan.ttft_s * 1e3:,.1f} ms "
-        f"({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} streams."
-    )
-    if (one := plan.calibrated) is not None:
-        yield (
-            f"Times are corrected by {one.num_steps} steps measured on {one.date}; each of these "
-            f"follows from the others with an error of {one.error:.0%} (median). Nearest: "
-            f"{one.nearest}."
-        )
-    else:
-        yield "Times are limits, which no engine passes; on this machine --calibrate corrects them."
-    yield ""
-
-
-def _memory(memory: Memory) -> str:
-    text = (
-        f"Memory: weights {memory.weights / 1e9:,.2f} GB, keys and values "
-        f"{memory.kv_per_token:,.0f} bytes a token, {memory.kv_per_request / 1e9:,.3f} GB a request"
-    )
-    if memory.usable is None:
-        return f"{text}. How much the device has is not known."
-    return f"{text}; {memory.most_streams:,} requests fit into {memory.usable / 1e9:,.1f} GB."
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        f"{row.streams:,}",
-        f"{row.tpot_s * 1e3:.2f}",
-        f"{row.tokens_per_s:,.0f}",
-        f"{1 / row.tpot_s:.1f}",
-        f"{row.mbu:.0%}",
-        f"{row.mfu:.0%}",
-        f"{row.requests_per_s:.3g}",
-        _usd(row.usd_per_million),
-        "–" if row.joules_per_token is None else f"{row.joules_per_token:.3g}",
-        row.bottleneck,
-    )
-
-
-def _answer(plan: Plan) -> Iterator[str]:
-    yield ""
-    row = plan.chosen
-    if row is None:
-        yield plan.verdict
-        return
-    yield (
-        f"{row.streams:,} streams: {row.tokens_per_s:,.0f} tokens/s, {1 / row.tpot_s:.1f} for "
-        f"each, and {row.requests_per_s:.3g} requests/s with their prefill."
-    )
-    if (ratio := plan.prefill_per_decode) is not None:
-        yield f"Prefill and decode apart: {ratio:.2g} prefill devices for each that decodes."
-
-
-def _what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:
-    for one in plan.what_ifs:
-        fits = "–" if one.most_streams is None else f"{one.most_streams:,}"
-        cells = f"{one.ttft_s * 1e3:,.1f}", f"{one.tpot_s * 1e3:,.2f}", fits
-        yield one.change, *cells, _usd(one.usd_per_million)
-
-
-def _usd(price: float | None) -> str:
-    return "–" if price is None else f"{price:.3g}"

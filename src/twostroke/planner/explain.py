@@ -25,11 +25,11 @@ def _limits(planner: Planner) -> Iterator[str]:
     peak = device.peaks[roofline.arithmetic]
     yield (
         f"arithmetic = devices x peak x MFU = {asked.count} x {peak / 1e12:g} T/s "
-        f"({roofline.arithmetic}) x {asked.mfu:g} = {roofline.peak / 1e12:.4g} T/s"
+        f"({roofline.arithmetic}) x {asked.mfu:g} = {_number(roofline.peak / 1e12)} T/s"
     )
     yield (
         f"bandwidth = devices x bandwidth x MBU = {asked.count} x {device.bandwidth / 1e9:g} GB/s "
-        f"x {asked.mbu:g} = {roofline.bandwidth / 1e9:.4g} GB/s"
+        f"x {asked.mbu:g} = {_number(roofline.bandwidth / 1e9)} GB/s"
     )
 
 
@@ -56,7 +56,7 @@ def _memory(planner: Planner, memory: Memory) -> Iterator[str]:
 
 
 def _times(planner: Planner, streams: int) -> Iterator[str]:
-    asked, device, roofline = planner.question, planner.device, planner.roofline
+    asked, roofline = planner.question, planner.roofline
     prefill, step = planner.prefill(), planner.decode(streams)
     yield (
         "time of a step = sum over its operations of max(operations / arithmetic, bytes / "
@@ -75,17 +75,21 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
         f"{prefill.seconds + asked.output * step.seconds / streams:.4g} s of the devices"
     )
     if planner.usd_per_hour is not None:
-        price = (asked.usd_per_hour and "as given") or device.price_source
         yield (
             "$ per 1M output tokens = $ an hour / 3600 x time of a request / output x 1e6, with "
-            f"{planner.usd_per_hour:g} $ an hour ({price})"
+            f"{planner.usd_per_hour:g} $ an hour ({planner.price_source})"
         )
 
 
 def _stroke(name: str, step: StepTime, roofline: Roofline) -> str:
+    computing_s, reading_s = step.flops / roofline.peak, step.bytes / roofline.bandwidth
     return (
-        f"{name}: {step.flops / 1e9:.4g} G operations = {step.flops / roofline.peak * 1e3:.4g} ms, "
-        f"{step.bytes / 1e9:.4g} GB = {step.bytes / roofline.bandwidth * 1e3:.4g} ms, links "
+        f"{name}: {_number(step.flops / 1e9)} G operations = {computing_s * 1e3:.4g} ms, "
+        f"{_number(step.bytes / 1e9)} GB = {reading_s * 1e3:.4g} ms, links "
         f"{step.moving_s * 1e3:.3g} ms; together {step.seconds * 1e3:.4g} ms, most of it "
         f"{step.bottleneck}"
     )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1e4 else f"{value:.4g}"

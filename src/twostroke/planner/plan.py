@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from twostroke.planner.models import PlannedModel
     from twostroke.planner.planner import Memory, Row
     from twostroke.planner.question import Question
+    from twostroke.planner.roofline import StepTime
 
 _MOST_STREAMS = 1 << 14  # that a plan looks at
 _DRAFTS, _ACCEPTANCE, _DRAFT_COST = 3, 0.7, 0.1  # of the speculation that a plan looks at
@@ -50,8 +51,25 @@ class Calibrated(Frozen):
     nearest: str | None
 
 
+class Roof(Frozen):
+    """What the devices of a plan offer together, as far as an engine reaches it.
+
+    `peak` is in operations/s of the plan's arithmetic, `bandwidth` in bytes/s. `source` and
+    `price_source` say where figures come from, the price with its date.
+    """
+
+    peak: float
+    bandwidth: float
+    usd_per_hour: float | None
+    source: str
+    price_source: str
+
+
 class Plan(Frozen):
-    """The answer to a question. `chosen` is None if no number of streams does what is asked."""
+    """The answer to a question. `chosen` is None if no number of streams does what is asked.
+
+    `prefill` and `decode` are the steps of a prompt and of `shown` streams.
+    """
 
     model: str
     stored: str
@@ -59,10 +77,14 @@ class Plan(Frozen):
     question: Question
     num_weights: int
     arithmetic: str
+    roof: Roof
     memory: Memory
     knee: float
     ttft_s: float
     prefill_bottleneck: str
+    shown: int
+    prefill: StepTime
+    decode: StepTime
     rows: tuple[Row, ...]
     chosen: Row | None
     verdict: str
@@ -102,10 +124,14 @@ def make_plan(
         question=question,
         num_weights=model.num_weights,
         arithmetic=planner.roofline.arithmetic,
+        roof=_roof(planner),
         memory=memory,
         knee=planner.knee,
         ttft_s=prefill.seconds,
         prefill_bottleneck=prefill.bottleneck,
+        shown=shown,
+        prefill=prefill,
+        decode=planner.decode(shown),
         rows=tuple(planner.row(count) for count in _counts(fitting, shown)),
         chosen=chosen,
         verdict=verdict,
@@ -114,6 +140,12 @@ def make_plan(
         steps=tuple(explain(planner, memory, shown)),
         calibrated=_calibrated(planner, shown),
     )
+
+
+def _roof(planner: Planner) -> Roof:
+    roofline = planner.roofline
+    usd, source = planner.usd_per_hour, planner.device.source
+    return Roof(roofline.peak, roofline.bandwidth, usd, source, planner.price_source)
 
 
 def _calibrated(planner: Planner, streams: int) -> Calibrated | None:

@@ -123,6 +123,11 @@ class Planner:
         one = self.question.usd_per_hour or self.device.usd_per_hour
         return None if one is None else one * self.question.count
 
+    @property
+    def price_source(self) -> str:
+        """Where the price comes from, with its date; empty if there is none."""
+        return "as given" if self.question.usd_per_hour else self.device.price_source
+
     def most_within(self, most: int) -> int:
         """Return the largest number of streams, at most `most`, that meets the objective of TPOT.
 

@@ -1,0 +1,92 @@
+"""A plan in words and tables, for the terminal and the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.planner.plan import Plan
+    from twostroke.planner.planner import Memory, Row
+
+HEADINGS: Final = (
+    "STREAMS", "MS/TOKEN", "TOKENS/S", "EACH", "MBU", "MFU", "REQUESTS/S", "$/1M", "J/TOKEN",
+    "MOST TIME",
+)  # fmt: skip
+WHAT_IF_HEADINGS: Final = ("WHAT IF", "TTFT MS", "MS/TOKEN", "FIT", "$/1M")
+
+
+def facts(plan: Plan) -> Iterator[str]:
+    """Yield what heads the tables, a line each."""
+    asked = plan.question
+    devices = f"{asked.count} x {plan.device}" if asked.count > 1 else plan.device
+    yield (
+        f"{plan.model} on {devices}: {plan.num_weights / 1e9:.3g} G weights ({plan.stored}), "
+        f"arithmetic {plan.arithmetic}"
+    )
+    yield _memory(plan.memory)
+    yield (
+        f"First token of a prompt of {asked.prompt:,} tokens: {plan.ttft_s * 1e3:,.1f} ms "
+        f"({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} streams."
+    )
+    if (one := plan.calibrated) is not None:
+        yield (
+            f"Times are corrected by {one.num_steps} steps measured on {one.date}; each of these "
+            f"follows from the others with an error of {one.error:.0%} (median). Nearest: "
+            f"{one.nearest}."
+        )
+    else:
+        yield "Times are limits, which no engine passes; on this machine --calibrate corrects them."
+
+
+def _memory(memory: Memory) -> str:
+    text = (
+        f"Memory: weights {memory.weights / 1e9:,.2f} GB, keys and values "
+        f"{memory.kv_per_token:,.0f} bytes a token, {memory.kv_per_request / 1e9:,.3f} GB a request"
+    )
+    if memory.usable is None:
+        return f"{text}. How much the device has is not known."
+    return f"{text}; {memory.most_streams:,} requests fit into {memory.usable / 1e9:,.1f} GB."
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a row of the table by number of streams."""
+    return (
+        f"{row.streams:,}",
+        f"{row.tpot_s * 1e3:.2f}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{1 / row.tpot_s:.1f}",
+        f"{row.mbu:.0%}",
+        f"{row.mfu:.0%}",
+        f"{row.requests_per_s:.3g}",
+        _usd(row.usd_per_million),
+        "–" if row.joules_per_token is None else f"{row.joules_per_token:.3g}",
+        row.bottleneck,
+    )
+
+
+def answer(plan: Plan) -> Iterator[str]:
+    """Yield the answer to what was asked, or why there is none."""
+    row = plan.chosen
+    if row is None:
+        yield plan.verdict
+        return
+    yield (
+        f"{row.streams:,} streams: {row.tokens_per_s:,.0f} tokens/s, {1 / row.tpot_s:.1f} for "
+        f"each, and {row.requests_per_s:.3g} requests/s with their prefill."
+    )
+    if (ratio := plan.prefill_per_decode) is not None:
+        yield f"Prefill and decode apart: {ratio:.2g} prefill devices for each that decodes."
+
+
+def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of other choices."""
+    for one in plan.what_ifs:
+        fits = "–" if one.most_streams is None else f"{one.most_streams:,}"
+        cells = f"{one.ttft_s * 1e3:,.1f}", f"{one.tpot_s * 1e3:,.2f}", fits
+        yield one.change, *cells, _usd(one.usd_per_million)
+
+
+def _usd(price: float | None) -> str:
+    return "–" if price is None else f"{price:.3g}"
