@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +64,92 @@ def test_wrong_options_are_named_as_they_are_written(cli, config):
 def test_what_is_no_model_is_refused(cli, tmp_path):
     ran = cli("plan", str(tmp_path / "nothing.json"), "--on", "L4")
     assert ran.code == 3
+
+
+def test_the_plot_names_both_strokes_and_the_objectives(cli, config, tmp_path):
+    path = tmp_path / "plan.svg"
+    given = ("--on", "H100-SXM", "--tpot", "10", "--ttft", "100", "--plot")
+    assert cli("plan", config, *given, str(path)).code == 0
+    root = ET.fromstring(path.read_text(encoding="utf-8"))
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    for expected in (
+        "llama-8b on H100-SXM",
+        "Arithmetic intensity (FLOP/byte)",
+        "Latency (ms)",
+        "objective of TTFT: 100 ms",
+        "objective of TPOT: 10 ms",
+    ):
+        assert expected in texts
+    assert any(text.startswith("prefill, 1,024 tokens: the whole step, ") for text in texts)
+    assert any(text.startswith("attention ") for text in texts)
+    first = path.read_bytes()
+    assert cli("plan", config, *given, str(path)).code == 0
+    assert path.read_bytes() == first
+    image = tmp_path / "plan.PNG"
+    assert cli("plan", config, *given, str(image)).code == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_is_whole_and_fetches_nothing(cli, config, tmp_path):
+    path = tmp_path / "plan.html"
+    given = ("--on", "H100-SXM", "--tpot", "10", "--html", str(path))
+    lines = cli("plan", config, *given, "--explain").out.splitlines()
+    page = path.read_text(encoding="utf-8")
+    assert page.count("<svg") == 2
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"https?://[^\s\"'<]+", page)) == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert not re.search(r"<(script|link|img|iframe)|@import|url\((?!#)", page)
+    assert "RunPod Mar-2026" in page
+    for line in lines[lines.index("") + 1 :]:
+        for word in line.split():
+            assert word.rstrip(":").replace("&", "&amp;") in page
+
+
+def test_names_do_not_become_markup(cli, config, tmp_path):
+    folder = tmp_path / "<b>$x$ & co"
+    Path(config).rename(folder)
+    given = ("--on", "H100-SXM", "--plot", str(tmp_path / "a.svg"), "--html")
+    assert cli("plan", str(folder), *given, str(tmp_path / "a.html")).code == 0
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "&lt;b&gt;$x$ &amp; co on H100-SXM" in page
+    assert "<b>" not in page
+
+
+def test_files_that_cannot_be_written_are_refused(cli, config, tmp_path, monkeypatch):
+    (tmp_path / "folder.svg").mkdir()
+    for given, reason in (
+        (("--plot", "plan.pdf"), "--plot must end in .svg or .png, got 'plan.pdf'."),
+        (("--plot", "plan"), "--plot must end in .svg or .png, got 'plan'."),
+        (("--html", "plan.svg"), "--html must end in .html, got 'plan.svg'."),
+        (("--html", "no/plan.html"), "--html is in a folder that does not exist: 'no'."),
+        (("--plot", str(tmp_path / "folder.svg")), "is a directory"),
+    ):
+        ran = cli("plan", config, "--on", "L4", *given)
+        assert ran.code == 2
+        assert reason in ran.err
+        assert ran.out == ""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for given in (("--plot", "plan.svg"), ("--html", "plan.html")):
+        ran = cli("plan", config, "--on", "L4", *given)
+        assert ran.code == 2
+        assert "pip install 'twostroke[plots]'" in ran.err
+
+
+def test_a_full_disk_leaves_the_old_file(cli, config, tmp_path, monkeypatch):
+    path = tmp_path / "plan.html"
+    path.write_text("old")
+
+    def fail(*_args, **_more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    ran = cli("plan", config, "--on", "L4", "--html", str(path))
+    assert ran.code == 1
+    assert ran.err == f"twostroke: '{path}' cannot be written: No space left on device.\n"
+    assert ran.out == ""
+    assert path.read_text() == "old"
+    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["plan.html"]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from twostroke.cli.drawing import PLOTS, check_file, file_option
 from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.terminal import printable, show_table
+from twostroke.compress.unfinished import unfinished
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.planner import Plan
 
 _WEIGHTS = ("bf16", "fp8", "int8", "w4a16", "nvfp4")
 _KV_FORMATS = ("f32", "f16", "bf16", "int8")
@@ -40,6 +47,17 @@ _KV_FORMATS = ("f32", "f16", "bf16", "int8")
     is_flag=True,
     help="First measure steps of MODEL on this machine (a minute); later plans use them, too.",
 )
+@option(
+    "--plot",
+    **file_option(PLOTS),
+    help="Draw both strokes under the roofline, and latency against throughput (needs "
+    "twostroke[plots]).",
+)
+@option(
+    "--html",
+    **file_option((".html",)),
+    help="Write a report of one page, with the plots and each formula (needs twostroke[plots]).",
+)
 @option("--explain", "explained", is_flag=True, help="Print each formula with its numbers.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -50,6 +68,8 @@ def command(
     explained: bool,
     as_json: bool,
     calibrate: bool,
+    plot: Path | None,
+    html: Path | None,
     **given: Any,
 ) -> None:
     """Show what MODEL could do on a device: memory, both strokes, batch sizes, costs.
@@ -61,6 +81,8 @@ def command(
     from twostroke import planner
     from twostroke.planner import words
 
+    check_file(plot, "plot", PLOTS)
+    check_file(html, "html", (".html",))
     for name in ("ttft_s", "tpot_s"):  # given in milliseconds
         given[name] = None if given[name] is None else given[name] / 1e3
     question = planner.Question(**given)
@@ -72,6 +94,8 @@ def command(
         planner.calibrate(model, planned.identity, length, lambda text: click.echo(text, err=True))
     known = planner.known_calibration(planned.identity) if is_here else None
     plan = planner.make_plan(planned.as_(weights) if weights else planned, found, question, known)
+    if plot is not None or html is not None:
+        _draw(plan, plot, html)
     if as_json:
         click.echo(msgspec.json.encode(plan).decode())
         return
@@ -88,3 +112,16 @@ def command(
         click.echo()
         for line in plan.steps:
             click.echo(printable(line))
+
+
+def _draw(plan: Plan, plot: Path | None, html: Path | None) -> None:
+    from twostroke.measure.plots import save
+    from twostroke.planner.plots import draw
+    from twostroke.planner.report import report
+
+    if plot is not None:
+        with unfinished(plot) as part:
+            save(draw(plan), part)
+    if html is not None:
+        with unfinished(html) as part:
+            part.write_text(report(plan), encoding="utf-8")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
 
+from twostroke.cli.drawing import PLOTS, check_file, file_option
 from twostroke.cli.help import Command, Counts, option
 from twostroke.cli.options import MACHINE, PARALLEL, engine_options
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable, show_table
+from twostroke.compress.unfinished import unfinished
 from twostroke.core.errors import UsageError
 from twostroke.measure import plots
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from twostroke.measure.profile import StepProfile
 
 _QUIET: Final = 0.03  # share of the processors that other programs may take without a note
@@ -52,8 +55,7 @@ _HEADINGS: Final = (
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option(
     "--plot",
-    type=click.Path(path_type=Path, dir_okay=False, writable=True),
-    metavar="FILE.svg",
+    **file_option(PLOTS),
     help="Draw the operations under the machine's roofline (needs twostroke[plots]).",
 )
 def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
@@ -68,8 +70,7 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     from twostroke.measure.profile import Wanted, profile
     from twostroke.measure.single_step import Shape
 
-    if plot is not None:
-        _check_plot(plot)
+    check_file(plot, "plot", PLOTS)
     streams, prompts = given["streams"], given["prefill"]
     if streams is None and prompts is None:
         streams, prompts = (1, 16), (512,)
@@ -106,16 +107,8 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
         click.echo(json.dumps(result))
     if plot is not None:
         title = f"{model} on {profiles[0].hardware.name}: {profiles[0].detail}"
-        plots.save(plots.roofline(title, profiles), plot)
-
-
-def _check_plot(path: Path) -> None:
-    """Refuse a plot that could not be written, before anything is measured."""
-    if path.suffix.lower() != ".svg":
-        raise UsageError(f"--plot writes SVG: use a name that ends in .svg, not '{path.name}'.")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--plot: there is no folder '{path.parent}'.")
-    plots.new_figure(1, 1)
+        with unfinished(plot) as part:
+            plots.save(plots.roofline(title, profiles), part)
 
 
 def _machine(profile: StepProfile) -> str:

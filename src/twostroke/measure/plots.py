@@ -1,8 +1,10 @@
-"""Plots as SVG files, drawn with matplotlib (extra `plots`), and the roofline of a machine."""
+"""Plots as SVG or PNG, drawn with matplotlib (extra `plots`), and the roofline of a machine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import re
+from io import StringIO
+from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import UsageError
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
     Point = tuple[str, float, float, float]
 
+# Text stays text, and ids do not change from run to run.
+_AS_TEXT: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "twostroke"}
 _LABEL_ROWS: Final = 44  # labels that fit above each other
 _LEAST_FLOPS: Final = 1e-4  # of the step's: operations below it are not drawn
 
@@ -36,11 +40,24 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as SVG, with its text as text; the same figure gives the same file."""
+    """Write a figure as SVG or PNG, by the path's suffix; the same figure gives the same file."""
     import matplotlib as mpl
 
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "twostroke"}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    kind = path.suffix[1:].lower()
+    metadata = {"Date": None} if kind == "svg" else None
+    with mpl.rc_context(_AS_TEXT):
+        figure.savefig(path, format=kind, metadata=metadata, dpi=150)
+
+
+def svg_element(figure: Figure, name: str) -> str:
+    """Return a figure as an SVG element for a page, whose ids begin with `name`."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(_AS_TEXT | {"svg.hashsalt": name}), StringIO() as file:
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return re.sub(r'(\bid="|="#|url\(#)', rf"\1{name}-", text)
 
 
 def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:

@@ -64,7 +64,8 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
     )
     yield _stroke(f"prefill of {asked.prompt - asked.num_cached} tokens", prefill, roofline)
     yield _stroke("decode, 1 stream", planner.decode(1), roofline)
-    yield _stroke(f"decode, {streams} streams", step, roofline)
+    if streams > 1:
+        yield _stroke(f"decode, {streams} streams", step, roofline)
     yield (
         "knee = (bytes / bandwidth) / (operations / arithmetic) of the products for one token = "
         f"{planner.knee:.1f} streams"

@@ -17,12 +17,22 @@ HEADINGS: Final = (
 WHAT_IF_HEADINGS: Final = ("WHAT IF", "TTFT MS", "MS/TOKEN", "FIT", "$/1M")
 
 
+def title(plan: Plan) -> str:
+    """Return the model and the devices."""
+    devices = f"{plan.question.count} x " if plan.question.count > 1 else ""
+    return f"{plan.model} on {devices}{plan.device}"
+
+
+def decode_name(streams: int) -> str:
+    """Return the name of a decode step."""
+    return f"decode, {streams:,} {'stream' if streams == 1 else 'streams'}"
+
+
 def facts(plan: Plan) -> Iterator[str]:
     """Yield what heads the tables, a line each."""
     asked = plan.question
-    devices = f"{asked.count} x {plan.device}" if asked.count > 1 else plan.device
     yield (
-        f"{plan.model} on {devices}: {plan.num_weights / 1e9:.3g} G weights ({plan.stored}), "
+        f"{title(plan)}: {plan.num_weights / 1e9:.3g} G weights ({plan.stored}), "
         f"arithmetic {plan.arithmetic}"
     )
     yield _memory(plan.memory)
