@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "report": "Show how a quantized file scored.",
     "profile": "Show where the time of a step goes.",
     "plan": "Show what a model could do on a device, and what it costs.",
+    "simulate": "Show what becomes of a load of requests.",
     "train-heads": "Train heads, which guess tokens ahead (speculation).",
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",

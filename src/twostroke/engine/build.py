@@ -41,7 +41,7 @@ from twostroke.weights import GgufTokenizer, LoadedModel, release_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from twostroke.backends import Backend, BackendFacts
+    from twostroke.backends import BackendFacts
     from twostroke.core.config import (
         BatchOptions,
         CacheOptions,
@@ -148,7 +148,7 @@ def build(
         )
         if_it_fails.callback(backend.close)
         first_load.check(backend)
-        scheduler = _build_scheduler(options.cache, options.batch, size, backend)
+        scheduler = build_scheduler(options.cache, options.batch, size, backend.facts)
         helpers: list[Proposer] = []
         watchers = [watcher] if watcher else []
         if heads is not None:
@@ -231,10 +231,14 @@ def _limits(compute: ComputeOptions, num_weight_bytes: int) -> Limits:
     return limits
 
 
-def _build_scheduler(
-    cache: CacheOptions, batch: BatchOptions, size: CacheSize, backend: Backend
+def build_scheduler(
+    cache: CacheOptions,
+    batch: BatchOptions,
+    size: CacheSize,
+    facts: BackendFacts,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
-    facts = backend.facts
+    """Return the scheduler of a backend with these facts, its pages and its prefix cache."""
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
     reuse_generated = facts.one_arithmetic or not cache.strict_prefix
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
@@ -246,7 +250,7 @@ def _build_scheduler(
         max_waiting_tokens=batch.max_waiting_tokens,
         steps_ahead=facts.steps_ahead,
     )
-    return Scheduler(config, pool, index, make_policy(batch))
+    return Scheduler(config, pool, index, make_policy(batch), clock)
 
 
 def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:

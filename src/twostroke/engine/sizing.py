@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_CONTEXTS = 8  # of full length
 _TOKENS_OF_ONE = 128  # for each request that may run
 _SHARE_OF_FREE = 0.5  # of the memory that the weights leave
-_WORKING_BYTES = 128 * 1024**2  # interpreter, tokenizer, buffers of a step
+WORKING_BYTES = 128 * 1024**2  # interpreter, tokenizer, buffers of a step
 
 
 class CacheSize(Frozen):
@@ -70,7 +70,7 @@ def size_cache(  # noqa: PLR0913 - what only the builder knows
     stored = parts or (program,)
     page_bytes = max(1, sum(one.page_bytes(page_size, FORMATS[kv_format]) for one in stored))
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
-    free_bytes = max(available_bytes - weight_bytes - _WORKING_BYTES, 0)
+    free_bytes = max(available_bytes - weight_bytes - WORKING_BYTES, 0)
 
     pages_for_one = groups.num_needed(context_length, token_budget)
     if memory_bytes is not None:

@@ -102,6 +102,10 @@ class Calibration(Frozen):
             nearest=self.points[max(range(len(weights)), key=weights.__getitem__)].name,
         )
 
+    def cell(self, batch: BatchShape) -> tuple[int, ...]:
+        """Return the coordinates of a step, as multiples of an eighth of a doubling."""
+        return tuple([round(8 * one) for one in _place(batch)])
+
     def errors(self, roofline: Roofline) -> list[float]:
         """Return for each point the error of what the other points say of it, as a share."""
         return [

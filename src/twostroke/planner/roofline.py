@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import ceil
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -13,6 +13,8 @@ from twostroke.core.frozen import Frozen
 from twostroke.program.work import StepCost
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from twostroke.planner.devices import Device
     from twostroke.planner.models import PlannedModel
     from twostroke.planner.question import Question
@@ -36,6 +38,9 @@ class Correction(Protocol):
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
         """Return how a step of this shape is corrected."""
+
+    def cell(self, batch: BatchShape) -> Hashable:
+        """Return the same for shapes that are corrected almost alike."""
 
 
 class OpTime(Frozen):
@@ -92,6 +97,14 @@ class StepTime(Frozen):
         return f"{label}: {op.bound}"
 
 
+class Totals(NamedTuple):
+    """A step's time, operations and bytes."""
+
+    seconds: float
+    flops: float
+    bytes: float
+
+
 class Roofline:
     """Least times of a model's steps on a question's devices.
 
@@ -116,6 +129,8 @@ class Roofline:
             (op.label, tuple(op.work(model.weight_bytes, cache))) for op in model.program.ops
         )
         self._costs = {key: StepCost(key[1]) for key in self._ops}
+        self._products: dict[tuple[int, int], Totals] = {}  # by rows, and those with logits
+        self._factors: dict[Hashable, Factors] = {}
         self._exchanged = 2 * len(model.program.layer_outputs) * model.hidden_size * _VALUE_BYTES
 
     def step(self, batch: BatchShape) -> StepTime:
@@ -150,6 +165,36 @@ class Roofline:
                 bound if seconds > before.seconds else before.bound,
             )
         return StepTime(found, self._moving_s(batch.num_rows))
+
+    def totals(self, batch: BatchShape) -> Totals:
+        """Return what `step` does in all; quick for many steps.
+
+        Products depend on the number of rows alone, so they are counted once for each. Corrections
+        are those of the first step in a cell.
+        """
+        size = batch.num_rows, batch.num_sampled
+        products = self._products.get(size)
+        if products is None:
+            products = self._products[size] = self._sum(batch, is_attention=False)
+        attention, moving_s = self._sum(batch, is_attention=True), self._moving_s(batch.num_rows)
+        flops, moved = products.flops + attention.flops, products.bytes + attention.bytes
+        if self._correction is None:
+            return Totals(products.seconds + attention.seconds + moving_s, flops, moved)
+        cell = self._correction.cell(batch)
+        factors = self._factors.get(cell)
+        if factors is None:
+            factors = self._factors[cell] = self._correction.factors(self, batch)
+        seconds = factors.products * products.seconds + factors.attention * attention.seconds
+        return Totals(seconds + moving_s + factors.rest_s, flops, moved)
+
+    def _sum(self, batch: BatchShape, *, is_attention: bool) -> Totals:
+        seconds = flops = moved = 0.0
+        for key, times in self._ops.items():
+            if (key[0] == ATTENTION) is is_attention:
+                cost = self._costs[key].of(batch)
+                seconds += times * max(cost.flops / self.peak, cost.bytes / self.bandwidth)
+                flops, moved = flops + times * cost.flops, moved + times * cost.bytes
+        return Totals(seconds, flops, moved)
 
     def _moving_s(self, num_rows: int) -> float:
         """Return the time of two all-reduces in each layer, in a ring."""

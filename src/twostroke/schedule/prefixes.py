@@ -9,6 +9,7 @@ from twostroke.cache import PrefixHit
 
 if TYPE_CHECKING:
     from twostroke.cache import PagePool, PrefixChain, PrefixIndex
+    from twostroke.core.request import Request
     from twostroke.schedule.waiting import Ticket
 
 
@@ -45,6 +46,13 @@ class Prefixes:
         num_found = hit.num_places
         ticket.awaited = ticket.chain.keys[num_found] if num_found < num_useful else None
         return None if self._is_claimed(ticket, ticket.awaited) else hit
+
+    def num_hit(self, request: Request, chain: PrefixChain) -> int:
+        """Return how many tokens of a new request the index knows, and extend its `chain`."""
+        if self._index is None:
+            return 0
+        hit = self._index.match(chain, request.tokens, request.num_prompt)
+        return hit.num_places * self._page_size
 
     def start(self, ticket: Ticket) -> None:
         """Claim the pages that a request will compute after those that `match` found."""

@@ -22,7 +22,7 @@ from twostroke.schedule.waiting import Ticket, WaitingLine, rank_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.cache import PagePool, PrefixHit, PrefixIndex
+    from twostroke.cache import PagePool, PrefixChain, PrefixHit, PrefixIndex
     from twostroke.core.request import FinishReason, Request
     from twostroke.core.step import Delta, StepResult
     from twostroke.schedule.config import SchedulerConfig
@@ -106,6 +106,10 @@ class Scheduler:
     def max_len(self, request: Request) -> int:
         """Return how many tokens would end a request; raises if it could never fit."""
         return max_len(request, self.config.context_length, self._most_tokens)
+
+    def num_hit(self, request: Request, chain: PrefixChain) -> int:
+        """Return how many tokens of a new request the prefix cache holds; extends its `chain`."""
+        return self._prefixes.num_hit(request, chain)
 
     def flush(self) -> None:
         """Let waiting requests start without waiting for more, because no more will come."""

@@ -108,6 +108,7 @@ class Speculator:
         step_time: StepTime,
         on_request: Sequence[Proposer] = (),
         watchers: Sequence[Watcher] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Ask `proposers` in order, later ones where earlier ones do not expect much.
 
@@ -117,6 +118,7 @@ class Speculator:
         self.stats = SpeculationStats()
         self._proposers, self._watchers = (*proposers, *on_request), tuple(watchers)
         self._failed: list[Proposer] = []
+        self._clock = clock
         self.methods = tuple(proposer.name for proposer in self._proposers)
         self._by_default = {proposer.name for proposer in proposers}
         self._budget_of = budget_of
@@ -131,10 +133,10 @@ class Speculator:
 
     def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> Guesses:
         """Add drafts to the plan's slices, as many as pay; `add_drafts` as `Scheduler`'s."""
-        began_s = time.monotonic()
+        began_s = self._clock()
         guesses = Guesses()
         self._extend(plan, guesses, add_drafts)
-        self._asking_s += time.monotonic() - began_s
+        self._asking_s += self._clock() - began_s
         return guesses
 
     def learn(
@@ -243,11 +245,11 @@ class Speculator:
         ]
         if not asked:
             return
-        began_s = time.monotonic()
+        began_s = self._clock()
         proposals: Sequence[Proposal | None] = ()
         with self._surviving(proposer):
             proposals = proposer.propose([part.request for part in asked], price)
-        guesses.asking_s[proposer.name] = time.monotonic() - began_s
+        guesses.asking_s[proposer.name] = self._clock() - began_s
         for part, offered in zip(asked, proposals, strict=False):  # none, if it has failed
             proposal = _as_allowed(offered, part.request)
             if proposal is not None:

@@ -1,0 +1,240 @@
+"""`twostroke simulate`: what becomes of a load on replicas of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+from msgspec.structs import replace
+
+from twostroke.cli.help import ByteSize, Command, OneOf, option
+from twostroke.cli.options import BATCHING, MACHINE, engine_options
+from twostroke.cli.terminal import printable, show_table
+from twostroke.core.errors import Field, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.measure.requests import Objectives
+    from twostroke.simulate import Load, Probe, Setup, Simulation
+
+_WEIGHTS: Final = ("bf16", "fp8", "int8", "w4a16", "nvfp4")
+_KV_FORMATS: Final = ("f32", "f16", "bf16", "int8")
+_ROUTES: Final = ("round-robin", "least-work", "two-choices", "prefix")
+_SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "shared")
+
+
+@click.command(
+    "simulate",
+    cls=Command,
+    params=[*(MACHINE[n] for n in ("context_length", "page_size", "prefix_cache")), *BATCHING],
+)
+@click.argument("model")
+@option("--on", "device", default="here", help="A device, as plan takes it, or this machine.")
+@option("--devices", "count", default=1, help="Devices of each replica, which divide each layer.")
+@option("--replicas", default=1, help="Replicas of the model.")
+@option(
+    "--routing", type=OneOf(_ROUTES), default="least-work", help="Which replica gets a request."
+)
+@option(
+    "--trace",
+    help="azure-conv, azure-code, mooncake-conversation, mooncake-synthetic (fetched once), or a "
+    "file: .csv, .jsonl, or .json of --record.",
+)
+@option("--rate", type=float, help="Requests a second of a synthetic load, in place of a trace.")
+@option("--arrivals", type=OneOf(("poisson", "constant", "gamma")), help="[default: poisson]")
+@option("--burstiness", type=float, help="Variation of gamma arrivals [default: 3; Poisson has 1].")
+@option("--prompt", type=int, help="Mean tokens of a prompt [default: 1024].")
+@option("--output", type=int, help="Mean tokens of an answer [default: 256].")
+@option("--spread", type=float, help="Variation of these lengths [default: 0, all are equal].")
+@option("--shared", type=int, help="First tokens that all prompts share [default: 0].")
+@option("--requests", type=click.IntRange(1), help="The first N [default: all; 1000 of --rate].")
+@option("--speed", default=1.0, help="Let requests come X times as fast.")
+@option("--scale", default=1.0, help="Multiply all lengths by X.")
+@option("--seed", type=click.IntRange(0), default=0, help="Of what is random.")
+@option("--ttft", "ttft_s", type=float, help="Objective for the first token, in ms.")
+@option("--tpot", "tpot_s", type=float, help="Objective for each further token, in ms.")
+@option(
+    "--sweep",
+    is_flag=True,
+    help="Find the highest load at which --good of the requests meet the objectives.",
+)
+@option("--good", "share", default=0.9, help="Share of requests that must meet them in a sweep.")
+@option("--weights", type=OneOf(_WEIGHTS), help="How weights are stored [default: as in the file].")
+@option("--kv-format", type=OneOf(_KV_FORMATS), default="f16", help="Format of keys and values.")
+@option(
+    "--kv-memory",
+    "memory_bytes",
+    type=ByteSize(),
+    help="Memory of each replica for keys and values [default: what weights leave].",
+)
+@option("--mfu", default=1.0, help="Share of the arithmetic that an engine reaches.")
+@option("--mbu", default=1.0, help="Share of the bandwidth that an engine reaches.")
+@option("--acceptance", type=float, help="Speculate with guesses that are right with this chance.")
+@option("--draft-cost", default=0.0, help="What a guess takes, as a share of a decode step.")
+@option("--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's].")
+@option(
+    "--record", type=click.Path(path_type=Path, dir_okay=False), help="Keep requests in a file."
+)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> None:
+    """Serve a load of requests by MODEL under virtual time, and show latencies and costs.
+
+    The engine's own scheduler, pages, prefix cache and speculation run; only steps are not
+    computed: each takes what its operations need on the device. MODEL is what plan takes.
+    """
+    from twostroke.measure.requests import Objectives
+    from twostroke.simulate import simulate, sweep
+
+    limits = {name: given.pop(name) for name in ("ttft_s", "tpot_s")}  # in milliseconds
+    objectives = Objectives(**{n: None if v is None else v / 1e3 for n, v in limits.items()})
+    is_sweep, share = given.pop("sweep"), given.pop("share")
+    if is_sweep and not objectives:
+        facts = {"ttft": Field("ttft_s"), "tpot": Field("tpot_s")}
+        raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep", **facts)
+    load = _load(given)
+    setup = _setup(model, given)
+    if is_sweep:
+        found = sweep(setup, load, objectives, share, _progress)
+        simulation = found.best.simulation
+    else:
+        simulation = simulate(setup, load, objectives)
+    if record is not None:
+        record.write_bytes(msgspec.json.encode({"requests": simulation.logs}) + b"\n")
+    if as_json:
+        shown: Any = replace(simulation, logs=())
+        if is_sweep:
+            probes = [{"speed": p.speed, "rate": p.rate, "meets": p.meets} for p in found.probes]
+            shown = {"capacity": found.best.rate, "probes": probes, "best": shown}
+        click.echo(msgspec.json.encode(shown).decode())
+        return
+    for line in _facts(setup, load):
+        click.echo(printable(line))
+    if is_sweep:
+        _show_sweep(found.probes)
+        good = f"{share:.0%} of requests meet the objectives"
+        click.echo(f"\nUp to {found.best.rate:.3g} requests/s {good}. At that load:\n")
+    _show(simulation, objectives)
+
+
+def _load(given: dict[str, Any]) -> Load:
+    """Take the options of the load out of `given` and return it."""
+    from twostroke.simulate import Synthetic, read_trace
+
+    trace, rate, seed = given.pop("trace"), given.pop("rate"), given.pop("seed")
+    count, speed, scale = given.pop("requests"), given.pop("speed"), given.pop("scale")
+    chosen = {name: given.pop(name) for name in _SYNTHETIC}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if (trace is None) is (rate is None):
+        raise UsageError("Give either --trace or --rate.")
+    if trace is None:
+        chosen |= {} if count is None else {"count": count}
+        return Synthetic(rate, **chosen).load(seed).changed(speed=speed, scale=scale)
+    for name in chosen:
+        raise UsageError("needs {other}: a trace has its own.", field=name, other=Field("rate"))
+    return read_trace(trace).first(count).changed(speed=speed, scale=scale)
+
+
+def _setup(model: str, given: dict[str, Any]) -> Setup:
+    """Return what serves, from the other options."""
+    from twostroke import planner
+    from twostroke.simulate import Setup
+
+    device, weights = given.pop("device"), given.pop("weights")
+    kv_format = given.pop("kv_format")
+    asked = {name: given.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
+    question = planner.Question(kv_format=kv_format, **asked)
+    options = engine_options(given, model)
+    is_here = device == "here"
+    found = planner.this_machine() if is_here else planner.find_device(device)
+    planned = planner.planned_model(model)
+    return Setup(
+        model=planned.as_(weights) if weights else planned,
+        device=found,
+        question=question,
+        cache=options.cache,
+        batch=options.batch,
+        calibration=planner.known_calibration(planned.identity) if is_here else None,
+        is_here=is_here,
+        **given,
+    )
+
+
+def _progress(probe: Probe) -> None:
+    share = probe.simulation.report.good_share or 0.0
+    click.echo(f"{probe.rate:.3g} requests/s: {share:.1%} are good", err=True)
+
+
+def _facts(setup: Setup, load: Load) -> Iterator[str]:
+    asked, count = setup.question, len(load.arrivals)
+    devices = f"{asked.count} x {setup.device.name}" if asked.count > 1 else setup.device.name
+    replicas = f"{setup.replicas} replicas ({setup.routing}), each " if setup.replicas > 1 else ""
+    mean = [
+        sum(getattr(one, n) for one in load.arrivals) / count for n in ("num_prompt", "num_output")
+    ]
+    yield f"{setup.model.name} ({setup.model.stored}) on {replicas}{devices}"
+    yield (
+        f"{load.name}: {count:,} requests, {load.rate:.3g} a second, of {mean[0]:,.0f} tokens and "
+        f"{mean[1]:,.0f} for the answer (means)"
+    )
+    if setup.calibration is not None:
+        steps = len(setup.calibration.points)
+        yield f"Steps take what {steps} steps measured on {setup.calibration.date} say."
+    elif (asked.mfu, asked.mbu) == (1.0, 1.0):
+        yield "Steps take the least time that the device needs; no engine is that fast (see --mfu)."
+    else:
+        yield f"Steps reach {asked.mfu:.0%} of the arithmetic and {asked.mbu:.0%} of the bandwidth."
+    yield ""
+
+
+def _show_sweep(probes: tuple[Probe, ...]) -> None:
+    rows: list[tuple[str, ...]] = [("REQUESTS/S", "GOOD", "TTFT P90 MS", "TPOT P90 MS")]
+    for one in probes:
+        report = one.simulation.report
+        times = [report.latencies.get(name) for name in ("ttft", "tpot")]
+        cells = ["–" if t is None else f"{t.percentiles['p90'].value * 1e3:,.1f}" for t in times]
+        rows.append((f"{one.rate:.3g}", f"{report.good_share:.1%}", *cells))
+    show_table(rows, range(4))
+
+
+def _show(simulation: Simulation, objectives: Objectives) -> None:
+    from twostroke.measure.requests import latency_rows
+
+    show_table(latency_rows(simulation.report))
+    for line in _answer(simulation, objectives):
+        click.echo(printable(line))
+
+
+def _answer(simulation: Simulation, objectives: Objectives) -> Iterator[str]:
+    report = simulation.report
+    yield ""
+    yield (
+        f"{report.requests_per_s:.3g} requests/s of {report.offered_per_s:.3g} that arrive, "
+        f"{report.output_per_s:,.0f} output and {report.input_per_s:,.0f} input tokens/s; "
+        f"{report.concurrency:,.1f} requests at work, {report.output_per_user:,.1f} tokens/s each."
+    )
+    if report.is_growing:
+        yield "The load is more than this carries: the queue grows as long as it lasts."
+    if objectives:
+        good = f"{report.good_share:.1%} of requests meet the objectives"
+        yield f"{good}, {report.good_per_s:.3g} a second."
+    yield (
+        f"Prefix cache: {report.hit_rate:.1%} of prompt tokens. Preemptions: "
+        f"{simulation.preemptions:,}. Refused: {report.num_refused:,}."
+    )
+    if simulation.refusal:
+        yield f"The first that was refused, {simulation.refusal}"
+    busy = simulation.busy
+    each = f" ({min(busy):.0%} to {max(busy):.0%})" if len(busy) > 1 else ""
+    yield (
+        f"Busy {sum(busy) / len(busy):.0%} of the time{each}; meanwhile MFU {simulation.mfu:.1%}, "
+        f"MBU {simulation.mbu:.1%}."
+    )
+    if simulation.usd_per_million is not None:
+        costs = f"${simulation.usd_per_million:.3g} per 1M output tokens"
+        costs += f", ${simulation.usd_per_1k:.3g} per 1K requests"
+        if simulation.usd_per_1k_good is not None:
+            costs += f", ${simulation.usd_per_1k_good:.3g} per 1K good ones"
+        yield f"{costs}."

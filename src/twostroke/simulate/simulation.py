@@ -1,0 +1,209 @@
+"""Runs a load on simulated replicas of a model, and reports as measured runs do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.backends import BackendFacts
+from twostroke.cache import FORMATS
+from twostroke.core.config import BatchOptions, CacheOptions
+from twostroke.core.errors import MemoryLimitError, UsageError, nearest
+from twostroke.core.frozen import Frozen
+from twostroke.core.hardware import memory_available
+from twostroke.engine.build import build_scheduler
+from twostroke.engine.sizing import WORKING_BYTES, size_cache
+from twostroke.measure.requests import Objectives, Report, make_report
+from twostroke.planner.formulas import usd_per_million
+from twostroke.planner.question import MEMORY_SHARE, Question
+from twostroke.planner.roofline import Roofline, kv_bytes
+from twostroke.program.cost import CostModel
+from twostroke.schedule.routing import ROUTES
+from twostroke.simulate.fleet import START_S, Fleet
+from twostroke.simulate.guesser import Guesser, make_speculator
+from twostroke.simulate.replica import Clock, Replica
+
+if TYPE_CHECKING:
+    from twostroke.engine.sizing import CacheSize
+    from twostroke.measure.requests import RequestLog
+    from twostroke.planner import Calibration, Device, PlannedModel
+    from twostroke.simulate.load import Load
+
+MOST_REPLICAS = 1024
+
+
+class Setup(Frozen):
+    """What serves the load: replicas of a model, each on `question.count` devices.
+
+    Attributes:
+        question: how a replica is run: devices, format of keys and values, shares, price.
+        routing: a key of `schedule.routing.ROUTES`.
+        calibration: corrects the times of steps on this machine.
+        is_here: whether the device is this machine, whose engine sizes its cache by free memory.
+        acceptance: the chance that a guessed token is right; None without speculation.
+        draft_cost: what a guess takes, in decode steps.
+    """
+
+    model: PlannedModel
+    device: Device
+    question: Question = Question()
+    cache: CacheOptions = CacheOptions()
+    batch: BatchOptions = BatchOptions()
+    replicas: int = 1
+    routing: str = "round-robin"
+    calibration: Calibration | None = None
+    is_here: bool = False
+    acceptance: float | None = None
+    draft_cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        if not 1 <= self.replicas <= MOST_REPLICAS:
+            reason = f"must be from 1 to {MOST_REPLICAS}, got {self.replicas}."
+            raise UsageError(reason, field="replicas")
+        if self.routing not in ROUTES:
+            hint = nearest(self.routing, ROUTES)
+            reason = f"must be one of {', '.join(ROUTES)}, got '{{value}}'.{hint}"
+            raise UsageError(reason, field="routing", value=self.routing)
+        if self.acceptance is not None and not 0 < self.acceptance < 1:
+            reason = f"must be above 0 and below 1, got {self.acceptance}."
+            raise UsageError(reason, field="acceptance")
+        if not 0 <= self.draft_cost <= 10:
+            reason = f"must be from 0 to 10, got {self.draft_cost}."
+            raise UsageError(reason, field="draft_cost")
+
+    def size(self) -> CacheSize:
+        """Return the context and the pages of a replica.
+
+        Raises:
+            MemoryLimitError, UsageError: they do not fit, or the device's memory is not known.
+        """
+        model, asked, cache = self.model, self.question, self.cache
+        available = memory_available()
+        if not self.is_here:
+            copies = kv_bytes(model, asked, 1) / kv_bytes(model, replace(asked, count=1), 1)
+            cache = replace(cache, memory_bytes=int(self._kv_memory() / copies))
+            available = model.all_bytes + WORKING_BYTES + (cache.memory_bytes or 0)
+        return size_cache(
+            model.program,
+            cache,
+            self.batch.token_budget,
+            model.all_bytes,
+            available,
+            most_running=self.batch.most_running,
+            auto_format=asked.kv_format,
+        )
+
+    def _kv_memory(self) -> float:
+        """Return the bytes for keys and values on a replica's devices."""
+        asked, device, wanted = self.question, self.device, self.cache.memory_bytes
+        if device.memory_bytes is None:
+            if wanted is None:
+                reason = f"must be given: how much memory {device.name} has is not known."
+                raise UsageError(reason, field="memory_bytes")
+            return wanted
+        usable = device.memory_bytes * asked.count * MEMORY_SHARE
+        left = usable - self.model.all_bytes
+        if left < (wanted or 1):
+            raise MemoryLimitError(
+                f"It does not fit: weights take {self.model.all_bytes / 1e9:,.1f} GB"
+                f"{f', keys and values {wanted / 1e9:,.1f} GB' if wanted else ''}, and "
+                f"{asked.count} x {device.name} offers {usable / 1e9:,.1f} GB. Take more devices "
+                "for each replica, or fewer bits."
+            )
+        return wanted or left
+
+
+class Simulation(Frozen):
+    """The outcome of a run.
+
+    `busy` is the share of time in which a replica ran steps, for each; `mfu` and `mbu` are the
+    shares of the devices' arithmetic and bandwidth while they did. Costs are None without a price.
+    `refusal` says why the first refused request was. `logs` are the requests.
+    """
+
+    report: Report
+    busy: tuple[float, ...]
+    num_steps: int
+    mfu: float
+    mbu: float
+    preemptions: int
+    usd_per_million: float | None
+    usd_per_1k: float | None
+    usd_per_1k_good: float | None
+    refusal: str
+    logs: tuple[RequestLog, ...]
+
+
+def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> Simulation:
+    """Return what becomes of a load.
+
+    Raises:
+        MemoryLimitError, UsageError: as `Setup.size`, or no request can be served.
+    """
+    objectives = objectives or Objectives()
+    roofline = Roofline(setup.model, setup.device, setup.question, setup.calibration)
+    clock, vocab_size = Clock(START_S), setup.model.program.vocab_size
+    replicas = _replicas(setup, roofline, clock)
+    fleet = Fleet(replicas, setup.routing, clock, vocab_size)
+    fleet.run(load)
+    logs = tuple([log for log in fleet.logs if log is not None])
+    refusal = (
+        f"request {fleet.refusals[0][0] + 1}: {fleet.refusals[0][1]}" if fleet.refusals else ""
+    )
+    if len(fleet.refusals) == len(logs):
+        raise UsageError(f"Every request is refused; {refusal}")
+    report = make_report(logs, objectives)
+    busy_s, asked = sum(one.busy_s for one in replicas), setup.question
+    usd = asked.usd_per_hour or setup.device.usd_per_hour
+    hour = None if usd is None else usd * asked.count * setup.replicas
+    return Simulation(
+        report=report,
+        busy=tuple([one.busy_s / max(report.duration_s, 1e-12) for one in replicas]),
+        num_steps=sum(one.num_steps for one in replicas),
+        mfu=sum(one.flops for one in replicas) / busy_s / (roofline.peak / asked.mfu),
+        mbu=sum(one.bytes for one in replicas) / busy_s / (roofline.bandwidth / asked.mbu),
+        preemptions=sum(one.scheduler.stats().num_preemptions for one in replicas),
+        usd_per_million=_cost(hour, report.output_per_s, 1e6),
+        usd_per_1k=_cost(hour, report.requests_per_s, 1e3),
+        usd_per_1k_good=_cost(hour, report.good_per_s, 1e3),
+        refusal=refusal,
+        logs=logs,
+    )
+
+
+def _cost(usd_per_hour: float | None, per_s: float | None, count: float) -> float | None:
+    if usd_per_hour is None or not per_s:
+        return None
+    return usd_per_million(usd_per_hour, per_s) * count / 1e6
+
+
+def _replicas(setup: Setup, roofline: Roofline, clock: Clock) -> list[Replica]:
+    model, size = setup.model, setup.size()
+    program = model.program
+    facts = BackendFacts(
+        name="simulated",
+        detail=setup.device.name,
+        num_threads=1,
+        num_pages=size.num_pages,
+        page_size=size.page_size,
+        windows=tuple([group.window for group in program.cache_groups]),
+        weight_bytes=model.all_bytes,
+        cache_bytes=size.cache_bytes,
+    )
+    cost = CostModel(program, model.weight_bytes, FORMATS[size.kv_format]).per_step()
+    replicas = []
+    for _ in range(setup.replicas):
+        scheduler = build_scheduler(setup.cache, setup.batch, size, facts, clock.read)
+        speculator = None
+        if setup.acceptance is not None:
+            odds = setup.acceptance, setup.draft_cost
+            guesser = Guesser(*odds, roofline, clock, program.vocab_size)
+            speculator = make_speculator(guesser, cost, roofline, clock)
+        replicas.append(
+            Replica(
+                scheduler, roofline.totals, clock, program.vocab_size, size.page_size, speculator
+            )
+        )
+    return replicas

@@ -1,0 +1,94 @@
+"""Finds the highest load at which nearly all requests meet their objectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
+from twostroke.simulate.simulation import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.measure.requests import Objectives
+    from twostroke.simulate.load import Load
+    from twostroke.simulate.simulation import Setup, Simulation
+
+GOOD_SHARE: Final = 0.9
+_MOST_DOUBLINGS: Final = 20
+_CLOSE: Final = 1.03  # the search ends when two speeds differ by less
+
+
+class Probe(Frozen):
+    """A load that was tried: its speed, and whether enough requests met the objectives."""
+
+    speed: float
+    rate: float
+    meets: bool
+    simulation: Simulation
+
+
+class Sweep(Frozen):
+    """The loads that were tried, by speed; `best` is the highest that met the objectives."""
+
+    probes: tuple[Probe, ...]
+    best: Probe
+
+
+def sweep(
+    setup: Setup,
+    load: Load,
+    objectives: Objectives,
+    share: float = GOOD_SHARE,
+    watch: Callable[[Probe], None] = lambda _: None,
+) -> Sweep:
+    """Search for the highest speed at which `share` of the requests meet the objectives.
+
+    At a speed that counts, the number of requests at work does not grow.
+
+    Raises:
+        UsageError: there are no objectives, or no load or every load meets them.
+    """
+    if not objectives:
+        raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep")
+    if not 0 < share <= 1:
+        raise UsageError(f"must be above 0 and at most 1, got {share}.", field="share")
+    probes: list[Probe] = []
+
+    def meets(speed: float) -> bool:
+        changed = load.changed(speed=speed)
+        found = simulate(setup, changed, objectives)
+        enough = (found.report.good_share or 0.0) >= share and not found.report.is_growing
+        probes.append(Probe(speed, changed.rate, enough, found))
+        watch(probes[-1])
+        return enough
+
+    low, high = _bracket(meets)
+    if low is None:
+        one = probes[-1].simulation.report
+        raise UsageError(
+            f"Even at {probes[-1].rate:.2g} requests/s only {one.good_share:.0%} meet the "
+            "objectives: raise them, or take faster devices."
+        )
+    if high is None:
+        raise UsageError(
+            f"All {len(load.arrivals):,} requests meet the objectives even if they come at once: "
+            "take more requests."
+        )
+    while high / low > _CLOSE:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    probes.sort(key=lambda one: one.speed)
+    return Sweep(tuple(probes), max((p for p in probes if p.meets), key=lambda p: p.speed))
+
+
+def _bracket(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
+    """Return a speed that meets, and twice that, which does not; None for what there is not."""
+    speed = 1.0
+    factor = 2.0 if meets(speed) else 0.5
+    for _ in range(_MOST_DOUBLINGS):
+        before, speed = speed, speed * factor
+        if meets(speed) is (factor < 1):
+            return (speed, before) if factor < 1 else (before, speed)
+    return (None, speed) if factor < 1 else (speed, None)

@@ -1,0 +1,89 @@
+"""`twostroke simulate`: its report, its sweep, its JSON and its refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "intermediate_size": 14336,
+    "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+SMALL = ("--on", "h100-sxm", "--rate", "4", "--requests", "40", "--output", "20")
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "llama-8b" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIG))
+    return str(path.parent)
+
+
+def test_the_report_is_printed(cli, config):
+    ran = cli("simulate", config, *SMALL, "--replicas", "2", "--ttft", "200", "--shared", "512")
+    lines = ran.out.splitlines()
+    assert lines[0] == "llama-8b (bf16) on 2 replicas (least-work), each H100-SXM"
+    assert lines[1].startswith("poisson arrivals: 40 requests, ")
+    assert [line.split()[0] for line in lines[5:9]] == ["QUEUE", "TTFT", "TPOT", "E2E"]
+    assert "100.0% of requests meet the objectives" in ran.out
+    assert "Prefix cache: 4" in ran.out
+    assert "$" in lines[-1]
+    assert (
+        cli("simulate", config, *SMALL, "--replicas", "2", "--ttft", "200", "--shared", "512")
+        == ran
+    )
+
+
+def test_json_and_a_record_hold_the_run(cli, config, tmp_path):
+    path = str(tmp_path / "run.json")
+    found = json.loads(cli("simulate", config, *SMALL, "--json", "--record", path).out)
+    assert found["report"]["num_completed"] == 40
+    again = cli("simulate", config, "--on", "h100-sxm", "--trace", path, "--json")
+    for name, latency in json.loads(again.out)["report"]["latencies"].items():
+        wanted = found["report"]["latencies"][name]["mean"]
+        assert latency["mean"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_sweep_shows_what_it_tried(cli, config):
+    given = ("simulate", config, *SMALL, "--prompt", "2000", "--sweep", "--ttft", "150")
+    ran = cli(*given)
+    assert "requests/s 90% of requests meet the objectives. At that load:" in ran.out
+    assert "REQUESTS/S" in ran.out
+    found = json.loads(cli(*given, "--json").out)
+    assert found["capacity"] == max(one["rate"] for one in found["probes"] if one["meets"])
+
+
+def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
+    given = ("--rate", "5", "--requests", "10", "--prompt", "20", "--output", "5")
+    ran = cli("simulate", tiny, *given)
+    assert ran.code == 0
+    assert "10 requests" in ran.out
+    assert "no engine is that fast" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((), "Give either --trace or --rate"),
+        (("--rate", "1", "--trace", "azure-conv"), "Give either --trace or --rate"),
+        (("--trace", "azure-conv", "--prompt", "5"), "--prompt needs --rate: a trace has its own"),
+        (("--rate", "1", "--sweep"), "--sweep needs an objective: --ttft, --tpot or both"),
+        (("--rate", "1", "--ttft", "-5"), "--ttft must be greater than 0"),
+        (("--rate", "-1"), "--rate must be above 0"),
+        (("--rate", "1", "--on", "H1000"), "--on must be one of here"),
+        (("--rate", "1", "--prompt", "9000", "--on", "h100-sxm"), "Every request is refused"),
+        (("--rate", "1", "--on", "h100-sxm", "--kv-memory", "90GB"), "It does not fit: weights"),
+        (("--trace", "x.csv"), "x.csv cannot be read"),
+        (("--rate", "1", "--routing", "prefx"), "Did you mean 'prefix'"),
+        (("--rate", "1", "--replicas", "0"), "--replicas must be from 1 to 1024"),
+    ],
+)
+def test_wrong_options_are_answered_with_a_sentence(cli, config, given, message):
+    ran = cli("simulate", config, *given)
+    assert ran.code != 0
+    assert ran.out == ""
+    assert message in ran.err
+    assert len(ran.err.splitlines()) == 1

@@ -1,0 +1,121 @@
+"""The simulation drives the real scheduler: its steps are those of a real engine, page by page."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+from support.engines import PAGE_SIZE, tiny_client
+from support.tiny import Tiny, vocabulary
+from twostroke.backends import BackendFacts
+from twostroke.core.config import BatchOptions, CacheOptions
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine.build import build_scheduler
+from twostroke.engine.sizing import CacheSize
+from twostroke.planner.roofline import Totals
+from twostroke.simulate.fleet import START_S, Fleet
+from twostroke.simulate.load import Arrival, Load
+from twostroke.simulate.replica import Clock, Replica
+
+VOCAB_SIZE = len(vocabulary()[0])
+NUM_PAGES, MAX_RUNNING, TOKEN_BUDGET, CONTEXT = 17, 4, 24, 256
+
+
+def random_load(seed: int) -> Load:
+    """Requests that come during the first steps; some share blocks, and pages run short."""
+    chance = random.Random(seed)
+    arrivals = []
+    for number in range(14):
+        blocks = tuple(chance.choice(((0, 1, 2), (0, 1), (0, 3), (4 + number,), ())))
+        prompt = max(1, 32 * len(blocks) - chance.randrange(20)) if blocks else 5
+        step = 0 if number < 2 else chance.randrange(30)
+        arrivals.append(Arrival(step + 0.5, prompt, chance.randint(1, 60), blocks, 32))
+    ordered = sorted(arrivals, key=lambda one: one.at_s)
+    return Load("random", (Arrival(0.0, 40, 100), *ordered))
+
+
+def steps_of(plan, names, steps):
+    """Keep what a plan does: who computes what on which pages, and who was preempted."""
+    parts = [
+        (
+            names(one.request),
+            one.start,
+            one.count,
+            one.samples,
+            tuple(map(tuple, one.request.pages)),
+        )
+        for one in plan.slices
+    ]
+    steps.append((parts, [names(request) for request in plan.preempted]))
+
+
+def simulated(load: Load, batch: BatchOptions):
+    """The steps, each of which takes a second, and the requests' first tokens and hits."""
+    clock, steps = Clock(START_S), []
+    facts = BackendFacts("simulated", "", 1, NUM_PAGES, PAGE_SIZE, (None,), 0, 0)
+    size = CacheSize(CONTEXT, NUM_PAGES, PAGE_SIZE, 0)
+    scheduler = build_scheduler(CacheOptions(), batch, size, facts, clock.read)
+    plan_next = scheduler.plan
+
+    def plan():
+        made = plan_next()
+        if made is not None:
+            steps_of(made, lambda request: int(request.id), steps)
+        return made
+
+    scheduler.plan = plan
+    replica = Replica(scheduler, lambda _: Totals(1.0, 1, 1), clock, VOCAB_SIZE, PAGE_SIZE)
+    fleet = Fleet([replica], "round-robin", clock, VOCAB_SIZE)
+    fleet.run(load)
+    return steps, [log.num_cached for log in fleet.logs]
+
+
+def real(load: Load, batch: BatchOptions, folder):
+    """The steps of an engine that computes; requests are submitted while the same steps run."""
+    steps, due, generations, numbers = [], list(enumerate(load.arrivals)), [], {}
+    running = []
+
+    def submit(client):
+        number, one = due.pop(0)
+        prompt = one.tokens(number, VOCAB_SIZE)
+        params = SamplingParams(max_tokens=one.num_output, temperature=0.0, ignore_eos=True)
+        generations.append(client.generate(prompt, params))
+        numbers[generations[-1].request_ids[0]] = number
+
+    def prepare(backend):
+        run = backend.run
+
+        def observed(plan):
+            running[0].wait(30)
+            steps_of(plan, lambda request: numbers[request.id], steps)
+            while due and due[0][1].at_s < len(steps):
+                submit(running[1])
+            return run(plan)
+
+        backend.run = observed
+
+    limits = {"max_running": batch.most_running, "token_budget": batch.token_budget}
+    with tiny_client(
+        folder, Tiny(context_length=CONTEXT), NUM_PAGES, batch, prepare=prepare, **limits
+    ) as (client, _):
+        running += [threading.Event(), client]
+        submit(client)
+        running[0].set()
+        answers = [generations[0].wait()[0]]  # the first outlasts all arrivals
+        answers += [one.wait()[0] for one in generations[1:]]
+        return steps, [one.usage.cached_tokens for one in answers]
+
+
+@pytest.mark.seeds(4)
+def test_steps_are_those_of_the_real_engine(seed, tmp_path):
+    batch = BatchOptions(max_running=MAX_RUNNING, token_budget=TOKEN_BUDGET)
+    load = random_load(seed)
+    steps, hits = simulated(load, batch)
+    real_steps, real_hits = real(load, batch, tmp_path)
+    assert steps == real_steps
+    assert hits == real_hits
+    assert sum(hits) > 0
+    assert any(preempted for _, preempted in steps), "pages should run short"
+    assert any(count > 1 for parts, _ in steps[1:] for _, _, count, *_ in parts)

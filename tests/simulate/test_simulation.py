@@ -1,0 +1,210 @@
+"""Simulations beside queueing theory, the planner, and figures counted by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from twostroke.backends import BackendFacts
+from twostroke.core.config import BatchOptions, CacheOptions
+from twostroke.core.errors import MemoryLimitError, UsageError
+from twostroke.engine.build import build_scheduler
+from twostroke.engine.sizing import CacheSize
+from twostroke.measure.requests import Objectives
+from twostroke.planner import Question, find_device, make_plan, planned_model
+from twostroke.planner.calibration import Calibration, Point
+from twostroke.planner.roofline import Roofline, Totals
+from twostroke.program.batch import BatchShape
+from twostroke.schedule.routing import ROUTES
+from twostroke.simulate import Arrival, Load, Setup, Synthetic, simulate, sweep
+from twostroke.simulate.fleet import START_S, Fleet
+from twostroke.simulate.replica import Clock, Replica
+
+LLAMA = {
+    "model_type": "llama", "max_position_embeddings": 8192, "hidden_size": 4096,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+    "intermediate_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "llama.json"
+    path.write_text(json.dumps(LLAMA))
+    batch = BatchOptions(token_budget=2048)
+    return Setup(planned_model(str(path)), find_device("H100-SXM"), batch=batch)
+
+
+def test_a_queue_waits_as_theory_says():
+    # One request at a time, each a step of a second: M/D/1, whose mean wait is rho / (2 (1 - rho)).
+    load = Synthetic(0.7, count=10_000, prompt=4, output=1).load(seed=3)
+    clock, batch = Clock(START_S), BatchOptions(max_running=1, max_waiting_requests=1 << 20)
+    facts = BackendFacts("simulated", "", 1, 8, 16, (None,), 0, 0)
+    size = CacheSize(64, 8, 16, 0)
+    scheduler = build_scheduler(CacheOptions(prefix_cache=False), batch, size, facts, clock.read)
+    replica = Replica(scheduler, lambda _: Totals(1.0, 1, 1), clock, 100, 16)
+    fleet = Fleet([replica], "round-robin", clock, 100)
+    fleet.run(load)
+    waits = [log.latencies["ttft"] - 1 for log in fleet.logs]
+    assert sum(waits) / len(waits) == pytest.approx(0.7 / (2 * 0.3), rel=0.1)
+    assert replica.busy_s == 10_000
+
+
+def test_one_request_takes_what_the_planner_says(setup):
+    one = Load("one", (Arrival(0.0, 2048, 101),))
+    report = simulate(setup, one).report
+    plan = make_plan(setup.model, setup.device, Question(prompt=2048, output=101, streams=1))
+    assert report.latencies["ttft"].mean == pytest.approx(plan.ttft_s, rel=1e-6)
+    assert report.latencies["tpot"].mean == pytest.approx(plan.chosen.tpot_s, rel=1e-3)
+
+
+@pytest.mark.seeds(3)
+def test_quick_times_are_those_of_the_roofline(setup, seed):
+    chance = random.Random(seed)
+    for _ in range(20):
+        count = chance.randint(1, 20)
+        starts = tuple(chance.randint(0, 4000) for _ in range(count))
+        counts = tuple(chance.choice((1, 1, 1, 300)) for _ in range(count))
+        batch = BatchShape(starts, counts, chance.randint(0, count))
+        question = Question(count=chance.choice((1, 2)), mfu=0.5)
+        points = (Point(1, 128, 0, 1e-3, 5e-3, 1e-3), Point(0, 0, 256, 1e-3, 8e-3, 2e-3))
+        for known in (None, Calibration(points, "")):
+            roofline = Roofline(setup.model, setup.device, question, known)
+            step, quick = roofline.step(batch), roofline.totals(batch)
+            wanted = step.seconds, step.flops, step.bytes
+            assert quick == pytest.approx(wanted, rel=1e-9)
+            assert roofline.totals(batch) == quick
+
+
+def test_the_same_seed_gives_the_same_report(setup):
+    load = Synthetic(40.0, "gamma", count=100, prompt=700, output=60, spread=1.0)
+    busy = replace(setup, replicas=3, routing="two-choices", acceptance=0.7, draft_cost=0.05)
+    found = simulate(busy, load.load(5))
+    assert found == simulate(busy, load.load(5))
+    assert found != simulate(busy, load.load(6))
+    assert found.report.num_completed == 100
+
+
+def test_prefix_hits_are_counted_in_whole_pages(setup):
+    # The second prompt shares two blocks of 24 tokens: three pages of 16.
+    arrivals = (
+        Arrival(0.0, 60, 4, (0, 1, 2), 24),
+        Arrival(9.0, 70, 4, (0, 1, 3), 24),
+        Arrival(18.0, 50, 4),
+    )
+    found = simulate(setup, Load("three", arrivals))
+    assert [log.num_cached for log in found.logs] == [0, 48, 0]
+    assert found.report.hit_rate == pytest.approx(48 / 180)
+    off = replace(setup, cache=CacheOptions(prefix_cache=False))
+    assert simulate(off, Load("three", arrivals)).report.hit_rate == 0
+
+
+def test_routing_by_prefix_finds_more_hits(setup):
+    chance = random.Random(0)
+    arrivals = [
+        Arrival(n / 20, 600 + chance.randrange(200), 20, (chance.randrange(12), 99 + n), 512)
+        for n in range(300)
+    ]
+    rates = {}
+    for routing in ROUTES:
+        several = replace(setup, replicas=8, routing=routing)
+        rates[routing] = simulate(several, Load("shared", tuple(arrivals))).report.hit_rate
+    assert rates["prefix"] > 0.65
+    assert rates["prefix"] > 1.1 * max(rates["round-robin"], rates["two-choices"])
+
+
+def test_replicas_share_the_load_and_its_price(setup):
+    load = Synthetic(30.0, count=400, prompt=512, output=64).load(0)
+    one, four = simulate(setup, load), simulate(replace(setup, replicas=4), load)
+    assert len(four.busy) == 4
+    assert sum(four.busy) / 4 < sum(one.busy)
+    assert four.usd_per_1k == pytest.approx(4 * one.usd_per_1k, rel=0.1)
+    assert four.report.latencies["tpot"].mean < one.report.latencies["tpot"].mean
+
+
+def test_speculation_follows_the_real_controller(setup):
+    alone = Load("one", (Arrival(0.0, 64, 2000),))
+    plain = simulate(setup, alone)
+    times = {
+        chance: plain.report.duration_s
+        / simulate(replace(setup, acceptance=chance), alone).report.duration_s
+        for chance in (0.02, 0.7, 0.9)
+    }
+    # Eight free guesses: (1 - a^9) / (1 - a) tokens a step, less steps that keep times known.
+    assert 2.5 < times[0.7] < 1.05 * (1 - 0.7**9) / 0.3
+    assert 5.0 < times[0.9] < 1.05 * (1 - 0.9**9) / 0.1
+    assert times[0.02] > 0.97, "guesses that do not pay are not made"
+    costly = simulate(replace(setup, acceptance=0.7, draft_cost=0.9), alone)
+    assert costly.report.duration_s < 1.05 * plain.report.duration_s
+
+
+def test_requests_that_never_fit_are_refused(setup):
+    arrivals = (Arrival(0.0, 100, 5), Arrival(0.1, 9000, 5), Arrival(0.2, 8000, 500))
+    found = simulate(setup, Load("long", arrivals), Objectives(ttft_s=1.0))
+    assert found.report.num_refused == 2
+    assert found.report.good_share == pytest.approx(1 / 3)
+    assert "request 2: This model's maximum context length is 8192 tokens." in found.refusal
+    with pytest.raises(UsageError, match="Every request is refused; request 1: This model's"):
+        simulate(setup, Load("long", arrivals[1:]))
+
+
+def test_a_full_queue_refuses(setup):
+    small = replace(setup, batch=BatchOptions(max_running=2, max_waiting_requests=3))
+    load = Load("burst", tuple(Arrival(0.0, 50, 50) for _ in range(10)))
+    found = simulate(small, load)
+    assert found.report.num_completed == 3
+    assert "The queue is full" in found.refusal
+
+
+def test_pages_that_run_short_preempt(setup):
+    one_page = setup.model.program.page_bytes(16)
+    cache = CacheOptions(memory_bytes=40 * one_page, context_length=512)
+    load = Load("burst", tuple(Arrival(0.0, 60, 200) for _ in range(12)))
+    found = simulate(replace(setup, cache=cache), load)
+    assert found.preemptions > 0
+    assert found.report.num_completed == 12
+
+
+def test_a_model_that_does_not_fit(setup):
+    small = replace(setup.device, memory_bytes=10e9)
+    with pytest.raises(MemoryLimitError, match=r"take 16.1 GB, and 1 x H100-SXM offers 9.0"):
+        simulate(replace(setup, device=small), Load("one", (Arrival(0.0, 1, 1),)))
+    unknown = replace(setup.device, memory_bytes=None)
+    with pytest.raises(UsageError, match="memory_bytes must be given"):
+        simulate(replace(setup, device=unknown), Load("one", (Arrival(0.0, 1, 1),)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"replicas": 0}, "replicas must be from 1"), ({"routing": "prefx"}, "Did you mean 'prefix'"),
+     ({"acceptance": 1.0}, "acceptance must be"), ({"draft_cost": -1.0}, "draft_cost must be")],
+)  # fmt: skip
+def test_setups_out_of_range(setup, given, message):
+    with pytest.raises(UsageError, match=message):
+        replace(setup, **given)
+
+
+def test_a_sweep_finds_the_capacity(setup):
+    load = Synthetic(1.0, count=150, prompt=1024, output=32).load(0)
+    probes = []
+    found = sweep(setup, load, Objectives(ttft_s=0.2), watch=probes.append)
+    assert len(probes) == len(found.probes)
+    assert found.best.simulation.report.good_share >= 0.9
+    worse = min((p.speed for p in found.probes if not p.meets), default=None)
+    assert worse is not None
+    assert found.best.speed < worse <= 1.03 * found.best.speed
+    # A prompt needs 16 ms of arithmetic, so no more than about sixty a second can be served.
+    assert 20 < found.best.rate < 70
+
+
+def test_sweeps_that_cannot_be(setup):
+    load = Synthetic(1.0, count=3, prompt=1024, output=32).load(0)
+    with pytest.raises(UsageError, match="needs an objective"):
+        sweep(setup, load, Objectives())
+    with pytest.raises(UsageError, match=r"Even at .* only 0% meet the objectives"):
+        sweep(setup, load, Objectives(ttft_s=1e-3))
+    with pytest.raises(UsageError, match="All 3 requests meet the objectives even if"):
+        sweep(setup, load, Objectives(ttft_s=100.0))

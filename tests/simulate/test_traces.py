@@ -1,0 +1,156 @@
+"""Traces: the forms that are read, what is wrong with a line, and published ones by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import urllib.request
+from hashlib import sha256
+from itertools import pairwise
+from urllib.error import URLError
+
+import pytest
+from msgspec.structs import replace
+
+from twostroke.core.errors import DownloadError, UsageError
+from twostroke.simulate import PUBLISHED, Arrival, Synthetic, read_trace
+from twostroke.simulate import traces as module
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.4799600,3180,8
+"""
+MOONCAKE = (
+    '{"timestamp": 27482, "input_length": 900, "output_length": 52, "hash_ids": [46, 47]}\n'
+    '\n{"timestamp": 27000, "input_length": 600, "output_length": 2, "hash_ids": [46, 5]}\n'
+)
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_published_forms(tmp_path):
+    load = read_trace(write(tmp_path, "azure.csv", AZURE))
+    assert [(one.at_s, one.num_prompt, one.num_output) for one in load.arrivals] == [
+        (0.0, 4808, 10), (pytest.approx(0.5), 3180, 8),
+    ]  # fmt: skip
+    load = read_trace(write(tmp_path, "mooncake.jsonl", MOONCAKE))
+    assert load.arrivals == (
+        Arrival(0.0, 600, 2, (46, 5), 512), Arrival(pytest.approx(0.482), 900, 52, (46, 47), 512),
+    )  # fmt: skip
+    first, second = (one.tokens(n, 49152) for n, one in enumerate(load.arrivals))
+    assert (len(first), len(second)) == (600, 900)
+    assert first[:512] == second[:512]
+    assert sum(a == b for a, b in zip(first[512:], second[512:], strict=False)) < 5
+    assert max(first) < 49152
+    half = load.changed(speed=2, scale=0.5)
+    assert half.arrivals[1].at_s == pytest.approx(0.241)
+    shared = [one.tokens(n, 49152) for n, one in enumerate(half.arrivals)]
+    assert shared[0][:256] == shared[1][:256]
+    assert shared[0][256:300] != shared[1][256:300]
+
+
+def test_own_columns(tmp_path):
+    text = "output_tokens, arrival_s,prompt_tokens\n5,1.5,10\n6,0.5,20\n"
+    load = read_trace(write(tmp_path, "own.csv", text))
+    assert [(one.at_s, one.num_prompt, one.num_output) for one in load.arrivals] == [
+        (0.0, 20, 6), (1.0, 10, 5),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "time,prompt\n", "line 1: its first line must name a column arrival_s or"),
+        ("a.csv", AZURE + "2023-11-16 18:17:05,0,3\n", "line 4: contexttokens must be a whole"),
+        ("a.csv", AZURE + "yesterday,7,3\n", "line 4: timestamp must be seconds or a date"),
+        ("a.csv", AZURE + "2023-11-16 18:17:05,7\n", "line 4: output_tokens or .* is missing"),
+        ("a.csv", AZURE.splitlines()[0], "a.csv has no requests"),
+        ("a.jsonl", MOONCAKE + "{]\n", "line 4: it is not a JSON object"),
+        ("a.jsonl", MOONCAKE.replace("52", "1.5"), "line 1: output_length must be a whole number"),
+        ("a.jsonl", MOONCAKE.replace("[46, 5]", "[46, -5]"), "line 3: hash_ids must be a list"),
+        ("a.jsonl", MOONCAKE.replace("900", "NaN"), "line 1: input_length must be a whole number"),
+        ("a.json", '{"requests": [{}]}', "a.json is not a recorded run"),
+        ("a.txt", "", "must be azure-conv, azure-code, .*, or a file"),
+    ],
+)  # fmt: skip
+def test_odd_lines_are_named(tmp_path, name, text, message):
+    with pytest.raises(UsageError, match=message):
+        read_trace(write(tmp_path, name, text))
+
+
+def test_wrong_names():
+    with pytest.raises(UsageError, match="Did you mean 'azure-code'"):
+        read_trace("azur-code")
+    with pytest.raises(UsageError, match=r"nowhere.csv cannot be read: No such file"):
+        read_trace("nowhere.csv")
+
+
+def test_a_published_trace_is_fetched_once_and_checked(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
+    asked = []
+
+    def answer(url, timeout):
+        asked.append(url)
+        return io.BytesIO(AZURE.encode())
+
+    monkeypatch.setattr(urllib.request, "urlopen", answer)
+    with pytest.raises(DownloadError, match="is not the published file: delete it"):
+        read_trace("azure-conv")
+    known = replace(PUBLISHED["azure-conv"], sha256=sha256(AZURE.encode()).hexdigest())
+    monkeypatch.setitem(module.PUBLISHED, "azure-conv", known)
+    assert len(read_trace("azure-conv").arrivals) == 2
+    assert read_trace("azure-conv").name == "azure-conv"
+    assert asked == [known.url], "the file in the cache is used"
+
+
+def test_an_unreachable_trace_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
+
+    def refuse(url, timeout):
+        raise URLError(OSError("Network is unreachable"))
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    with pytest.raises(DownloadError, match=r"unreachable. Fetch https://raw.*conversation_trace"):
+        read_trace("mooncake-conversation")
+    assert not list((tmp_path / "traces").iterdir())
+
+
+def test_synthetic_loads():
+    for arrivals, variation in (("poisson", 1.0), ("constant", 0.0), ("gamma", 2.0)):
+        asked = Synthetic(4.0, arrivals, burstiness=2.0, count=20_000, spread=0.5, shared=100)
+        load = asked.load(seed=1)
+        assert load == asked.load(seed=1)
+        times = [one.at_s for one in load.arrivals]
+        gaps = [later - before for before, later in pairwise(times)]
+        mean = sum(gaps) / len(gaps)
+        deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+        assert load.rate == pytest.approx(4.0, rel=0.05)
+        assert deviation / mean == pytest.approx(variation, abs=0.1)
+        prompts = [one.num_prompt for one in load.arrivals]
+        assert sum(prompts) / len(prompts) == pytest.approx(1024, rel=0.03)
+    first, second = (one.tokens(n, 1000) for n, one in enumerate(load.arrivals[:2]))
+    assert first[:100] == second[:100]
+    assert first[100:150] != second[100:150]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"rate": 0.0}, "rate"), ({"count": 0}, "count"), ({"prompt": 0}, "prompt"),
+     ({"spread": -1.0}, "spread"), ({"shared": 1024}, "shared")],
+)  # fmt: skip
+def test_loads_out_of_range(given, field):
+    with pytest.raises(UsageError, match=f"{field} must be"):
+        Synthetic(**{"rate": 1.0, **given})
+
+
+def test_a_recorded_run_can_be_repeated(tmp_path):
+    requests = [
+        {"timings": {"arrival_s": at, "started_s": 0, "first_token_s": 3, "last_token_s": 4},
+         "sent_s": at, "num_prompt": 7, "num_output": 9} for at in (5.0, 2.0)
+    ]  # fmt: skip
+    load = read_trace(write(tmp_path, "run.json", json.dumps({"requests": requests})))
+    assert load.arrivals == (Arrival(0.0, 7, 9), Arrival(3.0, 7, 9))
