@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "compare": "Measure how much backends, formats or models differ.",
     "quantize": "Write a model with fewer bits, and score it.",
     "report": "Show how a quantized file scored.",
+    "distill": "Train a smaller model on the answers of a larger one.",
     "profile": "Show where the time of a step goes.",
     "plan": "Show what a model could do on a device, and what it costs.",
     "simulate": "Show what becomes of a load of requests.",

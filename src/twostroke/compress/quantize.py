@@ -69,7 +69,7 @@ def quantize(
 def _write(
     source: LoadedModel, target: str, part: Path, text: str | None, num_tokens: int, notice: Notice
 ) -> FileReport:
-    metadata, fixed = _stored(source)
+    metadata, fixed = stored(source)
     program, name = build_program(source.spec), target.upper()
     formats = _formats(program, source.tensors, name)
     _tell_if_no_finer(source.tensors, formats, notice)
@@ -111,7 +111,7 @@ def _write(
     return report
 
 
-def _stored(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor]]:
+def stored(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor]]:
     """Return the metadata of a model's GGUF file, and the tensors that stay as they are."""
     held = source.tokenizer_source
     if not isinstance(held, GgufTokenizer) or not isinstance(held.metadata, Metadata):

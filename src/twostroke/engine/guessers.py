@@ -98,7 +98,7 @@ class Draft(Frozen):
         """
         loaded = load(model)
         tokenizer = build_tokenizer(loaded)
-        if _has_same_tokens(tokenizer, target.tokenizer):
+        if has_same_tokens(tokenizer, target.tokenizer):
             return cls(loaded, None)
         to_target = Translation(tokenizer, target.tokenizer)
         to_draft = Translation(target.tokenizer, tokenizer)
@@ -274,7 +274,7 @@ def _leave_out(name: str, error: TwostrokeError) -> None:
     _logger.warning("%s is not used as a draft (--draft none: no draft): %s", name, error)
 
 
-def _has_same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
+def has_same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
     """Return whether each id means the same text to both; either may have rows without a text."""
     size = min(ours.vocab_size, theirs.vocab_size)
     return max(ours.num_text_ids, theirs.num_text_ids) <= size and all(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
     from twostroke.engine.generation import Generation
     from twostroke.models.spec import ModelSpec
-    from twostroke.train.options import TrainOptions
+    from twostroke.train.options import LearnOptions
 
     Report = Callable[[str], None]
 
@@ -35,7 +35,7 @@ _TEMPERATURES = (0.0, 0.0, 0.7)  # in turn
 
 
 def collect(
-    model: str, spec: ModelSpec, folder: Path, options: TrainOptions, report: Report
+    model: str, spec: ModelSpec, folder: Path, options: LearnOptions, report: Report
 ) -> list[Answer]:
     """Return answers with `options.num_tokens` in all: those in `folder`, then new ones.
 
@@ -79,7 +79,7 @@ def collect(
     return answers
 
 
-def _prompts(options: TrainOptions, *, has_chat: bool) -> Iterator[Prompt]:
+def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[Prompt]:
     """Return built-in prompts, or a file's: each line is a question, or {"prompt": "a text"}."""
     if options.data == "self":
         return prompts(options.seed, chat=has_chat)

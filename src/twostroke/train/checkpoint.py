@@ -85,7 +85,7 @@ def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None
         raise UsageError(f"{path} cannot be used: {reason} Delete it to start again.") from None
     if found.about != dict(about):
         raise UsageError(
-            f"{folder} holds heads that were trained for another model or with other options: "
+            f"{folder} holds training for another model or with other options: "
             "use the same options, or another --output."
         )
     return found

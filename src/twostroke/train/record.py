@@ -31,11 +31,12 @@ class Answer(Frozen):
 
     `hidden[i]`, float16 (width), is the state at `tokens[i]`, from which `tokens[i + 1]` was drawn.
     It is scaled to a mean square of 1: its readers norm it first. There is one token more than
-    there are states. `len` counts the states.
+    there are states. `len` counts the states. `prompt` has the tokens before.
     """
 
     tokens: NDArray[np.int32]
     hidden: NDArray[np.float16]
+    prompt: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of states."""
@@ -62,17 +63,18 @@ class Recorder:
         rows = self._rows.pop(request, None)
         if rows is None:
             return
-        tokens = np.array(request.tokens[request.num_prompt - 1 :], np.int32)
+        begin = request.num_prompt - 1
+        tokens = np.array(request.tokens[begin:], np.int32)
         hidden = np.concatenate(rows)[: len(tokens) - 1]
         if 2 <= len(hidden) == len(tokens) - 1:
-            self.keep(Answer(tokens, hidden))
+            self.keep(Answer(tokens, hidden, tuple(request.tokens[:begin])))
 
 
 @dataclass(slots=True)
 class Store:
     """Writes answers in parts; a part's name is the number of answers before it.
 
-    A part is a file of float16 states, and a JSON file with the tokens of each answer.
+    A part is a file of float16 states, and a JSON file with the tokens of each prompt and answer.
     """
 
     folder: Path
@@ -106,7 +108,8 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             hidden = np.concatenate([answer.hidden for answer in self._waiting])
             path.with_suffix(".f16").write_bytes(hidden.tobytes())
-            part.write_text(json.dumps([answer.tokens.tolist() for answer in self._waiting]))
+            texts = [(answer.prompt, answer.tokens.tolist()) for answer in self._waiting]
+            part.write_text(json.dumps(texts))
             part.replace(path)
         except OSError as error:
             message = f"Answers cannot be written to {str(self.folder)!r}: {error.strerror}."
@@ -124,7 +127,9 @@ def kept_answers(folder: Path, width: int) -> list[Answer]:
     answers: list[Answer] = []
     for path in sorted(folder.glob("*.json")):
         try:
-            tokens = [np.array(own, np.int32) for own in json.loads(path.read_text())]
+            parts = json.loads(path.read_text())
+            prompts = [tuple(map(int, prompt)) for prompt, _ in parts]
+            tokens = [np.array(own, np.int32) for _, own in parts]
             hidden = np.fromfile(path.with_suffix(".f16"), np.float16)
             counts = [len(own) - 1 for own in tokens]
             rows = hidden.reshape(sum(counts), width)
@@ -133,7 +138,7 @@ def kept_answers(folder: Path, width: int) -> list[Answer]:
             raise UsageError(message) from None
         ends = np.cumsum(counts)
         answers += [
-            Answer(own, rows[end - count : end])
-            for own, end, count in zip(tokens, ends, counts, strict=True)
+            Answer(own, rows[end - count : end], prompt)
+            for prompt, own, end, count in zip(prompts, tokens, ends, counts, strict=True)
         ]
     return answers

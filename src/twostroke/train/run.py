@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict, replace
@@ -14,6 +13,7 @@ from twostroke.models.heads import build_heads, heads_for
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.train.answers import collect
 from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from twostroke.train.descent import Descent, train
 from twostroke.train.learn import Learner
 from twostroke.train.lesson import Lesson, Target, frequent_tokens
 from twostroke.train.start import first_weights
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 
     Report = Callable[[str], None]
 
-_SAVE_EVERY_S = 120.0
-_REPORT_EVERY_S = 10.0
+_LOGITS_RATE = 0.3  # of the learning rate: these weights begin as the target's
 _MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
 
 
-def train_heads(model: str, output: Path, options: TrainOptions, report: Report) -> Score:
+def train_heads(model: str, output: Path, options: TrainOptions, report: Report) -> None:
     """Train heads for `model` in the folder `output`; `report` gets lines about the progress.
 
     Answers, weights and the optimizer's state are kept in the folder. After Ctrl-C it holds the
@@ -61,11 +60,10 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
     else:
         token_ids = saved.token_ids
         learner = _learner(loaded, options, lesson, token_ids, [])
-        learner.restore(saved.arrays)
-        learner.seconds, learner.num_steps = saved.seconds, saved.num_steps
-    score = _train(_Run(output, about, token_ids, learner, report))
-    report(_scored(score))
-    return score
+        learner.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
+    run = _Run(output, about, token_ids, learner)
+    what = f"heads so far are in {output}"
+    train(learner.descent, learner.stepper(), run.save, what, report)
 
 
 class _Run(Frozen):
@@ -75,9 +73,8 @@ class _Run(Frozen):
     about: dict[str, Any]
     token_ids: tuple[int, ...]
     learner: Learner
-    report: Report
 
-    def save(self) -> Score:
+    def save(self) -> str:
         """Write the heads and a checkpoint; return how good the heads are."""
         learner = self.learner
         score = learner.test()
@@ -90,43 +87,18 @@ class _Run(Frozen):
         )
         tensors = {}
         for name, shape in stored_shapes(learner.spec).items():
-            values = learner.weights[name].detach().numpy()
+            values = learner.descent.weights[name].detach().numpy()
             tensors[name] = QuantTensor.from_floats(values, _VECTOR if len(shape) == 1 else _MATRIX)
         save_heads(self.folder, facts, tensors)
         checkpoint = Checkpoint(
-            self.about, self.token_ids, learner.seconds, learner.num_steps, learner.arrays()
+            self.about,
+            self.token_ids,
+            learner.descent.seconds,
+            learner.descent.num_steps,
+            learner.descent.arrays(),
         )
         save_checkpoint(self.folder, checkpoint)
-        return score
-
-
-def _train(run: _Run) -> Score:
-    """Train to the end; save the heads now and then, at the end, and after Ctrl-C."""
-    saved_s = shown_s = time.monotonic()
-    learner = run.learner
-
-    def after_step() -> None:
-        nonlocal saved_s, shown_s
-        now_s = time.monotonic()
-        if now_s - shown_s >= _REPORT_EVERY_S:
-            shown_s = now_s
-            run.report(
-                f"training: {learner.seconds / 60:.1f} of {learner.budget_s / 60:g} minutes, "
-                f"loss {learner.loss:.3f}"
-            )
-        if now_s - saved_s >= _SAVE_EVERY_S:
-            saved_s = now_s
-            run.report(_scored(run.save()))
-
-    try:
-        if learner.seconds < learner.budget_s:
-            learner.learn(after_step)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"Stopped; the heads so far are in {run.folder} ({_scored(run.save())}). "
-            "Run the same command to continue."
-        ) from None
-    return run.save()
+        return _scored(score)
 
 
 def _learner(
@@ -149,16 +121,9 @@ def _learner(
     program = build_heads(spec)
     target = Target(loaded.spec, loaded.tensors, token_ids)
     weights = first_weights(spec, program, target, loaded.tensors, answers, options.seed)
-    return Learner(
-        spec,
-        program,
-        weights,
-        target,
-        lesson,
-        options.learning_rate,
-        60 * options.minutes,
-        options.seed,
-    )
+    budget_s, slower = 60 * options.minutes, {"output.weight": _LOGITS_RATE}
+    descent = Descent(weights, options.learning_rate, budget_s, slower)
+    return Learner(spec, program, descent, target, lesson, options.seed)
 
 
 def _about(identity: str, options: TrainOptions) -> dict[str, Any]:

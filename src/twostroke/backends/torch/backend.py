@@ -12,7 +12,7 @@ from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.spans import flatten, pooled_rows, unpack
 from twostroke.backends.torch.model import TorchModel
 from twostroke.backends.torch.operations import StepState
-from twostroke.backends.torch.pages import OneSequence, PagedStep, Pages
+from twostroke.backends.torch.pages import PagedStep, Pages, WholeSequences
 from twostroke.cache import PageGroups
 from twostroke.core.step import StepResult
 from twostroke.models.heads import last_hidden
@@ -139,7 +139,7 @@ class TorchBackend:
         del generated  # one arithmetic for all rows
         every = torch.arange(len(tokens))
         with torch.inference_mode():
-            state = self._state(torch.tensor(tokens), every, every, OneSequence())
+            state = self._state(torch.tensor(tokens), every, every, WholeSequences([len(tokens)]))
             program = self._divided(values).program
             traced = self._model.run(state, self._here(values), program)
             return {name: value.cpu().numpy() for name, value in traced.items()}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from twostroke.backends.torch.operations import StepState, apply
-from twostroke.backends.torch.pages import OneSequence
+from twostroke.backends.torch.pages import WholeSequences
 from twostroke.core.errors import BackendError
 from twostroke.program import ops
 
@@ -52,7 +52,9 @@ class TorchModel:
     def values(self, tokens: Tensor, names: Collection[str] = ()) -> dict[str, Tensor]:
         """Return values by name, (len(tokens), width), and the logits of a sequence (int64)."""
         every = torch.arange(len(tokens), device=self.device)
-        state = StepState(tokens.to(self.device), every, every, self.weights, OneSequence())
+        state = StepState(
+            tokens.to(self.device), every, every, self.weights, WholeSequences([len(tokens)])
+        )
         return self.run(state, (*names, self.program.ops[-1].output))
 
     def run(

@@ -31,13 +31,22 @@ class Keeper(Protocol):
         """
 
 
-class OneSequence:
-    """A whole sequence at once: nothing outlives the step, and gradients flow through."""
+class WholeSequences:
+    """Sequences of these lengths, one after another: nothing outlives the step.
+
+    Gradients flow through.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
 
     def spans(self, op: ops.Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
-        """Yield the only span."""
-        shape = (len(k), op.num_kv_heads, op.head_dim)
-        yield slice(0, len(k)), k.reshape(shape), v.reshape(shape), 0
+        """Yield a span for each sequence."""
+        start = 0
+        for length in self._lengths:
+            rows, shape = slice(start, start + length), (length, op.num_kv_heads, op.head_dim)
+            yield rows, k[rows].reshape(shape), v[rows].reshape(shape), 0
+            start += length
 
 
 class Pages:

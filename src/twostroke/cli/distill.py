@@ -1,0 +1,57 @@
+"""`twostroke distill`: trains a smaller model on the answers of a larger one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from twostroke.cli.help import Command, option
+from twostroke.cli.pull import fetch
+from twostroke.core.errors import BackendError, UsageError
+
+
+@click.command("distill", cls=Command)
+@click.argument("teacher")
+@option("--student", help="A smaller model to train.")
+@option("--layers", "num_layers", type=int, help="Or so many of TEACHER's layers.")
+@option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder for the student and for what is needed to continue.",
+)
+@option("--data", default="self", help='File of prompts, one a line; "self": built-in prompts.')
+@option("--tokens", "num_tokens", default=250_000, help="Tokens of answers to learn from.")
+@option("--minutes", default=30.0, help="Training time of all runs together.")
+@option("--length", default=512, help="Most tokens of a prompt with its answer.")
+@option("--learning-rate", default=1e-4, help="Learning rate after the warm-up.")
+@option("--seed", default=0, help="Seed of the prompts and the batches.")
+def command(
+    teacher: str, student: str | None, num_layers: int | None, output: Path, **given: Any
+) -> None:
+    """Train a smaller model on TEACHER's answers, such as a draft for speculation.
+
+    Its tokens' probabilities learn from TEACHER's; with another vocabulary it learns the text.
+    Ctrl-C stops the training and saves the student; the same command continues it.
+    """
+    from twostroke.train.options import DistillOptions
+
+    options = DistillOptions(**given)
+    if (student is None) == (num_layers is None):
+        raise UsageError("Give either --student MODEL or --layers N.")
+    try:
+        from twostroke.compress.distill import distill
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise BackendError("distill needs PyTorch: pip install 'twostroke[train]'.") from None
+    fetch(teacher)
+    if student is not None:
+        fetch(student)
+    path = distill(
+        teacher, student, num_layers, output, options, lambda line: click.echo(line, err=True)
+    )
+    click.echo(f"The student is {path}: run it, quantize it, or guess with it (--draft {path}).")

@@ -1,0 +1,226 @@
+"""Makes a smaller model that answers like a larger one, and writes it as a GGUF file."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.backends.torch import TorchModel
+from twostroke.compress.quantize import stored
+from twostroke.compress.unfinished import need, unfinished
+from twostroke.core.errors import UsageError
+from twostroke.core.files import read_json, write_json
+from twostroke.core.frozen import Frozen
+from twostroke.engine.build import build
+from twostroke.engine.guessers import has_same_tokens
+from twostroke.engine.loading import build_tokenizer, load
+from twostroke.models import build_program
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.tokenize.translation import Translation
+from twostroke.train.answers import collect
+from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from twostroke.train.descent import Descent, train
+from twostroke.train.imitate import Imitator
+from twostroke.train.shorten import choose_layers, kept_names, shortened
+from twostroke.train.teach import Teacher, other_tokens, same_tokens
+from twostroke.weights import target_identity
+from twostroke.weights.write_gguf import write_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from twostroke.models import ModelSpec
+    from twostroke.train.descent import Report
+    from twostroke.train.imitate import Likeness
+    from twostroke.train.options import DistillOptions
+    from twostroke.train.record import Answer
+    from twostroke.train.teach import Example
+    from twostroke.weights import LoadedModel
+    from twostroke.weights.write_gguf import Value
+
+FILE_NAME: Final = "student.gguf"
+_LAYERS_FILE = "layers.json"
+_MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
+_CHOOSING_ANSWERS = 4  # by which layers are chosen
+_ARRAY, _BOOL = 9, 7  # types of GGUF values
+
+
+class Student(Frozen):
+    """A model to be trained: the metadata of its file, its facts and its first weights."""
+
+    metadata: dict[str, Value]
+    fixed: dict[str, QuantTensor]
+    spec: ModelSpec
+    tensors: Mapping[str, QuantTensor]
+
+
+def distill(
+    teacher: str,
+    student: str | None,
+    num_layers: int | None,
+    folder: Path,
+    options: DistillOptions,
+    report: Report,
+) -> Path:
+    """Train `student`, or else `num_layers` layers of the teacher, on the teacher's answers.
+
+    Answers, weights and the optimizer's state are kept in `folder`, and the student as it is by
+    then; the same call continues. Returns the student's file.
+
+    Raises:
+        UsageError: the student is no smaller than its teacher or has another text, the folder
+            holds other training, or the prompts cannot be read.
+        QualityError: the student writes garbage.
+        TwostrokeError: a model cannot be loaded or is no GGUF file, or the disk is full.
+    """
+    loaded = load(teacher)
+    base = loaded if student is None else load(student)
+    _check_smaller(base, loaded, num_layers)
+    metadata, fixed = stored(base)
+    translation = _translation(loaded, base)
+    about = {
+        "teacher": target_identity(loaded.tensors),
+        "student": target_identity(base.tensors),
+        "layers": num_layers,
+        "length": options.length,
+        "seed": options.seed,
+    }
+    saved = load_checkpoint(folder, about)
+    answers = collect(teacher, loaded.spec, folder / "answers", options, report)
+    begun = Student(metadata, fixed, base.spec, base.tensors)
+    if num_layers is not None:
+        begun = _shorter(begun, _layers(loaded, answers, num_layers, folder, report))
+    examples = list(
+        other_tokens(answers, translation, options.length)
+        if translation
+        else same_tokens(answers, options.length)
+    )
+    del answers
+    run = _Run.begin(
+        begun, folder, about, None if translation else Teacher(loaded), examples, options
+    )
+    if saved is None:
+        report(f"before: {_told(run.imitator.test(), is_same=translation is None)}")
+    else:
+        run.imitator.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
+    what = f"student so far is in {run.path}"
+    train(run.imitator.descent, run.imitator.stepper(), run.save, what, report)
+    with build(str(run.path)):  # refuses a model that writes garbage
+        return run.path
+
+
+class _Run(Frozen):
+    """A student in training, and the folder in which it is saved."""
+
+    student: Student
+    folder: Path
+    about: dict[str, Any]
+    imitator: Imitator
+
+    @classmethod
+    def begin(
+        cls,
+        student: Student,
+        folder: Path,
+        about: dict[str, Any],
+        teacher: Teacher | None,
+        examples: list[Example],
+        options: DistillOptions,
+    ) -> _Run:
+        """Make the student's weights ready to be trained."""
+        model = TorchModel(build_program(student.spec), student.tensors)
+        for weight in model.weights.values():
+            weight.requires_grad_()
+        descent = Descent(model.weights, options.learning_rate, 60 * options.minutes)
+        return cls(
+            student, folder, about, Imitator(model, descent, teacher, examples, options.seed)
+        )
+
+    @property
+    def path(self) -> Path:
+        """The student's file."""
+        return self.folder / FILE_NAME
+
+    def save(self) -> str:
+        """Write the student and a checkpoint; return how well it does."""
+        imitator, student = self.imitator, self.student
+        told = _told(imitator.test(), is_same=imitator.teacher is not None)
+        tensors = dict(student.fixed)
+        for name, weight in imitator.model.weights.items():
+            fmt = _VECTOR if weight.ndim == 1 else _MATRIX
+            tensors[name] = QuantTensor.from_floats(weight.detach().numpy(), fmt)
+        with unfinished(self.path) as part:
+            need(part, sum(tensor.num_bytes for tensor in tensors.values()))
+            write_gguf(part, student.metadata | {"general.file_type": 1}, tensors)
+        descent = imitator.descent
+        arrays = descent.arrays()
+        save_checkpoint(
+            self.folder, Checkpoint(self.about, (), descent.seconds, descent.num_steps, arrays)
+        )
+        return told
+
+
+def _check_smaller(base: LoadedModel, teacher: LoadedModel, num_layers: int | None) -> None:
+    if num_layers is not None:
+        if not 1 <= num_layers < base.spec.num_layers:
+            raise UsageError(
+                f"must be from 1 to {base.spec.num_layers - 1}: {base.name} has "
+                f"{base.spec.num_layers} layers.",
+                field="num_layers",
+            )
+        return
+    sizes = [sum(t.num_values for t in one.tensors.values()) for one in (base, teacher)]
+    if sizes[0] >= sizes[1]:
+        raise UsageError(
+            f"{base.name} has {sizes[0] / 1e6:,.0f} million weights, its teacher {teacher.name} "
+            f"{sizes[1] / 1e6:,.0f}: a student must have fewer.",
+            field="student",
+        )
+
+
+def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | None:
+    """Return how the teacher's tokens become the student's, None if they are the same."""
+    theirs, own = build_tokenizer(teacher), build_tokenizer(student)
+    if has_same_tokens(own, theirs):
+        return None
+    found = Translation(theirs, own)
+    if not found.is_able():
+        raise UsageError(
+            f"the vocabulary of {student.name} cannot express the text of {teacher.name}.",
+            field="student",
+        )
+    return found
+
+
+def _layers(
+    teacher: LoadedModel, answers: list[Answer], count: int, folder: Path, report: Report
+) -> list[int]:
+    """Return the layers that the student keeps; they are chosen once."""
+    path = folder / _LAYERS_FILE
+    if path.is_file():
+        return [int(layer) for layer in read_json(path)["kept"]]
+    texts = [[*answer.prompt, *map(int, answer.tokens)] for answer in answers[:_CHOOSING_ANSWERS]]
+    kept = choose_layers(teacher.spec, teacher.tensors, texts, count, report)
+    write_json(path, {"kept": kept})
+    return kept
+
+
+def _shorter(whole: Student, kept: list[int]) -> Student:
+    spec = shortened(whole.spec, kept)
+    names = kept_names(list(build_program(spec).weight_shapes), kept)
+    tensors = {own: whole.tensors[name] for own, name in names}
+    prefix = whole.spec.architecture
+    changed: dict[str, Value] = {f"{prefix}.block_count": len(kept)}
+    if spec.window is not None:
+        slides = bytes(spec.window.slides)
+        changed[f"{prefix}.attention.sliding_window_pattern"] = (
+            struct.pack("<IIQ", _ARRAY, _BOOL, len(slides)) + slides
+        )
+    return Student(whole.metadata | changed, whole.fixed, spec, tensors)
+
+
+def _told(likeness: Likeness, *, is_same: bool) -> str:
+    figure = "KL from the teacher" if is_same else "loss"
+    share = "same top token" if is_same else "right tokens"
+    return f"held out: {figure} {likeness.loss:.3f}, {share} {likeness.right:.1%}"

@@ -1,0 +1,85 @@
+"""A model without some of its layers, those without which it changes least."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from msgspec.structs import replace
+from torch.nn import functional
+
+from twostroke.backends.torch import TorchModel
+from twostroke.backends.torch.operations import StepState
+from twostroke.backends.torch.pages import WholeSequences
+from twostroke.models import build_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from twostroke.models import ModelSpec
+    from twostroke.quant import QuantTensor
+
+_ROUNDS = 4  # in which layers are left out, some at a time
+
+
+def shortened(spec: ModelSpec, kept: Sequence[int]) -> ModelSpec:
+    """Return the facts of a model that has these layers alone."""
+    window = spec.window
+    if window is not None:
+        window = replace(window, slides=tuple(window.slides[layer] for layer in kept))
+    return replace(spec, num_layers=len(kept), window=window)
+
+
+def kept_names(names: Sequence[str], kept: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Yield each weight of the shorter model with its name in the whole one."""
+    for name in names:
+        layer, dot, rest = name.removeprefix("blk.").partition(".")
+        is_layer = name.startswith("blk.")
+        yield name, f"blk.{kept[int(layer)]}{dot}{rest}" if is_layer else name
+
+
+def choose_layers(
+    spec: ModelSpec,
+    tensors: Mapping[str, QuantTensor],
+    sequences: Sequence[Sequence[int]],
+    count: int,
+    report: Callable[[str], None],
+) -> list[int]:
+    """Return the `count` layers to keep.
+
+    In each of some rounds every layer is left out on its own, and those are dropped without which
+    the distributions for `sequences` change least (KL divergence). Later layers make up for some
+    of what earlier ones did, hence the rounds.
+    """
+    whole = TorchModel(build_program(spec), tensors)
+    kept = list(range(spec.num_layers))
+    with torch.no_grad():
+        right = _log_probabilities(whole, spec, sequences, kept)
+        for left in range(_ROUNDS, 0, -1):
+            num_dropped = -(-(len(kept) - count) // left)
+            losses = {}
+            for layer in kept if num_dropped else []:
+                rest = [other for other in kept if other != layer]
+                found = _log_probabilities(whole, spec, sequences, rest)
+                loss = functional.kl_div(found, right, reduction="batchmean", log_target=True)
+                losses[layer] = float(loss)
+            dropped = sorted(losses, key=losses.__getitem__)[:num_dropped]
+            kept = [layer for layer in kept if layer not in dropped]
+            if dropped:
+                names = ", ".join(map(str, sorted(dropped)))
+                report(f"layers: left out {names}; {len(kept)} of {spec.num_layers} remain")
+    return kept
+
+
+def _log_probabilities(
+    whole: TorchModel, spec: ModelSpec, sequences: Sequence[Sequence[int]], kept: Sequence[int]
+) -> torch.Tensor:
+    program = build_program(shortened(spec, kept))
+    names = kept_names(list(program.weight_shapes), kept)
+    weights = {own: whole.weights[name] for own, name in names}
+    tokens = torch.tensor([token for one in sequences for token in one])
+    places = torch.cat([torch.arange(len(one)) for one in sequences])
+    keeper = WholeSequences([len(one) for one in sequences])
+    state = StepState(tokens, places, torch.arange(len(tokens)), weights, keeper)
+    name = program.ops[-1].output
+    return whole.run(state, (name,), program)[name].log_softmax(1)

@@ -1,0 +1,116 @@
+"""Distillation on tiny models: short, and whole from prompts to a file that runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from support.tiny import tiny_of, write_tiny_gguf
+from twostroke import LLM, SamplingParams
+from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.engine.loading import load
+from twostroke.models import build_program
+from twostroke.train.options import DistillOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.oracle
+
+SHORT = DistillOptions(num_tokens=2000, minutes=0.15, length=64, learning_rate=2e-3)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def teacher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    return write_tiny_gguf(folder / "teacher.gguf", tiny_of(request.param, num_layers=6))
+
+
+def told(line: str) -> float:
+    """Return the KL divergence of a line such as "before: held out: KL ... 1.234, ..."."""
+    return float(line.split("teacher ")[1].split(",")[0])
+
+
+def test_a_shorter_model_learns_from_the_whole(teacher: Path, tmp_path: Path) -> None:
+    from twostroke.compress.distill import distill
+
+    lines: list[str] = []
+    path = distill(str(teacher), None, 4, tmp_path, SHORT, lines.append)
+    (before,) = (line for line in lines if line.startswith("before: "))
+    assert told(lines[-1]) < 0.8 * told(before)
+    found = load(str(path)).spec
+    whole = load(str(teacher)).spec
+    assert found.num_layers == 4
+    assert replace(found, name=whole.name, num_layers=6, window=whole.window) == whole
+    with LLM(str(path)) as llm:
+        assert llm.generate("the world", SamplingParams(max_tokens=4, ignore_eos=True))
+
+
+def test_layers_that_do_nothing_are_left_out(tmp_path: Path) -> None:
+    from twostroke.train.shorten import choose_layers, kept_names, shortened
+
+    path = write_tiny_gguf(tmp_path / "teacher.gguf", tiny_of("llama", num_layers=6, fmt="F32"))
+    loaded = load(str(path))
+    tensors = dict(loaded.tensors)
+    for layer in (1, 4):  # they add nothing
+        for name in ("attn_output", "ffn_down"):
+            key = f"blk.{layer}.{name}.weight"
+            zeros = np.zeros(tensors[key].shape, np.float32)
+            tensors[key] = type(tensors[key]).from_floats(zeros, tensors[key].format)
+    kept = choose_layers(loaded.spec, tensors, [[5, 9, 3, 7] * 8], 4, lambda _: None)
+    assert kept == [0, 2, 3, 5]
+    names = dict(kept_names(list(build_program(shortened(loaded.spec, kept)).weight_shapes), kept))
+    assert names["blk.3.ffn_up.weight"] == "blk.5.ffn_up.weight"
+    assert names["output_norm.weight"] == "output_norm.weight"
+
+
+def test_a_student_with_other_tokens_learns_the_text(tmp_path: Path) -> None:
+    from twostroke.compress.distill import distill
+
+    teacher = write_tiny_gguf(tmp_path / "teacher.gguf", tiny_of("llama", num_layers=6))
+    student = write_tiny_gguf(tmp_path / "own.gguf", tiny_of("qwen2", num_layers=2))
+    lines: list[str] = []
+    path = distill(str(teacher), str(student), None, tmp_path / "out", SHORT, lines.append)
+    assert load(str(path)).spec.num_layers == 2
+    assert "held out: " in lines[-1]
+
+
+def test_it_goes_on_where_it_was_stopped(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twostroke.compress.distill import distill
+    from twostroke.train import imitate
+
+    steps: list[int] = []
+    step = imitate.Imitator._step
+
+    def stop_soon(imitator: imitate.Imitator, batch: object) -> None:
+        step(imitator, batch)  # type: ignore[arg-type]
+        steps.append(imitator.descent.num_steps)
+        if len(steps) in {3, 6}:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(imitate.Imitator, "_step", stop_soon)
+    lines: list[str] = []
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt, match=r"student so far is in .*student\.gguf"):
+            distill(str(teacher), None, 3, tmp_path, replace(SHORT, minutes=9.0), lines.append)
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert sum(line.startswith("layers: ") for line in lines) <= 4  # chosen once
+    with pytest.raises(UsageError, match="another model or with other options"):
+        distill(str(teacher), None, 2, tmp_path, SHORT, lines.append)
+
+
+def test_impossible_students_are_refused(teacher: Path, tmp_path: Path) -> None:
+    from twostroke.compress.distill import distill
+
+    with pytest.raises(UsageError, match="from 1 to 5"):
+        distill(str(teacher), None, 6, tmp_path, SHORT, print)
+    with pytest.raises(UsageError, match="must have fewer"):
+        distill(str(teacher), str(teacher), None, tmp_path, SHORT, print)
+    with pytest.raises(TwostrokeError, match="nowhere"):
+        distill(str(teacher), str(tmp_path / "nowhere.gguf"), None, tmp_path, SHORT, print)
+    assert list(tmp_path.iterdir()) == []
