@@ -31,7 +31,7 @@ def teacher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def told(line: str) -> float:
     """Return the KL divergence of a line such as "before: held out: KL ... 1.234, ..."."""
-    return float(line.split("teacher ")[1].split(",")[0])
+    return float(line.split("teacher ")[1].split(",", maxsplit=1)[0])
 
 
 def test_a_shorter_model_learns_from_the_whole(teacher: Path, tmp_path: Path) -> None:
