@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.compress.round import GRIDS, moments_of, round_matrix
+from support.plain_rounding import plain_rounding
+from twostroke.compress.grids import GRIDS
+from twostroke.compress.round import moments_of, round_matrix, squares_of
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.gguf import read_gguf
 from twostroke.weights.write_gguf import write_gguf
@@ -14,15 +16,20 @@ from twostroke.weights.write_gguf import write_gguf
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from twostroke.quant import Floats
+
+
+def case(rng: np.random.Generator, width: int, outputs: int) -> tuple[Floats, Floats]:
+    """Return correlated inputs, and a matrix."""
+    mixing = rng.standard_normal((16, width))
+    inputs = rng.standard_normal((400, 16)) @ mixing + rng.standard_normal((400, width)) / 4
+    weight = rng.standard_normal((outputs, width)) * np.exp(rng.standard_normal((outputs, 1)))
+    return inputs.astype(np.float32), weight.astype(np.float32)
+
 
 def test_compensated_rounding_is_closer_than_plain_rounding() -> None:
-    rng = np.random.default_rng(0)
-    mixing = rng.standard_normal((16, 96))
-    inputs = (rng.standard_normal((400, 16)) @ mixing + rng.standard_normal((400, 96)) / 4).astype(
-        np.float32
-    )
-    weight = rng.standard_normal((48, 96)).astype(np.float32)
-    moments = moments_of(inputs)
+    inputs, weight = case(np.random.default_rng(0), 256, 48)
+    moments = moments_of(squares_of(inputs))
     for name in GRIDS:
         plain = QuantTensor.from_floats(weight, FORMATS[name])
         rounded = round_matrix(weight, moments, name)
@@ -30,6 +37,30 @@ def test_compensated_rounding_is_closer_than_plain_rounding() -> None:
             np.linalg.norm(inputs @ (one.dequantize() - weight).T) for one in (plain, rounded)
         ]
         assert errors[1] < 0.35 * errors[0], name
+
+
+def test_kernels_round_as_their_definition_does_with_any_number_of_threads() -> None:
+    for seed, (width, outputs) in enumerate([(256, 70), (768, 33), (96, 32)]):
+        inputs, weight = case(np.random.default_rng(seed), width, outputs)
+        weight[3, 40:72] = 0  # also a group of zeros
+        moments = moments_of(squares_of(inputs))
+        for name, grid in GRIDS.items():
+            if width % FORMATS[name].block_size:
+                continue
+            right = plain_rounding(weight, moments, grid)
+            one, three = (round_matrix(weight, moments, name, count) for count in (1, 3))
+            np.testing.assert_array_equal(one.data, three.data)
+            last = round_matrix(weight[-1:], moments, name)
+            np.testing.assert_array_equal(one.data[-1:], last.data)
+            found = one.dequantize()
+            # Sums in another order turn ties, and then all columns that make up for them.
+            same = np.isclose(found, right, rtol=1e-5, atol=1e-6)
+            assert same.mean() > (0.9 if FORMATS[name].bits_per_value < 6 else 0.5), name
+            losses = [
+                np.einsum("oi,ij,oj->", off, moments.damped, off)
+                for off in (found - weight, right - weight)
+            ]
+            assert abs(losses[0] / losses[1] - 1) < 0.02, name
 
 
 def test_a_written_file_has_the_metadata_and_tensors_it_was_given(tmp_path: Path) -> None:

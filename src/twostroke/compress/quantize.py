@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from twostroke.compress.calibrate import own_pieces, text_pieces
+from twostroke.compress.grids import GRIDS
 from twostroke.compress.report import FileReport, TextFacts, bits_of, make_report
-from twostroke.compress.round import GRIDS
 from twostroke.compress.unfinished import need, unfinished
 from twostroke.compress.walk import round_products
 from twostroke.core.config import ComputeOptions

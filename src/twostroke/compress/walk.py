@@ -6,13 +6,15 @@ come from products that are already rounded, so later ones make up for the error
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span
-from twostroke.compress.round import moments_of, round_matrix
+from twostroke.compress.round import moments_of, round_matrix, squares_of
+from twostroke.compress.threads import own_threads
 from twostroke.program import ops
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from twostroke.compress.round import Moments
     from twostroke.program import Op, Program
     from twostroke.quant import Floats, QuantTensor
+
+_PARTS: Final = 4  # of the text, each on a thread; sums must not depend on how many of these run
 
 
 def round_products(
@@ -32,25 +36,28 @@ def round_products(
     """Yield the rounded weight of each Linear with its name, in the order of the Program.
 
     `formats` names each one's format (of GRIDS); other weights are used as `tensors` has them. The
-    inputs of one operation for all of `pieces` are in memory at a time.
+    inputs of one operation for all of `pieces` are in memory at a time. The result does not depend
+    on the number of threads.
     """
-    stream = Stream(program, pieces)
     known: tuple[str, Moments] | None = None  # a value, and its moments
-    for op in program.ops:
-        if isinstance(op, ops.Logits):
-            return
-        weights = {weight.name: tensors[weight.name].dequantize() for weight in op.weights}
-        if isinstance(op, ops.Linear) and op.weight in formats:
-            if known is None or known[0] != op.x:
-                known = op.x, moments_of(stream.values[op.x])
-            tensor = round_matrix(weights[op.weight], known[1], formats[op.weight])
-            yield op.weight, tensor
-            weights[op.weight] = tensor.dequantize()
-        stream.run(op, weights)
+    with own_threads() as pool:
+        streams = [Stream(program, pieces[i::_PARTS]) for i in range(min(_PARTS, len(pieces)))]
+        for op in program.ops:
+            if isinstance(op, ops.Logits):
+                return
+            weights = {weight.name: tensors[weight.name].dequantize() for weight in op.weights}
+            if isinstance(op, ops.Linear) and op.weight in formats:
+                if known is None or known[0] != op.x:
+                    squares = pool.map(squares_of, [stream.values[op.x] for stream in streams])
+                    known = op.x, moments_of(sum(squares))  # type: ignore[arg-type]
+                tensor = round_matrix(weights[op.weight], known[1], formats[op.weight])
+                yield op.weight, tensor
+                weights[op.weight] = tensor.dequantize()
+            list(pool.map(partial(Stream.run, op=op, weights=weights), streams))
 
 
 class Stream:
-    """All pieces on their way through the model, each a sequence with one page of its own."""
+    """Pieces on their way through the model, each a sequence with one page of its own."""
 
     def __init__(self, program: Program, pieces: Sequence[Sequence[int]]) -> None:
         num_groups, length = len(program.cache_groups), max(map(len, pieces))

@@ -58,6 +58,11 @@ def encode_xs(values: Floats) -> Bytes:
     groups = values.reshape(-1, 8, 32)
     scale, shares = whole_shares(fit_scale(groups, nearest_level, _PEAKS)[:, :, 0], -32, 31)
     codes = level_codes(nearest_scaled(groups, scale * shares, nearest_level)).reshape(-1, 256)
+    return pack_xs(scale, shares, codes)
+
+
+def pack_xs(scale: Floats, shares: Floats, codes: Bytes) -> Bytes:
+    """Pack the scale of the scales (n, 1), the scales (n, 8) and codes (n, 256)."""
     lifted = (shares + np.float32(32)).astype(np.uint8)
     parts = [
         half_bytes(scale),

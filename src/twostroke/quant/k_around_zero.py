@@ -57,7 +57,11 @@ def decode_q6_k(blocks: Bytes) -> Floats:
 
 def encode_q6_k(values: Floats) -> Bytes:
     """float32 (n, 256) to bytes (n, 210): least squares for each group's scale."""
-    scale, shares, codes = _fitted(values, 32, _Q6_PEAKS, 128)
+    return pack_q6_k(*_fitted(values, 32, _Q6_PEAKS, 128))
+
+
+def pack_q6_k(scale: Floats, shares: Floats, codes: Bytes) -> Bytes:
+    """Pack the scale of the scales (n, 1), the scales (n, 16) and codes (n, 256)."""
     parts = [
         pack_planes(codes & np.uint8(15), 4, run=64),
         pack_planes(codes >> np.uint8(4), 2, run=32),

@@ -52,8 +52,7 @@ def decode_q4_k(blocks: Bytes) -> Floats:
 
 def encode_q4_k(values: Floats) -> Bytes:
     """float32 (n, 256) to bytes (n, 144): least squares for each group's scale and minimum."""
-    head, codes = _head_and_codes(values, 15)
-    return np.concatenate([head, pack_planes(codes, 4, run=32)], axis=1)
+    return pack_super_blocks(*_fitted(values.reshape(-1, 8, 32), 15, 63), 4)
 
 
 def decode_q5_k(blocks: Bytes) -> Floats:
@@ -65,9 +64,22 @@ def decode_q5_k(blocks: Bytes) -> Floats:
 
 def encode_q5_k(values: Floats) -> Bytes:
     """float32 (n, 256) to bytes (n, 176): least squares for each group's scale and minimum."""
-    head, codes = _head_and_codes(values, 31)
-    fifth = pack_planes(codes >> np.uint8(4), 1, run=32)
-    return np.concatenate([head, fifth, pack_planes(codes & np.uint8(15), 4, run=32)], axis=1)
+    return pack_super_blocks(*_fitted(values.reshape(-1, 8, 32), 31, 63), 5)
+
+
+def pack_super_blocks(
+    units: tuple[Floats, Floats], shares: tuple[Bytes, Bytes], codes: Bytes, bits: int
+) -> Bytes:
+    """Pack blocks of Q4_K (4 bits) or Q5_K (5) into bytes (n, 144 or 176).
+
+    `units` are the scales of scales and of minimums (n, 1), `shares` both, below 64 (n, 8), and
+    `codes` uint8 (n, 256).
+    """
+    parts = [half_bytes(units[0]), half_bytes(units[1]), pack_scales(*shares)]
+    if bits == 5:
+        parts.append(pack_planes(codes >> np.uint8(4), 1, run=32))
+    parts.append(pack_planes(codes & np.uint8(15), 4, run=32))
+    return np.concatenate(parts, axis=1)
 
 
 def unpack_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
@@ -101,13 +113,6 @@ def _scaled(codes: Bytes, scales: Floats, minimums: Floats) -> Floats:
     values *= scales[:, :, None]
     values -= minimums[:, :, None]
     return values.reshape(-1, 256)
-
-
-def _head_and_codes(values: Floats, high: int) -> tuple[Bytes, Bytes]:
-    """Fit float32 (n, 256) with codes from 0 to `high`; return heads (n, 16) and codes (n, 256)."""
-    (scale, minimum), shares, codes = _fitted(values.reshape(-1, 8, 32), high, 63)
-    head = [half_bytes(scale), half_bytes(minimum), pack_scales(*shares)]
-    return np.concatenate(head, axis=1), codes
 
 
 def _fitted(

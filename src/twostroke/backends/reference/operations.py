@@ -142,13 +142,13 @@ def attention_scores(
     """
     distance = at[:, None] - seen
     hidden = distance < 0 if op.window is None else (distance < 0) | (distance >= op.window)
-    scores = np.empty((len(q), op.num_heads, len(k)), np.float32)
+    scores = np.empty((op.num_heads, len(q), len(k)), np.float32)
     for head in range(op.num_heads):
-        scores[:, head] = q[:, head] @ k[:, _kv_head(op, head)].T * np.float32(op.scale)
+        scores[head] = q[:, head] @ k[:, _kv_head(op, head)].T * np.float32(op.scale)
     if op.soft_cap is not None:
         scores = _soft_cap(scores, op.soft_cap)
-    scores.swapaxes(1, 2)[hidden] = -np.inf
-    return scores
+    np.copyto(scores, -np.inf, where=hidden)
+    return scores.swapaxes(0, 1)
 
 
 def _kv_head(op: ops.Attention | ops.AttentionPieces, head: int) -> int:
