@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -35,6 +36,7 @@ COMMANDS: Final = {
     "profile": "Show where the time of a step goes.",
     "plan": "Show what a model could do on a device, and what it costs.",
     "simulate": "Show what becomes of a load of requests.",
+    "plan fleet": "Choose what to buy, or where to place what, for many models.",
     "train-heads": "Train heads, which guess tokens ahead (speculation).",
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",
@@ -68,12 +70,20 @@ class Commands(Group):
         del ctx
         return list(COMMANDS)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; some have two words."""
+        if (both := " ".join(args[:2])) in COMMANDS:
+            args = [both, *args[2:]]
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command."""
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"twostroke.cli.{cmd_name.replace('-', '_')}")
+        module = importlib.import_module(f"twostroke.cli.{re.sub('[- ]', '_', cmd_name)}")
         command: click.Command = module.command
         return command
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from twostroke.planner.devices import Device
     from twostroke.planner.models import PlannedModel
     from twostroke.planner.question import Question
-    from twostroke.planner.roofline import StepTime
+    from twostroke.planner.roofline import StepTime, Work
 
 
 class Memory(Frozen):
@@ -68,14 +69,30 @@ class Planner:
         self.calibration = calibration
         self.roofline = Roofline(model, device, question, calibration)
 
+    def on(self, device: Device, count: int) -> Planner:
+        """Return that of the same model and load on `count` other devices."""
+        other = copy(self)
+        other.device, other.question = device, replace(self.question, count=count)
+        other.roofline = self.roofline.on(device, other.question)
+        return other
+
     def prefill(self) -> StepTime:
         """Return the time of a prompt's step."""
-        start = self.question.num_cached
-        return self.roofline.step(BatchShape.prefill(self.question.prompt - start, start))
+        return self.roofline.step(self._batch(0))
 
     def decode(self, streams: int) -> StepTime:
         """Return the time of a step that gives each of so many streams a token."""
-        return self.roofline.step(BatchShape.decode((self.question.mean_context,) * streams))
+        return self.roofline.step(self._batch(streams))
+
+    def work(self, streams: int) -> Work:
+        """Return what a decode step has to do; for 0 streams, a prompt's step."""
+        return self.roofline.work(self._batch(streams))
+
+    def _batch(self, streams: int) -> BatchShape:
+        if streams:
+            return BatchShape.decode((self.question.mean_context,) * streams)
+        start = self.question.num_cached
+        return BatchShape.prefill(self.question.prompt - start, start)
 
     def memory(self) -> Memory:
         """Return what the model takes, and what remains for requests."""
@@ -136,7 +153,7 @@ class Planner:
         limit = self.question.tpot_s
         if limit is None or most < 1:
             return most
-        return _last(lambda streams: self.decode(streams).seconds <= limit, most)
+        return last_that(lambda streams: self.decode(streams).seconds <= limit, most)
 
     @property
     def knee(self) -> float:
@@ -147,7 +164,7 @@ class Planner:
         return read / self.roofline.bandwidth / (flops / self.roofline.peak)
 
 
-def _last(holds: Callable[[int], bool], most: int) -> int:
+def last_that(holds: Callable[[int], bool], most: int) -> int:
     """Return the largest number up to `most` for which it holds, if it holds for all below."""
     low, high = 0, most
     while low < high:

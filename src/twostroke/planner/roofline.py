@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import copy
 from math import ceil
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+import numpy as np
 from msgspec.structs import replace
 
 from twostroke.cache import FORMATS
@@ -14,6 +16,8 @@ from twostroke.program.work import StepCost
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
+    from numpy.typing import NDArray
 
     from twostroke.planner.devices import Device
     from twostroke.planner.models import PlannedModel
@@ -50,6 +54,15 @@ class OpTime(Frozen):
     flops: float
     bytes: float
     bound: str  # "arithmetic" or "memory"
+
+
+class Work(Frozen):
+    """What a step has to do, by kind of operation; `flops` and `bytes` are of all of a kind."""
+
+    labels: tuple[str, ...]
+    flops: NDArray[np.float64]
+    bytes: NDArray[np.float64]
+    num_rows: int
 
 
 class StepTime(Frozen):
@@ -119,19 +132,28 @@ class Roofline:
         question: Question,
         correction: Correction | None = None,
     ) -> None:
-        self.arithmetic = device.arithmetic(model.arithmetic)
-        self.peak = device.peaks[self.arithmetic] * question.count * question.mfu
-        self.bandwidth = device.bandwidth * question.count * question.mbu
-        self.link, self._count = device.link, question.count
-        self._correction = correction
+        self._stored_for, self._correction = model.arithmetic, correction
+        self._place(device, question)
         cache = FORMATS[question.kv_format]
         self._ops = Counter(
             (op.label, tuple(op.work(model.weight_bytes, cache))) for op in model.program.ops
         )
         self._costs = {key: StepCost(key[1]) for key in self._ops}
+        self._exchanged = 2 * len(model.program.layer_outputs) * model.hidden_size * _VALUE_BYTES
+
+    def on(self, device: Device, question: Question) -> Roofline:
+        """Return that of the same model on other devices; formats stay those of this one."""
+        other = copy(self)
+        other._place(device, question)  # noqa: SLF001 - a copy of this one
+        return other
+
+    def _place(self, device: Device, question: Question) -> None:
+        self.arithmetic = device.arithmetic(self._stored_for)
+        self.peak = device.peaks[self.arithmetic] * question.count * question.mfu
+        self.bandwidth = device.bandwidth * question.count * question.mbu
+        self.link, self._count = device.link, question.count
         self._products: dict[tuple[int, int], Totals] = {}  # by rows, and those with logits
         self._factors: dict[Hashable, Factors] = {}
-        self._exchanged = 2 * len(model.program.layer_outputs) * model.hidden_size * _VALUE_BYTES
 
     def step(self, batch: BatchShape) -> StepTime:
         """Return the time of a step."""
@@ -151,20 +173,40 @@ class Roofline:
 
     def least(self, batch: BatchShape) -> StepTime:
         """Return the least time of a step."""
+        return self.least_of(self.work(batch))
+
+    def work(self, batch: BatchShape) -> Work:
+        """Return what a step has to do, which is the same on all devices."""
+        costs = [self._costs[key].of(batch) for key in self._ops]
+        times = np.array(list(self._ops.values()), dtype=float)
+        return Work(
+            labels=tuple(label for label, _ in self._ops),
+            flops=times * [cost.flops for cost in costs],
+            bytes=times * [cost.bytes for cost in costs],
+            num_rows=batch.num_rows,
+        )
+
+    def least_of(self, work: Work) -> StepTime:
+        """Return the least time of a step that has this to do."""
         found: dict[str, OpTime] = {}
-        for key, times in self._ops.items():
-            cost = self._costs[key].of(batch)
-            computing_s, reading_s = cost.flops / self.peak, cost.bytes / self.bandwidth
+        columns = (work.flops, work.bytes, work.flops / self.peak, work.bytes / self.bandwidth)
+        for label, *values in zip(work.labels, *(part.tolist() for part in columns), strict=True):
+            flops, read, computing_s, reading_s = values
             bound = "arithmetic" if computing_s > reading_s else "memory"
-            seconds = times * max(computing_s, reading_s)
-            before = found.get(key[0], OpTime(0.0, 0, 0, bound))
-            found[key[0]] = OpTime(
+            seconds = max(computing_s, reading_s)
+            before = found.get(label, OpTime(0.0, 0, 0, bound))
+            found[label] = OpTime(
                 before.seconds + seconds,
-                before.flops + times * cost.flops,
-                before.bytes + times * cost.bytes,
+                before.flops + flops,
+                before.bytes + read,
                 bound if seconds > before.seconds else before.bound,
             )
-        return StepTime(found, self._moving_s(batch.num_rows))
+        return StepTime(found, self._moving_s(work.num_rows))
+
+    def least_s(self, work: Work) -> float:
+        """Return the seconds of `least_of`, for searches that need nothing else of it."""
+        times_s = np.maximum(work.flops / self.peak, work.bytes / self.bandwidth)
+        return float(times_s.sum()) + self._moving_s(work.num_rows)
 
     def totals(self, batch: BatchShape) -> Totals:
         """Return what `step` does in all; quick for many steps.

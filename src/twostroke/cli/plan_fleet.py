@@ -1,0 +1,98 @@
+"""`twostroke plan fleet`: what to buy, or where to place what, for many models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from twostroke.cli.help import Command, option
+from twostroke.cli.terminal import printable, show_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.planner.fleet import Fleet
+
+_HEADINGS = (
+    "PLACES", "MODEL", "WEIGHTS", "REPLICAS", "TIME", "GB", "STREAMS", "TTFT MS", "MS/TOKEN",
+    "REQUESTS/S", "BOUND BY",
+)  # fmt: skip
+
+
+@click.command("plan fleet", cls=Command)
+@click.argument("file", type=click.Path(path_type=Path))
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(file: Path, as_json: bool) -> None:
+    """Choose what to buy, or where to place what, for the models and loads of a YAML FILE.
+
+    Without a stock, devices are bought from the table; with one, models are placed on it. The
+    objective is cost or performance. See docs/planning.md for the file.
+    """
+    from twostroke.core.errors import UsageError
+    from twostroke.planner.fleet import make_fleet
+    from twostroke.planner.fleet_file import read_fleet
+
+    fleet = make_fleet(read_fleet(file))
+    if fleet.verdict:
+        raise UsageError(fleet.verdict)
+    if as_json:
+        click.echo(msgspec.json.encode(fleet).decode())
+        return
+    click.echo(printable(_price(fleet)))
+    click.echo()
+    show_table([_HEADINGS, *_groups(fleet)], {3, 4, 5, 6, 7, 8, 9})
+    click.echo()
+    show_table([("MODEL", "LOAD/S", "CARRIED", "ONE MORE/S"), *_served(fleet)])
+    click.echo()
+    for line in fleet.binding:
+        click.echo(printable(line))
+    click.echo()
+    show_table([("WITHOUT", "$/HOUR", "MORE", "LOAD MISSING"), *_alternatives(fleet)])
+
+
+def _price(fleet: Fleet) -> str:
+    text = f"{fleet.usd_per_hour:,.2f} $ an hour"
+    if fleet.least_usd is None:
+        return f"{text}. Times are limits unless the file has mfu and mbu."
+    return (
+        f"{text}; no packing of the replicas looked at costs less than {fleet.least_usd:,.2f}. "
+        "Times are limits unless the file has mfu and mbu."
+    )
+
+
+def _groups(fleet: Fleet) -> Iterator[tuple[str, ...]]:
+    for group in fleet.groups:
+        each = f"{group.count} x {group.device}" if group.count > 1 else group.device
+        name = f"{group.times} places of {each}" if group.times > 1 else each
+        for one in group.replicas:
+            yield (
+                name,
+                one.model,
+                one.weights,
+                f"{one.count * group.times:,}",
+                f"{one.time_share:.0%}",
+                f"{one.memory_bytes / 1e9:.1f}",
+                f"{one.streams:,}",
+                f"{one.ttft_s * 1e3:,.1f}",
+                f"{one.tpot_s * 1e3:.2f}",
+                f"{one.requests_per_s * one.count * group.times:.3g}",
+                one.bound,
+            )
+            name = ""
+
+
+def _served(fleet: Fleet) -> Iterator[tuple[str, ...]]:
+    unit = "" if fleet.least_usd is None else " $/h"
+    for one in fleet.models:
+        share = one.carried / one.load
+        yield one.model, f"{one.load:.3g}", f"{share:.0%}", f"{one.next_usd:,.3g}{unit}"
+
+
+def _alternatives(fleet: Fleet) -> Iterator[tuple[str, ...]]:
+    for one in fleet.alternatives:
+        more = one.usd_per_hour / fleet.usd_per_hour - 1 if fleet.usd_per_hour else 0
+        price = f"{one.usd_per_hour:,.2f}"
+        yield one.without, price, f"{more:+.1%}", f"{one.missing_share:.0%}"

@@ -1,0 +1,175 @@
+"""Replicas that a model can have on devices: their memory, share of time, load and latency."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.frozen import Frozen
+from twostroke.planner.planner import last_that
+from twostroke.planner.roofline import kv_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.planner.devices import Device
+    from twostroke.planner.planner import Planner
+    from twostroke.planner.roofline import Work
+
+UNITS: Final = 24  # into which the time of a place is divided
+_SHARES: Final = (24, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1)  # of a replica
+_STREAMS: Final = sorted({round(2 ** (power / 8)) for power in range(97)})  # up to 4,096
+_LEAST_GAIN: Final = 1.02  # in requests per second, for which more streams are worth their memory
+
+
+class Place(Frozen):
+    """Devices of one kind that work as one; replicas on them share their memory and time.
+
+    `memory_bytes` is what replicas may use, None if it is not known. `usd_per_hour` is for all of
+    them. Of `stock` (a name) only so many are there.
+    """
+
+    device: Device
+    count: int
+    memory_bytes: float
+    usd_per_hour: float
+    stock: str
+
+    @property
+    def name(self) -> str:
+        """A readable name."""
+        return f"{self.count} x {self.device.name}" if self.count > 1 else self.device.name
+
+
+class Replica(Frozen):
+    """A model on a share of a place's memory and time.
+
+    `model` is its index. `requests_per_s` is the load that it may be given, at most that of the
+    model. Latencies hold while all other replicas of the place use their shares, too. TPOT includes
+    the prefill of other requests. `bound` says why there are no more streams.
+    """
+
+    model: int
+    weights: str
+    streams: int
+    share: int
+    memory_bytes: float
+    requests_per_s: float
+    ttft_s: float
+    tpot_s: float
+    bound: str
+
+
+class Shortfall(Frozen):
+    """How far a model is from running on a place: the `figure` has `value`, and must be `limit`."""
+
+    place: str
+    figure: str
+    value: float
+    limit: float
+
+    @property
+    def times(self) -> float:
+        """The value as a multiple of the limit."""
+        return self.value / self.limit
+
+
+class Replicas:
+    """The replicas of one model, stored in one way, on any place."""
+
+    def __init__(self, index: int, planner: Planner, load: float, utilization: float) -> None:
+        """`load` is in requests per second; a replica is busy for `utilization` of its time."""
+        self._index, self._planner = index, planner
+        self._load, self._utilization = load, utilization
+        self._works: dict[int, Work] = {}  # of a decode step, by streams
+        self._request_bytes: dict[int, float] = {}  # by devices of a place
+
+    def on(self, place: Place) -> list[Replica]:
+        """Return the replicas that a place can hold and that meet the objectives."""
+        one, weights = self._on(place), self._planner.model.all_bytes
+        request = one.request_bytes
+        fitting = min(int((place.memory_bytes - weights) // request), _STREAMS[-1])
+        if fitting < 1:
+            return []
+        prefill_s, ttft_s = one.prefill_s, self._planner.question.ttft_s
+        found: list[Replica] = []
+        for units in _SHARES:
+            share = units / UNITS
+            if ttft_s is not None and prefill_s / share > ttft_s:
+                break
+            for streams, bound in self._counts(one, share, fitting):
+                found.append(
+                    Replica(
+                        self._index,
+                        self._planner.model.stored,
+                        streams,
+                        units,
+                        weights + streams * request,
+                        min(share * self._utilization / one.request_s(streams), self._load),
+                        prefill_s / share,
+                        one.tpot_s(streams) / share,
+                        bound,
+                    )
+                )
+        return found
+
+    def shortfall(self, place: Place) -> Shortfall:
+        """Return why a place holds no replica."""
+        one, asked = self._on(place), self._planner.question
+        needed = self._planner.model.all_bytes + one.request_bytes
+        if needed > place.memory_bytes:
+            return Shortfall(place.name, "memory", needed, place.memory_bytes)
+        if asked.ttft_s is not None and one.prefill_s > asked.ttft_s:
+            return Shortfall(place.name, "TTFT", one.prefill_s, asked.ttft_s)
+        return Shortfall(place.name, "TPOT", one.tpot_s(1), asked.tpot_s or 0)
+
+    def _counts(self, one: _OnPlace, share: float, fitting: int) -> Iterator[tuple[int, str]]:
+        """Yield numbers of streams that are worth their memory, and what bounds the largest."""
+        limit = self._planner.question.tpot_s
+        counts = [count for count in _STREAMS if count < fitting] + [fitting]
+        most = len(counts)
+        if limit is not None:
+            most = last_that(lambda n: one.tpot_s(counts[n - 1]) <= limit * share, most)
+        bound, before = "memory" if most == len(counts) else "TPOT", 0.0
+        for index, streams in enumerate(counts[:most], 1):
+            if streams & (streams - 1) and index < most:
+                continue  # powers of two, and the most
+            rate = share * self._utilization / one.request_s(streams)
+            if rate >= before * _LEAST_GAIN:
+                yield streams, "load" if rate >= self._load else bound
+                before = rate
+            if rate >= self._load:
+                return
+
+    def _on(self, place: Place) -> _OnPlace:
+        planner, count = self._planner.on(place.device, place.count), place.count
+        if count not in self._request_bytes:
+            asked = planner.question
+            num_bytes = kv_bytes(planner.model, asked, asked.prompt + asked.output)
+            self._request_bytes[count] = num_bytes
+        return _OnPlace(planner, self._works, self._request_bytes[count])
+
+
+class _OnPlace:
+    """The times of a model that has a whole place; `works` has what its steps have to do."""
+
+    def __init__(self, planner: Planner, works: dict[int, Work], request_bytes: float) -> None:
+        self._planner, self._works = planner, works
+        self.request_bytes = request_bytes
+        self.prefill_s = self._least_s(0)
+        self._steps_s: dict[int, float] = {}
+
+    def request_s(self, streams: int) -> float:
+        """Return the time of the place that a request takes, prefill and decode."""
+        if streams not in self._steps_s:
+            self._steps_s[streams] = self._least_s(streams)
+        return self.prefill_s + self._planner.question.output * self._steps_s[streams] / streams
+
+    def tpot_s(self, streams: int) -> float:
+        """Return the time of a token while others' prompts are computed in between."""
+        return self.request_s(streams) * streams / self._planner.question.output
+
+    def _least_s(self, streams: int) -> float:
+        """Return the time of a decode step, or of a prompt for 0 streams."""
+        if streams not in self._works:
+            self._works[streams] = self._planner.work(streams)
+        return self._planner.roofline.least_s(self._works[streams])

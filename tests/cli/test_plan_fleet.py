@@ -1,0 +1,38 @@
+"""`twostroke plan fleet`: its tables, its JSON and its refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "intermediate_size": 14336,
+    "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "llama-8b" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIG))
+    return str(path.parent)
+
+
+def test_a_fleet_is_another_command_of_two_words(cli, config, tmp_path):
+    pytest.importorskip("highspy", reason="the extra [plan] is not installed")
+    path = tmp_path / "fleet.yaml"
+    path.write_text(f"models:\n- model: {config}\n  requests_per_s: 2\ndevices: [L40S, L4]\n")
+    out = cli("plan", "fleet", str(path)).out
+    assert "$ an hour" in out.splitlines()[0]
+    assert "llama-8b" in out
+    assert any(line.startswith("WITHOUT") for line in out.splitlines())
+    found = json.loads(cli("plan", "fleet", str(path), "--json").out)
+    assert found["models"][0]["carried"] == found["models"][0]["load"]
+    path.write_text(path.read_text() + "budget: 0.01\n")
+    ran = cli("plan", "fleet", str(path))
+    assert (ran.code, ran.out) == (2, "")
+    assert "times the budget" in ran.err
+    assert "cannot be read" in cli("plan", "fleet", str(tmp_path / "none.yaml")).err

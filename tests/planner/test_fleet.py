@@ -1,0 +1,148 @@
+"""Fleets: what to buy and where to place what, beside counts that are made by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import product
+
+import pytest
+
+from twostroke.core.errors import UsageError
+from twostroke.planner import find_device, planned_model
+from twostroke.planner.fleet import make_fleet
+from twostroke.planner.fleet_file import read_fleet
+from twostroke.planner.planner import Planner
+from twostroke.planner.replicas import Place, Replicas
+
+pytest.importorskip("highspy", reason="the extra [plan] is not installed")
+yaml = pytest.importorskip("yaml", reason="the extra [plan] is not installed")
+
+SIZES = {  # hidden, heads, key-value heads, layers, feed-forward, vocabulary
+    "8B": (4096, 32, 8, 32, 14336, 128256),
+    "13B": (5120, 40, 40, 40, 13824, 32000),
+    "34B": (8192, 64, 8, 48, 22016, 32000),
+    "70B": (8192, 64, 8, 80, 28672, 128256),
+}
+KEYS = (
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    """Return a function that writes a file about models, named by size, and reads it."""
+
+    def ask(models, **more):
+        for one in models:
+            size = one["model"]
+            values = dict(zip(KEYS, SIZES[size], strict=True))
+            path = tmp_path / f"{size}.json"
+            config = {"model_type": "llama", "max_position_embeddings": 1 << 17, **values}
+            path.write_text(json.dumps({**config, "tie_word_embeddings": size == "13B"}))
+            one["model"] = str(path)
+        path = tmp_path / "fleet.yaml"
+        path.write_text(yaml.safe_dump({"models": models, **more}))
+        return read_fleet(path)
+
+    return ask
+
+
+def test_three_small_models_or_one_large_one_fill_a_device(fleet):
+    """40 GB hold three models of 13B in int8, or one of 34B; the objective decides."""
+    load = {"weights": "int8", "requests_per_s": 0.05, "prompt": 128, "output": 32}
+    small = [{"model": "13B", "name": name, **load} for name in "abc"]
+    for value, expected in ((2, {"a", "b", "c"}), (4, {"d"})):
+        large = {"model": "34B", "name": "d", "value": value, **load}
+        given = {"objective": "performance", "stock": {"A100-40GB": 1}, "memory_share": 1.0}
+        found = make_fleet(fleet([*map(dict, small), large], **given))
+        (group,) = found.groups
+        assert {one.model for one in group.replicas} == expected
+        assert group.memory_share <= 1
+        assert {one.model for one in found.models if one.carried > 0} == expected
+
+
+def test_a_fleet_carries_its_loads_within_every_limit(fleet):
+    models = [
+        {"model": "70B", "requests_per_s": 8, "weights": ["bf16", "fp8"], "tpot": 40, "ttft": 500},
+        {"model": "8B", "requests_per_s": 3, "weights": "fp8", "tpot": 30},
+        {"model": "13B", "requests_per_s": 0.2, "weights": "int8"},
+    ]
+    stock = {"H100-SXM": 6, "A100-80GB": 8, "L40S": 4}
+    question = fleet(models, stock=stock, mfu=0.5, mbu=0.7)
+    found = make_fleet(question)
+    assert all(one.carried == pytest.approx(one.load, rel=1e-4) for one in found.models)
+    assert found.least_usd <= found.usd_per_hour < 1.5 * found.least_usd
+    used = dict.fromkeys(stock, 0)
+    for group in found.groups:
+        used[group.device] += group.count * group.times
+        assert group.memory_share <= 1
+        assert group.time_share <= 1
+        assert len({one.model for one in group.replicas}) == len(group.replicas)
+        for one in group.replicas:
+            if one.model == "70B":
+                assert one.tpot_s <= 0.040
+                assert one.ttft_s <= 0.5
+    assert all(used[name] <= count for name, count in stock.items())
+    price = sum(count * find_device(name).usd_per_hour for name, count in used.items())
+    assert found.usd_per_hour == pytest.approx(price)
+    for other in found.alternatives:  # nothing cheaper was passed over
+        assert other.missing_share > 0 or other.usd_per_hour >= found.usd_per_hour - 1e-9
+
+
+def test_the_cheapest_fleet_is_that_of_a_count_by_hand(fleet):
+    kinds = ("L40S", "A100-80GB", "H100-SXM")
+    question = fleet([{"model": "8B", "requests_per_s": 30, "tpot": 50}], devices=list(kinds),
+                     most_devices=1)  # fmt: skip
+    one = question.models[0]
+    planner = Planner(planned_model(one.model), find_device("L4"), one.question(1, 1))
+    maker, rates, usd = Replicas(0, planner, 30, 0.8), [], []
+    for name in kinds:
+        device = find_device(name)
+        place = Place(device, 1, device.memory_bytes * 0.9, device.usd_per_hour, name)
+        rates.append(max(each.requests_per_s for each in maker.on(place)))
+        usd.append(device.usd_per_hour)
+    counts = product(range(40), repeat=3)
+    carrying = (n for n in counts if sum(c * r for c, r in zip(n, rates, strict=True)) >= 30)
+    least = min(sum(c * u for c, u in zip(n, usd, strict=True)) for n in carrying)
+    assert make_fleet(question).usd_per_hour == pytest.approx(least, rel=0.002)
+
+
+def test_what_cannot_be_says_by_how_much_and_what_would_do(fleet):
+    load = {"requests_per_s": 20, "prompt": 2048}
+    for models, more, words in (
+        ([{"model": "70B", **load}], {"stock": {"H100-SXM": 2}}, r"missing.*70B.*Enough would be"),
+        ([{"model": "8B", **load}], {"budget": 0.5}, "times the budget"),
+        ([{"model": "8B", **load, "tpot": 0.1}], {}, r"TPOT is at least .* times the objective"),
+        ([{"model": "8B", **load, "ttft": 0.1}], {}, r"TTFT is at least .* times the objective"),
+        ([{"model": "70B", **load}], {"devices": ["T4"]}, "fits nowhere.*T4 offers"),
+        ([{"model": "70B", "requests_per_s": 1e7}], {}, "more than any fleet"),
+    ):
+        found = make_fleet(fleet(models, **more))
+        assert found.groups == ()
+        assert re.search(words, found.verdict)
+    with pytest.raises(UsageError, match="no price for MI325X"):
+        make_fleet(fleet([{"model": "8B", **load}], stock={"MI325X": 1}))
+
+
+def test_a_wrong_file_names_the_line_and_the_nearest_word(tmp_path):
+    path = tmp_path / "fleet.yaml"
+    model = "models:\n- model: smollm2\n  requests_per_s: 1\n"
+    for text, words in (
+        (model + "  promt: 3\n", r"line 4: there is no field 'promt'\. Did you mean 'prompt'"),
+        (model + "stok: {L4: 1}\n", r"line 4: there is no field 'stok'\. Did you mean 'stock'"),
+        (model + "  prompt: many\n", r"line 4: expected `int`, got `str` \(models\[0\].prompt\)"),
+        (model + "  ttft: -1\n", "line 4: ttft must be greater than 0"),
+        (model + "  weights: int9\n", "line 4: weights .*Did you mean 'int8'"),
+        (model + "mfu: 2\n", "line 4: mfu must be above 0"),
+        (model + "stock:\n  L4: 1\n  H100-SXN: 2\n", "line 6: .*Did you mean 'H100-SXM'"),
+        (model + "objective: fast\n", "line 4: invalid enum value 'fast'"),
+        ("models: []\n", "line 1: models must name at least one"),
+        ("models: [\n", "line 2: this is not YAML"),
+        ("", "line 1: expected `object`, got `null`"),
+        ("models:\n- requests_per_s: 1\n", "line 2: object missing required field `model`"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            read_fleet(path)
