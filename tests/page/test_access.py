@@ -90,7 +90,7 @@ def _fill_text(visit: Any) -> None:
 FILL = {"playground": _fill, "tools": _fill_tools, "text": _fill_text}
 
 
-@pytest.mark.parametrize("view", [*FILL, "dashboard"])
+@pytest.mark.parametrize("view", [*FILL, "dashboard", "plan"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_no_barrier_is_found(
@@ -103,7 +103,7 @@ def test_no_barrier_is_found(
     if view in FILL:
         FILL[view](visit)
     else:
-        visit.page.click("#tab-dashboard")
+        visit.page.click(f"#tab-{view}")
         visit.page.wait_for_timeout(1500)
     visit.page.evaluate(axe.read_text())
     found = visit.page.evaluate("axe.run()")["violations"]
@@ -111,13 +111,13 @@ def test_no_barrier_is_found(
     assert not faults
 
 
-@pytest.mark.parametrize("view", [*FILL, "dashboard"])
+@pytest.mark.parametrize("view", [*FILL, "dashboard", "plan"])
 def test_phone_does_not_scroll_sideways(visit: Visiting, server: Any, view: str) -> None:
     visit = visit(server, **PHONE)
     if view in FILL:
         FILL[view](visit)
     else:
-        visit.page.tap("#tab-dashboard")
+        visit.page.tap(f"#tab-{view}")
         visit.page.wait_for_timeout(1500)
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 360
     assert visit.page.evaluate("document.documentElement.scrollHeight") <= 740  # views scroll

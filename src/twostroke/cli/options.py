@@ -217,7 +217,8 @@ OBSERVING: Final = [
     _observing(
         ["--dashboard/--no-dashboard"],
         default=None,
-        help="Serve the dashboard and its data, /api/state [default: only on a loopback host].",
+        help="Serve the dashboard and plans, /api/state and /api/plan [default: only on a "
+        "loopback host].",
     ),
     _observing(
         ["--objective", "objectives"],

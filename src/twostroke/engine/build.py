@@ -36,7 +36,7 @@ from twostroke.models.heads import last_hidden
 from twostroke.program.mesh import ONE_RANK, Mesh
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.spec import Lookahead, NgramProposer, Speculator, StepTime, budgets
-from twostroke.weights import GgufTokenizer, LoadedModel, release_tensors
+from twostroke.weights import GgufTokenizer, LoadedModel, release_tensors, weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -270,4 +270,5 @@ def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:
         cost=cost_model(program, loaded.tensors, size.kv_format),
         pooling=loaded.pooling,
         container="gguf" if isinstance(loaded.tokenizer_source, GgufTokenizer) else "safetensors",
+        identity=weights_identity(loaded.tensors),
     )

@@ -36,7 +36,7 @@ class ModelCard(Frozen):
     """Facts about an engine's model. Sizes are in bytes.
 
     `pooling` is how its files say that embeddings are made, None if they do not say. `container` is
-    the kind of its files, "gguf" or "safetensors".
+    the kind of its files, "gguf" or "safetensors". `identity` is its `weights_identity`.
     """
 
     name: str
@@ -51,6 +51,7 @@ class ModelCard(Frozen):
     cost: CostModel
     pooling: str | None = None
     container: str = "gguf"
+    identity: str = ""
 
     @property
     def num_parameters(self) -> int:

@@ -17,6 +17,8 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from twostroke.core.hardware import Hardware
+
 HERE: Final = "here"  # the name of this machine
 _RATES: Final = {
     "bf16": "bf16_tflops",
@@ -120,7 +122,11 @@ def this_machine() -> Device:
     from twostroke.core.hardware import num_cores
     from twostroke.engine.limits import machine
 
-    limits = machine(choose_level(None).level, num_cores(), 1 << 28)
+    return device_of(machine(choose_level(None).level, num_cores(), 1 << 28))
+
+
+def device_of(limits: Hardware) -> Device:
+    """Return a measured machine as a device."""
     return Device(
         name=limits.name,
         memory_bytes=limits.memory_bytes,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import copy
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from twostroke.cache import FORMATS
 from twostroke.core.frozen import Frozen
 from twostroke.planner import formulas
 from twostroke.planner.question import MAX_DEVICES, MEMORY_SHARE
-from twostroke.planner.roofline import Roofline, kv_bytes
+from twostroke.planner.roofline import Roofline, kv_bytes, layers_bytes
 from twostroke.program.batch import BatchShape
 
 if TYPE_CHECKING:
@@ -110,9 +112,11 @@ class Planner:
 
     def _devices_needed(self, num_tokens: int) -> int | None:
         usable = (self.device.memory_bytes or 0) * MEMORY_SHARE
+        layers, weights = Counter(self.model.program.cache_layers), self.model.all_bytes
+        stored = FORMATS[self.question.kv_format]
         for count in range(1, MAX_DEVICES + 1):
-            request = kv_bytes(self.model, replace(self.question, count=count), num_tokens)
-            if self.model.all_bytes + request <= count * usable:
+            request = layers_bytes(layers, stored, count, num_tokens)
+            if weights + request <= count * usable:
                 return count
         return None
 

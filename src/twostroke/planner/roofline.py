@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.planner.models import PlannedModel
     from twostroke.planner.question import Question
     from twostroke.program.batch import BatchShape
+    from twostroke.program.pages import CacheFormat, CacheLayer
 
 ATTENTION: Final = "attention"  # the label of these operations; all others count as products
 _VALUE_BYTES: Final = 2  # of a value that devices exchange
@@ -250,10 +251,17 @@ def kv_bytes(model: PlannedModel, question: Question, num_tokens: int) -> float:
 
     Where devices are more than key-value heads, several store the same head.
     """
-    stored, count = FORMATS[question.kv_format], question.count
+    layers = Counter(model.program.cache_layers)
+    return layers_bytes(layers, FORMATS[question.kv_format], question.count, num_tokens)
+
+
+def layers_bytes(
+    layers: Counter[CacheLayer], stored: CacheFormat, count: int, num_tokens: int
+) -> float:
+    """Return the same on `count` devices; `layers` has how many there are of each kind."""
     total = 0.0
-    for layer in model.program.cache_layers:
+    for layer, times in layers.items():
         copies = ceil(layer.num_kv_heads / count) * count / layer.num_kv_heads
         tokens = num_tokens if layer.window is None else min(num_tokens, layer.window)
-        total += tokens * layer.bytes_per_token(stored) * max(1.0, copies)
+        total += times * tokens * layer.bytes_per_token(stored) * max(1.0, copies)
     return total

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import TwostrokeError, nearest
 from twostroke.engine.health import Health
+from twostroke.serve import plans
 from twostroke.serve.about import VERSION, AboutBody, HealthBody
 from twostroke.serve.checking import AnswerChecks
 from twostroke.serve.compiler import Compiler
@@ -88,6 +89,7 @@ class Api:
         self.names = options.model_names or (client.card.name,)
         self._names = ModelNames(self.names, options.any_model)
         self._state = State(client, limits, self.metrics.goodput, self.names)
+        self._plans = plans.Plans(client.card, self.names[0], limits)
         self.observers: list[Observer] = []
         if options.otlp_endpoint is not None:
             self.observers.append(Traces(exporter(options.otlp_endpoint)))
@@ -125,6 +127,7 @@ class Api:
             *kept_routes(self._tenant),
             *stored_chat.stored_chat_routes(self._tenant, self.options.limits, self._ignored.note),
             *info_routes(self.client, self.options, self.names[0]),
+            *plans.plan_routes(self._plans, self.options, self._ignored.note),
             *model_routes(self._names, self.client.card),
             *ollama_routes(self.names, self.client.card),
         ]
@@ -144,6 +147,7 @@ class Api:
         self._compiler.close()
         self._checks.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
+        self._plans.close()
         for observer in self.observers:
             observer.close()
 
@@ -164,7 +168,11 @@ class Api:
     def description(self) -> dict[str, Any]:
         """Return the OpenAPI document of this server."""
         all_kinds: dict[str, Any] = {**DIALECTS, **EMBEDDINGS, **INQUIRIES}
-        bodies = stored_chat.BODIES | {path: one.request for path, one in all_kinds.items()}
+        bodies = (
+            stored_chat.BODIES
+            | {plans.PATH: plans.PlanRequest}
+            | {path: one.request for path, one in all_kinds.items()}
+        )
         return document(self.routes(), bodies, self.facts())
 
     def facts(self) -> Facts:
@@ -200,14 +208,8 @@ class Api:
         return Response(body, headers={"content-type": content_type})
 
     async def state(self, request: Request) -> Response:
-        """Return the state that the dashboard shows, and its past with `?past`.
-
-        Raises:
-            UnknownPathError: the dashboard is off.
-        """
-        if not self.options.shows_dashboard:
-            message = "The dashboard is off: start the server with --dashboard."
-            raise errors.UnknownPathError(message)
+        """Return the dashboard's state, its past with `?past`; UnknownPathError if it is off."""
+        self.options.check_dashboard()
         headers = {"content-type": "application/json", "cache-control": "no-store"}
         body = self._state.body(self._health, has_past="past" in request.query_params)
         return Response(body, headers=headers)

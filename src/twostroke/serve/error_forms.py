@@ -22,6 +22,7 @@ _LLAMA_PATHS: Final = """
 # For these paths and those below them; the first that suits a path counts.
 _BY_PATH: Final = {
     "/v1/messages": ANTHROPIC,
+    "/api/plan": OPENAI,
     "/api/state": OPENAI,
     "/api": OLLAMA,
     **dict.fromkeys(_LLAMA_PATHS.split(), LLAMA_SERVER),

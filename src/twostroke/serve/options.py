@@ -8,6 +8,7 @@ from msgspec import field
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.serve.http.errors import UnknownPathError
 from twostroke.serve.http.origins import ANY, is_loopback, parse_host, parse_origin
 
 if TYPE_CHECKING:
@@ -131,3 +132,8 @@ class ServeOptions(Frozen):
     def shows_dashboard(self) -> bool:
         """Whether the dashboard is shown."""
         return self.is_private if self.dashboard is None else self.dashboard
+
+    def check_dashboard(self) -> None:
+        """Raise UnknownPathError if the dashboard is off."""
+        if not self.shows_dashboard:
+            raise UnknownPathError("The dashboard is off: start the server with --dashboard.")

@@ -1,6 +1,7 @@
-// Starts the page: the two views, the colours, and the lamp that tells how the server is.
+// Starts the page: its views, the colours, and the lamp that tells how the server is.
 
 import { Dashboard } from "./dashboard/view.js";
+import { Planning } from "./plan/view.js";
 import { Playground } from "./playground/view.js";
 import { icon } from "./shared/dom.js";
 import { askAnew, hasKey } from "./shared/key.js";
@@ -9,6 +10,7 @@ import { makeTabs } from "./shared/tabs.js";
 
 const playground = new Playground(document.getElementById("view-playground"));
 const dashboard = new Dashboard(document.getElementById("view-dashboard"));
+const planning = new Planning(document.getElementById("view-plan"));
 
 startTabs();
 startTheme();
@@ -18,13 +20,12 @@ watchServer(showServer);
 function startTabs() {
   const list = document.querySelector(".bar .tabs");
   const choose = makeTabs(list, (tab) => {
-    const isDashboard = tab.id === "tab-dashboard";
-    document.title = isDashboard ? "Dashboard – Twostroke" : "Twostroke";
-    dashboard.setVisible(isDashboard);
+    document.title = tab.id === "tab-playground" ? "Twostroke" : `${tab.textContent} – Twostroke`;
+    dashboard.setVisible(tab.id === "tab-dashboard");
+    planning.setVisible(tab.id === "tab-plan");
   });
   const follow = () => {
-    const name = location.hash === "#dashboard" ? "dashboard" : "playground";
-    choose(document.getElementById(`tab-${name}`));
+    choose(document.getElementById(`tab-${location.hash.slice(1)}`) ?? document.getElementById("tab-playground"));
   };
   window.addEventListener("hashchange", follow);
   follow();

@@ -2,6 +2,7 @@
 
 import { h, svg } from "../shared/dom.js";
 import { isKnown, percent, quantity, rate } from "../shared/format.js";
+import { decade, grid, logAxes } from "../shared/logaxes.js";
 
 const SIZE = { width: 520, height: 300, left: 64, right: 16, top: 14, bottom: 36 };
 const STROKES = [
@@ -62,15 +63,14 @@ export class Roofline {
   #draw(hardware, strokes) {
     const axes = axesFor(hardware, this.#trail);
     const ridge = hardware.peak / hardware.bandwidth;
-    const x = (value) => SIZE.left + axes.x(value) * (SIZE.width - SIZE.left - SIZE.right);
-    const y = (value) => SIZE.height - SIZE.bottom - axes.y(value) * (SIZE.height - SIZE.top - SIZE.bottom);
+    const { x, y } = axes;
     const roof = `M${x(axes.from)} ${y(axes.from * hardware.bandwidth)}L${x(ridge)} ${y(hardware.peak)}L${x(axes.to)} ${y(hardware.peak)}`;
     const slope = (Math.atan2(y(ridge * hardware.bandwidth) - y(axes.from * hardware.bandwidth), x(ridge) - x(axes.from)) * 180) / Math.PI;
     const middle = Math.sqrt(Math.max(axes.from, axes.low / hardware.bandwidth) * ridge);
     const label = (text, at, given = {}) => svg("text", { x: at[0], y: at[1], ...given }, text);
     const along = [x(middle), y(middle * hardware.bandwidth) - 7];
     const parts = [
-      ...ticks(axes, x, y),
+      ...grid(axes, { x: "FLOP per byte", y: "FLOP/s" }),
       svg("path", { class: "roof", d: roof, fill: "none" }),
       label(`bandwidth ${quantity(hardware.bandwidth, "B/s")}`, along, { class: "roof-label", "text-anchor": "middle", transform: `rotate(${slope} ${along[0]} ${along[1]})` }),
       label(`arithmetic ${quantity(hardware.peak, "op/s")}`, [SIZE.width - SIZE.right, y(hardware.peak) - 7], { class: "roof-label", "text-anchor": "end" }),
@@ -107,28 +107,10 @@ function told(hardware, strokes) {
 function axesFor(hardware, trail) {
   const points = Object.values(trail).flat();
   const ridge = hardware.peak / hardware.bandwidth;
-  const decade = (value, round) => 10 ** round(Math.log10(value));
-  const from = decade(Math.min(0.5, ...points.map(([intensity]) => intensity)), Math.floor);
-  const to = decade(Math.max(ridge * 8, ...points.map(([intensity]) => intensity * 1.5)), Math.ceil);
-  const low = decade(Math.min(hardware.peak / 300, ...points.map(([, flops]) => flops / 1.5)), Math.floor);
-  const high = decade(hardware.peak * 1.5, Math.ceil);
-  const share = (least, most) => (value) => Math.min(1, Math.max(0, Math.log10(value / least) / Math.log10(most / least)));
-  return { from, to, low, high, x: share(from, to), y: share(low, high) };
+  return logAxes(SIZE, {
+    from: decade(Math.min(0.5, ...points.map(([intensity]) => intensity)), Math.floor),
+    to: decade(Math.max(ridge * 8, ...points.map(([intensity]) => intensity * 1.5)), Math.ceil),
+    low: decade(Math.min(hardware.peak / 300, ...points.map(([, flops]) => flops / 1.5)), Math.floor),
+    high: decade(hardware.peak * 1.5, Math.ceil),
+  });
 }
-
-function ticks(axes, x, y) {
-  const parts = [];
-  const [bottom, right] = [SIZE.height - SIZE.bottom, SIZE.width - SIZE.right];
-  for (let value = axes.from; value <= axes.to * 1.01; value *= 10) {
-    parts.push(svg("line", { class: "grid-line", x1: x(value), x2: x(value), y1: SIZE.top, y2: bottom }));
-    parts.push(svg("text", { class: "tick", x: x(value), y: bottom + 14, "text-anchor": "middle" }, String(Number(value.toPrecision(1)))));
-  }
-  for (let value = axes.low; value <= axes.high * 1.01; value *= 10) {
-    parts.push(svg("line", { class: "grid-line", x1: SIZE.left, x2: right, y1: y(value), y2: y(value) }));
-    parts.push(svg("text", { class: "tick", x: SIZE.left - 6, y: y(value) + 4, "text-anchor": "end" }, quantity(value, "")));
-  }
-  parts.push(svg("text", { class: "tick", x: right, y: SIZE.height - 6, "text-anchor": "end" }, "FLOP per byte"));
-  parts.push(svg("text", { class: "tick", x: SIZE.left, y: SIZE.height - 6, "text-anchor": "start" }, "↑ FLOP/s"));
-  return parts;
-}
-

@@ -1,0 +1,233 @@
+"""/api/plan: what the served model could do, on this machine or on a device of the table."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.routing import Route
+
+from twostroke.core.errors import OverloadedError, RequestError, nearest
+from twostroke.serve.describe import field
+from twostroke.serve.dialect import to_json
+from twostroke.serve.http.decode import BodyDecoder
+from twostroke.serve.http.limits import read_json
+from twostroke.serve.http.stream import while_connected
+from twostroke.serve.observe.served import served_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from twostroke.engine.client import ModelCard
+    from twostroke.engine.limits import Limits
+    from twostroke.planner import Device, Plan, PlannedModel
+    from twostroke.serve.ignored import Ignored
+    from twostroke.serve.observe.served import ServedRequest
+    from twostroke.serve.options import ServeOptions
+
+    Note = Callable[[list[Ignored], ServedRequest], None]
+
+T = TypeVar("T")
+
+PATH: Final = "/api/plan"
+HERE: Final = "here"
+_MAX_WAITING: Final = 16
+_MAX_TOKENS: Final = 1 << 20  # so that no plan takes long
+_MAX_STREAMS: Final = 1 << 14
+
+Tokens = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
+
+
+class PlanRequest(field.RequestObject):
+    """A load for the served model, and how to run it. Times are in seconds."""
+
+    device: Annotated[str, field.doc("`here`, or a name in `devices` of `GET /api/plan`.")] = HERE
+    count: Annotated[int, field.doc("Devices that divide each layer.", minimum=1, maximum=1024)] = 1
+    prompt: Annotated[Tokens, field.doc("Tokens of a prompt.")] = 1024
+    output: Annotated[Tokens, field.doc("Tokens of its answer.")] = 256
+    cached: Annotated[
+        float,
+        field.doc("The share of the prompt in the prefix cache.", minimum=0, exclusiveMaximum=1),
+    ] = 0.0
+    streams: Annotated[
+        Annotated[int, Meta(ge=1, le=_MAX_STREAMS)] | None,
+        field.doc("Requests that decode together; left out: as many as can."),
+    ] = None
+    weights: Annotated[
+        str | None,
+        field.doc("How weights are stored, a name in `weights`; left out: as they are."),
+    ] = None
+    kv_format: Annotated[
+        str | None,
+        field.doc("Of keys and values, a name in `kv_formats`; left out: the server's own."),
+    ] = None
+    ttft_s: Annotated[
+        float | None, field.doc("Objective for the first token.", exclusiveMinimum=0)
+    ] = None
+    tpot_s: Annotated[
+        float | None, field.doc("Objective for each further token.", exclusiveMinimum=0)
+    ] = None
+
+
+class PlanDevice(msgspec.Struct, frozen=True):
+    """A device; sizes are in bytes, None where they are not known."""
+
+    name: str
+    memory_bytes: float | None
+    usd_per_hour: float | None
+
+
+class PlanChoices(msgspec.Struct, frozen=True):
+    """What a plan can be asked for; `here` is this machine's name, None if it was not measured."""
+
+    model: str
+    stored: str
+    context_length: int
+    here: str | None
+    kv_format: str
+    devices: list[PlanDevice]
+    weights: list[str]
+    kv_formats: Annotated[list[str], Meta(description="Formats of keys and values.")]
+
+
+def plan_routes(plans: Plans, options: ServeOptions, note: Note) -> list[Route]:
+    """Return the routes; `note` takes the fields of a request that have no effect."""
+    decoder = BodyDecoder(PlanRequest, options.limits.max_json_depth)
+
+    async def choices(_request: Request) -> Response:
+        options.check_dashboard()
+        return to_json(await plans.choices())
+
+    async def plan(request: Request) -> Response:
+        options.check_dashboard()
+        asked, ignored = decoder.decode(await read_json(request, options.limits))
+        note(ignored, served_of(request.scope))
+        return to_json(await while_connected(request.receive, plans.plan(asked)))
+
+    return [
+        Route(PATH, choices, name=PATH),
+        Route(PATH, plan, methods=["POST"], name=f"POST {PATH}"),
+    ]
+
+
+class Plans:
+    """Makes plans of the served model, one at a time, in a thread."""
+
+    def __init__(self, card: ModelCard, name: str, limits: Limits | None) -> None:
+        """Plan for the model of `card`, called `name`, and the machine of `limits`."""
+        self._card, self._name, self._limits = card, name, limits
+        self._thread = ThreadPoolExecutor(1, "twostroke-plan")
+        self._num_waiting = 0
+
+    async def choices(self) -> PlanChoices:
+        """Return what can be asked for."""
+        return await self._in_turn(self._choices)
+
+    async def plan(self, asked: PlanRequest) -> Plan:
+        """Return the plan.
+
+        Raises:
+            RequestError: a field has a wrong value.
+            UsageError: a number is out of range.
+            OverloadedError: too many plans are waiting.
+        """
+        return await self._in_turn(self._plan, asked)
+
+    def close(self) -> None:
+        """Drop the queue, and end the thread after the current plan."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_turn(self, work: Callable[..., T], *given: Any) -> T:
+        if self._num_waiting >= _MAX_WAITING:
+            raise OverloadedError(f"{self._num_waiting} plans are waiting.")
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+        finally:
+            self._num_waiting -= 1
+
+    def _choices(self) -> PlanChoices:
+        from twostroke.cache import FORMATS
+        from twostroke.planner import WEIGHTS
+
+        here = self._here
+        devices = [
+            PlanDevice(one.name, one.memory_bytes, one.usd_per_hour)
+            for one in self._devices.values()
+        ]
+        card = self._card
+        return PlanChoices(
+            model=self._name,
+            stored=card.format,
+            context_length=card.context_length,
+            here=here.name if here is not None else None,
+            kv_format=self._kv_format,
+            devices=devices,
+            weights=list(WEIGHTS),
+            kv_formats=list(FORMATS),
+        )
+
+    def _plan(self, asked: PlanRequest) -> Plan:
+        from twostroke.cache import FORMATS
+        from twostroke.planner import WEIGHTS, Question, known_calibration, make_plan
+
+        names = set(Question.__struct_fields__) & set(PlanRequest.__struct_fields__)
+        values = {name: getattr(asked, name) for name in names}
+        values["kv_format"] = _one_of(FORMATS, asked.kv_format or self._kv_format, "kv_format")
+        question = Question(**values)
+        model, calibration = self._model, None
+        if asked.weights is not None:
+            model = model.as_(_one_of(WEIGHTS, asked.weights, "weights"))
+        if asked.device != HERE:
+            device = self._devices[_one_of(self._devices, asked.device, "device")]
+        elif (here := self._here) is None:
+            reason = "cannot be this machine, whose limits are not known: name another."
+            raise RequestError(reason, field="device")
+        else:
+            device, calibration = here, known_calibration(self._card.identity)
+        return make_plan(model, device, question, calibration)
+
+    @cached_property
+    def _model(self) -> PlannedModel:
+        from twostroke.planner import PlannedModel
+
+        card = self._card
+        return PlannedModel(
+            self._name, card.cost.program, card.cost.weight_bytes, card.format, "bf16"
+        )
+
+    @cached_property
+    def _devices(self) -> dict[str, Device]:
+        from twostroke.planner import known_devices  # nothing else of a server needs it
+
+        return known_devices()
+
+    @property
+    def _here(self) -> Device | None:
+        from twostroke.planner.devices import device_of
+
+        hardware = self._limits and self._limits.hardware()
+        return device_of(hardware) if hardware else None
+
+    @property
+    def _kv_format(self) -> str:
+        from twostroke.cache import FORMATS
+
+        cache = self._card.cost.cache
+        return next(name for name, one in FORMATS.items() if one == cache)
+
+
+def _one_of(known: Iterable[str], value: str, name: str) -> str:
+    """Return a value that must be one of those known."""
+    names = list(known)
+    if value not in names:
+        reason = f"must be one of {', '.join(names)}, got '{{value}}'.{nearest(value, names)}"
+        raise RequestError(reason, field=name, value=value[:80])
+    return value

@@ -1,0 +1,127 @@
+"""/api/plan: plans of the served model, what it refuses, and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from support.servers import live_server
+from twostroke import planner
+from twostroke.core.errors import OverloadedError
+from twostroke.core.hardware import Hardware
+from twostroke.engine.limits import Limits
+from twostroke.planner.calibration import Calibration, Point
+from twostroke.serve import plans
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+MACHINE = Hardware("a machine", 2, 8 << 30, 20e9, 1e12, "int8", "measured")
+POINTS = (Point(1, 16, 0, 2e-5, 1e-4, 1e-5), Point(0, 0, 16, 2e-5, 4e-4, 1e-5))
+
+
+@pytest.fixture
+def measured(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
+    limits = Limits("portable", 2, 1 << 20)
+    monkeypatch.setattr(limits, "_hardware", MACHINE)
+    monkeypatch.setattr(server.api._plans, "_limits", limits)
+    return server
+
+
+def test_the_answer_is_that_of_the_planner(server: LiveServer) -> None:
+    card = server.client.card
+    model = planner.PlannedModel(
+        "tiny", card.cost.program, card.cost.weight_bytes, card.format, "bf16"
+    )
+    device = planner.find_device("L4")
+    for body, planned, question in (
+        ({}, model, planner.Question(kv_format="f16")),
+        (
+            {"weights": "w4a16", "kv_format": "int8", "prompt": 64, "streams": 3, "tpot_s": 0.5},
+            model.as_("w4a16"),
+            planner.Question(kv_format="int8", prompt=64, streams=3, tpot_s=0.5),
+        ),
+    ):
+        found = server.http.post(plans.PATH, json={"device": "L4", **body}).json()
+        plan = planner.make_plan(planned, device, question)
+        assert found == msgspec.json.decode(msgspec.json.encode(plan))
+
+
+def test_this_machine_has_its_measured_limits(
+    measured: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = measured.http.get(plans.PATH).json()
+    assert choices["here"] == "a machine"
+    assert {"L4", "H100-SXM"} < {one["name"] for one in choices["devices"]}
+    assert "w4a16" in choices["weights"]
+    plan = measured.http.post(plans.PATH, json={"prompt": 64}).json()
+    assert plan["device"] == "a machine"
+    assert plan["roof"]["bandwidth"] == MACHINE.bandwidth
+    assert plan["calibrated"] is None
+    known = Calibration(POINTS, "2026-01-02")
+    monkeypatch.setattr(planner, "known_calibration", lambda _identity: known)
+    corrected = measured.http.post(plans.PATH, json={"prompt": 64}).json()
+    assert corrected["calibrated"]["date"] == "2026-01-02"
+    assert corrected["ttft_s"] > plan["ttft_s"]
+    table = measured.http.post(plans.PATH, json={"device": "L4"}).json()
+    assert table["calibrated"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        ({}, "device", "limits are not known"),
+        ({"device": "H100-SXN"}, "device", "Did you mean 'H100-SXM'"),
+        ({"device": "mine.toml"}, "device", "must be one of"),
+        ({"device": "L4", "weights": "int9"}, "weights", "must be one of bf16"),
+        ({"device": "L4", "kv_format": "q4"}, "kv_format", "must be one of f32"),
+        ({"device": "L4", "prompt": 0}, "prompt", "1048576"),
+        ({"device": "L4", "output": 1 << 40}, "output", "1048576"),
+        ({"device": "L4", "streams": 1 << 15}, "streams", "16384"),
+        ({"device": "L4", "count": 0}, "count", "from 1 to 1024"),
+        ({"device": "L4", "cached": 1}, "cached", "below 1"),
+        ({"device": "L4", "tpot_s": -1}, "tpot_s", "greater than 0"),
+        ({"device": "L4", "prompt": "many"}, "prompt", "integer"),
+    ],
+)
+def test_wrong_fields_are_named(
+    server: LiveServer, body: dict[str, Any], field: str, words: str
+) -> None:
+    answer = server.http.post(plans.PATH, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert words in answer.json()["error"]["message"]
+
+
+def test_plans_are_there_if_the_dashboard_is(tmp_path: Path) -> None:
+    with live_server(tmp_path, ServeOptions(dashboard=False)) as server:
+        for answer in (server.http.get(plans.PATH), server.http.post(plans.PATH, json={})):
+            assert answer.status_code == 404
+            assert "--dashboard" in answer.json()["error"]["message"]
+
+
+def test_more_plans_than_can_wait_are_refused(server: LiveServer) -> None:
+    gate = threading.Event()
+
+    async def crowd() -> list[Any]:
+        made = plans.Plans(server.client.card, "tiny", None)
+        waiting = [made._in_turn(gate.wait) for _ in range(plans._MAX_WAITING)]
+        tasks = [asyncio.ensure_future(one) for one in waiting]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="plans are waiting"):
+            await made.choices()
+        gate.set()
+        await asyncio.gather(*tasks)
+        try:
+            return (await made.choices()).weights
+        finally:
+            made.close()
+
+    assert "fp8" in asyncio.run(crowd())
