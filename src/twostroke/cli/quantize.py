@@ -19,7 +19,7 @@ def _targets() -> tuple[str, ...]:
 
 @click.command("quantize", cls=Command)
 @click.argument("model")
-@option("--to", "target", required=True, help="Format of the weights, such as iq4_nl or q5_0.")
+@option("--to", "target", required=True, help="Format of the weights, such as q4_k_m or iq4_nl.")
 @option(
     "-o", "--out", required=True, type=click.Path(path_type=Path), help="The GGUF file to write."
 )

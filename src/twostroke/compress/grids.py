@@ -10,7 +10,7 @@ import numpy as np
 from twostroke.core.frozen import Frozen
 from twostroke.quant.format import half_bytes
 from twostroke.quant.iq4 import LEVELS, pack_xs
-from twostroke.quant.k_around_zero import pack_q6_k
+from twostroke.quant.k_around_zero import pack_q3_k, pack_q6_k
 from twostroke.quant.k_from_minimum import pack_super_blocks
 from twostroke.quant.planes import pack_planes
 from twostroke.quant.steps import pack_codes
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.quant import Bytes, Floats
+
+    Packer = Callable[[Floats, Floats, Bytes], Bytes]
 
 
 class Rounded(Frozen, eq=False):
@@ -102,9 +104,15 @@ def _pack_k(rounded: Rounded, bits: int) -> Bytes:
     return pack_super_blocks((rounded.tops, rounded.bottoms), shares, codes, bits)
 
 
-def _pack_q6_k(rounded: Rounded) -> Bytes:
-    codes = (rounded.levels + np.int8(32)).view(np.uint8).reshape(-1, 256)
-    return pack_q6_k(rounded.tops, rounded.shares, codes)
+def _pack_groups_of_16(rounded: Rounded, half: int, pack: Packer) -> Bytes:
+    codes = (rounded.levels + np.int8(half)).view(np.uint8).reshape(-1, 256)
+    return pack(rounded.tops, rounded.shares, codes)
+
+
+def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], most: int) -> Grid:
+    shares = -most, most - 1
+    pack_levels = partial(_pack_groups_of_16, half=half, pack=pack)
+    return Grid(pack_levels, -half, half - 1, peaks, group=16, num_groups=16, shares=shares)
 
 
 def _peaks(half: int) -> tuple[float, ...]:
@@ -138,7 +146,8 @@ GRIDS = {
     "Q8_0": Grid(_pack_bytes, -127, 127, (127.0, 126.0, 125.0)),
     "IQ4_NL": Grid(_pack_nl, -127, 113, _IQ4_PEAKS, _TABLE),
     "IQ4_XS": Grid(_pack_xs, -127, 113, _IQ4_PEAKS, _TABLE, num_groups=8, shares=(-32, 31)),
+    "Q3_K": _groups_of_16(4, pack_q3_k, _peaks(4), 32),
     "Q4_K": _super_blocks(4),
     "Q5_K": _super_blocks(5),
-    "Q6_K": Grid(_pack_q6_k, -32, 31, _Q6_PEAKS, group=16, num_groups=16, shares=(-128, 127)),
+    "Q6_K": _groups_of_16(32, pack_q6_k, _Q6_PEAKS, 128),
 }

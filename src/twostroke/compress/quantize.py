@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from twostroke.compress.calibrate import own_pieces, text_pieces
-from twostroke.compress.grids import GRIDS
+from twostroke.compress.mixes import MIXES, formats_of, is_rounded
 from twostroke.compress.report import FileReport, TextFacts, bits_of, make_report
 from twostroke.compress.unfinished import need, unfinished
 from twostroke.compress.walk import round_products
@@ -17,7 +17,6 @@ from twostroke.engine.compute import check_can_run
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.models import build_program
 from twostroke.models.rope import ROPE_TABLES
-from twostroke.program import Program, ops
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import GgufTokenizer
 from twostroke.weights.gguf import Metadata
@@ -33,12 +32,9 @@ if TYPE_CHECKING:
 
     Notice = Callable[[str], None]
 
-TARGETS: Final = (*(name.lower() for name in GRIDS), "f16", "bf16", "f32")
+TARGETS: Final = tuple(MIXES)
 
 _NOTICE_EVERY = 14  # matrices
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9}
-_FILE_TYPES |= {"IQ4_NL": 25, "BF16": 32}
-_TABLE_FORMAT = "Q8_0"  # of embeddings and logits
 # What describes the old file alone, or is written anew.
 _DROPPED = ("split.", "quantize.", "twostroke.", "general.alignment")
 
@@ -70,21 +66,20 @@ def _write(
     source: LoadedModel, target: str, part: Path, text: str | None, num_tokens: int, notice: Notice
 ) -> FileReport:
     metadata, fixed = stored(source)
-    program, name = build_program(source.spec), target.upper()
-    formats = _formats(program, source.tensors, name)
+    program, mix = build_program(source.spec), MIXES[target]
+    formats = formats_of(program, source.tensors, mix)
     _tell_if_no_finer(source.tensors, formats, notice)
     sizes = (
         source.tensors[key].num_values * FORMATS[formats[key]].bits_per_value for key in formats
     )
     need(part, sum(sizes) / 8)
     tensors = dict(source.tensors)
-    for key, chosen in formats.items():
-        if chosen not in GRIDS or not key.startswith("blk."):
-            tensors[key] = QuantTensor.from_floats(tensors[key].dequantize(), FORMATS[chosen])
-    rounded = {key: chosen for key, chosen in formats.items() if key.startswith("blk.")}
-    written: dict[str, Value] = {"general.file_type": _FILE_TYPES[name]}
+    rounded = {key: name for key, name in formats.items() if is_rounded(key, name)}
+    for key in formats.keys() - rounded.keys():
+        tensors[key] = QuantTensor.from_floats(tensors[key].dequantize(), FORMATS[formats[key]])
+    written: dict[str, Value] = {"general.file_type": mix.file_type}
     calibration = None
-    if name in GRIDS:
+    if rounded:
         if text is None:
             notice("Asking the model for text to calibrate on")
             pieces = own_pieces(source, num_tokens)
@@ -125,22 +120,6 @@ def stored(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor
         key: held.metadata.raw(key) for key in held.metadata if not key.startswith(_DROPPED)
     }
     return raw, fixed
-
-
-def _formats(program: Program, tensors: Mapping[str, QuantTensor], name: str) -> dict[str, str]:
-    """Return the formats of products, embedding and logits; rows must fill whole blocks."""
-    formats: dict[str, str] = {}
-    for op in program.ops:
-        matrices = [weight.name for weight in op.weights if len(weight.shape) == 2]
-        is_table = isinstance(op, ops.Embed | ops.Logits)
-        for key in matrices:
-            formats[key] = _TABLE_FORMAT if is_table and name in GRIDS else name
-            width, block = tensors[key].shape[-1], FORMATS[formats[key]].block_size
-            if width % block:
-                raise TwostrokeError(
-                    f"{key} has rows of {width} values, not a multiple of {name}'s {block}."
-                )
-    return formats
 
 
 def _tell_if_no_finer(

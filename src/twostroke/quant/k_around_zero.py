@@ -35,7 +35,11 @@ def decode_q3_k(blocks: Bytes) -> Floats:
 
 def encode_q3_k(values: Floats) -> Bytes:
     """float32 (n, 256) to bytes (n, 110): least squares for each group's scale."""
-    scale, shares, codes = _fitted(values, 4, _Q3_PEAKS, 32)
+    return pack_q3_k(*_fitted(values, 4, _Q3_PEAKS, 32))
+
+
+def pack_q3_k(scale: Floats, shares: Floats, codes: Bytes) -> Bytes:
+    """Pack the scale of the scales (n, 1), the scales (n, 16) and codes (n, 256)."""
     lifted = (shares + np.float32(32)).astype(np.uint8)
     parts = [
         pack_planes(codes >> np.uint8(2), 1, run=32),
