@@ -3,13 +3,17 @@
 All start from one file, the model's off-grid twin in F32, and are calibrated on the same text. One
 reader scores all on the held-out text, which is neither the calibration text nor the text on which
 choices are made. llama.cpp's part is its own function for a tensor, `ggml_quantize_chunk`, as
-llama-quantize calls it, with mean squares of the twin's inputs. Embeddings and logits are Q8_0.
+llama-quantize calls it, with mean squares of the twin's inputs, and its own mixes. A format that is
+a number stands for `quantize --bits`, which llama.cpp does not have.
+
+Files that build/compress has are kept, so that a run can be stopped and started again.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import time
 from typing import TYPE_CHECKING
 
@@ -19,7 +23,9 @@ import environments
 import twin
 from goals import SMOLLM2
 from report import ROOT, caption, machine_facts, note, save, table
+from twostroke.compress.allocate import Goal
 from twostroke.compress.calibrate import own_pieces
+from twostroke.compress.mixes import MIXES, formats_of, is_rounded
 from twostroke.compress.quantize import quantize
 from twostroke.compress.report import bits_of
 from twostroke.compress.walk import Stream
@@ -37,7 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from twostroke.compress.mixes import Mix
     from twostroke.quant import Floats
+    from twostroke.weights import LoadedModel
 
     Rounder = Callable[[str, Floats, str], QuantTensor]  # name, weight and format of a product
 
@@ -49,7 +57,7 @@ def main() -> None:
     """Make the files of each model, score them, and print and keep the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[SMOLLM2], metavar="MODEL")
-    parser.add_argument("--formats", nargs="+", default=["iq4_nl", "q4_1", "q5_0"])
+    parser.add_argument("--formats", nargs="+", default=["iq4_nl", "q4_1", "q5_0", "q4_k_m", "4.5"])
     parser.add_argument("--tokens", type=int, default=12288, help="of calibration text")
     given = parser.parse_args()
     facts, results, texts = machine_facts(), [], []
@@ -69,21 +77,34 @@ def _measure(model: str, formats: list[str], num_tokens: int) -> list[tuple[str,
     if not source.exists():
         twin.main(model, str(source))
     loaded = load(str(source))
-    pieces = own_pieces(loaded, num_tokens)
+    pieces = _kept_pieces(folder / f"{num_tokens} tokens.json", loaded, num_tokens)
     text = "\n".join(map(build_tokenizer(loaded).decode, pieces))
     _check_differ(text, choosing_text(), held_out_text())
     llama = _Llama(source, pieces)
     made: dict[Path, float] = {}  # files, and the seconds that each took
     for name in formats:
-        for maker in ("plain", "llama.cpp", "twostroke"):
-            began, out = time.perf_counter(), folder / f"{maker} {name}.gguf"
-            note(f"Making {out.name}")
-            if maker == "twostroke":
-                quantize(str(source), name, out, None, num_tokens, note)
-            else:
-                _write(source, out, name.upper(), llama.rounded if maker != "plain" else _plain)
-            made[out] = time.perf_counter() - began
+        is_goal = name not in MIXES
+        for maker in ("twostroke",) if is_goal else ("plain", "llama.cpp", "twostroke"):
+            began, out = time.perf_counter(), folder / f"{maker} {name} {num_tokens}.gguf"
+            seconds = out.with_suffix(".seconds")
+            if not seconds.exists():
+                note(f"Making {out.name}")
+                if maker == "twostroke":
+                    wanted = Goal(bits=float(name)) if is_goal else name
+                    quantize(str(source), wanted, out, None, num_tokens, note)
+                else:
+                    _write(source, out, MIXES[name], llama.rounded if maker != "plain" else _plain)
+                seconds.write_text(str(time.perf_counter() - began))
+            made[out] = float(seconds.read_text())
     return list(_scored(source, made))
+
+
+def _kept_pieces(path: Path, loaded: LoadedModel, num_tokens: int) -> list[list[int]]:
+    """Return the model's own answers, asked for once."""
+    if not path.exists():
+        path.write_text(json.dumps(own_pieces(loaded, num_tokens)))
+    pieces: list[list[int]] = json.loads(path.read_text())
+    return pieces
 
 
 def _check_differ(*texts: str) -> None:
@@ -94,16 +115,14 @@ def _check_differ(*texts: str) -> None:
             assert one is other or not any(part in one for part in parts), "the texts overlap"
 
 
-def _write(source: Path, out: Path, name: str, rounded: Rounder) -> None:
-    """Write a model whose products are in the format `name`, all other matrices Q8_0."""
+def _write(source: Path, out: Path, mix: Mix, rounded: Rounder) -> None:
+    """Write a model in the formats of a mix; what is no product is rounded plainly."""
     file = read_gguf(source)
-    products = {op.weight for op in _products(source)}
     tensors = dict(file.tensors)
-    for key, tensor in file.tensors.items():
-        if key in products:
-            tensors[key] = rounded(key, tensor.dequantize(), name)
-        elif len(tensor.shape) == 2:
-            tensors[key] = QuantTensor.from_floats(tensor.dequantize(), FORMATS["Q8_0"])
+    program = build_program(load(str(source)).spec)
+    for key, name in formats_of(program, file.tensors, mix).items():
+        chosen = rounded if is_rounded(key, name) else _plain
+        tensors[key] = chosen(key, file.tensors[key].dequantize(), name)
     metadata = {
         key: file.metadata.raw(key)  # type: ignore[attr-defined]
         for key in file.metadata
@@ -131,7 +150,8 @@ class _Llama:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._quantize.argtypes = (ctypes.c_int, pointer, pointer, count, count, count, pointer)
         self._quantize.restype = ctypes.c_size_t
-        self._squares = _mean_squares(source, pieces)
+        self._squares: dict[str, Floats] = {}
+        self._source, self._pieces = source, pieces
 
     def rounded(self, key: str, weight: Floats, name: str) -> QuantTensor:
         """Return a weight (outputs, inputs) in the format `name`."""
@@ -139,6 +159,7 @@ class _Llama:
         num_rows, width = weight.shape
         data = np.empty((num_rows, fmt.num_bytes(width)), np.uint8)
         where = (array.ctypes.data for array in (weight, data))
+        self._squares = self._squares or _mean_squares(self._source, self._pieces)
         squares = self._squares[key].ctypes.data
         written = self._quantize(fmt.gguf_id, *where, 0, num_rows, width, squares)
         assert written == data.nbytes, f"ggml wrote {written} bytes of {name}"

@@ -79,6 +79,39 @@ def test_a_report_has_what_was_measured_and_from_what(
         assert shown in printed
 
 
+def test_a_mix_is_chosen_for_a_goal_and_measured_once(
+    cli: Callable[..., Ran], tiny: str, text: tuple[str, ...], folder: Path
+) -> None:
+    out = str(folder / "mix.gguf")
+
+    def mixed(*goal: str) -> Ran:
+        return cli("quantize", tiny, *goal, "--out", out, *text)
+
+    first = mixed("--bits", "5.2")
+    assert "parts of the model measured" in first.err
+    report = json.loads(cli("report", out, "--json").out)
+    assert 4.9 < report["bits"] <= 5.2
+    assert report["target"] == "5.2 bits"
+    assert len({tensor.format.name for tensor in read_gguf(Path(out)).tensors.values()}) > 3
+    again = mixed("--size", "120K")
+    assert "known from before" in again.err
+    assert 100_000 < Path(out).stat().st_size <= 120_000
+    assert mixed("--kl", "0.001").code == 0
+    asked = json.loads(cli("report", out, "--json").out)
+    assert asked["comparison"]["mean_kl"] < 0.002
+
+    for goal, sentence in (
+        (("--bits", "2"), "the smallest has 4."),
+        (("--size", "20K"), "the smallest takes"),
+        (("--kl", "1e-9"), "embeddings and logits alone have a KL of"),
+        ((), "Give one of --to, --bits, --size and --kl"),
+        (("--bits", "5", "--to", "q4_0"), "Give one of --to, --bits, --size and --kl"),
+    ):
+        ran = mixed(*goal)
+        assert (ran.code, ran.err.count("twostroke: ")) == (2, 1), ran.err
+        assert sentence in ran.err
+
+
 def test_a_model_calibrates_itself_on_the_same_pieces_each_time(tiny: str) -> None:
     source = load(tiny)
     first, again = (own_pieces(source, 2000) for _ in range(2))
@@ -151,7 +184,7 @@ def test_nothing_is_named_that_cannot_pass(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: free)
         refused(", and the disk has ", 1)
-    for stage in ("round_products", "make_report"):  # while it rounds, and once the file is whole
+    for stage in ("rounded_to", "make_report"):  # while it rounds, and once the file is whole
         with monkeypatch.context() as patch:
             patch.setattr(module, stage, lambda *_: signal.raise_signal(signal.SIGINT))
             refused("x.gguf' was not written", 130)

@@ -6,20 +6,26 @@ from pathlib import Path
 
 import click
 
-from twostroke.cli.help import Command, OneOf, TextFile, option
+from twostroke.cli.help import ByteSize, Command, OneOf, TextFile, option
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable
-
-
-def _targets() -> tuple[str, ...]:
-    from twostroke.compress.quantize import TARGETS
-
-    return TARGETS
+from twostroke.core.errors import UsageError
 
 
 @click.command("quantize", cls=Command)
 @click.argument("model")
-@option("--to", "target", required=True, help="Format of the weights, such as q4_k_m or iq4_nl.")
+@option("--to", "target", help="Format of the weights, such as q4_k_m or iq4_nl.")
+@option(
+    "--bits",
+    type=click.FloatRange(1, 16),
+    help="Instead: the best mix of formats with so many bits for each weight of a layer.",
+)
+@option("--size", type=ByteSize(), help="Instead: the best mix of a file of this size.")
+@option(
+    "--kl",
+    type=click.FloatRange(0, 10, min_open=True),
+    help="Instead: the smallest mix with this KL divergence from MODEL, in nats.",
+)
 @option(
     "-o", "--out", required=True, type=click.Path(path_type=Path), help="The GGUF file to write."
 )
@@ -35,7 +41,16 @@ def _targets() -> tuple[str, ...]:
     default=8192,
     help="Tokens of it to calibrate on.",
 )
-def command(model: str, target: str, out: Path, text: str | None, num_tokens: int) -> None:
+def command(
+    model: str,
+    target: str | None,
+    bits: float | None,
+    size: int | None,
+    kl: float | None,
+    out: Path,
+    text: str | None,
+    num_tokens: int,
+) -> None:
     """Write MODEL with fewer bits for each weight, as a GGUF file.
 
     Rounding is calibrated on text: without --text, on MODEL's answers to many prompts. The file is
@@ -43,10 +58,13 @@ def command(model: str, target: str, out: Path, text: str | None, num_tokens: in
     the file: twostroke report FILE.
     """
     from twostroke.cli.report import show_report
-    from twostroke.compress.quantize import quantize
+    from twostroke.compress.allocate import Goal
+    from twostroke.compress.quantize import TARGETS, quantize
 
-    target = OneOf(_targets()).convert(target, None, None)
+    if sum(given is not None for given in (target, bits, size, kl)) != 1:
+        raise UsageError("Give one of --to, --bits, --size and --kl.")
+    wanted = Goal(bits, size, kl) if target is None else OneOf(TARGETS).convert(target, None, None)
     fetch(model)
-    done = quantize(model, target, out, text, num_tokens, lambda line: click.echo(line, err=True))
+    done = quantize(model, wanted, out, text, num_tokens, lambda line: click.echo(line, err=True))
     click.echo(printable(f"{out}\n"))
     show_report(done)

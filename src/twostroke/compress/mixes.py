@@ -11,7 +11,7 @@ from twostroke.program import ops
 from twostroke.quant import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from twostroke.program import Program
     from twostroke.quant import QuantTensor
@@ -105,3 +105,12 @@ def layer_of(key: str) -> int:
 def is_rounded(key: str, name: str) -> bool:
     """Whether a matrix is rounded for its inputs: those of layers, in a format of GRIDS."""
     return key.startswith("blk.") and name in GRIDS
+
+
+def file_type_of(tensors: Iterable[QuantTensor]) -> int:
+    """Return the number of the mix that is named after the format of most values."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        counts[tensor.format.name] = counts.get(tensor.format.name, 0) + tensor.num_values
+    most = max(counts, key=counts.__getitem__)
+    return next((mix.file_type for mix in MIXES.values() if mix.layers == most), 0)

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Final
 
-from twostroke.compress.calibrate import own_pieces, text_pieces
-from twostroke.compress.mixes import MIXES, formats_of, is_rounded
-from twostroke.compress.report import FileReport, TextFacts, bits_of, make_report
+from twostroke.compress.choose import Calibration, Chooser, rounded_to
+from twostroke.compress.mixes import MIXES, file_type_of, formats_of, is_rounded
+from twostroke.compress.report import FileReport, bits_of, make_report
 from twostroke.compress.unfinished import need, unfinished
-from twostroke.compress.walk import round_products
 from twostroke.core.config import ComputeOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.engine.canary import REPORT_KEY
 from twostroke.engine.compute import check_can_run
-from twostroke.engine.loading import build_tokenizer, load
+from twostroke.engine.loading import load
 from twostroke.models import build_program
 from twostroke.models.rope import ROPE_TABLES
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import GgufTokenizer
-from twostroke.weights.gguf import Metadata
+from twostroke.weights.gguf import DEFAULT_ALIGNMENT, Metadata
 from twostroke.weights.gguf_split import read_gguf_parts
 from twostroke.weights.write_gguf import write_gguf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
+    from twostroke.compress.allocate import Goal
     from twostroke.weights import LoadedModel
     from twostroke.weights.write_gguf import Value
 
@@ -34,21 +33,23 @@ if TYPE_CHECKING:
 
 TARGETS: Final = tuple(MIXES)
 
-_NOTICE_EVERY = 14  # matrices
+_CHOSEN: Final = "q4_k_m"  # the mix whose tables a chosen mix has
+_REPORT_BYTES: Final = 8192  # at most
 # What describes the old file alone, or is written anew.
 _DROPPED = ("split.", "quantize.", "twostroke.", "general.alignment")
 
 
 def quantize(
-    model: str, target: str, out: Path, text: str | None, num_tokens: int, notice: Notice
+    model: str, wanted: str | Goal, out: Path, text: str | None, num_tokens: int, notice: Notice
 ) -> FileReport:
-    """Write `model` in the format `target` (of TARGETS) to `out`; nothing, if anything fails.
+    """Write `model` as the mix `wanted` (of TARGETS), or as the best mix for a goal, to `out`.
 
-    Calibrates on some `num_tokens` tokens of `text`, without one on the model's own answers. The
-    report is in the file, too.
+    Nothing is written if anything fails. Calibrates on some `num_tokens` tokens of `text`, without
+    one on the model's own answers. The report is in the file, too.
 
     Raises:
-        UsageError: the text is too short, or has parts of the held-out text.
+        UsageError: the text is too short, or has parts of the held-out text; no mix reaches the
+            goal.
         QualityError: the written file would write garbage.
         TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
     """
@@ -59,51 +60,62 @@ def quantize(
     if any(mapping.path.resolve() == out.resolve() for mapping in source.mappings):
         raise UsageError("must not be the source's file.", field="out")
     with unfinished(out) as part:
-        return _write(source, target, part, text, num_tokens, notice)
+        return _write(source, wanted, part, Calibration(source, text, num_tokens, notice), notice)
 
 
 def _write(
-    source: LoadedModel, target: str, part: Path, text: str | None, num_tokens: int, notice: Notice
+    source: LoadedModel, wanted: str | Goal, part: Path, calibration: Calibration, notice: Notice
 ) -> FileReport:
     metadata, fixed = stored(source)
-    program, mix = build_program(source.spec), MIXES[target]
+    program = build_program(source.spec)
+    mix = MIXES[wanted if isinstance(wanted, str) else _CHOSEN]
     formats = formats_of(program, source.tensors, mix)
-    _tell_if_no_finer(source.tensors, formats, notice)
-    sizes = (
-        source.tensors[key].num_values * FORMATS[formats[key]].bits_per_value for key in formats
-    )
-    need(part, sum(sizes) / 8)
     tensors = dict(source.tensors)
     rounded = {key: name for key, name in formats.items() if is_rounded(key, name)}
     for key in formats.keys() - rounded.keys():
         tensors[key] = QuantTensor.from_floats(tensors[key].dequantize(), FORMATS[formats[key]])
-    written: dict[str, Value] = {"general.file_type": mix.file_type}
-    calibration = None
-    if rounded:
-        if text is None:
-            notice("Asking the model for text to calibrate on")
-            pieces = own_pieces(source, num_tokens)
-            text = "\n".join(map(build_tokenizer(source).decode, pieces))
-        else:
-            pieces = text_pieces(source, text, num_tokens)
-        calibration = TextFacts.of(text, pieces)
-        began = time.perf_counter()
-        for count, (key, tensor) in enumerate(
-            round_products(program, tensors, rounded, pieces), start=1
-        ):
-            tensors[key] = tensor
-            if count % _NOTICE_EVERY and count < len(rounded):
-                continue
-            left_s = (time.perf_counter() - began) * (len(rounded) / count - 1)
-            notice(f"Rounded {count} of {len(rounded)} matrices, {left_s:.0f} s left")
+    if isinstance(wanted, str):
+        _tell_if_no_finer(source.tensors, formats, notice)
+        need(part, _size(source.tensors, formats))
+        file_type = mix.file_type
+        if rounded:
+            tensors |= rounded_to(program, tensors, rounded, calibration.pieces, notice)
+    else:
+        chooser = Chooser(program, source, tensors, list(rounded), calibration.pieces, notice)
+        other_bytes = _other_bytes(source, tensors, fixed, rounded)
+        tensors |= chooser.reach(wanted, other_bytes)
+        need(part, sum(tensor.num_bytes for tensor in tensors.values()))
+        chosen = {key: tensors[key].format.name for key in rounded}
+        _tell_if_no_finer(source.tensors, chosen, notice)
+        file_type = file_type_of(tensors[key] for key in rounded)
     everything = tensors | fixed
+    written: dict[str, Value] = {"general.file_type": file_type}
     write_gguf(part, metadata | written, everything)
     notice("Scoring the written file on held-out text")
-    report = make_report(source, part, target, calibration)
+    target = wanted if isinstance(wanted, str) else wanted.describe()
+    report = make_report(source, part, target, calibration.facts)
     part.unlink()  # it may still be mapped
     write_gguf(part, metadata | written | {REPORT_KEY: report.encode()}, everything)
     load(str(part))
     return report
+
+
+def _size(tensors: Mapping[str, QuantTensor], formats: Mapping[str, str]) -> float:
+    return sum(FORMATS[name].num_bytes(tensors[key].num_values) for key, name in formats.items())
+
+
+def _other_bytes(
+    source: LoadedModel,
+    tensors: Mapping[str, QuantTensor],
+    fixed: Mapping[str, QuantTensor],
+    rounded: Collection[str],
+) -> int:
+    """Return the bytes of a file besides those of rounded matrices: at most so many."""
+    whole = sum(tensor.num_bytes for tensor in (*source.tensors.values(), *fixed.values()))
+    others = [tensors[key] for key in tensors.keys() - set(rounded)] + list(fixed.values())
+    kept = [tensor.num_bytes for tensor in others]
+    head = source.file_bytes - whole  # metadata, and the table of tensors
+    return sum(kept) + head + _REPORT_BYTES + DEFAULT_ALIGNMENT * (len(tensors) + len(fixed))
 
 
 def stored(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor]]:

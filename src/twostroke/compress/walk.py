@@ -13,16 +13,18 @@ import numpy as np
 
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span
-from twostroke.compress.round import moments_of, round_matrix, squares_of
+from twostroke.compress.round import moments_of, squares_of
 from twostroke.compress.threads import own_threads
 from twostroke.program import ops
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from twostroke.compress.round import Moments
     from twostroke.program import Op, Program
     from twostroke.quant import Floats, QuantTensor
+
+    Rounder = Callable[[str, Floats, Moments], QuantTensor]  # name, weight, moments of its inputs
 
 _PARTS: Final = 4  # of the text, each on a thread; sums must not depend on how many of these run
 
@@ -30,14 +32,14 @@ _PARTS: Final = 4  # of the text, each on a thread; sums must not depend on how 
 def round_products(
     program: Program,
     tensors: Mapping[str, QuantTensor],
-    formats: Mapping[str, str],
+    names: Collection[str],
     pieces: Sequence[Sequence[int]],
+    rounded: Rounder,
 ) -> Iterator[tuple[str, QuantTensor]]:
-    """Yield the rounded weight of each Linear with its name, in the order of the Program.
+    """Yield the rounded weight of each Linear in `names`, in the order of the Program.
 
-    `formats` names each one's format (of GRIDS); other weights are used as `tensors` has them. The
-    inputs of one operation for all of `pieces` are in memory at a time. The result does not depend
-    on the number of threads.
+    Other weights are used as `tensors` has them. The inputs of one operation for all of `pieces`
+    are in memory at a time. The result does not depend on the number of threads.
     """
     known: tuple[str, Moments] | None = None  # a value, and its moments
     with own_threads() as pool:
@@ -46,11 +48,11 @@ def round_products(
             if isinstance(op, ops.Logits):
                 return
             weights = {weight.name: tensors[weight.name].dequantize() for weight in op.weights}
-            if isinstance(op, ops.Linear) and op.weight in formats:
+            if isinstance(op, ops.Linear) and op.weight in names:
                 if known is None or known[0] != op.x:
                     squares = pool.map(squares_of, [stream.values[op.x] for stream in streams])
                     known = op.x, moments_of(sum(squares))  # type: ignore[arg-type]
-                tensor = round_matrix(weights[op.weight], known[1], formats[op.weight])
+                tensor = rounded(op.weight, weights[op.weight], known[1])
                 yield op.weight, tensor
                 weights[op.weight] = tensor.dequantize()
             list(pool.map(partial(Stream.run, op=op, weights=weights), streams))
@@ -75,7 +77,7 @@ class Stream:
 
     def run(self, op: Op, weights: Mapping[str, Floats]) -> None:
         """Compute `op`, and forget the values that nothing else needs."""
-        sampled = np.zeros(0, np.int64)
+        sampled = np.arange(len(self._tokens))
         step = StepState(self._tokens, self._positions, self._spans, sampled, weights, self._cache)
         self.values[op.output] = apply(op, self.values, step)  # type: ignore[arg-type]
         for name in op.inputs:

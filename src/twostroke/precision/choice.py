@@ -39,7 +39,7 @@ def choose(products: Sequence[Product], score: Score, model_id: str) -> Activati
     `score(bits)` returns the logits (rows, vocab_size) of the choosing text with these bits by the
     name of the matrix, 15 where a name is missing.
     """
-    right = _Right(score({}))
+    right = RightAnswers(score({}))
 
     def measure(bits: Mapping[str, int]) -> float:
         return right.divergence(score(bits))
@@ -61,10 +61,11 @@ def choose(products: Sequence[Product], score: Score, model_id: str) -> Activati
     return ActivationBits(model_id, METHOD, bits, error, num_products)
 
 
-class _Right:
+class RightAnswers:
     """The right answers, kept as probabilities."""
 
     def __init__(self, logits: Array) -> None:
+        """Take the logits (rows, vocab_size) of the right model."""
         self._logits = logits
         self._shares = np.empty_like(logits)
         for chunk in _chunks(logits):

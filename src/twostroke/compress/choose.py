@@ -1,0 +1,135 @@
+"""Rounds a model's matrices: to given formats, or to those that reach a goal best."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from twostroke.compress.allocate import Goal, within_kl, within_size
+from twostroke.compress.calibrate import own_pieces, text_pieces
+from twostroke.compress.report import TextFacts
+from twostroke.compress.round import round_matrix
+from twostroke.compress.sensitivity import Trials, sensitivity_of
+from twostroke.compress.walk import round_products
+from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.engine.loading import build_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+    from twostroke.weights import LoadedModel
+
+    Notice = Callable[[str], None]
+
+_NOTICE_EVERY: Final = 14  # matrices
+_NUM_ATTEMPTS: Final = 4
+_NEAR: Final = 0.85  # of a divergence that is asked for: good enough
+_AIM: Final = 0.9  # of it, in the next attempt
+
+
+class Calibration:
+    """The text that a model is calibrated on: of the user, or the model's own answers."""
+
+    def __init__(
+        self, source: LoadedModel, text: str | None, num_tokens: int, notice: Notice
+    ) -> None:
+        """Take what the text is made from; it is made when it is first needed."""
+        self._source, self._given, self._num_tokens = source, text, num_tokens
+        self._notice = notice
+        self.facts: TextFacts | None = None
+
+    @cached_property
+    def pieces(self) -> list[list[int]]:
+        """The text as tokens."""
+        text = self._given
+        if text is None:
+            self._notice("Asking the model for text to calibrate on")
+            pieces = own_pieces(self._source, self._num_tokens)
+            text = "\n".join(map(build_tokenizer(self._source).decode, pieces))
+        else:
+            pieces = text_pieces(self._source, text, self._num_tokens)
+        self.facts = TextFacts.of(text, pieces)
+        return pieces
+
+
+def rounded_to(
+    program: Program,
+    tensors: Mapping[str, QuantTensor],
+    formats: Mapping[str, str],
+    pieces: Sequence[Sequence[int]],
+    notice: Notice,
+) -> dict[str, QuantTensor]:
+    """Return the matrices in `formats`, rounded, by name."""
+    found: dict[str, QuantTensor] = {}
+    began = time.perf_counter()
+    for name, tensor in round_products(
+        program,
+        tensors,
+        formats,
+        pieces,
+        lambda name, weight, moments: round_matrix(weight, moments, formats[name]),
+    ):
+        found[name] = tensor
+        if len(found) % _NOTICE_EVERY == 0 or len(found) == len(formats):
+            left_s = (time.perf_counter() - began) * (len(formats) / len(found) - 1)
+            notice(f"Rounded {len(found)} of {len(formats)} matrices, {left_s:.0f} s left")
+    return found
+
+
+class Chooser:
+    """Finds the formats that reach a goal, by what was measured of the model."""
+
+    def __init__(
+        self,
+        program: Program,
+        source: LoadedModel,
+        tensors: Mapping[str, QuantTensor],
+        names: Sequence[str],
+        pieces: Sequence[Sequence[int]],
+        notice: Notice,
+    ) -> None:
+        """Measure the model's sensitivity, if it is not known.
+
+        `tensors` are the source's, but for those that have their format already; `names` are the
+        matrices to choose for.
+        """
+        self._program, self._tensors, self._pieces = program, tensors, pieces
+        self._notice = notice
+        self._trials = Trials(program, source.tensors, str(source.path))
+        self._kl = sensitivity_of(program, source.tensors, names, pieces, self._trials, notice).kl
+        self._sizes = {name: tensors[name].num_values for name in names}
+
+    def reach(self, goal: Goal, other_bytes: int) -> dict[str, QuantTensor]:
+        """Return the rounded matrices; `other_bytes` is what the file has besides them.
+
+        Raises:
+            UsageError: no mix reaches the goal.
+        """
+        if goal.kl is None:
+            return self._rounded(within_size(self._kl, self._sizes, goal, other_bytes))
+        fixed = self._trials.kl(self._tensors)  # of embeddings and logits
+        budget = room = goal.kl - fixed
+        if room <= 0:
+            message = f"embeddings and logits alone have a KL of {fixed:.3g}."
+            raise UsageError(message, field="kl")
+        best: tuple[float, dict[str, QuantTensor]] | None = None
+        nearest = float("inf")
+        for _ in range(_NUM_ATTEMPTS):
+            found = self._rounded(within_kl(self._kl, self._sizes, budget))
+            measured = self._trials.kl({**self._tensors, **found})
+            self._notice(f"KL on the choosing text: {measured:.3g}, {goal.kl:g} asked for")
+            nearest = min(nearest, measured)
+            if measured <= goal.kl and (best is None or measured > best[0]):
+                best = measured, found
+            if _NEAR * goal.kl <= measured <= goal.kl:
+                break
+            budget *= _AIM * room / max(measured - fixed, room / 8)
+        if best is None:
+            raise TwostrokeError(f"The mixes that were tried have a KL of {nearest:.3g} at least.")
+        return best[1]
+
+    def _rounded(self, formats: dict[str, str]) -> dict[str, QuantTensor]:
+        return rounded_to(self._program, self._tensors, formats, self._pieces, self._notice)

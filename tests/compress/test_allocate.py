@@ -1,0 +1,59 @@
+"""The choice of formats: no other mix within the limit is better."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from twostroke.compress.allocate import Goal, within_kl, within_size
+from twostroke.core.errors import UsageError
+from twostroke.quant import FORMATS
+
+MENU = ("IQ4_NL", "Q4_1", "Q5_1", "Q8_0")
+SIZES = {f"blk.{i}.w": 256 * (1 + i % 3) for i in range(6)}
+
+
+def measured(seed: int) -> dict[str, dict[str, float]]:
+    rng = np.random.default_rng(seed)
+    return {
+        name: {fmt: float(rng.uniform(0.5, 20)) * 4 ** -FORMATS[fmt].bits_per_value for fmt in MENU}
+        for name in SIZES
+    }
+
+
+def num_bytes(formats: dict[str, str]) -> float:
+    return sum(FORMATS[fmt].num_bytes(SIZES[name]) for name, fmt in formats.items())
+
+
+def total(kl: dict[str, dict[str, float]], formats: dict[str, str]) -> float:
+    return sum(kl[name][fmt] for name, fmt in formats.items())
+
+
+def test_no_other_mix_within_the_limit_is_better() -> None:
+    for seed in range(3):
+        kl = measured(seed)
+        mixes = [dict(zip(SIZES, each, strict=True)) for each in product(MENU, repeat=len(SIZES))]
+        limit = 5.3 * sum(SIZES.values()) / 8
+        for goal, other in ((Goal(bits=5.3), 0), (Goal(num_bytes=int(limit) + 77), 77)):
+            found = within_size(kl, SIZES, goal, other)
+            assert num_bytes(found) <= limit
+            best = min(total(kl, mix) for mix in mixes if num_bytes(mix) <= limit)
+            assert total(kl, found) <= best * 1.01
+        limit = total(kl, dict.fromkeys(SIZES, "Q4_1"))
+        found = within_kl(kl, SIZES, limit)
+        assert total(kl, found) <= limit
+        assert num_bytes(found) <= 1.01 * min(
+            num_bytes(mix) for mix in mixes if total(kl, mix) <= limit
+        )
+
+
+def test_a_goal_that_no_mix_reaches_names_the_nearest() -> None:
+    kl = measured(0)
+    with pytest.raises(UsageError, match=r"has 4 bits .* the smallest has 4\.50"):
+        within_size(kl, SIZES, Goal(bits=4), 0)
+    with pytest.raises(UsageError, match="the smallest takes 2 MB"):
+        within_size(kl, SIZES, Goal(num_bytes=1_000_000), 2_000_000)
+    with pytest.raises(UsageError, match="the nearest has a KL of some"):
+        within_kl(kl, SIZES, 1e-9)
