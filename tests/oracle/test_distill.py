@@ -99,7 +99,7 @@ def test_it_goes_on_where_it_was_stopped(
         with pytest.raises(KeyboardInterrupt, match=r"student so far is in .*student\.gguf"):
             distill(str(teacher), None, 3, tmp_path, replace(SHORT, minutes=9.0), lines.append)
     assert steps == [1, 2, 3, 4, 5, 6]
-    assert sum(line.startswith("layers: ") for line in lines) <= 4  # chosen once
+    assert sum("remain" in line for line in lines) <= 4  # chosen once
     with pytest.raises(UsageError, match="another model or with other options"):
         distill(str(teacher), None, 2, tmp_path, SHORT, lines.append)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
+from twostroke.cli.extras import needing_torch
 from twostroke.cli.help import Command, option
 from twostroke.cli.pull import fetch
-from twostroke.core.errors import BackendError, UsageError
+from twostroke.core.errors import UsageError
 
 
 @click.command("distill", cls=Command)
@@ -42,12 +43,8 @@ def command(
     options = DistillOptions(**given)
     if (student is None) == (num_layers is None):
         raise UsageError("Give either --student MODEL or --layers N.")
-    try:
+    with needing_torch("distill"):
         from twostroke.compress.distill import distill
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise BackendError("distill needs PyTorch: pip install 'twostroke[train]'.") from None
     fetch(teacher)
     if student is not None:
         fetch(student)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from twostroke.cli.extras import needing_torch
 from twostroke.cli.help import ByteSize, Command, OneOf, TextFile, option
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable
@@ -41,6 +42,13 @@ from twostroke.core.errors import UsageError
     default=8192,
     help="Tokens of it to calibrate on.",
 )
+@option(
+    "--tune",
+    "tuning_minutes",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Minutes in which scales and norms learn from MODEL, codes unchanged (extra [train]).",
+)
 def command(
     model: str,
     target: str | None,
@@ -50,6 +58,7 @@ def command(
     out: Path,
     text: str | None,
     num_tokens: int,
+    tuning_minutes: float,
 ) -> None:
     """Write MODEL with fewer bits for each weight, as a GGUF file.
 
@@ -64,7 +73,18 @@ def command(
     if sum(given is not None for given in (target, bits, size, kl)) != 1:
         raise UsageError("Give one of --to, --bits, --size and --kl.")
     wanted = Goal(bits, size, kl) if target is None else OneOf(TARGETS).convert(target, None, None)
+    if tuning_minutes:
+        with needing_torch("--tune"):
+            import twostroke.train.tune  # noqa: F401
     fetch(model)
-    done = quantize(model, wanted, out, text, num_tokens, lambda line: click.echo(line, err=True))
+    done = quantize(
+        model,
+        wanted,
+        out,
+        text,
+        num_tokens,
+        lambda line: click.echo(line, err=True),
+        tuning_minutes=tuning_minutes,
+    )
     click.echo(printable(f"{out}\n"))
     show_report(done)

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
+from twostroke.cli.extras import needing_torch
 from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.pull import fetch
-from twostroke.core.errors import BackendError
 from twostroke.models.heads import KINDS
 
 
@@ -40,12 +40,8 @@ def command(model: str, output: Path, **given: Any) -> None:
     from twostroke.train.options import TrainOptions
 
     options = TrainOptions(**given)
-    try:
+    with needing_torch("train-heads"):
         from twostroke.train.run import train_heads
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise BackendError("train-heads needs PyTorch: pip install 'twostroke[train]'.") from None
     fetch(model)
     train_heads(model, output, options, lambda line: click.echo(line, err=True))
     click.echo(f"The heads are in {output}: use them with --heads {output}.")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 FILE_NAME: Final = "student.gguf"
 _LAYERS_FILE = "layers.json"
 _MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
-_CHOOSING_ANSWERS = 4  # by which layers are chosen
+_CHOOSING_ANSWERS, _CHOOSING_TOKENS = 4, 128  # of each, by which layers are chosen
 _ARRAY, _BOOL = 9, 7  # types of GGUF values
 
 
@@ -133,9 +133,8 @@ class _Run(Frozen):
         for weight in model.weights.values():
             weight.requires_grad_()
         descent = Descent(model.weights, options.learning_rate, 60 * options.minutes)
-        return cls(
-            student, folder, about, Imitator(model, descent, teacher, examples, options.seed)
-        )
+        imitator = Imitator(model, lambda: model.weights, descent, teacher, examples, options.seed)
+        return cls(student, folder, about, imitator)
 
     @property
     def path(self) -> Path:
@@ -200,7 +199,10 @@ def _layers(
     path = folder / _LAYERS_FILE
     if path.is_file():
         return [int(layer) for layer in read_json(path)["kept"]]
-    texts = [[*answer.prompt, *map(int, answer.tokens)] for answer in answers[:_CHOOSING_ANSWERS]]
+    texts = [
+        [*answer.prompt, *map(int, answer.tokens)][-_CHOOSING_TOKENS:]
+        for answer in answers[:_CHOOSING_ANSWERS]
+    ]
     kept = choose_layers(teacher.spec, teacher.tensors, texts, count, report)
     write_json(path, {"kept": kept})
     return kept

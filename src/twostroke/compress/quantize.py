@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.compress.choose import Calibration, Chooser, rounded_to
 from twostroke.compress.mixes import MIXES, file_type_of, formats_of, is_rounded
 from twostroke.compress.report import FileReport, bits_of, make_report
+from twostroke.compress.tuning import tuned
 from twostroke.compress.unfinished import need, unfinished
 from twostroke.core.config import ComputeOptions
 from twostroke.core.errors import TwostrokeError, UsageError
@@ -40,12 +41,20 @@ _DROPPED = ("split.", "quantize.", "twostroke.", "general.alignment")
 
 
 def quantize(
-    model: str, wanted: str | Goal, out: Path, text: str | None, num_tokens: int, notice: Notice
+    model: str,
+    wanted: str | Goal,
+    out: Path,
+    text: str | None,
+    num_tokens: int,
+    notice: Notice,
+    *,
+    tuning_minutes: float = 0.0,
 ) -> FileReport:
     """Write `model` as the mix `wanted` (of TARGETS), or as the best mix for a goal, to `out`.
 
     Nothing is written if anything fails. Calibrates on some `num_tokens` tokens of `text`, without
-    one on the model's own answers. The report is in the file, too.
+    one on the model's own answers. Then scales and norms learn from the model for `tuning_minutes`.
+    The report is in the file, too.
 
     Raises:
         UsageError: the text is too short, or has parts of the held-out text; no mix reaches the
@@ -60,11 +69,17 @@ def quantize(
     if any(mapping.path.resolve() == out.resolve() for mapping in source.mappings):
         raise UsageError("must not be the source's file.", field="out")
     with unfinished(out) as part:
-        return _write(source, wanted, part, Calibration(source, text, num_tokens, notice), notice)
+        calibration = Calibration(source, text, num_tokens, notice)
+        return _write(source, wanted, part, calibration, notice, tuning_minutes)
 
 
 def _write(
-    source: LoadedModel, wanted: str | Goal, part: Path, calibration: Calibration, notice: Notice
+    source: LoadedModel,
+    wanted: str | Goal,
+    part: Path,
+    calibration: Calibration,
+    notice: Notice,
+    tuning_minutes: float,
 ) -> FileReport:
     metadata, fixed = stored(source)
     program = build_program(source.spec)
@@ -88,6 +103,8 @@ def _write(
         chosen = {key: tensors[key].format.name for key in rounded}
         _tell_if_no_finer(source.tensors, chosen, notice)
         file_type = file_type_of(tensors[key] for key in rounded)
+    if tuning_minutes:
+        tensors |= tuned(source, tensors, tuning_minutes, notice)
     everything = tensors | fixed
     written: dict[str, Value] = {"general.file_type": file_type}
     write_gguf(part, metadata | written, everything)

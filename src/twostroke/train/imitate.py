@@ -14,7 +14,7 @@ from twostroke.backends.torch.pages import WholeSequences
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -39,9 +39,13 @@ class Likeness(Frozen):
 
 @dataclass(slots=True)
 class Imitator:
-    """A student in training; `teacher` is None if it has other tokens."""
+    """A student in training; `teacher` is None if it has other tokens.
+
+    `weights` returns those of the Program of `model` as they are now.
+    """
 
     model: TorchModel
+    weights: Callable[[], Mapping[str, Tensor]]
     descent: Descent
     teacher: Teacher | None
     examples: Sequence[Example]
@@ -102,7 +106,7 @@ class Imitator:
             for part in (tokens, positions, sampled, following)
         )
         keeper = WholeSequences([len(part) for part in tokens])
-        step = StepState(rows, places, drawn, self.model.weights, keeper)
+        step = StepState(rows, places, drawn, self.weights(), keeper)
         name = self.model.program.ops[-1].output
         logits = self.model.run(step, (name,))[name]
         if self.teacher is None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from twostroke.quant import QuantTensor
 
 _ROUNDS = 4  # in which layers are left out, some at a time
+_REPORT_EVERY = 10
 
 
 def shortened(spec: ModelSpec, kept: Sequence[int]) -> ModelSpec:
@@ -58,7 +59,9 @@ def choose_layers(
         for left in range(_ROUNDS, 0, -1):
             num_dropped = -(-(len(kept) - count) // left)
             losses = {}
-            for layer in kept if num_dropped else []:
+            for at, layer in enumerate(kept if num_dropped else []):
+                if at % _REPORT_EVERY == 0:
+                    report(f"layers: left out {at} of {len(kept)}, each on its own")
                 rest = [other for other in kept if other != layer]
                 found = _log_probabilities(whole, spec, sequences, rest)
                 loss = functional.kl_div(found, right, reduction="batchmean", log_target=True)
@@ -67,7 +70,7 @@ def choose_layers(
             kept = [layer for layer in kept if layer not in dropped]
             if dropped:
                 names = ", ".join(map(str, sorted(dropped)))
-                report(f"layers: left out {names}; {len(kept)} of {spec.num_layers} remain")
+                report(f"layers: {len(kept)} of {spec.num_layers} remain, without {names}")
     return kept
 
 

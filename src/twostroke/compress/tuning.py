@@ -1,0 +1,33 @@
+"""Tunes a rounded model on answers that its source gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final
+
+from twostroke.train.answers import collect
+from twostroke.train.options import LearnOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from twostroke.quant import QuantTensor
+    from twostroke.weights import LoadedModel
+
+_TOKENS: Final = 20_000  # of answers
+
+
+def tuned(
+    source: LoadedModel,
+    tensors: Mapping[str, QuantTensor],
+    minutes: float,
+    notice: Callable[[str], None],
+) -> dict[str, QuantTensor]:
+    """Return the tensors that `minutes` of training change; needs PyTorch, raises as `tune`."""
+    from twostroke.train.tune import tune
+
+    with TemporaryDirectory() as folder:
+        options = LearnOptions(num_tokens=_TOKENS)
+        answers = collect(str(source.path), source.spec, Path(folder), options, notice)
+    return tune(source, tensors, answers, minutes, notice)
