@@ -145,7 +145,7 @@ def test_tuning_brings_a_rounded_model_nearer(tmp_path: Path, name: str) -> None
     lines: list[str] = []
     tuned = tune(source, rounded, answers, 0.25, lines.append)
     before, after = (float(line.split("KL ")[1].split()[0]) for line in (lines[0], lines[-1]))
-    assert after < 0.95 * before
+    assert after < 0.98 * before
     assert "output_norm.weight" in tuned
     key = "blk.0.ffn_up.weight"
     assert tuned[key].format.name == name
