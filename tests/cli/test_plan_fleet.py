@@ -1,4 +1,4 @@
-"""`twostroke plan fleet`: its tables, its JSON and its refusals."""
+"""`twostroke plan fleet` and `plan buy`: their tables, their JSON and their refusals."""
 
 from __future__ import annotations
 
@@ -36,3 +36,26 @@ def test_a_fleet_is_another_command_of_two_words(cli, config, tmp_path):
     assert (ran.code, ran.out) == (2, "")
     assert "times the budget" in ran.err
     assert "cannot be read" in cli("plan", "fleet", str(tmp_path / "none.yaml")).err
+
+
+def test_hosting_is_compared_with_apis(cli, config):
+    given = ("plan", "buy", config, "--on", "H100-SXM", "--requests-per-day", "100000")
+    lines = cli(*given, "--hours", "office", "--cached", "0.5").out.splitlines()
+    assert lines[0].startswith("llama-8b on 2 replicas of H100-SXM")
+    assert any(line.startswith("GPT-4.1 ") for line in lines)
+    assert any(line.startswith("The prices of DeepSeek R1 are from 2025-02") for line in lines)
+    signals = [line.split(":")[0] for line in lines[-3:]]
+    assert signals == ["Cost", "Latency", "Reliability"]
+    more = ("--api", "gpt-4.1", "--api-ttft", "500", "--api-tpot", "1", "--json")
+    found = json.loads(cli(*given, *more).out)
+    assert [one["api"] for one in found["comparisons"]] == ["GPT-4.1"]
+    assert len(found["swings"]) > 6
+    for wrong, reason in (
+        (("--api", "GPT-4.2"), "--api must be one of"),
+        (("--hours", "1,2"), "24 numbers"),
+        (("--requests-per-day", "-1"), "--requests-per-day must be above 0"),
+        (("--utilization", "2"), "--utilization must be"),
+    ):
+        ran = cli(*given, *wrong)
+        assert (ran.code, ran.out) == (2, "")
+        assert reason in ran.err

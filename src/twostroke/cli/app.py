@@ -37,6 +37,7 @@ COMMANDS: Final = {
     "plan": "Show what a model could do on a device, and what it costs.",
     "simulate": "Show what becomes of a load of requests.",
     "plan fleet": "Choose what to buy, or where to place what, for many models.",
+    "plan buy": "Compare hosting a model with the prices of APIs.",
     "train-heads": "Train heads, which guess tokens ahead (speculation).",
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",

@@ -34,7 +34,7 @@ def usd_per_million(usd_per_hour: float, tokens_per_s: float) -> float:
 
 
 def cached_prompt_usd(
-    num_tokens: int, calls: int, usd_per_million: float, read: float, write: float
+    num_tokens: int, calls: float, usd_per_million: float, read: float, write: float
 ) -> float:
     """Return the price of a prefix that is written once and then read by the other calls.
 

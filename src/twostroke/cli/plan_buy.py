@@ -1,0 +1,197 @@
+"""`twostroke plan buy`: hosting a model beside the prices of APIs."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+
+from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.terminal import printable, show_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.planner.buy import Buy, Case, Comparison
+
+_WEIGHTS: Final = ("bf16", "fp8", "int8", "w4a16", "nvfp4")
+
+
+class _Hours(click.ParamType):  # type: ignore[type-arg]
+    """A shape of a day: flat, office, or 24 numbers."""
+
+    name = "hours"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        """Return the weights of 24 hours."""
+        from twostroke.planner.buy import HOURS
+
+        if isinstance(value, tuple):
+            return value
+        if value in HOURS:
+            return HOURS[value]
+        try:
+            found = tuple(float(word) for word in str(value).split(","))
+        except ValueError:
+            found = ()
+        if len(found) != 24:
+            self.fail(f"'{value}' is not flat, office, or 24 numbers such as 1,1,2.", param, ctx)
+        return found
+
+
+@click.command("plan buy", cls=Command)
+@click.argument("model")
+@option("--on", "device", required=True, help="A device of the table, or a .toml file.")
+@option("--devices", "count", default=1, help="Devices of a replica.")
+@option("--weights", type=OneOf(_WEIGHTS), help="How weights are stored [default: as in the file].")
+@option("--requests-per-day", type=float, required=True, help="The load.", section="Load")
+@option("--hours", type=_Hours(), default="flat", help="Shape of a day (UTC).", section="Load")
+@option("--growth", default=0.0, help="Of the load in a month, such as 0.1.", section="Load")
+@option("--batch", default=0.0, help="Share of requests that can wait.", section="Load")
+@option("--prompt", default=1024, help="Tokens of a request's prompt.", section="Load")
+@option("--output", default=256, help="Tokens of its answer.", section="Load")
+@option("--cached", default=0.0, help="Share of the prompt that is cached.", section="Load")
+@option("--ttft", "ttft_s", type=float, help="Objective in ms.", section="Load")
+@option("--tpot", "tpot_s", type=float, help="Objective in ms.", section="Load")
+@option("--mfu", default=0.5, help="Share of the arithmetic that the engine reaches.")
+@option("--mbu", default=0.7, help="Share of the bandwidth that the engine reaches.")
+@option("--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's].")
+@option("--utilization", default=0.6, help="Share of its time that a replica may be busy.")
+@option("--spare", default=1, help="Replicas that run beside those that are needed.")
+@option("--scaled", is_flag=True, help="Stop replicas in hours that do not need them.")
+@option("--engineering", "engineering_usd", default=0.0, help="$ a month for people.")
+@option("--setup", "setup_usd", default=0.0, help="$ once, to move to self-hosting.")
+@option("--availability", default=0.99, help="Share of time that one replica runs.")
+@option("--api", "apis", multiple=True, help="An API of the table [default: all].", section="API")
+@option("--prices", type=click.Path(path_type=Path), help="CSV of prices.", section="API")
+@option("--api-ttft", type=float, help="Measured, in ms.", section="API")
+@option("--api-tpot", type=float, help="Measured, in ms.", section="API")
+@option("--api-availability", type=float, help="As promised or measured.", section="API")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    model: str,
+    device: str,
+    weights: str | None,
+    *,
+    apis: tuple[str, ...],
+    prices: Path | None,
+    api_ttft: float | None,
+    api_tpot: float | None,
+    api_availability: float | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Compare hosting MODEL with the prices of APIs, for a load by hour of day.
+
+    Shows the cost of a month, the load from which hosting costs less, and what moves it most.
+    """
+    from twostroke import planner
+    from twostroke.planner.buy import Case, Hosting, Traffic, compare
+    from twostroke.planner.prices import find_price, known_prices
+
+    for name in ("ttft_s", "tpot_s"):  # given in milliseconds
+        given[name] = None if given[name] is None else given[name] / 1e3
+    known = known_prices(prices)
+    chosen = [find_price(name, known) for name in apis] or list(known.values())
+    planned = planner.planned_model(model)
+    case = Case(
+        planned.as_(weights) if weights else planned,
+        planner.find_device(device),
+        planner.Question(**_take(given, planner.Question)),
+        Traffic(**_take(given, Traffic)),
+        Hosting(**_take(given, Hosting)),
+    )
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    found = compare(case, chosen, today)
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+        return
+    for line in _costs(found, case):
+        click.echo(printable(line))
+    headings = ("API", "$/MONTH", "SAVING", "BREAK-EVEN AT", "PAID BACK", "PRICES OF")
+    click.echo()
+    show_table([headings, *(_api(one, today) for one in found.comparisons)])
+    click.echo()
+    show_table(
+        [(f"SAVING BESIDE {found.against}", "A FIFTH LESS", "A FIFTH MORE"), *_swings(found)]
+    )
+    click.echo()
+    measured = (api_ttft, api_tpot, api_availability)
+    for line in (*_stale(found), *_signals(found, case, measured)):
+        click.echo(printable(line))
+
+
+def _take(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {name: given[name] for name in kind.__struct_fields__ if name in given}
+
+
+def _costs(found: Buy, case: Case) -> Iterator[str]:
+    costs, replica, count = found.costs, found.replica, case.question.count
+    devices = f"{count} x {found.device}" if count > 1 else found.device
+    least, most = min(costs.replicas), max(costs.replicas)
+    number = f"{most}" if least == most else f"{least} to {most}"
+    yield (
+        f"{found.model} on {number} replicas of {devices}: {costs.usd:,.0f} $ a month, "
+        f"{costs.devices_usd:,.0f} for devices and {costs.engineering_usd:,.0f} for people."
+    )
+    yield (
+        f"A replica serves {replica.requests_per_s:.3g} requests/s, {replica.streams:,} at once "
+        f"(bound by {replica.bound}); devices are busy {costs.busy_share:.0%} of the time."
+    )
+
+
+def _api(one: Comparison, today: str) -> tuple[str, ...]:
+    at = "never" if one.break_even is None else f"{one.break_even:,.0f} a day"
+    paid = "–"
+    if one.months is not None:
+        year, month = map(int, today.split("-")[:2])
+        later = year * 12 + month - 1 + one.months
+        paid = f"{later // 12}-{later % 12 + 1:02d}"
+    return one.api, f"{one.usd:,.0f}", f"{one.saving_usd:+,.0f}", at, paid, one.source_date
+
+
+def _swings(found: Buy) -> Iterator[tuple[str, ...]]:
+    for one in found.swings:
+        yield one.name, f"{one.low_usd:+,.0f}", f"{one.high_usd:+,.0f}"
+
+
+def _stale(found: Buy) -> Iterator[str]:
+    for one in found.comparisons:
+        if one.is_stale:
+            yield (
+                f"The prices of {one.api} are from {one.source_date}, {one.months_old} months ago: "
+                "check them, and give your own with --prices."
+            )
+
+
+def _signals(
+    found: Buy, case: Case, measured: tuple[float | None, float | None, float | None]
+) -> Iterator[str]:
+    """Yield what speaks for hosting and what for the API: cost, latency, reliability."""
+    cheapest, (ttft, tpot, promised) = found.comparisons[0], measured
+    side = "hosting" if cheapest.saving_usd > 0 else "the API"
+    share = found.costs.usd / cheapest.usd
+    yield f"Cost: for {side}. Hosting costs {share:.2f} times what {cheapest.api} does."
+    own = (found.replica.ttft_s * 1e3, found.replica.tpot_s * 1e3)
+    text = f"hosted TTFT {own[0]:,.0f} ms, without queues, and {own[1]:,.1f} ms a token"
+    if ttft is None or tpot is None:
+        yield f"Latency: open. {text}; measure the API's (--api-ttft, --api-tpot)."
+    else:
+        wins = (own[0] < ttft) + (own[1] < tpot)
+        side = ("for the API", "divided", "for hosting")[wins]
+        yield f"Latency: {side}. {text}; the API's are {ttft:,.0f} and {tpot:,.1f} ms."
+    running, spare = max(found.costs.replicas), case.hosting.spare
+    text = (
+        f"the peak hour has enough of its {running} replicas ({spare} spare) with a chance of "
+        f"{found.peak_availability:.3%}, if each runs {case.hosting.availability:.1%} of the time"
+    )
+    if promised is None:
+        yield f"Reliability: open. {text}; what the API promises is --api-availability."
+    else:
+        side = "hosting" if found.peak_availability > promised else "the API"
+        yield f"Reliability: for {side}. {text}; the API's is {promised:.3%}."
