@@ -247,11 +247,13 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.longer:
             content += b"more"
         headers = {"Accept-Ranges": "bytes", **(headers or {})}
+        end = len(content)
         if wanted and hub.knows_ranges:
-            start = int(wanted.removeprefix("bytes=").split("-")[0])
-            headers["Content-Range"] = f"bytes {start}-{total - 1}/{total}"
-        body = content[start:]
-        self.send(206 if start else 200, body, headers)
+            first, last = wanted.removeprefix("bytes=").split("-")
+            start, end = int(first), min(int(last) + 1, end) if last else end
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
+        is_part = start > 0 or end < len(content)
+        self.send(206 if is_part else 200, content[start:end], headers)
 
     def refuse(self, status: int, code: str | None, message: str) -> None:
         headers = {"X-Error-Message": message}

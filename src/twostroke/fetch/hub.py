@@ -212,14 +212,30 @@ class Hub:
                     raise problem
                 time.sleep(PAUSES_S[0])
 
+    def read_range(self, commit: str, file: RepoFile, start: int, num_bytes: int) -> bytes:
+        """Return a part of a file, from the network alone."""
+        if not num_bytes:
+            return b""
+        response = self._ask(lambda: self._get(commit, file, f"{start}-{start + num_bytes - 1}"))
+        skipped = 0 if response.status_code == 206 else start  # a server without ranges
+        content = bytearray()
+        try:
+            for chunk in response.iter_bytes(CHUNK_BYTES):
+                content += chunk
+                if len(content) >= skipped + num_bytes:
+                    break
+        except self._failures as error:
+            raise self._explained(error) from None
+        finally:
+            response.close()
+        found = bytes(content[skipped : skipped + num_bytes])
+        if len(found) < num_bytes:
+            raise DownloadError(f"The hub ends {file.path!r} too early: try again.")
+        return found
+
     def _receive(self, commit: str, file: RepoFile, partial: Path) -> Iterator[int]:
         """Append what one request gives, and yield the size after each piece."""
-        url = self._client.hf_hub_url(
-            self.name.repo, file.path, revision=commit, endpoint=self.endpoint
-        )
-        headers = self._utils.build_hf_headers(library_name="twostroke")
-        headers |= {"Accept-Encoding": "identity", "Range": f"bytes={file_size(partial) or 0}-"}
-        response = self._ask(lambda: self._open(url, headers))
+        response = self._ask(lambda: self._get(commit, file, f"{file_size(partial) or 0}-"))
         try:
             # A server without ranges starts again.
             with partial.open("ab" if response.status_code == 206 else "wb") as out:
@@ -231,6 +247,15 @@ class Hub:
             raise self._explained(error) from None
         finally:
             response.close()
+
+    def _get(self, commit: str, file: RepoFile, span: str) -> Any:
+        """Ask for the bytes of a file in `span`."""
+        url = self._client.hf_hub_url(
+            self.name.repo, file.path, revision=commit, endpoint=self.endpoint
+        )
+        headers = self._utils.build_hf_headers(library_name="twostroke")
+        headers |= {"Accept-Encoding": "identity", "Range": f"bytes={span}"}
+        return self._open(url, headers)
 
     def _open(self, url: str, headers: dict[str, str]) -> Any:
         session = self._utils.get_session()

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core.errors import ModelFormatError
 from twostroke.core.files import read_json
 from twostroke.core.frozen import Frozen
 from twostroke.engine.loading import load
+from twostroke.fetch.hub_headers import fetch_headers
+from twostroke.fetch.inventory import find_record
+from twostroke.fetch.names import parse_hub_name
 from twostroke.models import build_program
-from twostroke.weights import weights_identity
+from twostroke.models.rope import ROPE_TABLES
+from twostroke.weights import load_path, weights_identity
+from twostroke.weights.gguf import TruncatedError, read_header
 from twostroke.weights.hf_model import hf_fields, hf_spec
+from twostroke.weights.published import published_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from twostroke.fetch.names import HubName
     from twostroke.program import Program
+    from twostroke.weights import LoadedModel
 
 
 class StoredAs(Frozen):
@@ -81,10 +91,11 @@ def planned_model(model: str) -> PlannedModel:
     """Return the model called `model`, or that which a config.json (or its folder) describes.
 
     Weights have the size that they have in the model's file, and 16 bits where there is only a
-    configuration.
+    configuration. Of a model of the hub that is not here, headers alone are fetched.
 
     Raises:
         ModelNotFoundError, ModelFormatError: as `load`.
+        DownloadError: the hub cannot be reached.
     """
     path = Path(model).expanduser()
     config = path / "config.json" if path.is_dir() else path
@@ -93,12 +104,42 @@ def planned_model(model: str) -> PlannedModel:
         name = config.parent.name if config.name == "config.json" else config.stem
         spec = hf_spec(hf_fields(config.name, read_json(config)), name)
         return PlannedModel(name, build_program(spec), {}, "", "").as_("bf16")
+    remote = parse_hub_name(model)
+    if remote is not None and find_record(remote) is None:
+        return _from_hub(remote)
     loaded = load(model)
+    return _of(loaded, loaded.name, weights_identity(loaded.tensors))
+
+
+def _from_hub(name: HubName) -> PlannedModel:
+    """Return a model of the hub, of which only headers are fetched."""
+    with TemporaryDirectory(prefix="twostroke-") as folder:
+        path = fetch_headers(name, Path(folder), _tables)
+        if path.is_dir():
+            fields = hf_fields("config.json", read_json(path / "config.json"))
+            if published_layout(fields) is not None:
+                raise ModelFormatError(
+                    f"The weights of {name} are quantized in a way that headers do not show: fetch "
+                    f"it with 'twostroke pull {name}'."
+                )
+        return _of(load_path(path, str(name)), str(name).removeprefix("hf:"), "")
+
+
+def _tables(path: Path, name: str) -> list[tuple[int, int]] | None:
+    """Return where a GGUF file has numbers that its configuration needs; None if it is cut off."""
+    try:
+        header = read_header(path, name)
+    except TruncatedError:
+        return None
+    entries = [one for one in header.entries if one.name in ROPE_TABLES]
+    return [(one.start, one.num_bytes or 0) for one in entries]
+
+
+def _of(loaded: LoadedModel, name: str, identity: str) -> PlannedModel:
     program = build_program(loaded.spec)
-    sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
+    sizes = {key: loaded.tensors[key].num_bytes for key in program.weight_shapes}
     formats = sorted({tensor.format.name for tensor in loaded.tensors.values()})
-    identity = weights_identity(loaded.tensors)
-    return PlannedModel(loaded.name, program, sizes, ", ".join(formats), "bf16", identity)
+    return PlannedModel(name, program, sizes, ", ".join(formats), "bf16", identity)
 
 
 def _is_quantized(name: str, shape: tuple[int, ...]) -> bool:
