@@ -1,0 +1,64 @@
+"""The operations that the cost model counts, beside PyTorch's own counter on the torch reader.
+
+PyTorch counts matrix products alone, and those of attention for all pairs of positions, seen or
+not. The models are wide enough for everything else to be less than a hundredth.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from support.tiny import tiny_of, write_tiny_gguf
+from support.tiny_families import FAMILIES
+from twostroke.backends.torch import TorchModel
+from twostroke.models import build_program
+from twostroke.program import ops
+from twostroke.program.batch import BatchShape
+from twostroke.program.cost import CostModel
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.program import Op
+
+SIZES = {"hidden_size": 512, "ffn_size": 1024, "num_heads": 8, "num_kv_heads": 4}
+NUM_TOKENS = 40  # more than the windows of those that have one
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pytorch_counts_the_same_operations(family: str, tmp_path: Path) -> None:
+    sizes = {"ffn_size": 128} if family == "qwen3-moe" else {}  # as its metadata say
+    tiny = tiny_of(family, **{**SIZES, **sizes})
+    loaded = load_path(write_tiny_gguf(tmp_path / "wide.gguf", tiny))
+    program = build_program(loaded.spec)
+    model = TorchModel(program, loaded.tensors)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # others are not counted
+        model.values(torch.arange(NUM_TOKENS))
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(counts.get(op, 0) for op in PRODUCTS)
+    attention = sum(counts.values()) - products
+    batch = BatchShape((0,), (NUM_TOKENS,), NUM_TOKENS)  # every row gets logits
+    cost = CostModel(program, dict.fromkeys(program.weight_shapes, 0))
+
+    def counted(one: Op) -> int:
+        return cost.operation(one, batch).flops
+
+    ours = {True: 0, False: 0}
+    seen = pairs = 0
+    for one in program.ops:
+        is_attention = isinstance(one, ops.Attention)
+        ours[is_attention] += counted(one)
+        if isinstance(one, ops.Attention):
+            seen += batch.num_attended(one.window)
+            pairs += NUM_TOKENS**2
+    assert attention > 0
+    assert ours[False] == pytest.approx(products, rel=0.01)
+    assert ours[True] == pytest.approx(attention * seen / pairs, rel=0.01)
