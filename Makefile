@@ -45,7 +45,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull clean test-models test-long test-mutants test-oracle test-parallel test-speculation test-forms test-calls test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-parallel bench-plan bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull clean test-models test-long test-mutants test-oracle test-parallel test-speculation test-forms test-calls test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -200,6 +200,9 @@ bench-parallel: native pull ## Measure a model on several ranks beside one proce
 
 bench-plan: native pull ## Compare planned times of steps with measured ones.
 	@$(BIN)/python benchmarks/plan.py $(BENCH_ARGS)
+
+bench-simulate: native pull ## Compare simulated runs with the measured server.
+	@$(BIN)/python benchmarks/simulate.py $(BENCH_ARGS)
 
 bench-compress: native pull ## Measure quantized files beside llama.cpp's, with an off-grid twin.
 	@$(BIN)/python benchmarks/compress.py $(BENCH_ARGS)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from support.invariants import check_index
+from support.invariants import check_index, check_pool, check_scheduler
+from support.requests import make_request
 from support.steps import Steps
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.cache.prefix import PrefixChain
+from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
 
 
 def test_cached_prefix_is_not_computed_again():
@@ -109,3 +113,35 @@ def test_shared_page_is_never_written():
     assert len({tuple(request.pages[0][:2]) for request in requests}) == 1
     assert len({request.pages[0][2] for request in requests}) == 3
     steps.finish()
+
+
+def test_pages_from_another_engine_are_found():
+    steps = Steps(num_pages=8)
+    steps.add("a", 10, max_tokens=1)
+    steps.finish()
+    request = make_request("b", 23)  # two pages are known, three come from elsewhere
+    assert steps.scheduler.prefixes.receive(request, PrefixChain(4, request.salt))
+    check_pool(steps.pool)
+    check_index(steps.index)
+    steps.scheduler.add(request)
+    steps.plan()
+    assert request.num_cached == 20
+
+    large = make_request("c", list(range(40, 60)))
+    assert not steps.scheduler.prefixes.receive(large, PrefixChain(4, large.salt)), (
+        "b holds the pages"
+    )
+    check_scheduler(steps.scheduler)
+    unindexed = Steps(cache=False).scheduler
+    assert not unindexed.prefixes.receive(request, PrefixChain(4, request.salt))
+
+
+def test_received_pages_serve_every_cache_group():
+    pool = PagePool(32, 4, (None, 8))
+    scheduler = Scheduler(SchedulerConfig(64, 8, 64), pool, PrefixIndex(pool), Continuous())
+    request = make_request("b", 23)
+    assert scheduler.prefixes.receive(request, PrefixChain(4, request.salt))
+    scheduler.add(request)
+    assert scheduler.plan() is not None
+    assert request.num_cached == 20
+    check_scheduler(scheduler)

@@ -69,7 +69,7 @@ def simulated(load: Load, batch: BatchOptions):
     replica = Replica(scheduler, lambda _: Totals(1.0, 1, 1), clock, VOCAB_SIZE, PAGE_SIZE)
     fleet = Fleet([replica], "round-robin", clock, VOCAB_SIZE)
     fleet.run(load)
-    return steps, [log.num_cached for log in fleet.logs]
+    return steps, [fleet.logs[number].num_cached for number in range(len(load.arrivals))]
 
 
 def real(load: Load, batch: BatchOptions, folder):

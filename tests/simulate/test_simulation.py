@@ -48,7 +48,7 @@ def test_a_queue_waits_as_theory_says():
     replica = Replica(scheduler, lambda _: Totals(1.0, 1, 1), clock, 100, 16)
     fleet = Fleet([replica], "round-robin", clock, 100)
     fleet.run(load)
-    waits = [log.latencies["ttft"] - 1 for log in fleet.logs]
+    waits = [log.latencies["ttft"] - 1 for log in fleet.logs.values()]
     assert sum(waits) / len(waits) == pytest.approx(0.7 / (2 * 0.3), rel=0.1)
     assert replica.busy_s == 10_000
 
@@ -159,6 +159,41 @@ def test_a_full_queue_refuses(setup):
     assert "The queue is full" in found.refusal
 
 
+def test_time_outside_the_engine_is_added_to_the_first_token(setup):
+    load = Synthetic(5.0, count=30, prompt=512, output=16).load(0)
+    plain, late = (simulate(replace(setup, overhead_s=s), load).report for s in (0.0, 0.02))
+    for name, more in (("ttft", 0.02), ("e2e", 0.02), ("queue", 0.02), ("tpot", 0.0)):
+        both = [one.latencies[name].mean for one in (plain, late)]
+        assert both[1] - both[0] == pytest.approx(more, abs=1e-6)
+
+
+def test_prompts_can_be_computed_apart(setup):
+    # 1,024 tokens are whole pages: 134 MB over 10 GB/s before the second token.
+    one = Load("one", (Arrival(0.0, 1024, 101),))
+    apart = replace(setup, replicas=2, prefill_replicas=1, link=10e9)
+    whole, parts = (simulate(s, one).report.latencies for s in (setup, apart))
+    assert parts["ttft"].mean == pytest.approx(whole["ttft"].mean)
+    moved_s = 1024 * 131_072 / 10e9
+    assert parts["tpot"].mean - whole["tpot"].mean == pytest.approx(moved_s / 100, rel=1e-3)
+
+    load = Synthetic(30.0, count=200, prompt=1024, output=64, spread=0.5).load(0)
+    together = replace(setup, replicas=2)
+    both = [simulate(s, load) for s in (together, replace(apart, link=450e9))]
+    times = [one.report.latencies["tpot"].percentiles["p95"].value for one in both]
+    assert times[1] < 0.9 * times[0], "no prompt holds up decoding"
+    assert [one.report.num_completed for one in both] == [200, 200]
+    assert all(log.num_output for log in both[1].logs)
+
+
+def test_batches_start_when_they_may(setup):
+    load = Load("five", tuple(Arrival(float(n), 64, 8) for n in range(5)))
+    for policy, wanted in (("static", (1.0, 0.0, 1.0, 0.0, 0.0)), ("dynamic", (0.5,) * 5)):
+        batch = BatchOptions(policy=policy, batch_size=2, max_wait_s=0.5)
+        found = simulate(replace(setup, batch=batch), load)
+        queues = [log.latencies["queue"] for log in found.logs]
+        assert queues == pytest.approx(wanted), "the last batch of a static policy is flushed"
+
+
 def test_pages_that_run_short_preempt(setup):
     one_page = setup.model.program.page_bytes(16)
     cache = CacheOptions(memory_bytes=40 * one_page, context_length=512)
@@ -179,7 +214,9 @@ def test_a_model_that_does_not_fit(setup):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"replicas": 0}, "replicas must be from 1"), ({"routing": "prefx"}, "Did you mean 'prefix'"),
+    [({"replicas": 0}, "replicas must be from 1"), ({"overhead_s": 99}, "overhead_s must be"),
+     ({"prefill_replicas": 1}, "prefill_replicas must be from 0 to 0"),
+     ({"routing": "prefx"}, "Did you mean 'prefix'"),
      ({"acceptance": 1.0}, "acceptance must be"), ({"draft_cost": -1.0}, "draft_cost must be")],
 )  # fmt: skip
 def test_setups_out_of_range(setup, given, message):

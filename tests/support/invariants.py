@@ -64,7 +64,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for ticket in running:
         check_pages(scheduler._pool, ticket.request)
     if not running:
-        assert not scheduler._prefixes._claims, "a claim outlived its owner"
+        assert not scheduler.prefixes._claims, "a claim outlived its owner"
 
 
 def check_flights(request: Request, flights: Iterable[Slice]) -> None:

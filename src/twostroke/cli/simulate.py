@@ -35,6 +35,8 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @option("--on", "device", default="here", help="A device, as plan takes it, or this machine.")
 @option("--devices", "count", default=1, help="Devices of each replica, which divide each layer.")
 @option("--replicas", default=1, help="Replicas of the model.")
+@option("--prefill-replicas", default=0, help="How many of them compute prompts only.")
+@option("--link", type=float, help="GB/s from these to the others [default: the device's].")
 @option(
     "--routing", type=OneOf(_ROUTES), default="least-work", help="Which replica gets a request."
 )
@@ -74,6 +76,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @option("--mbu", default=1.0, help="Share of the bandwidth that an engine reaches.")
 @option("--acceptance", type=float, help="Speculate with guesses that are right with this chance.")
 @option("--draft-cost", default=0.0, help="What a guess takes, as a share of a decode step.")
+@option("--overhead", "overhead_s", default=0.0, help="Time from client to engine, in ms.")
 @option("--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's].")
 @option(
     "--record", type=click.Path(path_type=Path, dir_okay=False), help="Keep requests in a file."
@@ -150,6 +153,8 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
     is_here = device == "here"
     found = planner.this_machine() if is_here else planner.find_device(device)
     planned = planner.planned_model(model)
+    given["overhead_s"] /= 1e3  # given in milliseconds
+    given["link"] = None if given["link"] is None else given["link"] * 1e9
     return Setup(
         model=planned.as_(weights) if weights else planned,
         device=found,
@@ -174,6 +179,8 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
     mean = [
         sum(getattr(one, n) for one in load.arrivals) / count for n in ("num_prompt", "num_output")
     ]
+    if setup.prefill_replicas:
+        replicas = replicas.replace("(", f"({setup.prefill_replicas} for prefill, ")
     yield f"{setup.model.name} ({setup.model.stored}) on {replicas}{devices}"
     yield (
         f"{load.name}: {count:,} requests, {load.rate:.3g} a second, of {mean[0]:,.0f} tokens and "

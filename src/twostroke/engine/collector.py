@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # A step of 256 streams makes about a thousand objects, which live until their callers have read
 # them: by default that is a collection or two a step, a tenth of its time (make bench-overhead).
 _OBJECTS_A_COLLECTION = 50_000
+
+
+@contextmanager
+def eased_collector() -> Iterator[None]:
+    """Collect rarely while the block runs."""
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_A_COLLECTION)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def ease_collector() -> None:

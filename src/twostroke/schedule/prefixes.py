@@ -6,6 +6,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from twostroke.cache import PrefixHit
+from twostroke.core.request import NO_PAGE
+from twostroke.schedule.holdings import held
 
 if TYPE_CHECKING:
     from twostroke.cache import PagePool, PrefixChain, PrefixIndex
@@ -23,7 +25,7 @@ class Prefixes:
 
     def __init__(self, index: PrefixIndex | None, pool: PagePool) -> None:
         self._index = index
-        self._page_size = pool.page_size
+        self._pool, self._page_size = pool, pool.page_size
         self._num_groups = len(pool.groups.windows)
         self._claims: dict[bytes, Ticket] = {}
 
@@ -53,6 +55,25 @@ class Prefixes:
             return 0
         hit = self._index.match(chain, request.tokens, request.num_prompt)
         return hit.num_places * self._page_size
+
+    def receive(self, request: Request, chain: PrefixChain) -> bool:
+        """Index pages for what another engine computed of a request that is about to be added.
+
+        The request finds them when it starts; its last page, if it is not full, is computed again.
+        False if there is no room. The caller fills the pages. Extends the request's `chain`.
+        """
+        if self._index is None:
+            return False
+        hit = self._index.match(chain, request.tokens, request.num_prompt)
+        keys = chain.keys[hit.num_places :]
+        self._pool.share(held(hit.pages))
+        fits = len(keys) * self._num_groups <= self._pool.num_available
+        for group, pages in enumerate(hit.pages):
+            added = self._pool.allocate(len(keys)) if fits else []
+            for key, page in zip(keys, added, strict=False):
+                self._index.insert(group, key, page)
+            self._pool.release([*(page for page in pages if page != NO_PAGE), *added])
+        return fits
 
     def start(self, ticket: Ticket) -> None:
         """Claim the pages that a request will compute after those that `match` found."""

@@ -22,7 +22,7 @@ from twostroke.schedule.waiting import Ticket, WaitingLine, rank_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.cache import PagePool, PrefixChain, PrefixHit, PrefixIndex
+    from twostroke.cache import PagePool, PrefixHit, PrefixIndex
     from twostroke.core.request import FinishReason, Request
     from twostroke.core.step import Delta, StepResult
     from twostroke.schedule.config import SchedulerConfig
@@ -42,6 +42,8 @@ class Scheduler:
     consecutive chunks of its tokens, since the next token is not known before the commit. Requests
     may be added and finished at any time, but pages stay where they are until all steps that use
     them are committed, so a request is preempted only while no step is in flight.
+
+    `prefixes` knows what the prefix cache holds, and takes in what another engine computed.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Scheduler:
         self.config = config
         self._pool = pool
         self._clock = clock
-        self._prefixes = Prefixes(index, pool)
+        self.prefixes = Prefixes(index, pool)
         self._holdings = Holdings(pool, config.token_budget)
         self._drafting = Drafting(pool, self._holdings)
         self._most_tokens = pool.groups.most_tokens(pool.num_pages, config.context_length)
@@ -99,17 +101,13 @@ class Scheduler:
         request.arrival_s = request.arrival_s or self._clock()
         arrival = next(self._arrivals)
         rank = (arrival + request.priority * self.config.max_overtakes, arrival)
-        ticket = Ticket(request, rank, limit, self._prefixes.chain(request.salt))
+        ticket = Ticket(request, rank, limit, self.prefixes.chain(request.salt))
         self._tickets[request.id] = ticket
         self._waiting.add(ticket)
 
     def max_len(self, request: Request) -> int:
         """Return how many tokens would end a request; raises if it could never fit."""
         return max_len(request, self.config.context_length, self._most_tokens)
-
-    def num_hit(self, request: Request, chain: PrefixChain) -> int:
-        """Return how many tokens of a new request the prefix cache holds; extends its `chain`."""
-        return self._prefixes.num_hit(request, chain)
 
     def flush(self) -> None:
         """Let waiting requests start without waiting for more, because no more will come."""
@@ -313,7 +311,7 @@ class Scheduler:
                 return
             if not sketch.most_rows(ticket.request, 1):
                 return
-            hit = self._prefixes.match(ticket)
+            hit = self.prefixes.match(ticket)
             if hit is None:
                 at += 1
                 continue
@@ -350,7 +348,7 @@ class Scheduler:
             request.num_cached = request.num_computed
             self._num_prompt_tokens += request.num_prompt
             self._num_hit_tokens += request.num_cached
-        self._prefixes.start(ticket)
+        self.prefixes.start(ticket)
         self._settle(ticket)
         ticket.is_running = True
         insort(self._running, ticket, key=rank_of)
@@ -374,7 +372,7 @@ class Scheduler:
     def _give_back(self, ticket: Ticket) -> None:
         """Release the pages of a request that stops running, or do so after steps in flight."""
         ticket.is_running = False
-        self._prefixes.stop(ticket)
+        self.prefixes.stop(ticket)
         if ticket.request.is_in_flight:
             self._ended.append(ticket)
         else:
@@ -382,7 +380,7 @@ class Scheduler:
 
     def _settle(self, ticket: Ticket) -> None:
         """Publish full pages, release those that windows passed; note when more are due."""
-        self._prefixes.publish(ticket)
+        self.prefixes.publish(ticket)
         ticket.due_at = ticket.publish_at
         if self._pool.groups.has_windows:
             self._holdings.release_passed(ticket)

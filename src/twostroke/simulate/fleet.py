@@ -1,12 +1,14 @@
-"""Replicas behind a router under virtual time: requests arrive, steps end, nothing else happens."""
+"""Replicas behind a router under virtual time: requests arrive, steps end, pages move."""
 
 from __future__ import annotations
 
 import heapq
+from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
 from twostroke.cache.prefix import PrefixChain
 from twostroke.core.errors import ContextLengthError, OverloadedError
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.output import Timings
@@ -14,97 +16,181 @@ from twostroke.measure.requests import REFUSED, RequestLog
 from twostroke.schedule.routing import LOOKS_AT_PREFIXES, ROUTES, ReplicaView
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from twostroke.simulate.load import Arrival, Load
+    from twostroke.simulate.load import Load
     from twostroke.simulate.replica import Clock, Replica
 
 START_S: Final = 1.0  # of virtual time: 0 stands for what has not happened
+
+
+class _Event(IntEnum):
+    """What can happen; at the same time, in this order."""
+
+    STEP_END = 0  # of a replica
+    HAND_OVER = 1  # a request's pages are at a replica that decodes
+    WAKE = 2  # a replica's policy may start a batch
+    ARRIVAL = 3  # of a request
 
 
 class Fleet:
     """Replicas of one model, and the router before them.
 
     Attributes:
-        logs: what happened to each request, in the order of arrival; those of requests that have
-            not ended are None.
+        logs: what happened to each request, in the order of arrival.
         refusals: why requests were refused: the number of the request and the sentence.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], routing: str, clock: Clock, vocab_size: int
+        self,
+        replicas: Sequence[Replica],
+        routing: str,
+        clock: Clock,
+        vocab_size: int,
+        overhead_s: float = 0.0,
+        prefill: Prefill | None = None,
     ) -> None:
-        """Route by the policy of this name, a key of `ROUTES`."""
-        self.logs: list[RequestLog | None] = []
+        """Route by the policy of this name, a key of `ROUTES`.
+
+        A request reaches its replica `overhead_s` after it was sent. With `prefill`, the first
+        replicas compute prompts, and the others what follows.
+        """
+        self.logs: dict[int, RequestLog] = {}
         self.refusals: list[tuple[int, str]] = []
-        self._replicas, self._clock = replicas, clock
+        self._replicas, self._clock, self._prefill = replicas, clock, prefill
+        count = prefill.count if prefill else 0
+        self._first = range(count or len(replicas))  # replicas that requests come to
+        self._second = range(count, len(replicas))
         self._route, self._looks = ROUTES[routing], routing in LOOKS_AT_PREFIXES
-        self._vocab_size = vocab_size
-        self._ends: list[tuple[float, int]] = []  # of steps, with their replica
+        self._vocab_size, self._overhead_s = vocab_size, overhead_s
+        self._events: list[tuple[float, _Event, int]] = []
+        self._moving: dict[int, Request] = {}  # from a replica to another, by number
         self._first_s: dict[str, float] = {}
 
     def run(self, load: Load) -> None:
         """Serve all requests of a load."""
-        arrivals, at = load.arrivals, 0
-        self.logs = [None] * len(arrivals)
-        while at < len(arrivals) or self._ends:
-            next_s = START_S + arrivals[at].at_s if at < len(arrivals) else float("inf")
-            if self._ends and self._ends[0][0] <= next_s:
-                self._clock.now_s, index = heapq.heappop(self._ends)
-                self._take(self._replicas[index])
-                self._start(index)
-                continue
-            self._clock.now_s = next_s
+        self._load, begin_s = load, START_S + self._overhead_s
+        for number, one in enumerate(load.arrivals):
+            self._push(begin_s + one.at_s, _Event.ARRIVAL, number)
+        while self._events or self._flush():
+            now_s = self._clock.now_s = self._events[0][0]
             touched = set()
-            while at < len(arrivals) and START_S + arrivals[at].at_s == next_s:
-                touched.add(self._submit(at, arrivals[at]))
-                at += 1
+            while self._events and self._events[0][0] == now_s:
+                _, event, key = heapq.heappop(self._events)
+                touched.add(self._happen(event, key))
             for index in sorted(touched):
                 if self._replicas[index].ends_s is None:
                     self._start(index)
 
-    def _submit(self, number: int, arrival: Arrival) -> int:
-        """Route a request, which may be refused; return the index of its replica."""
-        request = Request(
-            str(number),
-            arrival.tokens(number, self._vocab_size),
-            arrival.num_prompt,
-            SamplingParams(max_tokens=arrival.num_output, temperature=0.0, ignore_eos=True),
-            seed=number,
-        )
-        index = self._route(number, self._views(request))
-        try:
-            self._replicas[index].submit(request)
-        except (ContextLengthError, OverloadedError) as error:
-            now_s = self._clock.now_s
-            times = Timings(now_s, 0.0, 0.0, 0.0)
-            self.logs[number] = RequestLog(times, now_s, arrival.num_prompt, 0, 0, REFUSED)
-            self.refusals.append((number, str(error)))
-        return index
+    def _happen(self, event: _Event, key: int) -> int:
+        """Let an event happen; return the replica that it concerns."""
+        if event is _Event.ARRIVAL:
+            return self._arrive(key)
+        if event is _Event.HAND_OVER:
+            return self._receive(self._moving[key])
+        if event is _Event.STEP_END:
+            self._take(key)
+        return key
 
-    def _views(self, request: Request) -> list[ReplicaView]:
-        hits = [0] * len(self._replicas)
-        if self._looks:
-            chain = PrefixChain(self._replicas[0].page_size, request.salt)
-            hits = [one.scheduler.num_hit(request, chain) for one in self._replicas]
-        return [
-            ReplicaView(one.num_requests, one.num_tokens, hit)
-            for one, hit in zip(self._replicas, hits, strict=True)
-        ]
+    def _push(self, at_s: float, event: _Event, key: int) -> None:
+        heapq.heappush(self._events, (at_s, event, key))
+
+    def _flush(self) -> bool:
+        """Let batches start that are not full, because no more requests come."""
+        for index, replica in enumerate(self._replicas):
+            if replica.scheduler.has_work:
+                replica.scheduler.flush()
+                self._start(index)
+        return bool(self._events)
 
     def _start(self, index: int) -> None:
-        ends_s = self._replicas[index].start()
+        replica = self._replicas[index]
+        ends_s = replica.start()
         if ends_s is not None:
-            heapq.heappush(self._ends, (ends_s, index))
+            self._push(ends_s, _Event.STEP_END, index)
+        elif wait_s := replica.scheduler.wait_s:
+            self._push(self._clock.now_s + wait_s, _Event.WAKE, index)
 
-    def _take(self, replica: Replica) -> None:
-        """Note the first tokens and the ends of a step."""
-        now_s = self._clock.now_s
-        begun, ended = replica.finish()
-        self._first_s.update({request.id: now_s for request in begun})
-        for request in ended:
-            first_s = self._first_s.pop(request.id)
-            times = Timings(request.arrival_s, request.started_s, first_s, now_s)
-            self.logs[int(request.id)] = RequestLog(
-                times, times.arrival_s, request.num_prompt, request.num_output, request.num_cached
+    def _arrive(self, number: int) -> int:
+        """Route a request; return the index of its replica."""
+        one = self._load.arrivals[number]
+        tokens = one.tokens(number, self._vocab_size)
+        request = _request(number, tokens, one.num_prompt, one.num_output)
+        index = self._choose(request, self._first)
+        try:
+            if self._prefill:
+                self._replicas[-1].scheduler.max_len(request)
+                request = _request(number, tokens, one.num_prompt, 1)
+            self._replicas[index].submit(request)
+        except (ContextLengthError, OverloadedError) as error:
+            self._refuse(request, self._clock.now_s, error)
+        return index
+
+    def _receive(self, before: Request) -> int:
+        """Let a request go on at a replica that decodes; return its index."""
+        number, tokens = int(before.id), list(before.tokens)
+        num_output = self._load.arrivals[number].num_output
+        request = _request(number, tokens, len(tokens), num_output - before.num_output)
+        index = self._choose(request, self._second)
+        scheduler = self._replicas[index].scheduler
+        try:
+            scheduler.prefixes.receive(
+                request, PrefixChain(self._replicas[index].page_size, request.salt)
             )
+            self._replicas[index].submit(request)
+        except OverloadedError as error:
+            self._refuse(before, before.arrival_s, error)
+        return index
+
+    def _choose(self, request: Request, among: range) -> int:
+        """Return the index of a replica for a request."""
+        replicas = [self._replicas[index] for index in among]
+        hits = [0] * len(replicas)
+        if self._looks:
+            chain = PrefixChain(replicas[0].page_size, request.salt)
+            hits = [one.scheduler.prefixes.num_hit(request, chain) for one in replicas]
+        views = [
+            ReplicaView(one.num_requests, one.num_tokens, hit)
+            for one, hit in zip(replicas, hits, strict=True)
+        ]
+        return among[self._route(int(request.id), views)]
+
+    def _take(self, index: int) -> None:
+        """Note the first tokens and the ends of a step; hand over prompts that are computed."""
+        now_s = self._clock.now_s
+        begun, ended = self._replicas[index].finish()
+        for request in begun:
+            self._first_s.setdefault(request.id, now_s)
+        for request in ended:
+            number = int(request.id)
+            wanted = self._load.arrivals[number].num_output
+            if self._prefill and index in self._first and request.num_output < wanted:
+                self._moving[number] = request
+                later_s = self._prefill.hand_over_s(request.num_prompt)
+                self._push(now_s + later_s, _Event.HAND_OVER, number)
+                continue
+            first = self._moving.pop(number, request)
+            sent_s = first.arrival_s - self._overhead_s
+            times = Timings(sent_s, first.started_s, self._first_s.pop(request.id), now_s)
+            self.logs[number] = RequestLog(
+                times, sent_s, first.num_prompt, wanted, first.num_cached
+            )
+
+    def _refuse(self, request: Request, at_s: float, error: Exception) -> None:
+        sent_s, number = at_s - self._overhead_s, int(request.id)
+        times = Timings(sent_s, 0.0, 0.0, 0.0)
+        self.logs[number] = RequestLog(times, sent_s, request.num_prompt, 0, 0, REFUSED)
+        self.refusals.append((number, str(error)))
+        self._moving.pop(number, None)
+
+
+class Prefill(Frozen):
+    """The first `count` replicas compute prompts, whose pages move in `hand_over_s(tokens)`."""
+
+    count: int
+    hand_over_s: Callable[[int], float]
+
+
+def _request(number: int, tokens: list[int], num_prompt: int, num_output: int) -> Request:
+    params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+    return Request(str(number), tokens, num_prompt, params, seed=number)

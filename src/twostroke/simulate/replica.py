@@ -80,7 +80,10 @@ class Replica:
         if self._speculator is not None:
             guesses = self._speculator.extend(plan, self.scheduler.add_drafts)
         asked_s, clock.now_s = clock.now_s, began_s  # proposers took time of this replica alone
-        batch = BatchShape.of(plan)
+        if plan.is_decode and guesses is None:  # the usual case, quickly
+            batch = BatchShape(tuple(plan.starts), tuple(plan.counts), len(plan.slices))
+        else:
+            batch = BatchShape.of(plan)
         totals = self._totals(batch)
         self.ends_s = asked_s + totals.seconds
         self._flight = plan, batch, guesses, began_s

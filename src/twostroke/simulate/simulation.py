@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -9,10 +10,11 @@ from msgspec.structs import replace
 from twostroke.backends import BackendFacts
 from twostroke.cache import FORMATS
 from twostroke.core.config import BatchOptions, CacheOptions
-from twostroke.core.errors import MemoryLimitError, UsageError, nearest
+from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available
 from twostroke.engine.build import build_scheduler
+from twostroke.engine.collector import eased_collector
 from twostroke.engine.sizing import WORKING_BYTES, size_cache
 from twostroke.measure.requests import Objectives, Report, make_report
 from twostroke.planner.formulas import usd_per_million
@@ -20,7 +22,7 @@ from twostroke.planner.question import MEMORY_SHARE, Question
 from twostroke.planner.roofline import Roofline, kv_bytes
 from twostroke.program.cost import CostModel
 from twostroke.schedule.routing import ROUTES
-from twostroke.simulate.fleet import START_S, Fleet
+from twostroke.simulate.fleet import START_S, Fleet, Prefill
 from twostroke.simulate.guesser import Guesser, make_speculator
 from twostroke.simulate.replica import Clock, Replica
 
@@ -43,6 +45,10 @@ class Setup(Frozen):
         is_here: whether the device is this machine, whose engine sizes its cache by free memory.
         acceptance: the chance that a guessed token is right; None without speculation.
         draft_cost: what a guess takes, in decode steps.
+        prefill_replicas: how many of the replicas compute prompts, and no more than that; the
+            others go on. 0 for replicas that do both.
+        link: bytes/s from these to the others; None for the device's link.
+        overhead_s: from the client to the engine: HTTP, tokenizing, routing.
     """
 
     model: PlannedModel
@@ -56,6 +62,9 @@ class Setup(Frozen):
     is_here: bool = False
     acceptance: float | None = None
     draft_cost: float = 0.0
+    prefill_replicas: int = 0
+    link: float | None = None
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -72,6 +81,28 @@ class Setup(Frozen):
         if not 0 <= self.draft_cost <= 10:
             reason = f"must be from 0 to 10, got {self.draft_cost}."
             raise UsageError(reason, field="draft_cost")
+        if not 0 <= self.overhead_s <= 60:
+            reason = f"must be from 0 to a minute, got {self.overhead_s}."
+            raise UsageError(reason, field="overhead_s")
+        if not 0 <= self.prefill_replicas < self.replicas:
+            reason = f"must be from 0 to {self.replicas - 1}, one less than {{other}}, got "
+            reason += f"{self.prefill_replicas}."
+            raise UsageError(reason, field="prefill_replicas", other=Field("replicas"))
+        if self.prefill_replicas and not self.cache.prefix_cache:
+            raise UsageError("needs the prefix cache.", field="prefill_replicas")
+        if self.link is not None and not 0 < self.link < 1e18:
+            raise UsageError(f"must be greater than 0, got {self.link}.", field="link")
+
+    def prefill(self) -> Prefill | None:
+        """Return how prompts are handed over, if they are computed apart."""
+        if not self.prefill_replicas:
+            return None
+        link = self.link or self.device.link
+        if link is None:
+            reason = f"must be given: the link of {self.device.name} is not known."
+            raise UsageError(reason, field="link")
+        moved = partial(kv_bytes, self.model, replace(self.question, count=1))
+        return Prefill(self.prefill_replicas, lambda tokens: moved(tokens) / link)
 
     def size(self) -> CacheSize:
         """Return the context and the pages of a replica.
@@ -146,9 +177,11 @@ def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> 
     roofline = Roofline(setup.model, setup.device, setup.question, setup.calibration)
     clock, vocab_size = Clock(START_S), setup.model.program.vocab_size
     replicas = _replicas(setup, roofline, clock)
-    fleet = Fleet(replicas, setup.routing, clock, vocab_size)
-    fleet.run(load)
-    logs = tuple([log for log in fleet.logs if log is not None])
+    routing, prefill = setup.routing, setup.prefill()
+    fleet = Fleet(replicas, routing, clock, vocab_size, setup.overhead_s, prefill)
+    with eased_collector():
+        fleet.run(load)
+    logs = tuple([fleet.logs[number] for number in range(len(load.arrivals))])
     refusal = (
         f"request {fleet.refusals[0][0] + 1}: {fleet.refusals[0][1]}" if fleet.refusals else ""
     )

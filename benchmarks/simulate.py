@@ -1,0 +1,257 @@
+"""`make bench-simulate`: simulated runs beside the measured server, and how fast simulations are.
+
+The same requests, a published trace scaled to this machine, are sent to the server at the same
+times and simulated. Steps of the simulation take what measured steps of the model say (`plan
+--calibrate`). Loads are shares of the rate at which the server answers requests that come all at
+once. The Mooncake trace, whose prompts share beginnings, compares hits of the prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from pipe import Worker, WorkerError
+from quiet import MAX_SHARE, Watch
+from report import caption, machine_facts, note, positive, save, table
+from servers import MODEL_NAME, Server, our_command
+from texts import FreshPrompts, heldout_tokens
+from twostroke.core.config import CacheOptions
+from twostroke.engine.loading import load as load_model
+from twostroke.engine.output import Timings
+from twostroke.measure.profile import Wanted, profile
+from twostroke.measure.requests import Objectives, RequestLog, make_report
+from twostroke.measure.single_step import Shape
+from twostroke.planner import Calibration, find_device, planned_model, this_machine
+from twostroke.planner.calibration import Point
+from twostroke.planner.question import Question
+from twostroke.simulate import Arrival, Load, Setup, read_trace, simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from twostroke.measure.requests import Report
+
+_HERE = Path(__file__).parent
+_KV_BYTES = 256 << 20
+_FIGURES = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"))
+_LIMITS = {"p50": 0.15, "p99": 0.25}
+_SPEED_REQUESTS, _SPEED_REPLICAS = 4000, 8
+STEPS = Wanted(
+    (
+        *(Shape.decode(count, context) for context in (64, 384) for count in (1, 4, 16)),
+        *map(Shape.prefill, (16, 64, 256)),
+    )
+)
+_ALONE = 20  # requests one after another, for the time outside the engine
+HEADER = ("load", "figure", "measured", "simulated", "error", "limit")
+
+
+def main() -> None:
+    """Measure, simulate, then print and keep the tables."""
+    given = _arguments()
+    parts, result = [], dict[str, Any](machine_facts())
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        if "speed" in given.parts:
+            parts.append(_speed(given, result))
+        if {"latency", "hits"} & set(given.parts):
+            pair = _Pair(given, Path(place), stack)
+        if "latency" in given.parts:
+            parts.append(_latency(given, pair, result))
+        if "hits" in given.parts:
+            parts.append(_hits(given, pair, result))
+    save("simulate", result, "\n\n".join([*parts, caption(result, given.model)]))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--parts", nargs="+", default=("speed", "latency", "hits"))
+    parser.add_argument("--trace", default="azure-conv", help="of latencies and speed")
+    parser.add_argument("--shared", default="mooncake-conversation", help="trace of hits")
+    parser.add_argument("--scale", type=float, default=0.05, help="of the first trace's lengths")
+    parser.add_argument("--requests", type=positive, default=500, help="at each load")
+    parser.add_argument("--loads", type=positive, nargs="+", default=[50, 70, 90], metavar="%")
+    parser.add_argument("--threads", type=positive, default=2)
+    return parser.parse_args()
+
+
+class _Pair:
+    """The server with its clients, and its simulation."""
+
+    def __init__(
+        self, given: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
+    ) -> None:
+        planned = planned_model(given.model)
+        note("Measuring steps")
+        points = tuple(Point.of(one) for one in profile(given.model, STEPS, lambda _: None))
+        self.setup = Setup(
+            planned,
+            this_machine(),
+            Question(),
+            CacheOptions(memory_bytes=_KV_BYTES),
+            calibration=Calibration(points, ""),
+            is_here=True,
+        )
+        self.vocab_size = planned.program.vocab_size
+        command = (*our_command(given.model, given.threads), "--kv-memory", str(_KV_BYTES))
+        self._server = Server("Twostroke", command, folder, stack)
+        path = [sys.executable, str(_HERE / "load.py")]
+        self._clients = Worker("clients", path, folder / "load.log")
+        stack.callback(self._clients.close)
+        self.others_share: list[float] = []
+
+    def measure(self, load: Load, prompts: Sequence[list[int]]) -> list[RequestLog]:
+        """Send the requests of a load to the server.
+
+        Raises:
+            SystemExit: a request failed.
+        """
+        watch = Watch(self._server.pid, self._clients.pid)
+        try:
+            answer = self._clients.ask(
+                "replay",
+                port=self._server.port,
+                model=MODEL_NAME,
+                times_s=[one.at_s for one in load.arrivals],
+                prompts=prompts,
+                num_tokens=[one.num_output for one in load.arrivals],
+            )
+        except WorkerError as error:
+            raise SystemExit(f"the clients' process {error}") from None
+        self.others_share.append(watch.others_share())
+        return [
+            RequestLog(
+                Timings(one.at_s, 0.0, log["first_s"], log["last_s"]),
+                log["sent_s"],
+                one.num_prompt,
+                one.num_output,
+                log["num_cached"],
+            )
+            for one, log in zip(load.arrivals, answer["requests"], strict=True)
+        ]
+
+
+def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
+    """Compare latencies at shares of the knee."""
+    fresh = FreshPrompts(heldout_tokens(load_model(given.model)))
+    load = read_trace(given.trace).first(given.requests).changed(scale=given.scale)
+    overhead_s = _find_overhead(pair, fresh)
+    burst = load.first(given.requests // 3).changed(speed=1e6)
+    rates = []
+    for logs in (pair.measure(burst, _texts(fresh, burst)), simulate(pair.setup, burst).logs):
+        report = make_report(logs, Objectives())
+        rates.append(report.num_requests / report.duration_s)
+    rows = [("all at once", "requests/s", *(f"{r:.2f}" for r in rates), _error(*rates[::-1]), "")]
+    kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
+    for percent in given.loads:
+        note(f"Load of {percent}%")
+        changed = load.changed(speed=percent / 100 * rates[0] / load.rate)
+        logs = pair.measure(changed, _texts(fresh, changed))
+        measured = make_report(logs, Objectives())
+        simulated = simulate(pair.setup, changed).report
+        rows += _compared(f"{percent}%", measured, simulated)
+        both = {"measured": measured, "simulated": simulated}
+        kept["loads"][percent] = {**both, "requests": logs}
+    result["latency"] = msgspec.to_builtins(kept)
+    disturbed = sum(share > MAX_SHARE for share in pair.others_share)
+    text = (
+        f"{given.requests} requests of {load.name}, lengths times {given.scale:g}: "
+        f"{disturbed} of {len(pair.others_share)} runs were disturbed. A request takes "
+        f"{overhead_s * 1e3:.1f} ms outside the engine."
+    )
+    return f"## Simulated and measured latencies\n\n{table(HEADER, rows)}\n\n{text}"
+
+
+def _find_overhead(pair: _Pair, fresh: FreshPrompts) -> float:
+    """Measure requests one after another, and note what a first token takes beyond its step."""
+    load = Load("alone", tuple(Arrival(0.5 * n, 64, 4) for n in range(_ALONE)))
+    pair.measure(load, _texts(fresh, load))  # the server's first requests warm it up
+    measured = make_report(pair.measure(load, _texts(fresh, load)), Objectives())
+    simulated = simulate(pair.setup, load).report
+    both = [one.latencies["ttft"].percentiles["p50"].value for one in (measured, simulated)]
+    overhead_s = max(0.0, both[0] - both[1])
+    pair.setup = replace(pair.setup, overhead_s=overhead_s)
+    return overhead_s
+
+
+def _compared(load: str, measured: Report, simulated: Report) -> Iterator[tuple[str, ...]]:
+    for name, percentile in _FIGURES:
+        both = []
+        for report in (measured, simulated):
+            found = report.latencies[name].percentiles.get(percentile)
+            both.append(None if found is None else found.value)
+        if None in both:
+            continue
+        cells = (f"{value * 1e3:,.1f} ms" for value in both if value is not None)
+        limit = f"{_LIMITS[percentile]:.0%}"
+        figure = f"{name.upper()} {percentile}"
+        yield (load, figure, *cells, _error(both[1] or 0.0, both[0] or 1.0), limit)
+
+
+def _hits(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
+    """Compare hit rates of the prefix cache on prompts of which a page is a block."""
+    scale = 16 / 512
+    load = read_trace(given.shared).first(given.requests).changed(scale=scale)
+    burst = load.first(given.requests // 6).changed(speed=1e6)
+    seconds = simulate(pair.setup, burst).report.duration_s
+    load = load.changed(speed=0.7 * len(burst.arrivals) / seconds / load.rate)
+    note("Prefix hits")
+    prompts = [one.tokens(n, pair.vocab_size) for n, one in enumerate(load.arrivals)]
+    measured = make_report(pair.measure(load, prompts), Objectives())
+    simulated = simulate(pair.setup, load).report
+    result["hits"] = msgspec.to_builtins({"measured": measured, "simulated": simulated})
+    rates = [one.hit_rate for one in (measured, simulated)]
+    row = (load.name, *(f"{rate:.1%}" for rate in rates), f"{(rates[1] - rates[0]) * 100:+.1f}")
+    header = ("trace", "measured", "simulated", "points (at most 2)")
+    return (
+        f"## Prefix hits\n\n{table(header, [row])}\n\n{given.requests} requests, lengths times "
+        f"1/32, {_KV_BYTES >> 20} MB of keys and values."
+    )
+
+
+def _speed(given: argparse.Namespace, result: dict[str, Any]) -> str:
+    """Measure how many requests are simulated in a second of processor time."""
+    note("Speed")
+    load = read_trace(given.trace).first(_SPEED_REQUESTS)
+    setup = Setup(
+        planned_model(given.model).as_("bf16"),
+        find_device("A100-80GB"),
+        Question(mfu=0.02, mbu=0.03),
+        replicas=_SPEED_REPLICAS,
+        routing="least-work",
+    )
+    rows, kept = [], {}
+    for name, one in (
+        ("lengths as they are", load.changed(speed=8)),
+        ("lengths times 0.1", load.changed(speed=80, scale=0.1)),
+    ):
+        began_s = time.process_time()
+        found = simulate(replace(setup), one)
+        rate = len(one.arrivals) / (time.process_time() - began_s)
+        kept[name] = rate
+        busy = sum(found.busy) / len(found.busy)
+        rows.append((name, f"{rate:,.0f}", f"{found.num_steps:,}", f"{busy:.0%}"))
+    result["simulated_per_s"] = kept
+    header = (f"{load.name}, {_SPEED_REPLICAS} replicas", "requests a second", "steps", "busy")
+    return f"## Speed of the simulation, one core\n\n{table(header, rows)}"
+
+
+def _texts(fresh: FreshPrompts, load: Load) -> list[list[int]]:
+    return [fresh.take(one.num_prompt) for one in load.arrivals]
+
+
+def _error(simulated: float, measured: float) -> str:
+    return f"{simulated / measured - 1:+.0%}"
+
+
+if __name__ == "__main__":
+    main()
