@@ -30,6 +30,8 @@ from twostroke.core.errors import (
 from twostroke.core.request import FinishReason
 from twostroke.engine import build as build_module
 from twostroke.engine.build import build
+from twostroke.engine.loading import load
+from twostroke.weights import weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -252,6 +254,7 @@ def test_a_folder_is_called_by_its_name(tmp_path: Path) -> None:
     with LLM(str(folder), options) as llm:
         assert llm.engine.card.name == "some-model"
         assert llm.engine.card.format == "F32"
+        assert llm.engine.card.identity == weights_identity(load(str(folder)).tensors)
         assert llm.chat(HELLO, GREEDY)[0].finish_reason is FinishReason.LENGTH
 
 

@@ -66,7 +66,7 @@ def test_plots_say_what_they_show(visit: Visiting, server: Any) -> None:
     )
     assert "prefill of 1" in roofline
     assert "decode of" in roofline
-    assert "1 streams" in latency
+    assert "1\u202fstream " in latency
     assert visit.page.locator(".share.warm, .share.cool").count() >= 4
     visit.page.fill("#plan-tpot_s", "90")
     visit.page.wait_for_selector("text=objective of TPOT: 90")

@@ -26,7 +26,7 @@ SOFT: Final = "#555b63"
 GRID: Final = "#dfdfdb"
 _SMALL: Final = 8.5  # points, of labels
 _LEAST_SHARE: Final = 0.01  # of a step's time: operations below it are not drawn
-_NEAR: Final = 1.15  # operations whose intensities differ less share a label
+_NEAR: Final = 1.15  # operations whose places differ less share a label
 
 
 class _Mark(Frozen):
@@ -113,13 +113,16 @@ def _step(axes: Axes, name: str, step: StepTime, marks: list[_Mark], look: tuple
     )  # fmt: skip
     is_above = colour == PREFILL  # labels of the other step are below, as both may lie together
     side, up = ("right", 1) if is_above else ("left", -1)
-    rows, before = 0, 0.0
+    before: list[tuple[float, float]] = []  # places of labels in points; each is long and low
     for one in sorted(marks, key=lambda mark: -mark.intensity):
-        rows = rows + 1 if before < 8 * one.intensity else 1
-        before = one.intensity
+        place = axes.transData.transform((one.intensity, one.flops_per_s)) * 72 / axes.figure.dpi
+        x, y = float(place[0]), float(place[1]) + 13 * up
+        while any(abs(x - left) < 150 and abs(y - base) < 12 for left, base in before):
+            y += 12 * up
+        before.append((x, y))
         axes.annotate(
             f"{one.label} {one.share:.0%}", (one.intensity, one.flops_per_s),
-            (-11 * up, 13 * up * rows), textcoords="offset points", va="center",
+            (-11 * up, y - place[1]), textcoords="offset points", va="center",
             ha=side, fontsize=_SMALL, color=colour,
         )  # fmt: skip
 
@@ -134,8 +137,8 @@ def _marks(step: StepTime) -> list[_Mark]:
             continue
         intensity, rate = op.flops / op.bytes, op.flops / op.seconds
         for place, one in enumerate(found):
-            apart = max(one.intensity / intensity, intensity / one.intensity)
-            if apart < _NEAR:
+            ratios = one.intensity / intensity, one.flops_per_s / rate
+            if all(1 / _NEAR < ratio < _NEAR for ratio in ratios):
                 names = (*one.names, name)
                 found[place] = _Mark(names, one.intensity, one.flops_per_s, one.share + share)
                 break

@@ -41,6 +41,7 @@ def report(plan: Plan) -> str:
     return page.render(
         plan=plan,
         title=words.title(plan),
+        shown=words.num_streams(plan.shown),
         facts=list(words.facts(plan)),
         answer=list(words.answer(plan)),
         question=list(_question(plan)),

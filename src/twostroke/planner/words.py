@@ -25,7 +25,12 @@ def title(plan: Plan) -> str:
 
 def decode_name(streams: int) -> str:
     """Return the name of a decode step."""
-    return f"decode, {streams:,} {'stream' if streams == 1 else 'streams'}"
+    return f"decode, {num_streams(streams)}"
+
+
+def num_streams(count: int) -> str:
+    """Return "1 stream" or "2 streams"."""
+    return f"{count:,} {'stream' if count == 1 else 'streams'}"
 
 
 def facts(plan: Plan) -> Iterator[str]:
@@ -83,7 +88,7 @@ def answer(plan: Plan) -> Iterator[str]:
         yield plan.verdict
         return
     yield (
-        f"{row.streams:,} streams: {row.tokens_per_s:,.0f} tokens/s, {1 / row.tpot_s:.1f} for "
+        f"{num_streams(row.streams)}: {row.tokens_per_s:,.0f} tokens/s, {1 / row.tpot_s:.1f} for "
         f"each, and {row.requests_per_s:.3g} requests/s with their prefill."
     )
     if (ratio := plan.prefill_per_decode) is not None:

@@ -113,7 +113,7 @@ def plan_routes(plans: Plans, options: ServeOptions, note: Note) -> list[Route]:
 
     return [
         Route(PATH, choices, name=PATH),
-        Route(PATH, plan, methods=["POST"], name=f"POST {PATH}"),
+        Route(PATH, plan, methods=["POST"], name=PATH),
     ]
 
 

@@ -1,8 +1,9 @@
 // Latency against throughput by number of streams, with the objectives.
 
 import { h, svg } from "../shared/dom.js";
-import { count, duration, rate } from "../shared/format.js";
+import { count, counted, duration, rate } from "../shared/format.js";
 import { grid, logAxes } from "../shared/logaxes.js";
+import { Labels } from "./labels.js";
 
 const SIZE = { height: 320, left: 52, right: 16, top: 14, bottom: 36 };
 const APART = 26; // pixels between two numbers of streams that are shown
@@ -23,9 +24,10 @@ export class LatencyPlot {
     const rates = rows.map((row) => row.tokens_per_s);
     const axes = logAxes(size, { from: Math.min(...rates) / 1.3, to: Math.max(...rates) * 1.3, low: Math.min(...times) / 1.5, high: Math.max(...times) * 1.6 });
     const { x, y } = axes;
+    const labels = new Labels(size.width);
     const across = (milliseconds, kind, text) => [
       svg("line", { class: `across ${kind}`, x1: size.left, x2: size.width - size.right, y1: y(milliseconds), y2: y(milliseconds) }),
-      svg("text", { class: `mark-label ${kind.split(" ")[0]}`, x: size.left + 4, y: y(milliseconds) - 5 }, text),
+      labels.text(text, { x: size.left + 4, y: y(milliseconds) - 5, kind: kind.split(" ")[0], up: 1 }),
     ];
     const line = rows.map((row, place) => `${place ? "L" : "M"}${x(row.tokens_per_s).toFixed(1)} ${y(row.tpot_s * 1000).toFixed(1)}`).join("");
     this.#plot.setAttribute("viewBox", `0 0 ${size.width} ${size.height}`);
@@ -34,24 +36,24 @@ export class LatencyPlot {
       ...across(ttft * 1000, "cool", `TTFT ${duration(ttft)}`),
       ...limits.flatMap(([name, limit, kind]) => across(limit * 1000, `${kind} limit`, `objective of ${name}: ${duration(limit)}`)),
       svg("path", { class: "tpot-line", d: line, fill: "none" }),
-      ...points(rows, chosen, x, y),
+      ...points(rows, chosen, axes, labels),
     );
-    const told = rows.map((row) => `${count(row.streams)} streams ${duration(row.tpot_s)} and ${rate(row.tokens_per_s)} tokens a second`);
+    const told = rows.map((row) => `${counted(row.streams, "stream")} ${duration(row.tpot_s)} and ${rate(row.tokens_per_s)} tokens a second`);
     this.#plot.setAttribute("aria-label", `Latency against throughput. TTFT ${duration(ttft)}. TPOT: ${told.join("; ")}.`);
   }
 }
 
-function points(rows, chosen, x, y) {
+function points(rows, chosen, { x, y }, labels) {
   const parts = [];
   let before = null;
   for (const row of [...rows].reverse()) {
     const at = [x(row.tokens_per_s), y(row.tpot_s * 1000)];
     const isChosen = row.streams === chosen?.streams;
-    const title = svg("title", {}, `${count(row.streams)} streams: TPOT ${duration(row.tpot_s)}, ${rate(row.tokens_per_s)} tokens/s`);
+    const title = svg("title", {}, `${counted(row.streams, "stream")}: TPOT ${duration(row.tpot_s)}, ${rate(row.tokens_per_s)} tokens/s`);
     parts.push(svg("circle", { class: "point warm", cx: at[0], cy: at[1], r: isChosen ? 7 : 4 }, title));
     if (before && Math.hypot(before[0] - at[0], before[1] - at[1]) < APART && !isChosen) continue;
     before = at;
-    parts.push(svg("text", { class: `mark-label ${isChosen ? "chosen" : "warm"}`, x: at[0] - 7, y: at[1] - 7, "text-anchor": "end" }, count(row.streams)));
+    parts.push(labels.text(count(row.streams), { x: at[0] - 8, y: at[1] - 7, kind: isChosen ? "chosen" : "warm", isEnd: true, up: 1 }));
   }
   return parts;
 }

@@ -1,15 +1,14 @@
 // Both strokes of a plan under the roof of its devices, with the operations that take most time.
 
 import { h, svg } from "../shared/dom.js";
-import { count, duration, percent, quantity, rate } from "../shared/format.js";
+import { count, counted, duration, percent, quantity, rate } from "../shared/format.js";
 import { decade, grid, logAxes } from "../shared/logaxes.js";
+import { Labels } from "./labels.js";
 
 const SIZE = { height: 320, left: 52, right: 12, top: 26, bottom: 36 };
 const LEAST_SHARE = 0.01; // of a step: operations below it are not drawn
 const LEAST_NAMED = 0.05; // of a step: smaller ones have their names in tooltips alone
-const NEAR = 1.15; // operations whose intensities differ less share a mark
-const LINE = 13; // pixels of a label
-const CHARACTER = 6;
+const NEAR = 1.15; // operations whose places differ less share a mark
 
 export class RooflinePlot {
   #plot = svg("svg", { class: "roofline plan-plot", role: "img", "aria-label": "Roofline" });
@@ -24,7 +23,7 @@ export class RooflinePlot {
     const { peak, bandwidth } = plan.roof;
     const strokes = [
       { name: `prefill of ${count(plan.question.prompt)} tokens`, kind: "cool", ...marksOf(plan.prefill) },
-      { name: `decode of ${count(plan.shown)} streams`, kind: "warm", ...marksOf(plan.decode) },
+      { name: `decode of ${counted(plan.shown, "stream")}`, kind: "warm", ...marksOf(plan.decode) },
     ];
     const size = { ...SIZE, width: this.#plot.clientWidth || 520 };
     const marks = strokes.flatMap((stroke) => stroke.marks);
@@ -36,12 +35,13 @@ export class RooflinePlot {
       high: peak * 6,
     });
     const { x, y } = axes;
+    const labels = new Labels(size.width);
     const roof = `M${x(Math.max(axes.from, axes.low / bandwidth))} ${y(Math.max(axes.from * bandwidth, axes.low))}L${x(ridge)} ${y(peak)}L${x(axes.to)} ${y(peak)}`;
     this.#plot.setAttribute("viewBox", `0 0 ${size.width} ${size.height}`);
     this.#plot.replaceChildren(
       ...grid(axes, { x: "FLOP per byte", y: "FLOP/s" }),
       svg("path", { class: "roof", d: roof, fill: "none" }),
-      ...strokes.flatMap((stroke) => drawn(stroke, axes)),
+      ...strokes.flatMap((stroke) => drawn(stroke, axes, labels)),
     );
     const told = strokes.map(({ name, seconds, marks: [first] }) => `${name}: ${duration(seconds)}${first ? `, ${percent(first.share)} of it in ${nameOf(first)} at ${rate(first.intensity)} FLOP a byte` : ""}`);
     this.#plot.setAttribute("aria-label", `Roofline on logarithmic axes. ${told.join(". ")}.`);
@@ -59,11 +59,12 @@ function marksOf(step) {
     const share = own_s / seconds;
     if (!flops || !bytes || share < LEAST_SHARE) continue;
     const intensity = flops / bytes;
-    const near = marks.find((one) => Math.max(one.intensity / intensity, intensity / one.intensity) < NEAR);
+    const reached = flops / own_s;
+    const near = marks.find((one) => [one.intensity / intensity, one.rate / reached].every((ratio) => ratio < NEAR && ratio > 1 / NEAR));
     if (near) {
       near.names.push(name);
       near.share += share;
-    } else marks.push({ names: [name], intensity, rate: flops / own_s, share });
+    } else marks.push({ names: [name], intensity, rate: reached, share });
   }
   return { seconds, marks, whole: { intensity: sum("flops") / sum("bytes"), rate: sum("flops") / seconds } };
 }
@@ -72,24 +73,18 @@ function nameOf({ names }) {
   return names.length > 2 ? `${names[0]} and ${names.length - 1} more` : names.join(", ");
 }
 
-/** Labels of prefill are above the roof and end at their mark, those of decode are below it. */
-function drawn({ name, kind, seconds, marks, whole }, { size, x, y }) {
-  const isAbove = kind === "cool";
-  const parts = marks.map((mark) => {
-    const radius = Math.sqrt(16 + 120 * mark.share);
+/** Labels of prefill end above their marks, those of decode begin below them. */
+function drawn({ name, kind, seconds, marks, whole }, { x, y }, labels) {
+  const circles = marks.map((mark) => {
     const title = svg("title", {}, `${name}: ${mark.names.join(", ")}, ${percent(mark.share)} of ${duration(seconds)}`);
-    return svg("circle", { class: `share ${kind}`, cx: x(mark.intensity), cy: y(mark.rate), r: radius }, title);
+    return svg("circle", { class: `share ${kind}`, cx: x(mark.intensity), cy: y(mark.rate), r: Math.sqrt(16 + 120 * mark.share) }, title);
   });
-  parts.push(svg("circle", { class: `whole ${kind}`, cx: x(whole.intensity), cy: y(whole.rate), r: 5 }, svg("title", {}, `${name}, the whole step: ${duration(seconds)}`)));
-  let [row, before] = [0, Infinity];
-  for (const mark of marks.filter(({ share }) => share >= LEAST_NAMED).sort((one, other) => other.intensity - one.intensity)) {
-    const text = `${nameOf(mark)} ${percent(mark.share)}`;
-    row = before - x(mark.intensity) < text.length * CHARACTER ? row + 1 : 1;
-    before = x(mark.intensity);
-    const width = text.length * CHARACTER;
-    const left = isAbove ? Math.max(before - 8, size.left + width) : Math.min(before + 8, size.width - width);
-    const top = y(mark.rate) + (isAbove ? -LINE * row : LINE * row + 6);
-    parts.push(svg("text", { class: `mark-label ${kind}`, x: left, y: top, "text-anchor": isAbove ? "end" : "start" }, text));
-  }
-  return parts;
+  const ring = svg("circle", { class: `whole ${kind}`, cx: x(whole.intensity), cy: y(whole.rate), r: 5 }, svg("title", {}, `${name}, the whole step: ${duration(seconds)}`));
+  const isEnd = kind === "cool";
+  const named = marks.filter(({ share }) => share >= LEAST_NAMED).sort((one, other) => other.intensity - one.intensity);
+  const texts = named.map((mark) => {
+    const place = { x: x(mark.intensity) + (isEnd ? -8 : 8), y: y(mark.rate) + (isEnd ? -13 : 19) };
+    return labels.text(`${nameOf(mark)} ${percent(mark.share)}`, { ...place, kind, isEnd, up: isEnd ? 1 : -1 });
+  });
+  return [...circles, ring, ...texts];
 }

@@ -1,7 +1,7 @@
 // The tables of a plan: by number of streams, and what other choices would give.
 
 import { h } from "../shared/dom.js";
-import { count, duration, percent, rate } from "../shared/format.js";
+import { count, counted, duration, percent, rate } from "../shared/format.js";
 
 const STREAMS = [["streams"], ["TPOT"], ["tokens/s"], ["each", "Tokens a second of one stream"], ["MBU", "Share of the bandwidth"], ["MFU", "Share of the arithmetic"], ["requests/s", "Whole requests, their prefill on the same devices"], ["$/1M", "Of output tokens, prefill included"], ["most time"]];
 const WHAT_IF = [["what if"], ["TTFT"], ["TPOT"], ["fit", "Requests that fit into memory"], ["$/1M", "Of output tokens, prefill included"]];
@@ -19,7 +19,7 @@ export function whatIfTable(plan) {
     const cells = [duration(one.ttft_s), duration(one.tpot_s), count(one.most_streams), usd(one.usd_per_million)];
     return h("tr", {}, h("th", { scope: "row" }, one.change), cells.map((text) => h("td", {}, text)));
   });
-  return table(`What if, with ${count(plan.shown)} streams`, WHAT_IF, rows);
+  return table(`What if, with ${counted(plan.shown, "stream")}`, WHAT_IF, rows);
 }
 
 function table(title, heads, rows) {

@@ -1,7 +1,7 @@
 // The plan: what the served model could do with another load, other formats, other devices.
 
 import { h } from "../shared/dom.js";
-import { count, duration, quantity, rate } from "../shared/format.js";
+import { count, counted, duration, quantity, rate } from "../shared/format.js";
 import { ask } from "../shared/server.js";
 import { Controls } from "./controls.js";
 import { LatencyPlot } from "./latency.js";
@@ -121,7 +121,7 @@ function aboutOf({ model, device, question, stored, calibrated, roof }) {
 function answerOf({ chosen, verdict, prefill_per_decode: ratio }) {
   if (!chosen) return verdict;
   const apart = ratio ? ` Prefill and decode apart: ${rate(ratio)} prefill devices for each that decodes.` : "";
-  return `${count(chosen.streams)} streams: ${rate(chosen.tokens_per_s)} tokens/s, ${rate(1 / chosen.tpot_s)} for each.${apart}`;
+  return `${counted(chosen.streams, "stream")}: ${rate(chosen.tokens_per_s)} tokens/s, ${rate(1 / chosen.tpot_s)} for each.${apart}`;
 }
 
 function tilesOf(plan) {
