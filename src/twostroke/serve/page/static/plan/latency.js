@@ -7,6 +7,7 @@ import { Labels } from "./labels.js";
 
 const SIZE = { height: 320, left: 52, right: 16, top: 14, bottom: 36 };
 const APART = 26; // pixels between two numbers of streams that are shown
+const HIDDEN = 7; // a point as near as that to the chosen one is left out
 
 export class LatencyPlot {
   #plot = svg("svg", { class: "roofline plan-plot", role: "img", "aria-label": "Latency" });
@@ -43,17 +44,17 @@ export class LatencyPlot {
   }
 }
 
+/** Points with numbers where there is room: the chosen one has its own in any case. */
 function points(rows, chosen, { x, y }, labels) {
-  const parts = [];
-  let before = null;
-  for (const row of [...rows].reverse()) {
+  const isChosen = (row) => row.streams === chosen?.streams;
+  const kept = [];
+  return [...rows].reverse().sort((one, other) => isChosen(other) - isChosen(one)).flatMap((row) => {
     const at = [x(row.tokens_per_s), y(row.tpot_s * 1000)];
-    const isChosen = row.streams === chosen?.streams;
     const title = svg("title", {}, `${counted(row.streams, "stream")}: TPOT ${duration(row.tpot_s)}, ${rate(row.tokens_per_s)} tokens/s`);
-    parts.push(svg("circle", { class: "point warm", cx: at[0], cy: at[1], r: isChosen ? 7 : 4 }, title));
-    if (before && Math.hypot(before[0] - at[0], before[1] - at[1]) < APART && !isChosen) continue;
-    before = at;
-    parts.push(labels.text(count(row.streams), { x: at[0] - 8, y: at[1] - 7, kind: isChosen ? "chosen" : "warm", isEnd: true, up: 1 }));
-  }
-  return parts;
+    const point = svg("circle", { class: "point warm", cx: at[0], cy: at[1], r: isChosen(row) ? 7 : 4 }, title);
+    const gap = Math.min(...kept.map((one) => Math.hypot(one[0] - at[0], one[1] - at[1])));
+    if (gap < APART) return gap < HIDDEN ? [] : [point];
+    kept.push(at);
+    return [point, labels.text(count(row.streams), { x: at[0] - 8, y: at[1] - 7, kind: isChosen(row) ? "chosen" : "warm", isEnd: true, up: 1 })];
+  });
 }
