@@ -198,7 +198,7 @@ bench-hostile: native pull ## Measure how long hostile schemas delay another str
 bench-parallel: native pull ## Measure a model on several ranks beside one process.
 	@PYTHONPATH=tests $(BIN)/python benchmarks/parallel.py $(BENCH_ARGS)
 
-bench-plan: native pull ## Compare planned times of steps with measured ones.
+bench-plan: native pull ## Compare plans with measured steps, memory and published speeds; time a fleet.
 	@$(BIN)/python benchmarks/plan.py $(BENCH_ARGS)
 
 bench-simulate: native pull ## Compare simulated runs with the measured server.

@@ -2,6 +2,8 @@
 
 Each model's steps are measured for a grid of shapes. Half of the grid calibrates the plan, the
 other half is compared with it: as limits (nothing measured but the machine), and corrected.
+Peak memory of fresh processes is compared with weights, keys and values, and published speeds with
+limits. A large fleet is timed.
 """
 
 from __future__ import annotations
@@ -12,18 +14,24 @@ from statistics import median
 
 import msgspec
 
+from footprint import OFTEN_S, generate_command, live
+from published import fleet_time, published_points
 from report import caption, machine_facts, save, table
+from twostroke.engine.loading import build_tokenizer, load
 from twostroke.measure.profile import Wanted, profile
 from twostroke.measure.single_step import Shape
 from twostroke.planner import Calibration, Question, make_plan, planned_model, this_machine
 from twostroke.planner.calibration import Point, usual_shapes
-from twostroke.planner.roofline import Roofline
+from twostroke.planner.roofline import Roofline, kv_bytes
 
 MODELS = ("smollm2", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 OTHERS = (
     *(Shape.decode(count, size) for size in (256, 2048) for count in (2, 8, 24)),
     *map(Shape.prefill, (128, 512)),
 )
+PARTS = ("steps", "memory", "published", "fleet")
+MEMORY_TOKENS = (512, 1024, 2048, 4096)  # that a process holds; the first tells its runtime
+MEMORY_HEADER = ("tokens", "measured, MB", "weights and KV, MB", "with the runtime, MB", "error")
 HEADER = ("step", "measured, ms", "limit, ms", "error", "corrected, ms", "error")
 
 
@@ -32,15 +40,58 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL")
     parser.add_argument("--steps", type=int, metavar="N", help="of each shape [default: 2 s]")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     given = parser.parse_args()
-    parts, points = [], {}
+    texts: list[str] = []
+    result: dict[str, object] = {}
+
+    def add(name: str, found: tuple[str, object]) -> None:
+        texts.append(found[0])
+        result[name] = msgspec.to_builtins(found[1])
+        print(found[0], flush=True)
+
     for model in given.models:
-        text, points[model] = _measured(model, given.steps)
-        parts.append(text)
-        print(text, flush=True)
+        if "steps" in given.parts:
+            add(f"steps of {model}", _measured(model, given.steps))
+        if "memory" in given.parts:
+            add(f"memory of {model}", _memory(model))
+    if "published" in given.parts:
+        add("published", published_points())
+    if "fleet" in given.parts:
+        add("fleet", fleet_time())
     facts = machine_facts()
-    result = {"facts": facts, "points": msgspec.to_builtins(points)}
-    save("plan", result, "\n".join([*parts, caption(facts)]))
+    save("plan", {"facts": facts, **result}, "\n".join([*texts, caption(facts)]))
+
+
+def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
+    """Return the table of one model's peak memory, and (tokens, measured, planned) in bytes.
+
+    It is memory of the process's own: pages of the mapped file can be given back at any time. The
+    smallest process tells what interpreter, libraries and buffers take, for the others.
+    """
+    planned = planned_model(model)
+    encode = build_tokenizer(load(model)).encode
+    found = []
+    for count in MEMORY_TOKENS:
+        if count > planned.program.context_length:
+            break
+        prompt = "the " * (count - 16)
+        num_tokens = len(encode(prompt)) + 8
+        sizes = ("--context-length", str(count), "--max-tokens", "8", "--ignore-eos")
+        command = generate_command(model, "--raw", *sizes, "-p", prompt)
+        least = planned.all_bytes + kv_bytes(planned, Question(), num_tokens)
+        found.append((num_tokens, live(command, OFTEN_S).anonymous, least))
+    runtime = found[0][1] - found[0][2]
+    rows, errors = [], []
+    for num_tokens, measured, least in found:
+        errors.append(abs((least + runtime) / measured - 1))
+        sizes_mb = [f"{one / 1e6:,.1f}" for one in (measured, least, least + runtime)]
+        rows.append((f"{num_tokens:,}", *sizes_mb, f"{errors[-1]:.1%}"))
+    text = (
+        f"## {model}: peak memory\n\n{table(MEMORY_HEADER, rows)}\n\nLargest error: "
+        f"{max(errors[1:]):.1%}, with {runtime / 1e6:.1f} MB of runtime from the first row.\n"
+    )
+    return text, found
 
 
 def _measured(model: str, num_steps: int | None) -> tuple[str, list[Point]]:
