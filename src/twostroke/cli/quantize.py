@@ -28,7 +28,11 @@ from twostroke.core.errors import UsageError
     help="Instead: the smallest mix with this KL divergence from MODEL, in nats.",
 )
 @option(
-    "-o", "--out", required=True, type=click.Path(path_type=Path), help="The GGUF file to write."
+    "-o",
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The GGUF file to write; the folder for w4a16 and w8a16.",
 )
 @option(
     "--text",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.frozen import Frozen
+from twostroke.quant.floats import encode_bfloat
 from twostroke.quant.format import half_bytes
 from twostroke.quant.iq4 import LEVELS, pack_xs
 from twostroke.quant.k_around_zero import pack_q3_k, pack_q6_k
@@ -113,6 +114,21 @@ def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], most: int) 
     shares = -most, most - 1
     pack_levels = partial(_pack_groups_of_16, half=half, pack=pack)
     return Grid(pack_levels, -half, half - 1, peaks, group=16, num_groups=16, shares=shares)
+
+
+def group_grid(bits: int, group: int, dtype: str) -> Grid:
+    """Return the grid of published groups of 4 or 8 bits, whose scales are F16 or BF16."""
+    half = 1 << (bits - 1)
+    peaks = _peaks(half) if bits == 4 else (127.0, 126.0, -128.0, -127.0)
+    is_bfloat = dtype == "BF16"
+    pack = partial(_pack_group, bits=bits, pack_scale=encode_bfloat if is_bfloat else half_bytes)
+    return Grid(pack, -half, half - 1, peaks, group=group, has_bfloat_scales=is_bfloat)
+
+
+def _pack_group(rounded: Rounded, bits: int, pack_scale: Callable[[Floats], Bytes]) -> Bytes:
+    codes = (rounded.levels.astype(np.int16) + np.int16(1 << (bits - 1))).astype(np.uint8)
+    parts = [pack_scale(rounded.scales), codes if bits == 8 else pack_planes(codes, 4, run=1)]
+    return np.concatenate(parts, axis=1)
 
 
 def _peaks(half: int) -> tuple[float, ...]:

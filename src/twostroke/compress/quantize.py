@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.compress.choose import Calibration, Chooser, rounded_to
+from twostroke.compress.folder import FOLDER_TARGETS, write_folder
 from twostroke.compress.mixes import MIXES, file_type_of, formats_of, is_rounded
 from twostroke.compress.report import FileReport, bits_of, make_report
 from twostroke.compress.tuning import tuned
-from twostroke.compress.unfinished import need, unfinished
+from twostroke.compress.unfinished import need, unfinished, unfinished_folder
 from twostroke.core.config import ComputeOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.engine.canary import REPORT_KEY
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     Notice = Callable[[str], None]
 
-TARGETS: Final = tuple(MIXES)
+TARGETS: Final = (*MIXES, *FOLDER_TARGETS)
 
 _CHOSEN: Final = "q4_k_m"  # the mix whose tables a chosen mix has
 _REPORT_BYTES: Final = 8192  # at most
@@ -50,11 +51,12 @@ def quantize(
     *,
     tuning_minutes: float = 0.0,
 ) -> FileReport:
-    """Write `model` as the mix `wanted` (of TARGETS), or as the best mix for a goal, to `out`.
+    """Write `model` as `wanted` (of TARGETS), or as the best mix for a goal, to `out`.
 
-    Nothing is written if anything fails. Calibrates on some `num_tokens` tokens of `text`, without
-    one on the model's own answers. Then scales and norms learn from the model for `tuning_minutes`.
-    The report is in the file, too.
+    `out` is a GGUF file, or a folder for FOLDER_TARGETS. Nothing is written if anything fails.
+    Calibrates on some `num_tokens` tokens of `text`, without one on the model's own answers. Then
+    scales and norms of a file learn from the model for `tuning_minutes`. The report is in the file,
+    too.
 
     Raises:
         UsageError: the text is too short, or has parts of the held-out text; no mix reaches the
@@ -62,14 +64,20 @@ def quantize(
         QualityError: the written file would write garbage.
         TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
     """
-    if out.suffix != ".gguf":
+    is_folder = wanted in FOLDER_TARGETS
+    if not is_folder and out.suffix != ".gguf":
         raise UsageError(f"The file {out.name!r} must end with .gguf.", field="out")
     check_can_run(ComputeOptions(backend="cpu"))  # which scores the file
     source = load(model)
     if any(mapping.path.resolve() == out.resolve() for mapping in source.mappings):
         raise UsageError("must not be the source's file.", field="out")
+    calibration = Calibration(source, text, num_tokens, notice)
+    if isinstance(wanted, str) and is_folder:
+        if tuning_minutes:
+            raise UsageError("is for GGUF files, not for folders.", field="tune")
+        with unfinished_folder(out) as part:
+            return write_folder(source, wanted, part, calibration, notice)
     with unfinished(out) as part:
-        calibration = Calibration(source, text, num_tokens, notice)
         return _write(source, wanted, part, calibration, notice, tuning_minutes)
 
 

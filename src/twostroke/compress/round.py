@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.compress.grids import Grid
-    from twostroke.quant import Floats
+    from twostroke.quant import Floats, Format
 
     Doubles = NDArray[np.floating[Any]]
 
@@ -88,9 +88,15 @@ def round_matrix(
 
     Rows must fill whole blocks. The result does not depend on the number of threads.
     """
-    grid = GRIDS[name]
+    return round_to(weight, moments, GRIDS[name], FORMATS[name], num_threads)
+
+
+def round_to(
+    weight: Floats, moments: Moments, grid: Grid, fmt: Format, num_threads: int | None = None
+) -> QuantTensor:
+    """Return a matrix (outputs, inputs) in a format whose grid is `grid`."""
     data = grid.pack(round_groups(weight, moments, grid, num_threads))
-    return QuantTensor(FORMATS[name], weight.shape, data.reshape(len(weight), -1))
+    return QuantTensor(fmt, weight.shape, data.reshape(len(weight), -1))
 
 
 def round_groups(

@@ -1,4 +1,4 @@
-"""A file that gets its name only when it is whole and has passed."""
+"""Files and folders that get their names only when they are whole and have passed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import TwostrokeError
+from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.fetch.disk import megabytes, place_file
 
 if TYPE_CHECKING:
@@ -24,16 +24,45 @@ def unfinished(out: Path) -> Iterator[Path]:
         TwostrokeError: the disk cannot be written.
     """
     part = out.with_name(f".{out.stem}.part{out.suffix}")
+    with _told(out):
+        try:
+            part.touch()  # to fail now, not after the work
+            yield part
+            place_file(part, out)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def unfinished_folder(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside `out`, which becomes `out` after the block; as `unfinished`.
+
+    Raises:
+        UsageError: `out` is there already.
+        TwostrokeError: the disk cannot be written.
+    """
+    if out.exists():
+        raise UsageError(f"{str(out)!r} is there already.", field="out")
+    part = out.with_name(f".{out.name}.part")
+    with _told(out):
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            yield part
+            part.replace(out)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _told(out: Path) -> Iterator[None]:
+    """Say of each failure that `out` was not written."""
     try:
-        part.touch()  # to fail now, not after the work
-        yield part
-        place_file(part, out)
+        yield
     except OSError as error:
         raise TwostrokeError(f"{str(out)!r} cannot be written: {error.strerror}.") from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted. {str(out)!r} was not written.") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def need(path: Path, num_bytes: float) -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from twostroke.quant import QuantTensor
 
     T = TypeVar("T")
@@ -112,17 +114,14 @@ def read_sharded(index: Path) -> WeightFiles:
     return files
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor]) -> None:
-    """Write tensors in float32, float16 or bfloat16; OSError if they cannot be written."""
+def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor | StoredArray]) -> None:
+    """Write tensors in float32, float16 or bfloat16, and integers; OSError if it fails."""
     entries: dict[str, Any] = {}
     begin = 0
     for name, tensor in tensors.items():
-        end = begin + tensor.num_bytes
-        entries[name] = {
-            "dtype": tensor.format.name,
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        stored, dtype, shape = _stored(tensor)
+        end = begin + stored.nbytes
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         begin = end
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
@@ -131,10 +130,17 @@ def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor]) -> None:
         with part.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
             for tensor in tensors.values():
-                file.write(tensor.data.tobytes())
+                file.write(_stored(tensor)[0].tobytes())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _stored(tensor: QuantTensor | StoredArray) -> tuple[NDArray[Any], str, list[int]]:
+    """Return a tensor's values or bytes, its type, and its shape."""
+    if isinstance(tensor, StoredArray):
+        return tensor.values, tensor.dtype, list(tensor.values.shape)
+    return tensor.data, tensor.format.name, list(tensor.shape)
 
 
 def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:

@@ -76,6 +76,17 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     return f"blk.{int(layer[1])}.{part}" if layer and part else name
 
 
+def published_name(name: str, layer_names: Mapping[str, str]) -> str:
+    """Return the Hugging Face name of a weight, for its canonical one; experts have none here."""
+    stem, _, kind = name.rpartition(".")
+    for published, canonical in _WHOLE_MODEL.items():
+        if stem == canonical:
+            return f"{published}.{kind}"
+    _, layer, part = stem.split(".")
+    named = {canonical: published for published, canonical in {**_LAYER, **layer_names}.items()}
+    return f"model.layers.{layer}.{named[part]}.{kind}"
+
+
 def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:
     """Return the name of a weight within its layer, None if it is not known."""
     stem, _, kind = name.rpartition(".")

@@ -1,0 +1,160 @@
+"""Writes a model as a compressed-tensors folder, which vLLM and transformers load.
+
+Source: the compressed-tensors repository, README and `compressors/pack_quantized`: codes with half
+of their range added, in 32-bit words from the lowest bit on; a scale for each group.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from twostroke.compress.grids import group_grid
+from twostroke.compress.hf_files import config_of, write_tokenizer
+from twostroke.compress.report import make_report
+from twostroke.compress.round import round_to
+from twostroke.compress.walk import round_products
+from twostroke.core.errors import ModelFormatError, TwostrokeError
+from twostroke.core.files import write_json, write_text
+from twostroke.engine.canary import REPORT_FILE
+from twostroke.engine.loading import load
+from twostroke.models import ARCHITECTURES, build_program
+from twostroke.program import ops
+from twostroke.quant import FORMATS, QuantTensor, grouped
+from twostroke.quant.grouped import SCALE_BYTES
+from twostroke.weights.safetensors import write_safetensors
+from twostroke.weights.tensor_names import published_name
+from twostroke.weights.tensors import StoredArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from twostroke.compress.choose import Calibration
+    from twostroke.compress.report import FileReport
+    from twostroke.compress.round import Moments
+    from twostroke.quant import Floats
+    from twostroke.weights import LoadedModel
+
+    Notice = Callable[[str], None]
+
+FOLDER_TARGETS: Final = {"w4a16": 4, "w8a16": 8}  # bits
+_GROUPS: Final = (128, 64, 32)  # that vLLM's kernels take
+
+
+def write_folder(
+    source: LoadedModel, target: str, part: Path, calibration: Calibration, notice: Notice
+) -> FileReport:
+    """Write `source` into the folder `part` as `target`, one of FOLDER_TARGETS.
+
+    Raises:
+        TwostrokeError: the model's family cannot be written.
+        QualityError: the written model writes garbage.
+    """
+    config = config_of(source)
+    names = _published_names(source)
+    write_tokenizer(source, part)
+    program = build_program(source.spec)
+    products = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
+    group = _group(source, products)
+    dtype = "F16" if config.get("torch_dtype", config.get("dtype")) == "float16" else "BF16"
+    bits = FOLDER_TARGETS[target]
+    fmt, grid = grouped(bits, group, dtype.lower()), group_grid(bits, group, dtype)
+
+    def rounded(_: str, weight: Floats, moments: Moments) -> QuantTensor:
+        return round_to(weight, moments, grid, fmt)
+
+    tensors = {
+        key: QuantTensor.from_floats(tensor.dequantize(), FORMATS[dtype])
+        for key, tensor in source.tensors.items()
+    }
+    matrices = round_products(program, tensors, products, calibration.pieces, rounded)
+    for count, (key, tensor) in enumerate(matrices, start=1):
+        tensors[key] = tensor
+        if count % 14 == 0 or count == len(products):
+            notice(f"Rounded {count} of {len(products)} matrices")
+    tensors = {key: _reordered(source, key, tensor) for key, tensor in tensors.items()}
+    stored: dict[str, QuantTensor | StoredArray] = {}
+    for key, tensor in tensors.items():
+        stored |= _parts(names[key], tensor, dtype) if key in products else {names[key]: tensor}
+    write_safetensors(part / "model.safetensors", stored)
+    config |= {"quantization_config": _quantization(bits, group)}
+    config["torch_dtype"] = "float16" if dtype == "F16" else "bfloat16"
+    write_json(part / "config.json", config)
+    _check(part, tensors)
+    notice("Scoring the written folder on held-out text")
+    report = make_report(source, part, target, calibration.facts)
+    write_text(part / REPORT_FILE, report.encode())
+    load(str(part))
+    return report
+
+
+def _published_names(source: LoadedModel) -> dict[str, str]:
+    family = ARCHITECTURES[source.spec.architecture]
+    if family.fused or source.spec.experts is not None:
+        raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
+    return {key: published_name(key, family.layer_names) for key in source.tensors}
+
+
+def _group(source: LoadedModel, products: list[str]) -> int:
+    """Return the largest group that rows of all matrices are made of."""
+    widths = {source.tensors[key].shape[-1] for key in products}
+    for group in _GROUPS:
+        if all(width % group == 0 for width in widths):
+            return group
+    raise TwostrokeError(f"{source.name} has rows that are not a multiple of {_GROUPS[-1]} values.")
+
+
+def _reordered(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor:
+    """Undo the order that GGUF files have for rotation in neighbouring pairs."""
+    kind = key.split(".")[-2]
+    if not source.spec.rope.interleaved or kind not in {"attn_q", "attn_k"}:
+        return tensor
+    pairs = source.spec.head_dim // 2
+    rows = tensor.data.reshape(-1, pairs, 2, tensor.num_bytes // tensor.shape[0])
+    data = rows.swapaxes(1, 2).reshape(tensor.data.shape)
+    return QuantTensor(tensor.format, tensor.shape, np.ascontiguousarray(data))
+
+
+def _parts(name: str, tensor: QuantTensor, dtype: str) -> dict[str, QuantTensor | StoredArray]:
+    """Return the tensors that make a quantized matrix."""
+    module = name.removesuffix(".weight")
+    rows = tensor.shape[0]
+    blocks = tensor.data.reshape(rows, -1, tensor.format.block_bytes)
+    size = SCALE_BYTES[dtype.lower()]
+    scales = np.ascontiguousarray(blocks[:, :, :size]).reshape(rows, -1)
+    words = np.ascontiguousarray(blocks[:, :, size:]).reshape(rows, -1).view(np.int32)
+    return {
+        f"{module}.weight_packed": StoredArray("I32", words),
+        f"{module}.weight_scale": QuantTensor(FORMATS[dtype], (rows, blocks.shape[1]), scales),
+        f"{module}.weight_shape": StoredArray("I64", np.array(tensor.shape, np.int64)),
+    }
+
+
+def _quantization(bits: int, group: int) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group,
+        "dynamic": False,
+    }
+    scheme = {"targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**scheme, "input_activations": None}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def _check(folder: Path, tensors: Mapping[str, QuantTensor]) -> None:
+    """Check that the folder is read back bit for bit."""
+    read = load(str(folder)).tensors
+    for key, tensor in tensors.items():
+        if key not in read or not np.array_equal(read[key].dequantize(), tensor.dequantize()):
+            raise ModelFormatError(f"The written folder has another {key} than was rounded.")
