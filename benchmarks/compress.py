@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import environments
 import twin
 from goals import SMOLLM2
+from llama_tokens import agreement, library_path
 from report import ROOT, caption, machine_facts, note, save, table
 from twostroke.compress.allocate import Goal
 from twostroke.compress.calibrate import own_pieces
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     Rounder = Callable[[str, Floats, str], QuantTensor]  # name, weight and format of a product
 
 _FOLDER = ROOT / "build" / "compress"
-_COLUMNS = ("file", "bits", "KL", "largest KL", "same top", "seconds")
+_COLUMNS = ("file", "bits", "KL", "largest KL", "same top", "llama.cpp reads", "seconds")
 
 
 def main() -> None:
@@ -144,9 +144,7 @@ class _Llama:
     """llama.cpp's rounding, with the mean squares of inputs for the calibration text."""
 
     def __init__(self, source: Path, pieces: list[list[int]]) -> None:
-        folder = environments.python_of("ggml").parents[1]
-        (path,) = folder.glob("lib/python*/site-packages/xllamacpp/xllamacpp*.so")
-        self._quantize = ctypes.CDLL(str(path)).ggml_quantize_chunk
+        self._quantize = ctypes.CDLL(str(library_path())).ggml_quantize_chunk
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._quantize.argtypes = (ctypes.c_int, pointer, pointer, count, count, count, pointer)
         self._quantize.restype = ctypes.c_size_t
@@ -195,7 +193,7 @@ def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
         tensors = read_gguf(path).tensors
         bits, score = bits_of({key: tensors[key] for key in products}), report.comparison
         figures = f"{score.mean_kl:.4f}", f"{score.max_kl:.2f}", f"{score.top1_agreement:.1%}"
-        yield path.stem, f"{bits:.2f}", *figures, f"{seconds:.0f}"
+        yield path.stem, f"{bits:.2f}", *figures, f"{agreement(path):.1%}", f"{seconds:.0f}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 from support.published import MATRIX_NAMES, awq, compressed_config, write_published
+from support.tiny import write_tiny_folder
+from twostroke.compress.quantize import quantize
 from twostroke.weights import load_path
+from twostroke.weights.tensor_names import canonical_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +25,9 @@ pytest.importorskip("compressed_tensors", reason="compressed-tensors is not inst
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
+from safetensors.torch import load_file
 
 _DTYPES = {
     torch.int32: ("I32", np.int32),
@@ -66,6 +71,28 @@ def test_compressed_tensors(
         tmp_path, compressed(scheme, dtype), compressed_config(kind, **weights)
     )
     _assert_equal(tmp_path, values)
+
+
+@pytest.mark.parametrize("target", ["w4a16", "w8a16"])
+def test_folders_of_quantize(tmp_path: Path, target: str) -> None:
+    source, out = write_tiny_folder(tmp_path / "tiny"), tmp_path / "out"
+    quantize(str(source), target, out, "Water runs, and stones stay. " * 300, 1024, lambda _: None)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    scheme.format = config["format"]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    stored, read = load_file(out / "model.safetensors"), load_path(out).tensors
+    modules = [name.removesuffix("_packed") for name in stored if name.endswith("weight_packed")]
+    assert len(modules) == 7 * load_path(out).spec.num_layers
+    for name in modules:
+        module = name.removesuffix(".weight")
+        parts = ("weight_packed", "weight_scale", "weight_shape")
+        state = {part: stored[f"{module}.{part}"] for part in parts}
+        state["weight_scale"] = state["weight_scale"].float()
+        values = compressor.decompress(state, scheme)["weight"].numpy()
+        canonical = canonical_name(name, {})
+        assert canonical is not None
+        assert np.array_equal(read[canonical].dequantize(), values), name
 
 
 def test_awq(tmp_path: Path) -> None:
