@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_SILENT = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)(lambda *_: None)
 _PIECE = 256
 _NUM_TOKENS = 512
 
@@ -101,6 +102,7 @@ class _Batch(ctypes.Structure):
 
 @contextmanager
 def _loaded(library: ctypes.CDLL, path: Path, length: int) -> Iterator[tuple[int, int]]:
+    library.llama_log_set(_SILENT, None)
     library.llama_backend_init()
     model = library.llama_model_load_from_file(
         str(path).encode(), library.llama_model_default_params()
@@ -119,6 +121,7 @@ def _loaded(library: ctypes.CDLL, path: Path, length: int) -> Iterator[tuple[int
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     signatures = {
+        "llama_log_set": (None, (c_void_p, c_void_p)),
         "llama_backend_init": (None, ()),
         "llama_model_default_params": (_Options, ()),
         "llama_context_default_params": (_Options, ()),
