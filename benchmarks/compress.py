@@ -180,20 +180,26 @@ def _mean_squares(source: Path, pieces: list[list[int]]) -> dict[str, Floats]:
 
 
 def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each file."""
-    note("Scoring the files")
+    """Yield a row for each file; rows are kept beside the files."""
+    rows = {path: path.with_suffix(".row") for path in made}
+    missing = [path for path, row in rows.items() if not row.exists()]
+    note(f"Scoring {len(missing)} files")
     right, *others = (
         Subject(str(path), ComputeOptions(backend="cpu"), CacheOptions())
-        for path in (source, *made)
+        for path in (source, *missing)
     )
     pieces = pieces_of(held_out_text(), [str(source)])
-    reports = compare_subjects(right, others, pieces, lambda _: None)
     products = [op.weight for op in _products(source)]
-    for (path, seconds), report in zip(made.items(), reports, strict=True):
+    reports = compare_subjects(right, others, pieces, lambda _: None)
+    for path, report in zip(missing, reports, strict=True):
         tensors = read_gguf(path).tensors
         bits, score = bits_of({key: tensors[key] for key in products}), report.comparison
         figures = f"{score.mean_kl:.4f}", f"{score.max_kl:.2f}", f"{score.top1_agreement:.1%}"
-        yield path.stem, f"{bits:.2f}", *figures, f"{agreement(path):.1%}", f"{seconds:.0f}"
+        shown = path.stem, f"{bits:.2f}", *figures, f"{agreement(path):.1%}", f"{made[path]:.0f}"
+        note("  ".join(shown))
+        rows[path].write_text(json.dumps(shown))
+    for row in rows.values():
+        yield tuple(json.loads(row.read_text()))
 
 
 if __name__ == "__main__":
