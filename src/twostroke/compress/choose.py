@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +10,7 @@ from twostroke.compress.calibrate import own_pieces, text_pieces
 from twostroke.compress.report import TextFacts
 from twostroke.compress.round import round_matrix
 from twostroke.compress.sensitivity import Trials, sensitivity_of
-from twostroke.compress.walk import round_products
+from twostroke.compress.walk import round_products, watched
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.engine.loading import build_tokenizer
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     Notice = Callable[[str], None]
 
-_NOTICE_EVERY: Final = 14  # matrices
 _NUM_ATTEMPTS: Final = 4
 _NEAR: Final = 0.85  # of a divergence that is asked for: good enough
 _AIM: Final = 0.9  # of it, in the next attempt
@@ -63,20 +61,14 @@ def rounded_to(
     notice: Notice,
 ) -> dict[str, QuantTensor]:
     """Return the matrices in `formats`, rounded, by name."""
-    found: dict[str, QuantTensor] = {}
-    began = time.perf_counter()
-    for name, tensor in round_products(
+    matrices = round_products(
         program,
         tensors,
         formats,
         pieces,
         lambda name, weight, moments: round_matrix(weight, moments, formats[name]),
-    ):
-        found[name] = tensor
-        if len(found) % _NOTICE_EVERY == 0 or len(found) == len(formats):
-            left_s = (time.perf_counter() - began) * (len(formats) / len(found) - 1)
-            notice(f"Rounded {len(found)} of {len(formats)} matrices, {left_s:.0f} s left")
-    return found
+    )
+    return dict(watched(matrices, len(formats), notice))
 
 
 class Chooser:

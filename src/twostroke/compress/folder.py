@@ -14,7 +14,7 @@ from twostroke.compress.grids import group_grid
 from twostroke.compress.hf_files import config_of, write_tokenizer
 from twostroke.compress.report import make_report
 from twostroke.compress.round import round_to
-from twostroke.compress.walk import round_products
+from twostroke.compress.walk import round_products, watched
 from twostroke.core.errors import ModelFormatError, TwostrokeError
 from twostroke.core.files import write_json, write_text
 from twostroke.engine.canary import REPORT_FILE
@@ -70,10 +70,7 @@ def write_folder(
         for key, tensor in source.tensors.items()
     }
     matrices = round_products(program, tensors, products, calibration.pieces, rounded)
-    for count, (key, tensor) in enumerate(matrices, start=1):
-        tensors[key] = tensor
-        if count % 14 == 0 or count == len(products):
-            notice(f"Rounded {count} of {len(products)} matrices")
+    tensors |= watched(matrices, len(products), notice)
     tensors = {key: _reordered(source, key, tensor) for key, tensor in tensors.items()}
     stored: dict[str, QuantTensor | StoredArray] = {}
     for key, tensor in tensors.items():

@@ -19,7 +19,7 @@ from twostroke.compress.grids import GRIDS
 from twostroke.compress.mixes import fitting, layer_of
 from twostroke.compress.round import round_matrix
 from twostroke.compress.threads import own_threads
-from twostroke.compress.walk import Stream, round_products
+from twostroke.compress.walk import Stream, round_products, watched
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import read_small_file, write_text
@@ -90,8 +90,10 @@ def sensitivity_of(
         losses[name] = _losses(weight, moments)
         return coded[name]
 
-    for _ in round_products(program, tensors, names, pieces, rounded):
+    for _ in watched(round_products(program, tensors, names, pieces, rounded), len(names), notice):
         pass
+    num_kinds = len({name.split(".", 2)[2] for name in names})
+    num_trials = min(num_kinds + _NUM_SPLITS, len(names))
     measured = dict(known.trials) if known is not None else {}
 
     def measure(part: Sequence[str]) -> float:
@@ -99,7 +101,7 @@ def sensitivity_of(
         if key not in measured:
             measured[key] = trials.kl({name: coded[name] for name in part})
             _keep(path, Sensitivity(identity, {}, measured))
-            notice(f"{len(measured)} parts of the model measured")
+            notice(f"Measured {len(measured)} of {num_trials} parts of the model")
         return measured[key]
 
     kl: dict[str, dict[str, float]] = {}

@@ -6,6 +6,7 @@ come from products that are already rounded, so later ones make up for the error
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +19,7 @@ from twostroke.compress.threads import own_threads
 from twostroke.program import ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from twostroke.compress.round import Moments
     from twostroke.program import Op, Program
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     Rounder = Callable[[str, Floats, Moments], QuantTensor]  # name, weight, moments of its inputs
 
+_NOTICE_EVERY: Final = 14  # matrices
 _PARTS: Final = 4  # of the text, each on a thread; sums must not depend on how many of these run
 
 
@@ -56,6 +58,18 @@ def round_products(
                 yield op.weight, tensor
                 weights[op.weight] = tensor.dequantize()
             list(pool.map(partial(Stream.run, op=op, weights=weights), streams))
+
+
+def watched(
+    matrices: Iterable[tuple[str, QuantTensor]], total: int, notice: Callable[[str], None]
+) -> Iterator[tuple[str, QuantTensor]]:
+    """Yield what `round_products` yields, and say now and then how many there were."""
+    began = time.perf_counter()
+    for count, matrix in enumerate(matrices, start=1):
+        yield matrix
+        if count % _NOTICE_EVERY == 0 or count == total:
+            left_s = (time.perf_counter() - began) * (total / count - 1)
+            notice(f"Rounded {count} of {total} matrices, {left_s:.0f} s left")
 
 
 class Stream:
