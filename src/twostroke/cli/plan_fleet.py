@@ -54,7 +54,7 @@ def command(file: Path, as_json: bool) -> None:
 
 
 def _price(fleet: Fleet) -> str:
-    text = f"{fleet.usd_per_hour:,.2f} $ an hour"
+    text = f"{fleet.usd_per_hour:,.2f} $ an hour" if fleet.usd_per_hour else "No prices are known"
     if fleet.least_usd is None:
         return f"{text}. Times are limits unless the file has mfu and mbu."
     return (

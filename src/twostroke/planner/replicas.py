@@ -129,16 +129,22 @@ class Replicas:
         most = len(counts)
         if limit is not None:
             most = last_that(lambda n: one.tpot_s(counts[n - 1]) <= limit * share, most)
-        bound, before = "memory" if most == len(counts) else "TPOT", 0.0
+        bound = "memory" if most == len(counts) else "TPOT"
+        found, rate = list[int](), 0.0
         for index, streams in enumerate(counts[:most], 1):
             if streams & (streams - 1) and index < most:
                 continue  # powers of two, and the most
-            rate = share * self._utilization / one.request_s(streams)
-            if rate >= before * _LEAST_GAIN:
-                yield streams, "load" if rate >= self._load else bound
-                before = rate
+            more = share * self._utilization / one.request_s(streams)
+            if more >= rate * _LEAST_GAIN:
+                found.append(streams)
+                rate = more
             if rate >= self._load:
-                return
+                bound = "load"
+                break
+        if found and bound != "load" and found[-1] < counts[most - 1]:
+            bound = "no gain"
+        for streams in found:
+            yield streams, bound if streams == found[-1] else "its share"
 
     def _on(self, place: Place) -> _OnPlace:
         planner, count = self._planner.on(place.device, place.count), place.count
