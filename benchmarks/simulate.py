@@ -151,14 +151,17 @@ def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> 
         report = make_report(logs, Objectives())
         rates.append(report.num_requests / report.duration_s)
     rows = [("all at once", "requests/s", *(f"{r:.2f}" for r in rates), _error(*rates[::-1]), "")]
+    note(" ".join(rows[0]))
     kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
     for percent in given.loads:
-        note(f"Load of {percent}%")
         changed = load.changed(speed=percent / 100 * rates[0] / load.rate)
+        note(f"Load of {percent}%: {changed.rate:.2f} requests/s")
         logs = pair.measure(changed, _texts(fresh, changed))
         measured = make_report(logs, Objectives())
         simulated = simulate(pair.setup, changed).report
-        rows += _compared(f"{percent}%", measured, simulated)
+        found = list(_compared(f"{percent}%", measured, simulated))
+        note("\n".join(map(" ".join, found)))
+        rows += found
         both = {"measured": measured, "simulated": simulated}
         kept["loads"][percent] = {**both, "requests": logs}
     result["latency"] = msgspec.to_builtins(kept)
@@ -200,8 +203,8 @@ def _compared(load: str, measured: Report, simulated: Report) -> Iterator[tuple[
 def _hits(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
     """Compare hit rates of the prefix cache on prompts of which a page is a block."""
     scale = 16 / 512
-    load = read_trace(given.shared).first(given.requests).changed(scale=scale)
-    burst = load.first(given.requests // 6).changed(speed=1e6)
+    load = read_trace(given.shared).first(given.requests // 2).changed(scale=scale)
+    burst = load.first(given.requests // 8).changed(speed=1e6)
     seconds = simulate(pair.setup, burst).report.duration_s
     load = load.changed(speed=0.7 * len(burst.arrivals) / seconds / load.rate)
     note("Prefix hits")
@@ -213,8 +216,8 @@ def _hits(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str
     row = (load.name, *(f"{rate:.1%}" for rate in rates), f"{(rates[1] - rates[0]) * 100:+.1f}")
     header = ("trace", "measured", "simulated", "points (at most 2)")
     return (
-        f"## Prefix hits\n\n{table(header, [row])}\n\n{given.requests} requests, lengths times "
-        f"1/32, {_KV_BYTES >> 20} MB of keys and values."
+        f"## Prefix hits\n\n{table(header, [row])}\n\n{given.requests // 2} requests, lengths "
+        f"times 1/32, {_KV_BYTES >> 20} MB of keys and values."
     )
 
 
@@ -241,6 +244,7 @@ def _speed(given: argparse.Namespace, result: dict[str, Any]) -> str:
         busy = sum(found.busy) / len(found.busy)
         rows.append((name, f"{rate:,.0f}", f"{found.num_steps:,}", f"{busy:.0%}"))
     result["simulated_per_s"] = kept
+    note("\n".join(map(" ".join, rows)))
     header = (f"{load.name}, {_SPEED_REPLICAS} replicas", "requests a second", "steps", "busy")
     return f"## Speed of the simulation, one core\n\n{table(header, rows)}"
 

@@ -107,3 +107,31 @@ def test_an_answer_of_another_length_is_an_error():
 def test_a_refusal_is_shown():
     with pytest.raises(RuntimeError, match="the server refused: too many"):
         _answer(b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\n\r\ntoo many")
+
+
+def test_a_replay_sends_requests_when_they_are_due():
+    usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+    last = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+
+    async def server(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        await reader.readexactly(length)
+        writer.write(_OK)
+        for text in (_event("a"), _event("bc"), last, b""):
+            writer.write(b"%x\r\n%b\r\n" % (len(text), text))
+            await asyncio.sleep(0.03 if text else 0.0)
+        writer.close()
+
+    async def both():
+        listener = await asyncio.start_server(server, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        async with listener:
+            return await load._replay(port, "bench", [0.0, 0.0, 0.2], [[5, 6]] * 3, [3] * 3)
+
+    logs = asyncio.run(both())
+    for log, due_s in zip(logs, (0.0, 0.0, 0.2), strict=True):
+        assert 0 <= log["sent_s"] - due_s < 0.1
+        assert log["sent_s"] < log["first_s"] < log["last_s"]
+        assert log["last_s"] - log["first_s"] > 0.02
+        assert log["num_cached"] == 2
