@@ -23,6 +23,7 @@ _SAVE_EVERY_S = 120.0
 _REPORT_EVERY_S = 10.0
 _SAVING_SHARE = 20  # times longer than saving takes
 _WARM_STEPS = 50
+_WARM_SHARE = 0.1  # of the time, if that comes first
 _LEAST_RATE = 0.02  # of the learning rate, at the end
 
 
@@ -68,7 +69,8 @@ class Descent:
         """Change the weights so that the loss gets smaller."""
         # Warm up, then follow half a cosine down to `_LEAST_RATE`.
         wave = 0.5 * (1 + math.cos(math.pi * min(1.0, self.done)))
-        rate = self.rate * min(1.0, (self.num_steps + 1) / _WARM_STEPS)
+        warmth = max((self.num_steps + 1) / _WARM_STEPS, self.done / _WARM_SHARE)
+        rate = self.rate * min(1.0, warmth)
         rate *= _LEAST_RATE + (1 - _LEAST_RATE) * wave
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["share"]

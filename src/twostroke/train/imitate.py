@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HELD_OUT = 25  # one example of so many is for tests
 _MOST_TESTS = 64
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 512
 
 
 class Likeness(Frozen):
