@@ -78,6 +78,9 @@ def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
         (("--rate", "1", "--on", "h100-sxm", "--kv-memory", "90GB"), "It does not fit: weights"),
         (("--trace", "x.csv"), "x.csv cannot be read"),
         (("--rate", "1", "--routing", "prefx"), "Did you mean 'prefix'"),
+        (("--rate", "1", "--speed", "1e-300"), "--speed must be from 1e-9"),
+        (("--rate", "1", "--scale", "1e6"), "--scale makes a text of"),
+        (("--rate", "1", "--record", "nowhere/x.json"), "--record is in a folder that does not"),
         (("--rate", "1", "--replicas", "0"), "--replicas must be from 1 to 1024"),
     ],
 )

@@ -288,7 +288,7 @@ def test_building_reports_progress_and_fails_clean(
         closed.append(True)
         real_close(self)
 
-    monkeypatch.setattr(build_module, "_build_scheduler", fail)
+    monkeypatch.setattr(build_module, "build_scheduler", fail)
     monkeypatch.setattr(CpuBackend, "close", close)
     with pytest.raises(UsageError, match="no scheduler"):
         build(str(path), EngineOptions(cache=SMALL), lambda done, total: seen.append((done, total)))

@@ -46,6 +46,15 @@ def test_goodput_counts_requests_that_meet_all_objectives():
     assert with_refused.num_refused == 20
 
 
+def test_a_load_that_is_not_carried_has_no_more_good_requests_than_ended_ones():
+    # Ten requests a second arrive, one a second ends; each meets the objective once it has begun.
+    logs = [log(1.0 + n / 10, 1.0 + n, 2.0 + n) for n in range(200)]
+    report = make_report(logs, Objectives(tpot_s=0.2))
+    assert report.good_share == 1.0
+    assert report.offered_per_s == pytest.approx(10, rel=0.05)
+    assert report.good_per_s == report.requests_per_s == pytest.approx(1.0, rel=0.1)
+
+
 def test_rates_leave_out_the_ramp_and_the_drain():
     # One request a second, each at work for 10 s and writing 2 tokens a second.
     logs = [log(1.0 + n, 2.0 + n, 11.0 + n, num_output=19, num_cached=50) for n in range(101)]

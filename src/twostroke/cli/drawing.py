@@ -30,7 +30,12 @@ def check_file(path: Path | None, field: str, suffixes: tuple[str, ...]) -> None
     if path.suffix.lower() not in suffixes:
         reason = f"must end in {' or '.join(suffixes)}, got '{{value}}'."
         raise UsageError(reason, field=field, value=path.name)
+    check_folder(path, field)
+    new_figure(1, 1)
+
+
+def check_folder(path: Path, field: str) -> None:
+    """Raise UsageError if a file's folder is missing."""
     if not path.absolute().parent.is_dir():
         reason = "is in a folder that does not exist: '{value}'."
         raise UsageError(reason, field=field, value=path.parent)
-    new_figure(1, 1)

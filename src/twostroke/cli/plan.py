@@ -11,6 +11,7 @@ from twostroke.cli.drawing import PLOTS, check_file, file_option
 from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.terminal import printable, show_table
 from twostroke.compress.unfinished import unfinished
+from twostroke.core.errors import Field, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,6 +90,9 @@ def command(
     is_here = device == "here"
     found = planner.this_machine() if is_here else planner.find_device(device)
     planned = planner.planned_model(model)
+    if calibrate and not is_here:
+        reason = "measures this machine: leave {on} out."
+        raise UsageError(reason, field="calibrate", on=Field("device"))
     if calibrate:
         length = planned.program.context_length
         planner.calibrate(model, planned.identity, length, lambda text: click.echo(text, err=True))

@@ -9,6 +9,7 @@ import click
 import msgspec
 from msgspec.structs import replace
 
+from twostroke.cli.drawing import check_folder
 from twostroke.cli.help import ByteSize, Command, OneOf, option
 from twostroke.cli.options import BATCHING, MACHINE, engine_options
 from twostroke.cli.terminal import printable, show_table
@@ -88,6 +89,7 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     The engine's own scheduler, pages, prefix cache and speculation run; only steps are not
     computed: each takes what its operations need on the device. MODEL is what plan takes.
     """
+    from twostroke.compress.unfinished import unfinished
     from twostroke.measure.requests import Objectives
     from twostroke.simulate import simulate, sweep
 
@@ -97,6 +99,8 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     if is_sweep and not objectives:
         facts = {"ttft": Field("ttft_s"), "tpot": Field("tpot_s")}
         raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep", **facts)
+    if record is not None:
+        check_folder(record, "record")
     load = _load(given)
     setup = _setup(model, given)
     if is_sweep:
@@ -105,7 +109,9 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     else:
         simulation = simulate(setup, load, objectives)
     if record is not None:
-        record.write_bytes(msgspec.json.encode({"requests": simulation.logs}) + b"\n")
+        kept = msgspec.json.encode({"requests": simulation.logs})
+        with unfinished(record) as part:
+            part.write_bytes(kept + b"\n")
     if as_json:
         shown: Any = replace(simulation, logs=())
         if is_sweep:
@@ -169,7 +175,8 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
 
 def _progress(probe: Probe) -> None:
     share = probe.simulation.report.good_share or 0.0
-    click.echo(f"{probe.rate:.3g} requests/s: {share:.1%} are good", err=True)
+    queue = ", but the queue grows" if probe.simulation.report.is_growing else ""
+    click.echo(f"{probe.rate:.3g} requests/s: {share:.1%} are good{queue}", err=True)
 
 
 def _facts(setup: Setup, load: Load) -> Iterator[str]:
@@ -197,12 +204,13 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
 
 
 def _show_sweep(probes: tuple[Probe, ...]) -> None:
-    rows: list[tuple[str, ...]] = [("REQUESTS/S", "GOOD", "TTFT P90 MS", "TPOT P90 MS")]
+    rows: list[tuple[str, ...]] = [("REQUESTS/S", "GOOD", "TTFT P90 MS", "TPOT P90 MS", "QUEUE")]
     for one in probes:
         report = one.simulation.report
         times = [report.latencies.get(name) for name in ("ttft", "tpot")]
         cells = ["–" if t is None else f"{t.percentiles['p90'].value * 1e3:,.1f}" for t in times]
-        rows.append((f"{one.rate:.3g}", f"{report.good_share:.1%}", *cells))
+        queue = "grows" if report.is_growing else ""
+        rows.append((f"{one.rate:.3g}", f"{report.good_share:.1%}", *cells, queue))
     show_table(rows, range(4))
 
 

@@ -134,7 +134,7 @@ def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> Report:
     window = _Window(done, begin_s, last_s if last_s > begin_s else ended_s)
     arrived = scheduled[(scheduled > begin_s) & (scheduled <= window.end_s)]
     offered_per_s = len(arrived) / window.seconds
-    good = sum(map(objectives.are_met, logs)) if objectives else None
+    good = [log for log in logs if objectives.are_met(log)] if objectives else None
     num_prompt = sum(log.num_prompt for log in done)
     late = [log.sent_s - log.timings.arrival_s for log in logs]
     return Report(
@@ -152,8 +152,8 @@ def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> Report:
         hit_rate=sum(log.num_cached for log in done) / num_prompt if num_prompt else 0.0,
         lateness_p99_s=float(np.quantile(late, 0.99)),
         latencies=_latencies(done),
-        good_share=None if good is None else good / len(logs),
-        good_per_s=None if good is None else good / len(logs) * offered_per_s,
+        good_share=None if good is None else len(good) / len(logs),
+        good_per_s=None if good is None else window.num_ended(good) / window.seconds,
     )
 
 
@@ -178,11 +178,15 @@ class _Window:
         self._last = np.array([log.timings.last_token_s for log in done])
         more = np.array([log.num_output for log in done]) - 1
         has_begun = self._holds(self._first)
-        self.ended = int(self._holds(self._last).sum())
+        self.ended = self.num_ended(done)
         self.prompt_tokens = float(np.array([log.num_prompt for log in done])[has_begun].sum())
         inside = _overlap(self._first, self._last, begin_s, end_s)
         spread = more * inside / np.maximum(self._last - self._first, 1e-12)
         self.output_tokens = float(has_begun.sum() + spread.sum())
+
+    def num_ended(self, logs: Sequence[RequestLog]) -> int:
+        """Return how many of these ended in the window."""
+        return int(self._holds(np.array([log.timings.last_token_s for log in logs])).sum())
 
     @property
     def is_growing(self) -> bool:

@@ -49,7 +49,7 @@ class Traffic(Frozen):
         if not 0 < self.requests_per_day <= _MOST_PER_DAY:
             reason = f"must be above 0 and at most {_MOST_PER_DAY:,.0f}."
             raise UsageError(reason, field="requests_per_day")
-        if len(self.hours) != 24 or min(self.hours) < 0 or not sum(self.hours):
+        if len(self.hours) != 24 or min(self.hours) < 0 or not 0 < sum(self.hours) < 1e12:
             raise UsageError("must be 24 numbers from 0, not all 0.", field="hours")
         if not 0 <= self.batch <= 1:
             raise UsageError(f"must be from 0 to 1, got {self.batch}.", field="batch")
@@ -81,10 +81,12 @@ class Hosting(Frozen):
         """Refuse what is out of range."""
         for field in ("utilization", "availability"):
             if not 0 < getattr(self, field) <= 1:
-                raise UsageError("must be above 0 and at most 1.", field=field)
-        for field in ("spare", "engineering_usd", "setup_usd"):
-            if getattr(self, field) < 0:
-                raise UsageError("must not be negative.", field=field)
+                reason = f"must be above 0 and at most 1, got {getattr(self, field)}."
+                raise UsageError(reason, field=field)
+        for field, most in (("spare", 1000), ("engineering_usd", 1e9), ("setup_usd", 1e9)):
+            if not 0 <= getattr(self, field) <= most:
+                reason = f"must be from 0 to {most:,.0f}, got {getattr(self, field)}."
+                raise UsageError(reason, field=field)
 
 
 class Costs(Frozen):

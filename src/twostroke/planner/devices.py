@@ -139,7 +139,11 @@ def device_of(limits: Hardware) -> Device:
 def _read(path: Path) -> Device:
     try:
         given: dict[str, Any] = tomllib.loads(read_small_file(path).decode())
-        return msgspec.convert(given, _Row).device()
+        row = msgspec.convert(given, _Row)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         reason = f"{path.name} does not describe a device: {error}. It needs lines such as "
         raise UsageError(f"{reason}{_EXAMPLE}.") from None
+    for name in ("bandwidth_gb_s", "bf16_tflops"):
+        if not 0 < getattr(row, name) < 1e9:
+            raise UsageError(f"{path.name}: {name} must be above 0, got {getattr(row, name)}.")
+    return row.device()

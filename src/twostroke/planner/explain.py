@@ -78,7 +78,7 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
     if planner.usd_per_hour is not None:
         yield (
             "$ per 1M output tokens = $ an hour / 3600 x time of a request / output x 1e6, with "
-            f"{planner.usd_per_hour:g} $ an hour ({planner.price_source})"
+            f"{planner.usd_per_hour:g} $ an hour ({planner.price_source or 'as given'})"
         )
 
 

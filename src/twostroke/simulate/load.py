@@ -66,11 +66,14 @@ class Load(Frozen):
         Blocks are scaled too, so that prompts share what they shared.
         """
         for field, value in (("speed", speed), ("scale", scale)):
-            if not 0 < value <= 1e9:
-                reason = f"must be above 0 and at most 1000000000, got {value}."
-                raise UsageError(reason, field=field)
+            if not 1e-9 <= value <= 1e9:
+                raise UsageError(f"must be from 1e-9 to 1e9, got {value}.", field=field)
         if (speed, scale) == (1.0, 1.0):
             return self
+        longest = max(max(one.num_prompt, one.num_output) for one in self.arrivals) * scale
+        if longest > _MOST_TOKENS:
+            reason = f"makes a text of {longest:,.0f} tokens: at most {_MOST_TOKENS:,} can be."
+            raise UsageError(reason, field="scale")
         return Load(self.name, tuple(_changed(one, speed, scale) for one in self.arrivals))
 
     def first(self, count: int | None) -> Load:

@@ -156,7 +156,7 @@ def _count(row: Mapping[str, Any], names: tuple[str, ...]) -> int:
     name, value = _value(row, names)
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 1 <= number <= 1 << 24 or number != int(number):
         raise ValueError(f"{name} must be a whole number from 1 to {1 << 24}, got {value!r}")
@@ -169,7 +169,7 @@ def _seconds(row: Mapping[str, Any], *, is_json: bool) -> float:
         seconds = float(value)
         if is_json and name == "timestamp":
             seconds /= 1000
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         try:
             date = datetime.fromisoformat(str(value).strip())
             seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
