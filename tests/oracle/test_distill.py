@@ -128,6 +128,13 @@ def test_impossible_students_are_refused(teacher: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_too_few_answers_are_refused() -> None:
+    from twostroke.train.imitate import Imitator
+
+    with pytest.raises(UsageError, match="too few answers"):
+        Imitator(None, None, None, None, [], 0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["Q4_1", "IQ4_NL"])
 def test_tuning_brings_a_rounded_model_nearer(tmp_path: Path, name: str) -> None:
     from twostroke.train.answers import collect

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.backends.torch import TorchModel
 from twostroke.compress.quantize import stored
 from twostroke.compress.unfinished import need, unfinished
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
 from twostroke.engine.build import build
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from twostroke.weights.write_gguf import Value
 
 FILE_NAME: Final = "student.gguf"
-_LAYERS_FILE = "layers.json"
+_ABOUT_FILE, _LAYERS_FILE = "about.json", "layers.json"
 _MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
 _CHOOSING_ANSWERS, _CHOOSING_TOKENS = 4, 128  # of each, by which layers are chosen
 _ARRAY, _BOOL = 9, 7  # types of GGUF values
@@ -84,8 +84,10 @@ def distill(
         "student": target_identity(base.tensors),
         "layers": num_layers,
         "length": options.length,
+        "data": options.data,
         "seed": options.seed,
     }
+    _claim(folder, about)
     saved = load_checkpoint(folder, about)
     answers = collect(teacher, loaded.spec, folder / "answers", options, report)
     begun = Student(metadata, fixed, base.spec, base.tensors)
@@ -176,6 +178,21 @@ def _check_smaller(base: LoadedModel, teacher: LoadedModel, num_layers: int | No
             f"{sizes[1] / 1e6:,.0f}: a student must have fewer.",
             field="student",
         )
+
+
+def _claim(folder: Path, about: dict[str, Any]) -> None:
+    """Note what a folder is for; refuse one that is for something else."""
+    path = folder / _ABOUT_FILE
+    if path.is_file() and read_json(path) != about:
+        raise UsageError(
+            f"{folder} holds training for another model or with other options: use the same "
+            "options, or another --output."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, about)
+    except OSError as error:
+        raise TwostrokeError(f"{str(folder)!r} cannot be written: {error.strerror}.") from None
 
 
 def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | None:

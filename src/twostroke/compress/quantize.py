@@ -163,7 +163,9 @@ def _tell_if_no_finer(
     tensors: Mapping[str, QuantTensor], formats: Mapping[str, str], notice: Notice
 ) -> None:
     products = {key: tensors[key] for key in formats if key.startswith("blk.")}
-    bits, wanted = bits_of(products), max(FORMATS[formats[key]].bits_per_value for key in products)
+    values = sum(tensor.num_values for tensor in products.values())
+    bits = bits_of(products)
+    wanted = 8 * _size(products, {key: formats[key] for key in products}) / values
     if bits <= wanted:
         notice(
             f"The source already has {bits:.2f} bits for each weight, the result {wanted:.2f}: "

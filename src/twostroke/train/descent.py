@@ -131,6 +131,8 @@ def train(
                 saved_s = time.monotonic()
                 save_s = saved_s - began_s
     except KeyboardInterrupt:
+        if not descent.num_steps:
+            raise KeyboardInterrupt("Stopped before the first step.") from None
         raise KeyboardInterrupt(
             f"Stopped; the {what} ({save()}). Run the same command to continue."
         ) from None

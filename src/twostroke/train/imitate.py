@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from twostroke.backends.torch.operations import StepState
 from twostroke.backends.torch.pages import WholeSequences
+from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class Imitator:
     _held_out: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Hold out some examples."""
+        """Hold out some examples; UsageError if nothing is left."""
+        if len(self.examples) < 2:
+            raise UsageError("There are too few answers to learn from: raise --tokens.")
         every = range(len(self.examples))
         self._ours = [i for i in every if i % _HELD_OUT]
         self._held_out = [i for i in every if not i % _HELD_OUT][:_MOST_TESTS]
