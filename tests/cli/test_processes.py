@@ -289,8 +289,9 @@ def test_peak_memory_stays_near_the_model_s(smollm2_path: Path) -> None:
     cache_bytes = 24_000_000
     line = ("generate", str(smollm2_path), "-p", "Hello", "--max-tokens", "20", "--json")
     size = ("--context-length", "1024", "--kv-memory", str(cache_bytes))
-    with started(*line, *size, script=script) as process:
-        out, err = process.communicate(timeout=60)
+    for _ in range(2):  # the first one also measures the machine, if no test before it has
+        with started(*line, *size, script=script) as process:
+            out, err = process.communicate(timeout=60)
     assert json.loads(out)["usage"]["completion_tokens"] > 0
     assert int(err) < 1.6 * smollm2_path.stat().st_size + cache_bytes
 
