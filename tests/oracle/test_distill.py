@@ -79,6 +79,21 @@ def test_layers_that_do_nothing_are_left_out(tmp_path: Path) -> None:
     assert names["output_norm.weight"] == "output_norm.weight"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
+def test_what_stands_before_a_layer_need_not_be_computed_again(tmp_path: Path, family: str) -> None:
+    from twostroke.backends.torch import TorchModel
+    from twostroke.train.shorten import _Cut
+
+    loaded = load(str(write_tiny_gguf(tmp_path / "whole.gguf", tiny_of(family, num_layers=4))))
+    model = TorchModel(build_program(loaded.spec), loaded.tensors)
+    texts = [[5, 9, 3, 7] * 4, [8, 2, 6]]
+    states = _Cut(model, loaded.spec, texts, [0, 1, 3]).states()
+    for at, rest in enumerate(([1, 3], [0, 3], [0, 1])):
+        cut = _Cut(model, loaded.spec, texts, rest)
+        whole, later = cut.log_probabilities(), cut.log_probabilities(at, states[at])
+        assert np.allclose(whole.numpy(), later.numpy(), atol=1e-5)
+
+
 def test_a_student_with_other_tokens_learns_the_text(tmp_path: Path) -> None:
     from twostroke.compress.distill import distill
 
