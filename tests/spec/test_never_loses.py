@@ -34,7 +34,6 @@ from twostroke.spec import (
     StepTime,
     budgets,
     ngram,
-    speculator,
 )
 from twostroke.spec.acceptance import AcceptanceRate
 
@@ -60,7 +59,7 @@ EDIT = (0.2, 40)
 
 
 class Clock:
-    """Stands for the `time` module."""
+    """Stands for the `time` module, and for a speculator's clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -147,7 +146,8 @@ class Simulation:
         if self.right is not None:
             proposer = Drafting(self.right, self.rng, self.clock, self.texts)
         budget_of = self.budget_of or budgets(known, None)
-        self.speculator = Speculator([proposer], budget_of, known)
+        clock = self.clock.monotonic
+        self.speculator = Speculator([proposer], budget_of, known, clock=clock)
 
     def speedup(self, text: tuple[float, int], num_streams: int, rounds: int = 4) -> float:
         """Return how many times faster guesses make it; the first round is practice."""
@@ -212,8 +212,7 @@ def drawn(plan: StepPlan, texts: dict[str, list[int]]) -> tuple[list[int], list[
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Clock]:
     clock = Clock()
-    for module in (speculator, ngram):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(ngram, "time", clock)
     yield clock
     assert not caplog.records, "a proposer that fails is asked no more"
 
