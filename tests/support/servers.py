@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from support.engines import Backend
     from twostroke.engine.client import Client
     from twostroke.engine.loop import EngineLoop
+    from twostroke.records import Records
 
 
 class LiveServer(Frozen):
@@ -72,14 +73,18 @@ def num_unfinished(loop: EngineLoop) -> int:
 
 @contextmanager
 def live_server(
-    folder: Path, options: ServeOptions | None = None, **engine: Any
+    folder: Path,
+    options: ServeOptions | None = None,
+    *,
+    records: Records | None = None,
+    **engine: Any,
 ) -> Iterator[LiveServer]:
     """Yield a server of a tiny model; `engine` goes to `tiny_client`."""
     listener = run.bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with tiny_client(folder, **engine) as (client, backend):
-        api = Api(client, options or ServeOptions(drain_s=1), None)
+        api = Api(client, options or ServeOptions(drain_s=1), None, records)
         up = threading.Event()
         server = run._Server(run._config(api), up.set)
         serving = server.serve(sockets=[listener])

@@ -6,7 +6,7 @@ import json
 import logging
 import resource
 import sys
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,10 @@ from twostroke.core.hardware import memory_used
 from twostroke.fetch.disk import megabytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from twostroke.engine.build import Engine
+    from twostroke.records import Records
     from twostroke.serve.options import ServeOptions
 
 _logger = logging.getLogger("twostroke.serve")
@@ -86,6 +89,12 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     type=click.IntRange(0, 1_000_000),
     default=10_000,
     help="How many answers of /v1/responses to keep for later requests.",
+)
+@option(
+    "--records",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep files and batches in this folder, across restarts [default: none are kept].",
 )
 @option(
     "--reasoning",
@@ -151,7 +160,12 @@ def command(**given: Any) -> int:
     # Bound before the weights are loaded, so that a port in use is reported at once.
     listener = bind(serving.host, serving.port)
     logging_ = logging_to(sys.stderr, form, given["log_level"])
-    with listener, logging_, open_engine(given["model"], options, say=_logger.info) as engine:
+    with (
+        listener,
+        logging_,
+        _records(given["records"]) as records,
+        open_engine(given["model"], options, say=_logger.info) as engine,
+    ):
         name = serving.model_names[0] if serving.model_names else engine.card.name
 
         def on_ready(url: str) -> None:
@@ -165,7 +179,20 @@ def command(**given: Any) -> int:
             limits=engine.limits,
             on_ready=on_ready,
             on_stop=partial(_say_stop, form=form),
+            records=records,
         )
+
+
+@contextmanager
+def _records(path: Path | None) -> Iterator[Records | None]:
+    """Open the records before the model is loaded, so that a fault is reported at once."""
+    if path is None:
+        yield None
+        return
+    from twostroke.records import Records
+
+    with closing(Records(path)) as records:
+        yield records
 
 
 def _allow_connections() -> None:

@@ -1,4 +1,4 @@
-"""The application: its routes, and the layers around them."""
+"""The API of one engine: its routes, and how requests become jobs."""
 
 from __future__ import annotations
 
@@ -10,28 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec.structs import replace
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.errors import TwostrokeError, nearest
+from twostroke.core.service import BATCH_SERVICE, SERVICES
 from twostroke.engine.health import Health
 from twostroke.serve import plans
 from twostroke.serve.about import VERSION, AboutBody, HealthBody
+from twostroke.serve.batches import openai as openai_batches
+from twostroke.serve.batches.keeping import Keeping
 from twostroke.serve.checking import AnswerChecks
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
 from twostroke.serve.dialect import Reply, encode_json, to_json
 from twostroke.serve.http import errors
-from twostroke.serve.http.boundary import Boundary
 from twostroke.serve.http.decode import BodyDecoder, meant
 from twostroke.serve.http.errors import ServerStoppingError
-from twostroke.serve.http.explain import MAX_NAME_LENGTH
-from twostroke.serve.http.keys import KeyCheck
 from twostroke.serve.http.limits import read_json
-from twostroke.serve.http.origins import OriginCheck, Origins
 from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.ignored import IgnoredFields
 from twostroke.serve.job import check_choices, check_texts
@@ -46,7 +42,6 @@ from twostroke.serve.observe.traces import Traces, exporter
 from twostroke.serve.ollama.models import ollama_routes
 from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.routes import kept_routes
-from twostroke.serve.options import ServeOptions
 from twostroke.serve.page.site import Site, wants_page
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.running import Answers, Vectors
@@ -56,16 +51,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.requests import Request
-    from starlette.types import ASGIApp
 
     from twostroke.engine.client import Client
     from twostroke.engine.limits import Limits
+    from twostroke.records import Records
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
-    from twostroke.serve.observe.served import Observer
+    from twostroke.serve.observe.served import Observer, ServedRequest
+    from twostroke.serve.options import ServeOptions
     from twostroke.serve.running import Running
 
 T = TypeVar("T")
+J = TypeVar("J", "Job", "EmbeddingJob")
 
 STATE_PATH: Final = "/api/state"
 _FINE: Final = (Health.READY.value, "draining")
@@ -76,13 +73,24 @@ _logger = logging.getLogger("twostroke.serve")
 _LARGE_BODY_BYTES = 16 * 1024
 # Python runs one thread at a time: more would only delay the event loop.
 _NUM_READERS = 2
+_WAITING_LINES: Final = 16  # of batches, so that a step need not wait for the next
 
 
 class Api:
     """Answers requests with one engine's model."""
 
-    def __init__(self, client: Client, options: ServeOptions, limits: Limits | None) -> None:
-        """Serve `client`'s model; `limits` are the machine's, for the metrics of utilization."""
+    def __init__(
+        self,
+        client: Client,
+        options: ServeOptions,
+        limits: Limits | None,
+        records: Records | None = None,
+    ) -> None:
+        """Serve `client`'s model.
+
+        `limits` are the machine's, for the metrics of utilization. `records` keep files and
+        batches; None keeps none.
+        """
         self.client = client
         self.options = options
         self.metrics = Metrics(client, limits, options.objectives)
@@ -104,6 +112,7 @@ class Api:
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
         self._last_health = Health.READY.value
         self._store = Store(options.max_stored, options.max_stored_bytes)
+        self.keeping = Keeping(records, options.limits, self._room)
         self._ignored = IgnoredFields(self.metrics.registry, is_strict=options.is_strict)
 
     def routes(self) -> list[Route]:
@@ -127,6 +136,7 @@ class Api:
             *kept_routes(self._tenant),
             *stored_chat.stored_chat_routes(self._tenant, self.options.limits, self._ignored.note),
             *info_routes(self.client, self.options, self.names[0]),
+            *self.keeping.routes(self._ignored.note),
             *plans.plan_routes(self._plans, self.options, self._ignored.note),
             *model_routes(self._names, self.client.card),
             *ollama_routes(self.names, self.client.card),
@@ -134,8 +144,14 @@ class Api:
 
     @property
     def num_running(self) -> int:
-        """The number of requests whose answers are not complete."""
-        return len(self._open)
+        """The number of clients' requests whose answers are not complete."""
+        return sum(running.service != BATCH_SERVICE for running in self._open)
+
+    def drain(self) -> None:
+        """Take no new requests, and stop the lines of batches, which the next server runs."""
+        self.is_draining = True
+        self.keeping.drain()
+        self.client.loop.flush()  # so that batching does not wait for more requests
 
     def abort(self) -> None:
         """Cut off all running answers; their clients get an error."""
@@ -170,6 +186,7 @@ class Api:
         all_kinds: dict[str, Any] = {**DIALECTS, **EMBEDDINGS, **INQUIRIES}
         bodies = (
             stored_chat.BODIES
+            | openai_batches.BODIES
             | {plans.PATH: plans.PlanRequest}
             | {path: one.request for path, one in all_kinds.items()}
         )
@@ -245,7 +262,7 @@ class Api:
             self._ignored.note(job.ignored, served)
             check_choices(job, self._max_choices)
             cuts_limit = not self.options.strict_limits
-            job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
+            job = _served(replace(job, caller=replace(job.caller, cuts_limit=cuts_limit)), served)
             split = self.options.splits_reasoning
             encoded = job.encode(self.client.card, splits_reasoning=split)
             self._ignored.note(encoded.ignored, served)
@@ -294,7 +311,7 @@ class Api:
             name = self._names.find(asked.model)
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
-            job = dialect.read(asked, self._tenant(request))
+            job = _served(dialect.read(asked, self._tenant(request)), served_of(request.scope))
             check_texts(job, limits.max_inputs)
             return job, job.encode(self.client.card), name
 
@@ -351,50 +368,19 @@ class Api:
 
         return await while_connected(request.receive, in_turn())
 
+    def _room(self) -> int:
+        """How many lines of batches may be in the engine: all that clients leave, and some wait."""
+        return self.client.loop.config.max_running + _WAITING_LINES - self.num_running
+
     def _tenant(self, request: Request) -> Tenant:
         """Return the sender of a request, which the key check has noted."""
         return Tenant(served_of(request.scope).tenant, self._store)
 
 
-def create_app(
-    client: Client, options: ServeOptions | None = None, limits: Limits | None = None
-) -> ASGIApp:
-    """Return the ASGI application that serves `client`'s model; the caller closes the client."""
-    return build_app(Api(client, options or ServeOptions(), limits))
-
-
-def build_app(api: Api) -> ASGIApp:
-    """Return the ASGI application of `api`."""
-    routes = api.routes()
-    paths = [route.path_format for route in routes]
-
-    async def respond(request: Request, error: Exception) -> Response:
-        """Return the error in the protocol's form; the outermost layer logs unexpected ones."""
-        if not isinstance(error, TwostrokeError):
-            return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
-        if error.http_status >= 500:
-            errors.report(error, request.scope)
-        return errors.to_response(error, request.scope)
-
-    async def unrouted(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        method, path = request.method, request.url.path
-        if error.status_code == 405:
-            allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
-            message = f"{path} does not accept {method}, only {allowed}."
-            response = await respond(request, errors.MethodError(message))
-            response.headers["allow"] = allowed
-            return response
-        message = f"The path {path} does not exist.{nearest(path[:MAX_NAME_LENGTH], paths)}"
-        return await respond(request, errors.UnknownPathError(message))
-
-    handlers: dict[Any, Any] = {
-        TwostrokeError: respond,
-        HTTPException: unrouted,
-        Exception: respond,
-    }
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    app.router.redirect_slashes = False
-    keys, origins = api.options.api_keys, Origins(api.options)
-    guarded = OriginCheck(app if keys is None else KeyCheck(app, keys), origins)
-    return Boundary(guarded, api.metrics, api.options.limits, origins, api.observers)
+def _served(job: J, served: ServedRequest) -> J:
+    """Return a job in the class of service of its request, if the server sent it itself."""
+    if served.service is None:
+        return job
+    priority = SERVICES[served.service]
+    caller = replace(job.caller, service=served.service, priority=priority)
+    return replace(job, caller=caller)

@@ -35,6 +35,10 @@ class Limits(Frozen):
         max_unread: how many outputs a stream may be behind the engine.
         max_choices: prompts times n of one request.
         max_inputs: texts to embed of one request.
+        max_file_bytes: an uploaded file.
+        max_files_bytes: all files of a tenant together.
+        file_timeout_s: from the headers of an upload to its end.
+        max_batch_lines: lines of a batch.
         compile_timeout_s: for a new schema or grammar (400); one is compiled at a time, and the
             time of waiting does not count.
     """
@@ -50,6 +54,10 @@ class Limits(Frozen):
     max_unread: int = 4096
     max_choices: int = 1024
     max_inputs: int = 2048
+    max_file_bytes: int = 200 * 1024 * 1024
+    max_files_bytes: int = 10 * 1024**3
+    file_timeout_s: float = 600.0
+    max_batch_lines: int = 50_000
     compile_timeout_s: float = 5.0
 
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from twostroke.core.errors import PortInUseError, UsageError
-from twostroke.serve.app import Api, build_app
+from twostroke.serve.app import Api
 from twostroke.serve.http.connection import Connection
+from twostroke.serve.layers import build_app
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.client import Client
     from twostroke.engine.limits import Limits
+    from twostroke.records import Records
 
 _BACKLOG = 2048
 _GRACE_S = 5  # after the drain, for connections that hang
@@ -65,6 +67,7 @@ def run_server(
     limits: Limits | None = None,
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
+    records: Records | None = None,
 ) -> int:
     """Serve until SIGINT or SIGTERM, and return the process's exit code.
 
@@ -80,6 +83,7 @@ def run_server(
         limits: the machine's limits, against which `/metrics` measures utilization.
         on_ready: called with the server's URL once it answers.
         on_stop: called with the number of running requests at the first signal.
+        records: keep files and batches; None keeps none. The caller closes them.
 
     Raises:
         UsageError: the port is out of range.
@@ -88,7 +92,7 @@ def run_server(
     options = options or ServeOptions()
     listener = listener or bind(options.host, options.port)
     client.grammars.prepare()  # now, before a stream would have to wait for it
-    api = Api(client, options, limits)
+    api = Api(client, options, limits, records)
     return asyncio.run(_serve(api, listener, on_ready, on_stop))
 
 
@@ -125,8 +129,7 @@ class _Shutdown:
         if self._draining is not None:
             self._cut()
             return
-        self._api.is_draining = True
-        self._api.client.loop.flush()  # so that batching does not wait for more requests
+        self._api.drain()
         state = self._server.server_state
         for connection in state.connections:
             if isinstance(connection, Connection):
@@ -189,7 +192,7 @@ def _config(api: Api) -> uvicorn.Config:
         build_app(api),
         http=connection,
         ws="none",
-        lifespan="off",
+        lifespan="on",
         log_config=None,
         log_level="error",
         access_log=False,

@@ -105,6 +105,11 @@ class Answers:
             self._metrics.goodput.leave(service, self.num_open, waited_s, has_begun=has_begun)
 
     @property
+    def service(self) -> str:
+        """The class of service."""
+        return self._job.caller.service
+
+    @property
     def num_unread(self) -> int:
         """Outputs of the engine that have not been read."""
         return self._generation.num_unread
@@ -231,6 +236,11 @@ class Vectors:
         """Stop the work at once; does nothing after its end."""
         self._running.discard(self)
         self._generation.cancel()
+
+    @property
+    def service(self) -> str:
+        """The class of service."""
+        return self._job.caller.service
 
     def figures(self) -> dict[str, Any]:
         """Return the figures so far for logs and traces."""

@@ -14,10 +14,10 @@ from support.servers import LiveServer, chat_body, live_server, post_bytes, wait
 from support.tiny import Tiny
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.serve.app import create_app
 from twostroke.serve.dialect import Reply
 from twostroke.serve.http.stream import EventStream
 from twostroke.serve.job import Encoded, Job
+from twostroke.serve.layers import create_app
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.openai.completions_reply import CompletionEncoder
 from twostroke.serve.options import Limits, ServeOptions

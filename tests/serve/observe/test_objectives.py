@@ -48,6 +48,7 @@ def test_limit_of_a_class_overrides_the_common_limit() -> None:
         "default": {"ttft": 0.5},
         "flex": {"ttft": 0.5, "e2e": 9},
         "priority": {"ttft": 0.2},
+        "batch": {},
     }
 
 

@@ -12,8 +12,8 @@ import pytest
 from support.engines import tiny_client
 from support.servers import live_server
 from support.tiny import Tiny
-from twostroke.serve.app import create_app
 from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.layers import create_app
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:

@@ -104,6 +104,9 @@ def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
         described = _operation(method, path, operation, has_keys=facts.has_keys)
         if path in bodies and method == "POST":
             described["requestBody"] = _body(operation, bodies[path], facts)
+        if operation.form:
+            content = {"multipart/form-data": {"schema": dict(operation.form)}}
+            described["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[method.lower()] = described
     return {
         "openapi": "3.1.0",
@@ -236,9 +239,8 @@ def _id(method: str, path: str) -> str:
 
 def _body(operation: Operation, kind: type[msgspec.Struct], facts: Facts) -> Parts:
     model = facts.values[Fact.MODEL_NAMES][0]
-    examples = {
-        name: {"value": {"model": model, **value}} for name, value in operation.examples.items()
-    }
+    first = {"model": model} if "model" in kind.__struct_fields__ else {}
+    examples = {name: {"value": {**first, **value}} for name, value in operation.examples.items()}
     return {"required": True, "content": {JSON: {"schema": reference(kind), "examples": examples}}}
 
 

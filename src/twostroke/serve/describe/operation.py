@@ -62,6 +62,7 @@ class Operation(Frozen):
         events: the structs of a stream's events; empty without streams of events.
         lines: the structs of a stream's lines; empty without streams of lines.
         media: other media types of an answer, with their schemas; for JSON, another form of it.
+        form: the schema of a body of multipart/form-data; empty for JSON.
         may_be_unready: whether the same answer also comes with status 503.
         errors: the errors besides `ANYWHERE`.
         examples: request bodies by name, without the model's name.
@@ -76,6 +77,7 @@ class Operation(Frozen):
     events: tuple[Struct, ...] = ()
     lines: tuple[Struct, ...] = ()
     media: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    form: Mapping[str, Any] = field(default_factory=dict)
     may_be_unready: bool = False
     errors: tuple[type[TwostrokeError], ...] = ()
     examples: Mapping[str, dict[str, Any]] = field(default_factory=dict)

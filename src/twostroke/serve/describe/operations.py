@@ -15,7 +15,7 @@ from twostroke.core.errors import (
 from twostroke.serve.about import AboutBody, HealthBody, ModelBody, ModelList
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
-from twostroke.serve.describe import ollama, stored
+from twostroke.serve.describe import batches, ollama, stored
 from twostroke.serve.describe.operation import (
     BODY,
     CITY,
@@ -376,4 +376,4 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
     ),
 }
 
-OPERATIONS: Final = ollama.OPERATIONS | stored.OPERATIONS | _OWN
+OPERATIONS: Final = ollama.OPERATIONS | stored.OPERATIONS | batches.OPERATIONS | _OWN

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.serve.error_forms import error_form
 from twostroke.serve.http.errors import HeaderSizeError, report, to_response
+from twostroke.serve.http.inside import sender_of
 from twostroke.serve.http.limits import check_headers
 from twostroke.serve.ignored import HEADER, header_of
 from twostroke.serve.observe.served import STATE_KEY, ServedRequest
@@ -105,4 +106,7 @@ def _begin(scope: Scope) -> ServedRequest:
     path, traceparent = scope["path"], headers.get(b"traceparent", "")
     bare = path[:-1] if len(path) > 1 and path.endswith("/") else path
     scope["path"] = ALIASES.get(bare, bare)
-    return ServedRequest(request_id, error_form(scope), scope["method"], path, traceparent)
+    served = ServedRequest(request_id, error_form(scope), scope["method"], path, traceparent)
+    if (sender := sender_of(scope)) is not None:
+        served.tenant, served.service = sender.tenant, sender.service
+    return served

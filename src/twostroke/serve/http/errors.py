@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
 from twostroke.core.frozen import Frozen
+from twostroke.records import RecordsError
 from twostroke.serve.observe.served import served_of
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
     """
     if error.http_status < 500:
         return one_line(error.sentence(naming))
+    if isinstance(error, RecordsError):
+        return "The server's records are not available. Try again later."
     if isinstance(error, EngineStoppedError):
         is_asked = isinstance(error, ServerStoppingError)
         return str(error) if is_asked else "The engine is not running. Try again later."

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.serve.http.errors import to_response
+from twostroke.serve.http.inside import sender_of
 from twostroke.serve.observe.served import served_of
 from twostroke.serve.page.site import wants_page
 
@@ -81,7 +82,8 @@ class ApiKeys:
 class KeyCheck:
     """Lets requests with a known key pass, and notes their tenant.
 
-    `GET /health` and the page's files need no key: load balancers and browsers send none.
+    `GET /health` and the page's files need no key: load balancers and browsers send none. Requests
+    from inside have their tenant.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -91,7 +93,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] == "http" and not _is_open(scope):
+        if scope["type"] == "http" and not _is_open(scope) and sender_of(scope) is None:
             key = _key(scope)
             tenant = self._keys.tenant_of(key) if key is not None else None
             if tenant is None:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.serve.http.errors import to_response
+from twostroke.serve.http.inside import sender_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -138,7 +139,7 @@ class OriginCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, refuse it, or answer it. The outermost layer adds CORS headers."""
-        if scope["type"] == "http":
+        if scope["type"] == "http" and sender_of(scope) is None:
             response = self._answer(scope)
             if response is not None:
                 await response(scope, receive, send)

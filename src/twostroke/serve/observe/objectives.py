@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.core.service import SERVICES
+from twostroke.core.service import BATCH_SERVICE, SERVICES
 from twostroke.engine.seconds import Seconds
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def parse_objective(text: str) -> Objective:
 def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
     """Return each class's limits by measure; an objective of one class overrides that of all.
 
+    Batches, for which nobody waits, only have objectives of their own.
+
     Raises:
         UsageError: two objectives limit the same measure of the same class.
     """
@@ -78,7 +80,8 @@ def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
         service: {
             measure: found.get((service, measure), found.get((None, measure), 0.0))
             for measure in MEASURES
-            if (service, measure) in found or (None, measure) in found
+            if (service, measure) in found
+            or ((None, measure) in found and service != BATCH_SERVICE)
         }
         for service in SERVICES
     }

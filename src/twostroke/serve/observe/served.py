@@ -28,6 +28,7 @@ class ServedRequest:
         method, path, traceparent: as the client sent them.
         began_s, ended_s: times of the monotonic clock.
         tenant: the owner of the API key.
+        service: the class of service of a request from inside; None for one that chooses.
         field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
             place in a list, as in `tools[].name`.
         ignored: the names of fields that had no effect.
@@ -47,6 +48,7 @@ class ServedRequest:
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
     tenant: str = ""
+    service: str | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     endpoint: str = "unknown"

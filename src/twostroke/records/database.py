@@ -1,0 +1,185 @@
+"""The database: one thread writes, another reads, and each write is on the disk when it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sqlite3
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from twostroke.records.errors import RecordsError
+from twostroke.records.folder import Folder, explain
+from twostroke.records.schema import migrate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Write = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
+
+T = TypeVar("T")
+
+_BUSY_S: Final = 5.0  # how long to wait for another program that has locked the database
+_MOST_TOGETHER: Final = 256  # writes in one transaction
+
+
+class Records:
+    """A folder's database and files, which one process holds at a time.
+
+    Work is a function of a connection; it must not keep the connection. Writes that wait at the
+    same time share a transaction, and so one sync of the disk; each is undone alone if it raises.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the folder `path`, which is made if it is not there.
+
+        Raises:
+            RecordsError: another process holds it, a newer version wrote it, it is damaged, or it
+                cannot be read or written.
+        """
+        self.path = path / "records.db"
+        self.files = Folder(path)
+        self._lock = _lock(path)
+        try:
+            self._writer = self._connect()
+            migrate(self._writer, self.path)
+            self._reader = self._connect()
+            self._reader.execute("PRAGMA query_only = ON")
+            self.files.keep_only({id_ for (id_,) in self._reader.execute("SELECT id FROM files")})
+        except sqlite3.Error as error:
+            os.close(self._lock)
+            raise self._explain(error) from None
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._writes: SimpleQueue[Write | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="twostroke-records", daemon=True)
+        self._thread.start()
+        self._readers = ThreadPoolExecutor(1, "twostroke-records-reader")
+
+    async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Return what `work` returns, once its changes are on the disk; raises what it raises.
+
+        A caller that is cancelled meanwhile does not stop the work.
+
+        Raises:
+            RecordsError: the changes could not be written; none was made.
+        """
+        done: Future[T] = Future()
+        self._writes.put((work, done))
+        return await asyncio.shield(asyncio.wrap_future(done))
+
+    async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Return what `work` reads.
+
+        Raises:
+            RecordsError: the database cannot be read.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
+
+    async def read_long(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """As `read`, for work that takes seconds: other reads do not wait for it."""
+
+        def alone() -> T:
+            with closing(self._connect()) as connection:
+                return work(connection)
+
+        try:
+            return await asyncio.to_thread(alone)
+        except sqlite3.Error as error:
+            raise self._explain(error) from None
+
+    def close(self) -> None:
+        """Finish the writes that wait, and release the folder."""
+        self._writes.put(None)
+        self._thread.join()
+        self._readers.shutdown()
+        for connection in (self._reader, self._writer):
+            with suppress(sqlite3.Error):
+                connection.close()
+        os.close(self._lock)
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path, _BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            return work(self._reader)
+        except sqlite3.Error as error:
+            raise self._explain(error) from None
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            batch = [self._writes.get()]
+            while not self._writes.empty() and len(batch) < _MOST_TOGETHER:
+                batch.append(self._writes.get())
+            is_open = None not in batch
+            self._write([one for one in batch if one is not None])
+
+    def _write(self, writes: list[Write]) -> None:
+        """Do all in one transaction; answer each once it is on the disk."""
+        db, results, failed = self._writer, list[tuple[Future[Any], Any]](), list[Any]()
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for work, done in writes:
+                db.execute("SAVEPOINT one")
+                try:
+                    results.append((done, work(db)))
+                except sqlite3.OperationalError:
+                    raise
+                except Exception as error:  # noqa: BLE001 its caller gets it; the others go on
+                    db.execute("ROLLBACK TO one")
+                    failed.append((done, error))
+                db.execute("RELEASE one")
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            with suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            for _, done in writes:
+                done.set_exception(self._explain(error))
+            return
+        for done, fault in failed:
+            is_sql = isinstance(fault, sqlite3.Error)
+            done.set_exception(self._explain(fault) if is_sql else fault)
+        for done, result in results:
+            done.set_result(result)
+
+    def _explain(self, error: sqlite3.Error) -> RecordsError:
+        kind = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest is detail
+        why = {
+            sqlite3.SQLITE_CORRUPT: "is damaged: move it away, or restore a backup",
+            sqlite3.SQLITE_NOTADB: "is damaged: move it away, or restore a backup",
+            sqlite3.SQLITE_BUSY: "is locked by another program",
+            sqlite3.SQLITE_LOCKED: "is locked by another program",
+            sqlite3.SQLITE_FULL: "cannot be written: the disk is full",
+            sqlite3.SQLITE_READONLY: "may not be written by this user",
+            sqlite3.SQLITE_CANTOPEN: "cannot be opened",
+        }.get(kind, f"cannot be used ({error})")
+        return RecordsError(f"The database {self.path} {why}.")
+
+
+def _lock(path: Path) -> int:
+    """Lock the folder until the process ends or the descriptor is closed."""
+    try:
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise explain(error, path / "lock") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise RecordsError(
+            f"Another server keeps its records in {path}: stop it, or choose another folder."
+        ) from None
+    return descriptor

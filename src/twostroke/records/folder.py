@@ -1,0 +1,117 @@
+"""Files that appear whole: written under a temporary name, synced, and renamed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self
+
+from twostroke.records.errors import RecordsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+
+class Folder:
+    """The files of a records folder, by id. Its owner makes ids; they never come from clients."""
+
+    def __init__(self, path: Path) -> None:
+        """Use the folder `path`, which is made if it is not there; only its owner may read it.
+
+        Raises:
+            RecordsError: it cannot be made.
+        """
+        self._files, self._unfinished = path / "files", path / "unfinished"
+        try:
+            for one in (path, self._files, self._unfinished):
+                one.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise explain(error, path) from None
+
+    def path(self, id_: str) -> Path:
+        """Return where a file is."""
+        return self._files / id_
+
+    def begin(self) -> Temporary:
+        """Return a new file to write.
+
+        Raises:
+            RecordsError: it cannot be made.
+        """
+        return Temporary(self._unfinished / secrets.token_hex(8), self._files)
+
+    def remove(self, id_: str) -> None:
+        """Delete a file, if it is there; what cannot be deleted now is at the next start."""
+        with suppress(OSError):
+            self.path(id_).unlink(missing_ok=True)
+
+    def keep_only(self, ids: Iterable[str]) -> None:
+        """Delete files that no record names, which a crash has left."""
+        known = set(ids)
+        for path in (*self._unfinished.iterdir(), *self._files.iterdir()):
+            if path.parent == self._unfinished or path.name not in known:
+                with suppress(OSError):
+                    path.unlink()
+
+
+class Temporary:
+    """A file that is being written; it is deleted at the end of the block unless it was kept."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        """Make it."""
+        self.num_bytes = 0
+        self._path, self._folder = path, folder
+        try:
+            self._file = path.open("xb")
+        except OSError as error:
+            raise explain(error, path) from None
+
+    def __enter__(self) -> Self:
+        """Return the file."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Delete what was not kept."""
+        with suppress(OSError):  # the rest cannot be written on a full disk
+            self._file.close()
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def write(self, data: bytes) -> None:
+        """Append bytes; raises RecordsError."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise explain(error, self._path) from None
+        self.num_bytes += len(data)
+
+    def keep(self, id_: str) -> None:
+        """Give the file its name, in place of an older one; then it survives a loss of power.
+
+        Raises:
+            RecordsError: the file may or may not have its name; doing all again is safe.
+        """
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._path.replace(self._folder / id_)
+            sync_folder(self._folder)
+        except OSError as error:
+            raise explain(error, self._folder / id_) from None
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a loss of power; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def explain(error: OSError, path: Path) -> RecordsError:
+    """Return the error for a path that failed."""
+    return RecordsError(f"{path} cannot be used: {error.strerror or error}.")

@@ -1,0 +1,164 @@
+"""A batch as it is kept: what was asked for, how far it is, and when each status began."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+from msgspec import field
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from sqlite3 import Connection
+
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+ENDED: Final = frozenset(("failed", "completed", "expired", "cancelled"))
+
+
+class LineError(Frozen):
+    """What is wrong with a line of the input, by its number from 1; None for the whole file."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Batch(Frozen, kw_only=True):
+    """A batch. Times are Unix times in seconds.
+
+    Attributes:
+        protocol: whose form its objects and results have.
+        endpoint: the path of each line.
+        input_file: the id of the file with its lines.
+        window: the time that it may take, as the client wrote it.
+        expires_at: when the rest of its lines will not be run.
+        since: when each status began.
+        ends_as: the last status, once no more lines are run.
+        total: lines; 0 before they are counted.
+        completed, failed: lines with and without success, once all have ended.
+        output_file, error_file: ids of the files with results; named before they are written, so
+            that writing them again after a crash replaces them.
+        errors: why the input was refused; `num_errors` counts those that are left out, too.
+    """
+
+    id: str
+    tenant: str
+    protocol: str
+    endpoint: str
+    input_file: str
+    window: str
+    expires_at: float
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    since: dict[str, float] = field(default_factory=dict)
+    ends_as: Status | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_file: str | None = None
+    error_file: str | None = None
+    errors: tuple[LineError, ...] = ()
+    num_errors: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self.status not in ENDED
+
+
+def insert(db: Connection, batch: Batch) -> None:
+    """Keep a new batch."""
+    db.execute(
+        "INSERT INTO batches (id, tenant, protocol, is_open, input_file, body) "
+        "VALUES (?, ?, ?, 1, ?, ?)",
+        (batch.id, batch.tenant, batch.protocol, batch.input_file, msgspec.json.encode(batch)),
+    )
+
+
+def update(db: Connection, batch: Batch) -> None:
+    """Keep the new state of a batch."""
+    db.execute(
+        "UPDATE batches SET is_open = ?, body = ? WHERE id = ?",
+        (batch.is_open, msgspec.json.encode(batch), batch.id),
+    )
+
+
+def find(db: Connection, id_: str, tenant: str, protocol: str) -> Batch | None:
+    """Return a tenant's batch; None if there is none with this id."""
+    found = db.execute(
+        "SELECT body FROM batches WHERE id = ? AND tenant = ? AND protocol = ?",
+        (id_, tenant, protocol),
+    ).fetchone()
+    return None if found is None else _decode(found[0])
+
+
+def open_batches(db: Connection) -> list[Batch]:
+    """Return the batches of all tenants that have not ended, the oldest first."""
+    rows = db.execute("SELECT body FROM batches WHERE is_open ORDER BY seq")
+    return [_decode(body) for (body,) in rows]
+
+
+def page(
+    db: Connection,
+    tenant: str,
+    protocol: str,
+    cursor: str | None,
+    count: int,
+    *,
+    is_older: bool = True,
+) -> list[Batch] | None:
+    """Return up to `count` of a tenant's batches next to `cursor`, the newest first.
+
+    They are the older ones or the newer ones; without a cursor, the newest. None if the cursor is
+    not the id of such a batch.
+    """
+    order, than = ("DESC", "<") if is_older else ("ASC", ">")
+    query, values = "SELECT body FROM batches WHERE tenant = ? AND protocol = ?", [tenant, protocol]
+    if cursor is not None:
+        one = "SELECT seq FROM batches WHERE id = ? AND tenant = ? AND protocol = ?"
+        found = db.execute(one, (cursor, tenant, protocol)).fetchone()
+        if found is None:
+            return None
+        query, values = f"{query} AND seq {than} ?", [*values, found[0]]
+    rows = db.execute(f"{query} ORDER BY seq {order} LIMIT ?", (*values, count)).fetchall()
+    batches = [_decode(body) for (body,) in rows]
+    return batches if is_older else batches[::-1]
+
+
+def count_results(db: Connection, id_: str) -> tuple[set[int], int]:
+    """Return the lines of a batch that have results, and how many of these are failures."""
+    rows = db.execute("SELECT line, kind FROM results WHERE batch = ?", (id_,)).fetchall()
+    return {line for line, _ in rows}, sum(kind != "ok" for _, kind in rows)
+
+
+def keep_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bool) -> None:
+    """Keep the result of a line; a line has only one."""
+    kind = "ok" if is_ok else "failed"
+    db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", (id_, line, kind, body))
+
+
+def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
+    """Yield the results of a batch by line: number, success, result."""
+    query = "SELECT line, kind = 'ok', body FROM results WHERE batch = ? ORDER BY line"
+    yield from db.execute(query, (id_,))
+
+
+def drop_results(db: Connection, id_: str) -> None:
+    """Drop the results of a batch, which are in its files."""
+    db.execute("DELETE FROM results WHERE batch = ?", (id_,))
+
+
+def _decode(body: bytes) -> Batch:
+    return msgspec.json.decode(body, type=Batch)

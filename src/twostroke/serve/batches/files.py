@@ -1,0 +1,209 @@
+"""OpenAI's files: uploaded inputs of batches, and the results of these."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+from starlette.responses import FileResponse
+from starlette.routing import Route
+
+from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.serve.dialect import to_json
+from twostroke.serve.http.errors import BodySizeError, UnsupportedFieldError
+from twostroke.serve.http.explain import MAX_NAME_LENGTH
+from twostroke.serve.http.multipart import read_form
+from twostroke.serve.observe.served import served_of
+from twostroke.serve.openai.responses.routes import query_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from sqlite3 import Connection
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from twostroke.records import Records
+    from twostroke.serve.options import Limits
+
+PATH: Final = "/v1/files"
+ONE: Final = f"{PATH}/{{file_id}}"
+INPUT: Final = "batch"
+OUTPUT: Final = "batch_output"
+MAX_LISTED: Final = 10_000
+_COLUMNS: Final = "id, bytes, created_at, filename, purpose"
+
+
+class NoSuchFileError(TwostrokeError):
+    """The tenant has no file with this id."""
+
+    http_status = 404
+    code = "file_not_found"
+
+
+class FileBody(msgspec.Struct, kw_only=True, frozen=True):
+    """A file; `created_at` is Unix time."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+
+
+class FileList(msgspec.Struct, kw_only=True, frozen=True):
+    """A page of files."""
+
+    object: Literal["list"] = "list"
+    data: list[FileBody]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(msgspec.Struct, kw_only=True, frozen=True):
+    """A file was deleted."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Annotated[bool, msgspec.Meta(extra_json_schema={"const": True})] = True
+
+
+def insert(db: Connection, file: FileBody, tenant: str) -> None:
+    """Keep the record of a file; one with the same id stays."""
+    db.execute(
+        "INSERT OR IGNORE INTO files (tenant, id, bytes, created_at, filename, purpose) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (tenant, file.id, file.bytes, file.created_at, file.filename, file.purpose),
+    )
+
+
+def find(db: Connection, id_: str, tenant: str) -> FileBody:
+    """Return a tenant's file; raises NoSuchFileError."""
+    query = f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ?"  # noqa: S608 constants
+    found = db.execute(query, (id_, tenant)).fetchone()
+    if found is None:
+        raise NoSuchFileError(f"No such file: '{id_[:MAX_NAME_LENGTH]}'.")
+    return _body(*found)
+
+
+def routes(records: Callable[[], Records], limits: Limits) -> list[Route]:
+    """Return the routes of files; `records` raises if the server keeps none."""
+
+    async def upload(request: Request) -> Response:
+        kept, tenant = records(), served_of(request.scope).tenant
+        used = await kept.read(partial(_num_bytes, tenant=tenant))
+        with kept.files.begin() as file:
+            most = min(limits.max_file_bytes, limits.max_files_bytes - used)
+            if most <= 0:
+                message = f"Your files have {limits.max_files_bytes} bytes, which is the limit."
+                raise BodySizeError(f"{message} Delete some.")
+            fields = await read_form(request, file.write, most, limits.file_timeout_s)
+            body = _uploaded(fields, file.num_bytes)
+            await asyncio.to_thread(file.keep, body.id)
+            await kept.write(partial(insert, file=body, tenant=tenant))
+        return to_json(body)
+
+    async def several(request: Request) -> Response:
+        kept, tenant = records(), served_of(request.scope).tenant
+        asked = query_of(request, ("after", "limit", "order", "purpose"))
+        return to_json(await kept.read(partial(_page, tenant=tenant, asked=asked)))
+
+    async def one(request: Request) -> Response:
+        kept, tenant = records(), served_of(request.scope).tenant
+        query_of(request, ())
+        id_ = request.path_params["file_id"]
+        if request.method != "DELETE":
+            return to_json(await kept.read(partial(find, id_=id_, tenant=tenant)))
+        await kept.write(partial(_delete, id_=id_, tenant=tenant))
+        kept.files.remove(id_)
+        return to_json(DeletedFile(id=id_))
+
+    async def content(request: Request) -> Response:
+        kept, tenant = records(), served_of(request.scope).tenant
+        file = await kept.read(partial(find, id_=request.path_params["file_id"], tenant=tenant))
+        path = kept.files.path(file.id)
+        return FileResponse(path, media_type="application/jsonl", filename=file.filename)
+
+    return [
+        Route(PATH, upload, methods=["POST"], name=f"POST {PATH}"),
+        Route(PATH, several, methods=["GET"], name=f"GET {PATH}"),
+        Route(ONE, one, methods=["GET", "DELETE"], name=ONE),
+        Route(f"{ONE}/content", content, methods=["GET"], name=f"{ONE}/content"),
+    ]
+
+
+def _uploaded(fields: dict[str, str], num_bytes: int) -> FileBody:
+    """Return the record of an uploaded file; raises RequestError for wrong fields."""
+    for name in fields:
+        if name not in {"file", "purpose"}:
+            raise UnsupportedFieldError("is not supported yet: leave it out.", field=name)
+    if fields.get("purpose") != INPUT:
+        raise RequestError(f"must be '{INPUT}', the input of a batch.", field="purpose")
+    name = fields["file"][:MAX_NAME_LENGTH] or "file.jsonl"
+    return _body(new_id(), num_bytes, int(time.time()), name, INPUT)
+
+
+def output_file(id_: str, num_bytes: int, filename: str) -> FileBody:
+    """Return the record of a new file with results."""
+    return _body(id_, num_bytes, int(time.time()), filename, OUTPUT)
+
+
+def new_id() -> str:
+    """Return the id of a new file."""
+    return f"file-{secrets.token_hex(12)}"
+
+
+def _body(id_: str, num_bytes: int, created_at: int, filename: str, purpose: str) -> FileBody:
+    return FileBody(
+        id=id_, bytes=num_bytes, created_at=created_at, filename=filename, purpose=purpose
+    )
+
+
+def _num_bytes(db: Connection, tenant: str) -> int:
+    query = "SELECT coalesce(sum(bytes), 0) FROM files WHERE tenant = ?"
+    [num_bytes] = db.execute(query, (tenant,)).fetchone()
+    return int(num_bytes)
+
+
+def _delete(db: Connection, id_: str, tenant: str) -> None:
+    """Delete a file's record; raises RequestError while a batch needs the file."""
+    find(db, id_, tenant)
+    query = "SELECT id FROM batches WHERE is_open AND input_file = ?"
+    if (using := db.execute(query, (id_,)).fetchone()) is not None:
+        reason = "is the input of {batch}, which has not ended: cancel that first."
+        raise RequestError(reason, field="file_id", batch=using[0])
+    db.execute("DELETE FROM files WHERE id = ?", (id_,))
+
+
+def _page(db: Connection, tenant: str, asked: dict[str, str]) -> FileList:
+    limit, order = page_size(asked, MAX_LISTED, MAX_LISTED), asked.get("order", "desc")
+    if order not in {"asc", "desc"}:
+        raise RequestError("must be asc or desc.", field="order")
+    where, values = "tenant = ?", [tenant]
+    if "purpose" in asked:
+        where, values = f"{where} AND purpose = ?", [*values, asked["purpose"]]
+    if after := asked.get("after"):
+        found = db.execute("SELECT seq FROM files WHERE id = ? AND tenant = ?", (after, tenant))
+        if (row := found.fetchone()) is None:
+            raise RequestError("must be the id of a file.", field="after")
+        where, values = f"{where} AND seq {'<' if order == 'desc' else '>'} ?", [*values, row[0]]
+    query = f"SELECT {_COLUMNS} FROM files WHERE {where} ORDER BY seq {order} LIMIT ?"  # noqa: S608 constants
+    data = [_body(*row) for row in db.execute(query, (*values, limit + 1))]
+    shown = data[:limit]
+    ends = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return FileList(data=shown, first_id=ends[0], last_id=ends[1], has_more=len(data) > limit)
+
+
+def page_size(asked: dict[str, str], default: int, most: int) -> int:
+    """Return the size of a page; raises RequestError."""
+    limit = asked.get("limit", str(default))
+    if not (limit.isdecimal() and len(limit) <= 5 and 1 <= int(limit) <= most):
+        raise RequestError(f"must be from 1 to {most}.", field="limit")
+    return int(limit)

@@ -1,0 +1,64 @@
+"""What a server keeps: its records, the runner of its batches, and their routes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from twostroke.serve.batches import files, openai
+from twostroke.serve.batches.runner import Runner
+from twostroke.serve.http.errors import UnknownPathError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from starlette.routing import Route
+    from starlette.types import ASGIApp
+
+    from twostroke.records import Records
+    from twostroke.serve.ignored import Ignored
+    from twostroke.serve.observe.served import ServedRequest
+    from twostroke.serve.options import Limits
+
+FORMS = {openai.PROTOCOL: openai.FORM}
+
+
+class Keeping:
+    """The files and batches of one server; without records, their routes say how to get them."""
+
+    def __init__(self, records: Records | None, limits: Limits, room: Callable[[], int]) -> None:
+        """Keep in `records`; `room` is how many lines of batches may be in the engine."""
+        self._records = records
+        self._limits = limits
+        self._runner = Runner(records, FORMS, limits, room) if records is not None else None
+        self._stopping: asyncio.Task[None] | None = None
+
+    def routes(self, note: Callable[[Iterable[Ignored], ServedRequest], None]) -> list[Route]:
+        """Return the routes; `note` takes a request's ignored fields."""
+
+        def both() -> tuple[Records, Runner]:
+            if self._records is None or self._runner is None:
+                message = "This server keeps no files or batches: start it with --records DIR."
+                raise UnknownPathError(message)
+            return self._records, self._runner
+
+        return [
+            *files.routes(lambda: both()[0], self._limits),
+            *openai.routes(both, self._limits, note),
+        ]
+
+    async def start(self, app: ASGIApp) -> None:
+        """Go on with the batches that have not ended."""
+        if self._runner is not None:
+            await self._runner.start(app)
+
+    def drain(self) -> None:
+        """Stop the lines of batches, which the next server runs."""
+        if self._runner is not None and self._stopping is None:
+            self._stopping = asyncio.create_task(self._runner.stop())
+
+    async def stop(self) -> None:
+        """Wait until no line runs."""
+        self.drain()
+        if self._stopping is not None:
+            await self._stopping

@@ -1,0 +1,132 @@
+"""The lines of a batch's input: read one at a time, and checked all before any is run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from twostroke.core.frozen import Frozen
+from twostroke.serve.batches.batch import LineError
+from twostroke.serve.http.decode import depth_exceeds
+from twostroke.serve.http.errors import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from twostroke.serve.options import Limits
+
+_MAX_ID_LENGTH: Final = 512
+_MAX_ERRORS: Final = 100  # that a batch lists
+
+
+class Line(Frozen):
+    """A request of a batch. `number` counts all lines of the file from 1."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class _Fields(msgspec.Struct):
+    custom_id: Any = None
+    method: Any = None
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class _Body(msgspec.Struct):
+    stream: Any = None
+
+
+class WrongLineError(Exception):
+    """A line is wrong; its argument is a `LineError`."""
+
+
+def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and the text of each line that is not blank.
+
+    A line is cut after `max_bytes`, so that it does not fill the memory. Raises OSError.
+    """
+    with path.open("rb") as file:
+        number, is_rest = 0, False
+        while text := file.readline(max_bytes + 2):
+            number += not is_rest
+            if not is_rest and text.strip():
+                yield number, text
+            is_rest = not text.endswith(b"\n")
+
+
+def parse(number: int, text: bytes, limits: Limits) -> Line:
+    """Return a line; raises WrongLineError."""
+
+    def wrong(code: str, message: str, param: str | None = None) -> WrongLineError:
+        return WrongLineError(LineError(code, message, number, param))
+
+    if len(text) > limits.max_body_bytes:
+        raise wrong("line_too_large", f"The line is larger than {limits.max_body_bytes} bytes.")
+    if depth_exceeds(text, limits.max_json_depth):
+        raise wrong("invalid_json_line", "The line is nested too deeply.")
+    try:
+        fields = msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"), type=_Fields)
+        raw = bytes(fields.body)
+        body = msgspec.json.decode(raw or b"{}", type=_Body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        message = "The line, or the field 'body' in it, is not a JSON object."
+        raise wrong("invalid_json_line", message) from None
+    id_ = fields.custom_id
+    if not isinstance(id_, str) or not 0 < len(id_) <= _MAX_ID_LENGTH:
+        message = f"'custom_id' must be a text of 1 to {_MAX_ID_LENGTH} characters."
+        raise wrong("missing_required_parameter", message, "custom_id")
+    if fields.method != "POST":
+        raise wrong("invalid_method", "'method' must be 'POST'.", "method")
+    if not isinstance(fields.url, str):
+        raise wrong("invalid_url", "'url' must be a path such as '/v1/chat/completions'.", "url")
+    if not raw:
+        raise wrong("missing_required_parameter", "'body' is missing.", "body")
+    if body.stream:
+        raise wrong("invalid_value", "'stream' is not possible in a batch.", "body.stream")
+    return Line(number, id_, fields.url, raw)
+
+
+def check(path: Path, endpoint: str | None, limits: Limits) -> tuple[int, list[LineError], int]:
+    """Return the number of lines, the first errors, and the number of all errors.
+
+    `endpoint` is the path that all lines must have; None for that of the first line.
+    """
+    first_lines: dict[str, int] = {}  # by custom_id
+    errors: list[LineError] = []
+    num_lines = num_errors = 0
+    for number, text in read_lines(path, limits.max_body_bytes):
+        num_lines += 1
+        if num_lines > limits.max_batch_lines:
+            message = f"The file has more than {limits.max_batch_lines} lines."
+            return num_lines, [LineError("too_many_tasks", message), *errors], num_errors + 1
+        try:
+            line = parse(number, text, limits)
+        except WrongLineError as wrong:
+            error: LineError | None = wrong.args[0]
+        else:
+            endpoint = endpoint or line.url
+            first = first_lines.setdefault(line.custom_id, number)
+            error = _misfit(line, endpoint, first)
+        if error is not None:
+            num_errors += 1
+            errors += [error] if len(errors) < _MAX_ERRORS else []
+    if not num_lines:
+        return 0, [LineError("empty_file", "The file has no lines.")], 1
+    return num_lines, errors, num_errors
+
+
+def _misfit(line: Line, endpoint: str, first: int) -> LineError | None:
+    """Return why a line does not go with those before it; `first` is that with its custom_id."""
+    if line.url != endpoint:
+        message = f"'url' must be '{endpoint}', as in the whole batch."
+        return LineError("mismatched_url", message, line.number, "url")
+    if first != line.number:
+        shown = one_line(line.custom_id[:40])
+        message = f"The custom_id '{shown}' is in line {first}, too."
+        return LineError("duplicate_custom_id", message, line.number, "custom_id")
+    return None

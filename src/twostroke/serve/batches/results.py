@@ -1,0 +1,120 @@
+"""Results as lines of JSON, in the form of the batch's protocol, and the files made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
+from twostroke.records import RecordsError
+from twostroke.serve.batches import batch as kept
+from twostroke.serve.batches import files
+from twostroke.serve.batches.lines import parse, read_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from sqlite3 import Connection
+
+    from twostroke.records import Records, Temporary
+    from twostroke.serve.batches.batch import Batch, Status
+    from twostroke.serve.http.inside import Answer
+    from twostroke.serve.options import Limits
+
+
+class Form(Frozen):
+    """How a protocol writes results, each without the end of its line.
+
+    Attributes:
+        result: from a custom_id and the response.
+        unrun: from a custom_id and how the batch ended: expired or cancelled.
+        has_error_file: whether failures are in a file of their own.
+    """
+
+    result: Callable[[str, Answer], bytes]
+    unrun: Callable[[str, Status], bytes]
+    has_error_file: bool
+
+
+async def finish(records: Records, batch: Batch, form: Form, limits: Limits) -> Batch:
+    """Write the files of a batch whose lines are over, and return its last state.
+
+    Safe to do again after a crash: the files replace those of an earlier try.
+
+    Raises:
+        RecordsError: a file or the database cannot be read or written.
+    """
+    ends_as, now_s = batch.ends_as, time.time()
+    assert ends_as is not None
+    with records.files.begin() as output, records.files.begin() as failures:
+        num_ok, num_failed = await records.read_long(
+            partial(
+                _write,
+                batch=batch,
+                form=form,
+                output=output,
+                failures=failures,
+                path=records.files.path(batch.input_file),
+                limits=limits,
+            )
+        )
+        written = ((output, batch.output_file, "output"), (failures, batch.error_file, "errors"))
+        bodies = []
+        for file, id_, word in written:
+            if file.num_bytes and id_ is not None:
+                await asyncio.to_thread(file.keep, id_)
+                body = files.output_file(id_, file.num_bytes, f"{batch.id}_{word}.jsonl")
+                bodies.append(body)
+        ids = {body.id for body in bodies}
+        ended = replace(
+            batch,
+            status=ends_as,
+            since={**batch.since, ends_as: now_s},
+            completed=num_ok,
+            failed=num_failed,
+            output_file=batch.output_file if batch.output_file in ids else None,
+            error_file=batch.error_file if batch.error_file in ids else None,
+        )
+
+        def keep(db: Connection) -> None:
+            for body in bodies:
+                files.insert(db, body, batch.tenant)
+            kept.update(db, ended)
+            kept.drop_results(db, batch.id)
+
+        await records.write(keep)
+    return ended
+
+
+def _write(
+    db: Connection,
+    *,
+    batch: Batch,
+    form: Form,
+    output: Temporary,
+    failures: Temporary,
+    path: Path,
+    limits: Limits,
+) -> tuple[int, int]:
+    """Write a result for each line, in their order; return the successes and the failures."""
+    results, counts = kept.results(db, batch.id), [0, 0]
+    following = next(results, None)
+    assert batch.ends_as is not None
+    try:
+        for number, text in read_lines(path, limits.max_body_bytes):
+            is_ok = False
+            if following is not None and following[0] == number:
+                _, is_ok, body = following
+                following = next(results, None)
+            else:
+                body = form.unrun(parse(number, text, limits).custom_id, batch.ends_as)
+            (output if is_ok or not form.has_error_file else failures).write(body + b"\n")
+            counts[not is_ok] += 1
+    except OSError as error:
+        message = f"The input of {batch.id} cannot be read: {error.strerror}."
+        raise RecordsError(message) from None
+    return counts[0], counts[1]

@@ -1,0 +1,273 @@
+"""Runs open batches: their lines take what interactive requests leave of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from twostroke.core.service import BATCH_SERVICE
+from twostroke.records import RecordsError
+from twostroke.serve.batches import batch as kept
+from twostroke.serve.batches import files
+from twostroke.serve.batches.lines import check, parse, read_lines
+from twostroke.serve.batches.results import finish
+from twostroke.serve.http import inside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+
+    from starlette.types import ASGIApp
+
+    from twostroke.records import Records
+    from twostroke.serve.batches.batch import Batch, Status
+    from twostroke.serve.batches.lines import Line
+    from twostroke.serve.batches.results import Form
+    from twostroke.serve.options import Limits
+
+_LATER: Final = frozenset((408, 429, 503, 529))  # the same line may succeed later
+_MOST_PAUSE_S: Final = 30.0
+_DISK_PAUSE_S: Final = 10.0  # after records could not be written
+_LOOK_S: Final = 0.05  # how often to look whether interactive requests have left room
+_logger = logging.getLogger("twostroke.serve")
+
+
+class Pace:
+    """How far a running batch is. It belongs to the event loop."""
+
+    def __init__(self, num_done: int, num_failed: int, total: int) -> None:
+        """Begin with what an earlier process has done."""
+        self.num_failed = num_failed
+        self.num_done = num_done
+        self.total = total
+        self._began_s, self._num_before = time.monotonic(), num_done
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the end at the pace of this process; None before a line has ended."""
+        num_new = self.num_done - self._num_before
+        if not num_new:
+            return None
+        return (time.monotonic() - self._began_s) / num_new * (self.total - self.num_done)
+
+
+class Runner:
+    """Runs the batches of all tenants. It belongs to the event loop of the server.
+
+    A line goes through the server's own layers, as its tenant's request in the class `batch`. Its
+    result is on the disk before it counts; a line without one is run again after a restart.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        forms: Mapping[str, Form],
+        limits: Limits,
+        room: Callable[[], int],
+    ) -> None:
+        """Run batches in `forms` by protocol; `room` is how many lines may be in the engine."""
+        self._records = records
+        self._forms = forms
+        self._limits = limits
+        self._room = room
+        self._app: ASGIApp | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: dict[str, asyncio.Event] = {}
+        self._paces: dict[str, Pace] = {}
+        self._num_lines = 0  # in the engine
+        self._left = asyncio.Event()  # set when a line ends
+        self._turn = asyncio.Lock()  # of the batches that wait for room, first come first served
+
+    async def start(self, app: ASGIApp) -> None:
+        """Go on with all open batches, through `app`."""
+        self._app = app
+        try:
+            for batch in await self._records.read(kept.open_batches):
+                self._begin(batch)
+        except RecordsError as error:
+            _logger.error("Batches do not run: %s", error)  # noqa: TRY400 the sentence is enough
+
+    async def stop(self) -> None:
+        """Stop at once; the next server runs the lines that have no result."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def add(self, batch: Batch) -> None:
+        """Keep a new batch and run it; raises NoSuchFileError or RecordsError."""
+
+        def keep(db: Any) -> None:
+            files.find(db, batch.input_file, batch.tenant)
+            kept.insert(db, batch)
+
+        await self._records.write(keep)
+        self._begin(batch)
+
+    async def cancel(self, batch: Batch) -> Batch:
+        """Stop a batch whose lines may still run, and return its new state."""
+        if (event := self._cancelled.get(batch.id)) is None:
+            return batch
+
+        def change(db: Any) -> kept.Batch:
+            now = kept.find(db, batch.id, batch.tenant, batch.protocol)
+            assert now is not None
+            if now.status not in {"validating", "in_progress"}:
+                return now
+            now = _moved(now, "cancelling", ends_as="cancelled")
+            kept.update(db, now)
+            return now
+
+        found = await self._records.write(change)
+        event.set()
+        return found
+
+    def pace(self, batch: Batch) -> Pace | None:
+        """Return how far a batch is; None if no line of it runs."""
+        return self._paces.get(batch.id)
+
+    def _begin(self, batch: Batch) -> None:
+        self._cancelled[batch.id] = asyncio.Event()
+        self._tasks[batch.id] = asyncio.create_task(self._run(batch))
+
+    async def _run(self, batch: Batch) -> None:
+        """Take a batch from status to status until it has ended."""
+        steps: dict[Status, Callable[[Batch], Coroutine[Any, Any, Batch]]] = {
+            "validating": self._validate,
+            "in_progress": self._run_lines,
+            "finalizing": self._finish,
+            "cancelling": self._finish,
+        }
+        try:
+            while batch.is_open:
+                try:
+                    batch = await steps[batch.status](batch)
+                except RecordsError as error:
+                    _logger.error("Batch %s waits: %s", batch.id, error)  # noqa: TRY400
+                    await asyncio.sleep(_DISK_PAUSE_S)
+        except Exception:
+            _logger.exception("Batch %s stopped; a restart tries again.", batch.id)
+        finally:
+            for table in (self._tasks, self._cancelled, self._paces):
+                table.pop(batch.id, None)
+
+    async def _validate(self, batch: Batch) -> Batch:
+        path = self._records.files.path(batch.input_file)
+        try:
+            total, errors, num_errors = await asyncio.to_thread(
+                check, path, batch.endpoint, self._limits
+            )
+        except OSError as error:
+            raise RecordsError(f"{path} cannot be read: {error.strerror}.") from None
+        changes = {"total": total, "errors": tuple(errors), "num_errors": num_errors}
+        return await self._move(batch, "failed" if num_errors else "in_progress", **changes)
+
+    async def _run_lines(self, batch: Batch) -> Batch:
+        done, num_failed = await self._records.read(partial(kept.count_results, id_=batch.id))
+        self._paces[batch.id] = Pace(len(done), num_failed, batch.total)
+        # Measured once, so that a clock that jumps neither ends the batch nor prolongs it.
+        left_s = max(0.0, batch.expires_at - time.time())
+        cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
+        running = asyncio.create_task(self._send_all(batch, done))
+        try:
+            await asyncio.wait(
+                (running, cancelled), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if running.done():
+                await running
+        finally:
+            for task in (running, cancelled):
+                task.cancel()
+            await asyncio.gather(running, cancelled, return_exceptions=True)
+        if self._cancelled[batch.id].is_set():
+            return await self._move(batch, "cancelling", ends_as="cancelled")
+        ends_as = "expired" if running.cancelled() else "completed"
+        return await self._move(batch, "finalizing", ends_as=ends_as)
+
+    async def _finish(self, batch: Batch) -> Batch:
+        if batch.output_file is None:
+            batch = await self._move(batch, batch.status, output_file=files.new_id())
+        if batch.error_file is None and self._forms[batch.protocol].has_error_file:
+            batch = await self._move(batch, batch.status, error_file=files.new_id())
+        return await finish(self._records, batch, self._forms[batch.protocol], self._limits)
+
+    async def _move(self, batch: Batch, status: Status, **changes: Any) -> Batch:
+        """Keep a new state; a batch that a client has cancelled meanwhile can only fail or end."""
+
+        def change(db: Any) -> Batch:
+            now = kept.find(db, batch.id, batch.tenant, batch.protocol)
+            assert now is not None
+            if now.status == "cancelling" and status != "failed":
+                changes["ends_as"] = "cancelled"
+                now = _moved(now, "cancelling", **changes)
+            else:
+                now = _moved(now, status, **changes)
+            kept.update(db, now)
+            return now
+
+        return await self._records.write(change)
+
+    async def _send_all(self, batch: Batch, done: set[int]) -> None:
+        """Run the lines that have no result."""
+        path, most = self._records.files.path(batch.input_file), self._limits.max_body_bytes
+        async with asyncio.TaskGroup() as group:
+            for number, text in read_lines(path, most):
+                if number not in done:
+                    await self._enter()
+                    line = parse(number, text, self._limits)
+                    group.create_task(self._send(batch, line))
+
+    async def _enter(self) -> None:
+        """Wait until there is room for a line, and take it."""
+        async with self._turn:
+            while self._num_lines >= self._room():
+                self._left.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._left.wait(), _LOOK_S)
+            self._num_lines += 1
+
+    async def _send(self, batch: Batch, line: Line) -> None:
+        """Run a line and keep its result, however often the engine or the disk must be asked."""
+        assert self._app is not None
+        sender = inside.Sender(batch.tenant, BATCH_SERVICE)
+        try:
+            num_tries = 0
+            while True:
+                answer = await inside.post(self._app, line.url, line.body, sender)
+                if answer.status not in _LATER:
+                    break
+                num_tries += 1
+                pause_s = min(2.0**num_tries / 4, _MOST_PAUSE_S)
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            is_ok = answer.status < 400
+            body = self._forms[batch.protocol].result(line.custom_id, answer)
+            await self._keep(batch, line, body, is_ok=is_ok)
+        finally:
+            self._num_lines -= 1
+            self._left.set()
+        pace = self._paces[batch.id]
+        pace.num_done += 1
+        pace.num_failed += not is_ok
+
+    async def _keep(self, batch: Batch, line: Line, body: bytes, *, is_ok: bool) -> None:
+        """Keep a result, and try until the disk takes it."""
+        keep = partial(kept.keep_result, id_=batch.id, line=line.number, body=body, is_ok=is_ok)
+        while True:
+            try:
+                await self._records.write(keep)
+            except RecordsError as error:
+                _logger.error("Batch %s waits: %s", batch.id, error)  # noqa: TRY400
+                await asyncio.sleep(_DISK_PAUSE_S)
+            else:
+                return
+
+
+def _moved(batch: Batch, status: Status, **changes: Any) -> Batch:
+    since = batch.since if batch.status == status else {**batch.since, status: time.time()}
+    return replace(batch, status=status, since=since, **changes)

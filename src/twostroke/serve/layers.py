@@ -1,0 +1,89 @@
+"""The ASGI application: the API, and the layers around it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+
+from twostroke.core.errors import TwostrokeError, nearest
+from twostroke.serve.app import Api
+from twostroke.serve.http import errors
+from twostroke.serve.http.boundary import Boundary
+from twostroke.serve.http.explain import MAX_NAME_LENGTH
+from twostroke.serve.http.keys import KeyCheck
+from twostroke.serve.http.origins import OriginCheck, Origins
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp
+
+    from twostroke.engine.client import Client
+    from twostroke.engine.limits import Limits
+    from twostroke.records import Records
+
+
+def create_app(
+    client: Client,
+    options: ServeOptions | None = None,
+    limits: Limits | None = None,
+    records: Records | None = None,
+) -> ASGIApp:
+    """Return the ASGI application that serves `client`'s model; the caller closes the client.
+
+    `records` keep files and batches, which run between the events of ASGI's lifespan protocol.
+    """
+    return build_app(Api(client, options or ServeOptions(), limits, records))
+
+
+def build_app(api: Api) -> ASGIApp:
+    """Return the ASGI application of `api`."""
+    routes = api.routes()
+    paths = [route.path_format for route in routes]
+
+    async def respond(request: Request, error: Exception) -> Response:
+        """Return the error in the protocol's form; the outermost layer logs unexpected ones."""
+        if not isinstance(error, TwostrokeError):
+            return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
+        if error.http_status >= 500:
+            errors.report(error, request.scope)
+        return errors.to_response(error, request.scope)
+
+    async def unrouted(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        method, path = request.method, request.url.path
+        if error.status_code == 405:
+            allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+            message = f"{path} does not accept {method}, only {allowed}."
+            response = await respond(request, errors.MethodError(message))
+            response.headers["allow"] = allowed
+            return response
+        message = f"The path {path} does not exist.{nearest(path[:MAX_NAME_LENGTH], paths)}"
+        return await respond(request, errors.UnknownPathError(message))
+
+    handlers: dict[Any, Any] = {
+        TwostrokeError: respond,
+        HTTPException: unrouted,
+        Exception: respond,
+    }
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        await api.keeping.start(whole)
+        try:
+            yield
+        finally:
+            await api.keeping.stop()
+
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    keys, origins = api.options.api_keys, Origins(api.options)
+    guarded = OriginCheck(app if keys is None else KeyCheck(app, keys), origins)
+    whole = Boundary(guarded, api.metrics, api.options.limits, origins, api.observers)
+    return whole

@@ -1,0 +1,151 @@
+"""The database and the folder of files."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from twostroke.records import Folder, Records, RecordsError
+from twostroke.records.schema import MIGRATIONS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_INSERT = "INSERT INTO results VALUES (?, ?, 'ok', ?)"
+
+
+def insert(batch: str, line: int, body: bytes = b"{}") -> Any:
+    return lambda db: db.execute(_INSERT, (batch, line, body)).rowcount
+
+
+def count(db: sqlite3.Connection) -> int:
+    return int(db.execute("SELECT count(*) FROM results").fetchone()[0])
+
+
+def test_write_is_read_at_once_and_after_a_restart(tmp_path: Path) -> None:
+    async def work(records: Records) -> int:
+        assert await records.write(insert("a", 1)) == 1
+        return await records.read(count)
+
+    with closing(Records(tmp_path)) as records:
+        assert asyncio.run(work(records)) == 1
+        [mode] = asyncio.run(records.read(lambda db: db.execute("PRAGMA journal_mode").fetchone()))
+        [sync] = asyncio.run(records.write(lambda db: db.execute("PRAGMA synchronous").fetchone()))
+        assert (mode, sync) == ("wal", 2)
+    with closing(Records(tmp_path)) as records:
+        assert asyncio.run(records.read_long(count)) == 1
+
+
+def test_failed_write_is_undone_alone(tmp_path: Path) -> None:
+    def wrong(db: sqlite3.Connection) -> None:
+        db.execute(_INSERT, ("b", 1, b""))
+        raise ValueError("mine")
+
+    async def work(records: Records) -> list[Any]:
+        works = [insert("a", 1), wrong, insert("a", 1), insert("a", 2)]
+        return await asyncio.gather(*map(records.write, works), return_exceptions=True)
+
+    with closing(Records(tmp_path)) as records:
+        first, mine, twice, last = asyncio.run(work(records))
+        assert (first, last) == (1, 1)
+        assert str(mine) == "mine"
+        assert isinstance(twice, RecordsError)  # the same line again
+        assert asyncio.run(records.read(count)) == 2
+
+
+def test_reader_cannot_write(tmp_path: Path) -> None:
+    with closing(Records(tmp_path)) as records, pytest.raises(RecordsError):
+        asyncio.run(records.read(insert("a", 1)))
+
+
+def test_two_servers_on_one_folder_are_refused(tmp_path: Path) -> None:
+    with closing(Records(tmp_path)):
+        with pytest.raises(RecordsError) as caught:
+            Records(tmp_path)
+        assert str(caught.value) == (
+            f"Another server keeps its records in {tmp_path}: stop it, or choose another folder."
+        )
+    Records(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    "damage", [b"no database at all" * 100, b"SQLite format 3\0" + b"\xff" * 4096]
+)
+def test_damaged_database_is_named(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "records.db").write_bytes(damage)
+    for _ in range(2):  # the folder is not left locked
+        with pytest.raises(RecordsError, match="is damaged") as caught:
+            Records(tmp_path)
+        assert str(tmp_path / "records.db") in str(caught.value)
+
+
+def test_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    Records(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "records.db")) as db:
+        db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    with pytest.raises(RecordsError, match="upgrade Twostroke"):
+        Records(tmp_path)
+
+
+def test_locked_database_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.records.database._BUSY_S", 0.05)
+    with closing(Records(tmp_path)) as records:
+        with closing(sqlite3.connect(tmp_path / "records.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(RecordsError, match="locked by another program"):
+                asyncio.run(records.write(insert("a", 1)))
+            assert asyncio.run(records.read(count)) == 0
+        assert asyncio.run(records.write(insert("a", 1))) == 1
+
+
+def test_full_disk_is_named_and_reading_goes_on(tmp_path: Path) -> None:
+    with closing(Records(tmp_path)) as records:
+        asyncio.run(records.write(insert("a", 1)))
+        asyncio.run(records.write(lambda db: db.execute("PRAGMA max_page_count = 1").fetchone()))
+        with pytest.raises(RecordsError, match=r"records\.db cannot be written: the disk is full"):
+            asyncio.run(records.write(insert("a", 2, b"x" * 100_000)))
+        assert asyncio.run(records.read(count)) == 1
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordsError, match="Not a directory"):
+        Records(tmp_path / "file" / "records")
+
+
+def test_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    with folder.begin() as file:
+        file.write(b"half")
+        assert not folder.path("a").exists()
+    assert not folder.path("a").exists()
+    for text in (b"first", b"second"):
+        with folder.begin() as file:
+            file.write(text)
+            file.keep("a")
+        assert folder.path("a").read_bytes() == text
+    assert list((tmp_path / "unfinished").iterdir()) == []
+
+
+def test_files_that_a_crash_left_are_removed(tmp_path: Path) -> None:
+    with closing(Records(tmp_path)) as records:
+        (tmp_path / "unfinished" / "x").write_text("half")
+        records.files.path("unknown").write_text("orphan")
+    Records(tmp_path).close()
+    assert [*(tmp_path / "unfinished").iterdir(), *(tmp_path / "files").iterdir()] == []
+
+
+def test_path_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path)
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with folder.begin() as file, pytest.raises(RecordsError, match="No space left") as caught:
+        file.keep("a")
+    assert str(tmp_path) in str(caught.value)
