@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over an OpenAI-compatible API.",
+    "batch": "Run a file of requests.",
     "embed": "Turn texts into vectors.",
     "compare": "Measure how much backends, formats or models differ.",
     "quantize": "Write a model with fewer bits, and score it.",

@@ -42,10 +42,16 @@ def show_table(lines: Sequence[tuple[str, ...]], right: Container[int] | None = 
 
 
 class Bar:
-    """A progress bar of bytes on standard error, if that is a terminal."""
+    """A progress bar of bytes, or of things, on standard error, if that is a terminal."""
 
-    def __init__(self, *, patience_s: float = 0.0, quiet: bool = False) -> None:
-        """Appear after `patience_s` seconds; never, and write no lines, if `quiet`."""
+    def __init__(
+        self, *, patience_s: float = 0.0, quiet: bool = False, counts: bool = False
+    ) -> None:
+        """Appear after `patience_s` seconds; never, and write no lines, if `quiet`.
+
+        With `counts` numbers are of things and not of bytes.
+        """
+        self._counts = counts
         self._from_s = time.monotonic() + patience_s
         self._quiet, self._is_shown = quiet, not quiet and sys.stderr.isatty()
         self._progress: Progress | None = None
@@ -65,7 +71,7 @@ class Bar:
         if not self._is_shown or time.monotonic() < self._from_s:
             return
         if self._progress is None:
-            self._progress = _progress()
+            self._progress = _progress(counts=self._counts)
             self._progress.start()
         progress, task = self._progress, self._progress.task_ids[0]
         if label != self._label:
@@ -81,15 +87,23 @@ class Bar:
             sys.stderr.write(f"{printable(text)}\n")
 
 
-def _progress() -> Progress:
+def _progress(*, counts: bool) -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
+    of_bytes = (DownloadColumn(), TransferSpeedColumn())
     progress = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *((MofNCompleteColumn(), TimeRemainingColumn()) if counts else of_bytes),
         console=Console(stderr=True),
         transient=True,
     )

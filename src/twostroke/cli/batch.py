@@ -1,0 +1,189 @@
+"""`twostroke batch`: run a file of requests with a model, or on a server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from msgspec.structs import replace
+
+from twostroke.cli.help import Command, option
+from twostroke.cli.options import BATCHING, MACHINE, PARALLEL, engine_options, speculation
+from twostroke.cli.pull import open_engine
+from twostroke.cli.terminal import Bar, printable
+from twostroke.core import env
+from twostroke.core.errors import EngineStoppedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.serve.batches.lines import Line
+    from twostroke.serve.batches.offline import Progress, Send
+    from twostroke.serve.http.inside import Answer
+    from twostroke.serve.options import Limits
+
+_WAITING: Final = 32  # lines that wait in the engine, so that no step waits for the next
+_FULL: Final = 429  # long prompts fill the queue sooner than many
+_LOOK_S: Final = 0.05
+_AT_ONCE: Final = 32  # lines on a server
+_SHOWN: Final = 20  # wrong lines
+
+
+@click.command(
+    "batch",
+    cls=Command,
+    params=[*MACHINE.values(), *PARALLEL, *speculation(draft="auto"), *BATCHING],
+)
+@click.argument("file", type=click.Path(path_type=Path), metavar="INPUT")
+@option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Where results go, in the order of INPUT.",
+)
+@option("--model", help="Answer with this model: a path, hf:owner/repo, or a name.")
+@option("--url", help="Send the lines to this server; the key in TWOSTROKE_API_KEY is sent, too.")
+@option(
+    "--errors",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where failed lines go [default: OUTPUT with .errors before its suffix].",
+)
+@option(
+    "--concurrency",
+    type=click.IntRange(1, 4096),
+    help="Most lines at once on a server [default: 32].",
+)
+@option("-q", "--quiet", is_flag=True, help="Show no progress.")
+def command(**given: Any) -> int:
+    """Run the requests of INPUT, a line of JSON each, as in OpenAI's Batch API.
+
+    Results are written as they come, to a file that ends in .partial until all are there. If the
+    command is interrupted, the same command goes on: lines with a result are not run again. Exits
+    with 1 if some lines failed; they are in the file of errors.
+    """
+    from twostroke.serve.batches.offline import Files, Progress, Results, run
+    from twostroke.serve.options import Limits
+
+    path, output, model, url = (given.pop(name) for name in ("file", "output", "model", "url"))
+    errors = given.pop("errors") or output.with_suffix(f".errors{output.suffix}")
+    concurrency, quiet = given.pop("concurrency"), given.pop("quiet")
+    if (model is None) == (url is None):
+        raise UsageError("Give either --model, to answer here, or --url of a server.")
+    if url is None and concurrency is not None:
+        raise UsageError("--concurrency is for --url; with --model see --max-running.")
+    limits = replace(Limits(), max_batch_lines=sys.maxsize)
+    total = _check(path, limits)
+    progress = Progress(total)
+    with (
+        Results(output, goes_on=True) as results,
+        Results(errors, goes_on=False) as failures,
+        Bar(quiet=quiet, counts=True) as bar,
+    ):
+        files = Files(path, results, failures)
+        files.check(limits)
+
+        def show(now: Progress) -> None:
+            bar.show("Running lines", now.num_done, now.total)
+
+        door = _there(url, concurrency or _AT_ONCE) if url else _here(model, given, quiet=quiet)
+        try:
+            with door as (send, most):
+                began_s = time.monotonic()
+                asyncio.run(run(files, send, most, limits, progress, show))
+                elapsed_s = time.monotonic() - began_s
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_rest(progress, results.partial)) from None
+        except EngineStoppedError as error:
+            raise EngineStoppedError(f"{error} {_rest(progress, results.partial)}") from None
+    if not quiet:
+        click.secho(_summary(progress, elapsed_s), dim=True, err=True)
+    if not progress.num_failed:
+        return 0
+    click.echo(f"{progress.num_failed} of {total} lines failed: see {errors}.", err=True)
+    return 1
+
+
+def _check(path: Path, limits: Limits) -> int:
+    """Return the number of lines.
+
+    Raises:
+        UsageError: the file cannot be read, or has wrong lines, which are printed.
+    """
+    from twostroke.serve.batches.lines import check, parse, read_lines
+    from twostroke.serve.batches.openai import ENDPOINTS
+
+    try:
+        total, errors, num_errors = check(path, None, limits)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    if num_errors:
+        for wrong in errors[:_SHOWN]:
+            place = "" if wrong.line is None else f"line {wrong.line}: "
+            click.echo(printable(f"{path}: {place}{wrong.message}"), err=True)
+        noun = "a wrong line" if num_errors == 1 else f"{num_errors} wrong lines"
+        raise UsageError(f"{path} has {noun}; none was run.")
+    url = parse(*next(read_lines(path, limits.max_body_bytes)), limits).url
+    if url not in ENDPOINTS:
+        raise UsageError(f"'url' must be one of {', '.join(ENDPOINTS)}, got '{url[:40]}'.")
+    return total
+
+
+@contextmanager
+def _there(url: str, most: int) -> Iterator[tuple[Send, int]]:
+    """Yield what sends lines to a server, and how many at once."""
+    from twostroke.serve.batches.remote import Remote
+
+    with closing(Remote(url, env.api_key(), most)) as remote:
+        yield remote.send, most
+
+
+@contextmanager
+def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
+    """Yield what gives lines to an engine in this process, and how many at once."""
+    from twostroke.core.service import DEFAULT_SERVICE
+    from twostroke.engine.collector import ease_collector
+    from twostroke.engine.health import Health
+    from twostroke.serve.app import Api
+    from twostroke.serve.http.inside import Sender, post
+    from twostroke.serve.layers import build_app
+    from twostroke.serve.options import ServeOptions
+
+    with open_engine(model, engine_options(given, model), quiet=quiet) as engine:
+        loop = engine.client.loop
+        engine.client.grammars.prepare()
+        serving = ServeOptions(max_stored=0, any_model=True)
+        with closing(Api(engine.client, serving, engine.limits)) as api:
+            app, sender = build_app(api), Sender("", DEFAULT_SERVICE)
+            ease_collector()
+
+            async def send(line: Line) -> Answer:
+                answer = await post(app, line.url, line.body, sender)
+                if answer.status == _FULL:
+                    await asyncio.sleep(_LOOK_S)
+                    return await send(line)
+                if answer.status >= 500 and loop.health is Health.STOPPED:
+                    raise EngineStoppedError("The engine has stopped.")
+                return answer
+
+            waiting = min(_WAITING, loop.config.max_waiting_requests)
+            yield send, loop.config.max_running + waiting
+
+
+def _rest(progress: Progress, partial: Path) -> str:
+    """Return how far it came, and how to go on."""
+    done = f"{progress.num_done - progress.num_failed} of {progress.total} lines have results"
+    return f"{done} in {partial}; the same command runs the rest."
+
+
+def _summary(progress: Progress, elapsed_s: float) -> str:
+    speed = f"{progress.num_tokens / elapsed_s:.0f} tokens/s" if elapsed_s > 0 else ""
+    new = progress.num_done - progress.num_before
+    return f"{new} lines in {elapsed_s:.1f} s: {progress.num_tokens} tokens, {speed}"

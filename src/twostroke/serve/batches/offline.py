@@ -1,0 +1,195 @@
+"""Runs a file of requests for a command: results go to a file, and a second run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+
+from twostroke.core.errors import UsageError
+from twostroke.records.folder import sync_folder
+from twostroke.serve.batches.lines import parse, read_lines
+from twostroke.serve.batches.openai import FORM
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from twostroke.serve.batches.lines import Line
+    from twostroke.serve.http.inside import Answer
+    from twostroke.serve.options import Limits
+
+    Send = Callable[[Line], Awaitable[Answer]]
+
+_SYNC_S: Final = 1.0  # a loss of power costs the lines of the last second, which are run again
+
+
+class Progress(msgspec.Struct):
+    """How far a file is: lines that have ended, failures among them, and tokens written.
+
+    `num_before` lines had results from an earlier run.
+    """
+
+    total: int
+    num_before: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+
+
+class _Id(msgspec.Struct):
+    custom_id: str
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Answered(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class Results:
+    """A file of results that grows by whole lines, and gets its name when all are there.
+
+    Until then it is called `NAME.partial`. Lines that it has from an earlier run stay.
+    """
+
+    def __init__(self, path: Path, *, goes_on: bool) -> None:
+        """Open it; with `goes_on`, keep the lines of an earlier run, but not one that was cut.
+
+        Raises:
+            UsageError: a file with the name is there, or the partial one has other lines.
+            OSError: it cannot be written.
+        """
+        if path.exists():
+            raise UsageError(f"{path} is there already: remove it, or choose another file.")
+        self.path, self.partial = path, path.with_name(f"{path.name}.partial")
+        self.places: dict[str, tuple[int, int]] = {}  # by custom_id: where its line is
+        self._file = self.partial.open("r+b" if goes_on and self.partial.exists() else "w+b", 0)
+        self._end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                id_ = msgspec.json.decode(line, type=_Id).custom_id
+            except msgspec.MsgspecError:
+                self._file.close()
+                message = f"{self.partial} is not a file of results: remove it to begin again."
+                raise UsageError(message) from None
+            self._note(id_, line)
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
+        self._synced_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Return the file."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close it; what it has stays."""
+        self._file.close()
+
+    def add(self, id_: str, body: bytes) -> None:
+        """Append a result; raises OSError."""
+        line = body + b"\n"
+        left = memoryview(line)
+        while left:
+            left = left[self._file.write(left) or 0 :]
+        self._note(id_, line)
+        if time.monotonic() - self._synced_s > _SYNC_S:
+            os.fsync(self._file.fileno())
+            self._synced_s = time.monotonic()
+
+    def finish(self, ids: Iterator[str]) -> None:
+        """Give the file its name, with its lines in the order of `ids`; remove an empty one."""
+        if self.places:
+            ordered = self.path.with_name(f"{self.path.name}.ordered")
+            with ordered.open("wb") as file:
+                for place, size in (self.places[id_] for id_ in ids if id_ in self.places):
+                    self._file.seek(place)
+                    file.write(self._file.read(size) or b"")
+                file.flush()
+                os.fsync(file.fileno())
+            ordered.replace(self.path)
+            sync_folder(self.path.absolute().parent)
+        self.partial.unlink()
+
+    def _note(self, id_: str, line: bytes) -> None:
+        self.places[id_] = (self._end, len(line))
+        self._end += len(line)
+
+
+class Files(msgspec.Struct):
+    """The input, and where results with and without success go."""
+
+    input: Path
+    output: Results
+    errors: Results
+
+    def lines(self, limits: Limits) -> Iterator[Line]:
+        """Yield the lines of the input, which were checked."""
+        for number, text in read_lines(self.input, limits.max_body_bytes):
+            yield parse(number, text, limits)
+
+    def check(self, limits: Limits) -> None:
+        """Raise a UsageError if the output has results of another input."""
+        known = {line.custom_id for line in self.lines(limits)}
+        strange = next((id_ for id_ in self.output.places if id_ not in known), None)
+        if strange is not None:
+            raise UsageError(
+                f"{self.output.partial} has a result of '{strange[:40]}', which {self.input} does "
+                f"not have: remove it to begin again, or choose another output."
+            )
+
+
+async def run(
+    files: Files,
+    send: Send,
+    most: int,
+    limits: Limits,
+    progress: Progress,
+    show: Callable[[Progress], None],
+) -> None:
+    """Run the lines that have no result, at most `most` at once; `show` is called after each.
+
+    Raises:
+        OSError: a file cannot be written.
+        TwostrokeError: from `send`; results so far are kept.
+    """
+    room = asyncio.Semaphore(most)
+    progress.num_before = progress.num_done = len(files.output.places)
+    show(progress)
+
+    async def one(line: Line) -> None:
+        try:
+            answer = await send(line)
+        finally:
+            room.release()
+        is_ok = answer.status < 400
+        target = files.output if is_ok else files.errors
+        target.add(line.custom_id, FORM.result(line.custom_id, answer))
+        progress.num_done += 1
+        progress.num_failed += not is_ok
+        progress.num_tokens += _num_tokens(answer) if is_ok else 0
+        show(progress)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for line in files.lines(limits):
+                if line.custom_id not in files.output.places:
+                    await room.acquire()
+                    group.create_task(one(line))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    for results in (files.errors, files.output):  # the output last: then all is there
+        results.finish(line.custom_id for line in files.lines(limits))
+
+
+def _num_tokens(answer: Answer) -> int:
+    usage: Any = msgspec.json.decode(answer.body, type=_Answered).usage
+    return 0 if usage is None else usage.completion_tokens + usage.output_tokens

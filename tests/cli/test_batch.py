@@ -1,0 +1,217 @@
+"""`twostroke batch`: a file of requests, answered here or by a server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from support.commands import started
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from conftest import Ran
+
+    Cli = Callable[..., Ran]
+
+URL = "/v1/completions"
+SMALL = ("--kv-memory", "4MB")
+
+
+def line(id_: object, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": "hello", "max_tokens": 2, "model": "any", **fields}
+    return {"custom_id": id_, "method": "POST", "url": URL, "body": body}
+
+
+def write(path: Path, *lines: object) -> str:
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    return str(path)
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(one)["custom_id"] for one in path.read_text().splitlines()]
+
+
+def test_results_are_in_the_order_of_the_input(cli: Cli, tiny: str, tmp_path: Path) -> None:
+    names = [f"n{i}" for i in range(20)]
+    lines = [line(id_, max_tokens=1 + 19 % (i + 1)) for i, id_ in enumerate(names)]
+    given = write(tmp_path / "in.jsonl", *lines, line("bad", temperature=-1))
+    out = tmp_path / "out.jsonl"
+    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL, "-q")
+    errors = tmp_path / "out.errors.jsonl"
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.splitlines()[-1] == f"1 of 21 lines failed: see {errors}."
+    assert ids(out) == names
+    assert ids(errors) == ["bad"]
+    body = json.loads(out.read_text().splitlines()[0])["response"]["body"]
+    assert body["choices"][0]["finish_reason"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "in.jsonl",
+        "out.errors.jsonl",
+        "out.jsonl",
+    ]
+    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
+    assert (ran.code, "is there already" in ran.err) == (2, True)
+
+
+def test_second_run_does_not_repeat_finished_lines(cli: Cli, tiny: str, tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", *map(line, "abc"))
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    kept = {"custom_id": "b", "response": "of an earlier run"}
+    partial.write_text(json.dumps(kept) + '\n{"custom_id": "c", "resp')
+    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
+    assert ran.code == 0
+    assert "2 lines in" in ran.err
+    assert ids(out) == ["a", "b", "c"]
+    assert json.loads(out.read_text().splitlines()[1]) == kept
+    assert not partial.exists()
+
+
+def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Path) -> None:
+    lines = [line("a"), line("b"), line("long", max_tokens=100_000, ignore_eos=True)]
+    given, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    partial = tmp_path / "out.jsonl.partial"
+    with started("batch", given, "-o", str(out), "--model", endless, "-q") as process:
+        deadline = time.monotonic() + 30
+        while not partial.exists() or partial.read_bytes().count(b"\n") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    said = f"2 of 3 lines have results in {partial}; the same command runs the rest."
+    assert err.decode() == f"twostroke: {said}\n"
+    assert sorted(ids(partial)) == ["a", "b"]
+    assert not out.exists()
+    given = write(tmp_path / "in.jsonl", line("a"), line("b"), line("long"))
+    assert cli("batch", given, "-o", str(out), "--model", endless).code == 0
+    assert ids(out) == ["a", "b", "long"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ((), "has no lines"),
+        ((line("a"), line("a"), line(7)), "has 2 wrong lines; none was run."),
+        ((line("a", stream=True),), "has a wrong line; none was run."),
+        (({**line("a"), "url": "/v1/messages"},), "'url' must be one of /v1/chat/completions"),
+    ],
+)
+def test_wrong_input_is_refused_before_the_model_is_loaded(
+    cli: Cli, tmp_path: Path, lines: tuple[object, ...], said: str
+) -> None:
+    given = write(tmp_path / "in.jsonl", *lines)
+    ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--model", "/nowhere/model.gguf")
+    assert ran.code == 2
+    assert said in ran.err
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "Give either --model"),
+        (("--model", "m", "--url", "http://x"), "Give either --model"),
+        (("--model", "m", "--concurrency", "3"), "--concurrency is for --url"),
+        (("--url", "ftp://x"), "--url must be like http://127.0.0.1:8000"),
+        (("--url", "http://127.0.0.1:1"), "cannot be reached"),
+    ],
+)
+def test_wrong_options_are_one_sentence(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr("twostroke.serve.batches.remote._MOST_TRIES", 2)
+    given = write(tmp_path / "in.jsonl", line("a"))
+    ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), *options)
+    assert ran.code != 0
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_results_of_another_input_are_refused(cli: Cli, tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", line("a"))
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    for text, said in (
+        ('{"custom_id": "other"}\n', "has a result of 'other'"),
+        ("my notes\n", "is not a file of results"),
+    ):
+        partial.write_text(text)
+        ran = cli("batch", given, "-o", str(out), "--url", "http://127.0.0.1:1")
+        assert ran.code == 2
+        assert said in ran.err
+        assert partial.read_text() == text
+
+
+class _Busy(BaseHTTPRequestHandler):
+    """Refuses each line once, and cuts the connection of each third request."""
+
+    protocol_version = "HTTP/1.1"
+    seen: ClassVar[dict[str, list[float]]] = {}
+    keys: ClassVar[set[str | None]] = set()
+    num_running = most_running = 0
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        cls = type(self)
+        with cls.lock:
+            cls.num_running += 1
+            cls.most_running = max(cls.most_running, cls.num_running)
+            cls.keys.add(self.headers["authorization"])
+            times = cls.seen.setdefault(body["prompt"], [])
+            times.append(time.monotonic())
+        time.sleep(0.02)
+        with cls.lock:
+            cls.num_running -= 1
+        if len(times) == 1 and body["prompt"] == "cut":
+            self.close_connection = True
+            self.connection.close()
+            return
+        data = b'{"usage": {"completion_tokens": 3}}'
+        self.send_response(429 if len(times) == 1 else 200)
+        self.send_header("retry-after", "1")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def busy() -> Iterator[str]:
+    """Yield the address of a busy server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/"
+    server.shutdown()
+    server.server_close()
+
+
+def test_server_says_when_to_ask_again(
+    cli: Cli, tmp_path: Path, busy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_API_KEY", "secret")
+    prompts = [*map(str, range(12)), "cut"]
+    given = write(tmp_path / "in.jsonl", *(line(one, prompt=one) for one in prompts))
+    out = tmp_path / "out.jsonl"
+    ran = cli("batch", given, "-o", str(out), "--url", busy, "--concurrency", "4")
+    assert ran.code == 0, ran.err
+    assert "13 lines in" in ran.err
+    assert "39 tokens" in ran.err
+    assert ids(out) == prompts
+    assert _Busy.most_running <= 4
+    assert _Busy.keys == {"Bearer secret"}
+    for prompt, times in _Busy.seen.items():
+        assert len(times) == 2
+        assert times[1] - times[0] >= (1 if prompt != "cut" else 0.2)
