@@ -28,7 +28,7 @@ class Cache:
         chain.extend(tokens, num_pages)
         pages = self.pool.allocate(-(-len(tokens) // PAGE_SIZE))
         for key, page in zip(chain.keys, pages, strict=False):
-            self.index.insert(0, key, page)
+            self.index.insert(0, [key], [page])
         return pages
 
     def match(self, tokens, salt=b"", num_prompt=None):
@@ -152,7 +152,7 @@ class WindowCache:
         self.pages = [self.pool.allocate(num_pages) for _ in windows]
         for group, pages in enumerate(self.pages):
             for key, page in zip(self.chain.keys, pages, strict=True):
-                self.index.insert(group, key, page)
+                self.index.insert(group, [key], [page])
 
     def evict(self, pages):
         """Evict pages, whatever the order of their last use."""

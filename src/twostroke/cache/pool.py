@@ -92,15 +92,23 @@ class PagePool:
 
         The last page is evicted first: no prefix could reach it without the pages before it.
         """
+        counts, kept = self._counts, self._kept
         for page in reversed(pages):
-            self._drop(page)
+            left = counts[page] - 1
+            assert left >= 0, "a page without references was released"
+            counts[page] = left
+            if not left:
+                if kept[page]:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
 
     def release_passed(self, page: int) -> None:
         """Drop a reference to a page that a window has passed; it becomes the first to be evicted.
 
         Most places of a sequence are never the end of another request's prefix.
         """
-        self._drop(page)
+        self.release([page])
         if page in self._cached:
             self._cached.move_to_end(page, last=False)
 
@@ -113,17 +121,6 @@ class PagePool:
         """Let a referenced page outlive its references until it is evicted."""
         assert self._counts[page] > 0, "only a referenced page has content worth keeping"
         self._kept[page] = True
-
-    def _drop(self, page: int) -> None:
-        counts = self._counts
-        assert counts[page] > 0, "a page without references was released"
-        counts[page] -= 1
-        if counts[page]:
-            return
-        if self._kept[page]:
-            self._cached[page] = None
-        else:
-            self._free.append(page)
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)

@@ -120,11 +120,13 @@ class PrefixIndex:
         ]
         return PrefixHit(pages, num_known if runs else num_places)
 
-    def insert(self, group: int, key: bytes, page: int) -> None:
-        """Index a full, computed, referenced page of a group, unless `key` has one."""
-        if self._pages[group].setdefault(key, page) == page:
-            self._keys[page] = (group, key)
-            self._pool.keep(page)
+    def insert(self, group: int, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Index full, computed, referenced pages of a group, unless their `keys` have others."""
+        known = self._pages[group]
+        for key, page in zip(keys, pages, strict=True):
+            if known.setdefault(key, page) == page:
+                self._keys[page] = (group, key)
+                self._pool.keep(page)
 
     def _num_reachable(self, keys: list[bytes], num_places: int) -> int:
         """Return the most places, up to `num_places`, whose windows have only known pages."""

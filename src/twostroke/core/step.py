@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from msgspec import field
+from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.request import Request
+from twostroke.core.tree import Branch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,16 +17,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from twostroke.core.request import Request
-    from twostroke.core.tree import Branch
-
 
 UNASKED: Final = (None,)  # log-probabilities of one token, if the request wants none
 NO_TOKEN = -1  # drawn from logits that are not numbers: the request fails, the others do not
 
 
-@dataclass(slots=True)  # not frozen, which would triple its cost: a step makes hundreds
-class Slice:
+class Slice(Struct):  # a step makes hundreds
     """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
 
     Keys and values of these tokens are stored in `request.pages`, which are already long enough.
@@ -102,7 +99,7 @@ class StepPlan(Frozen):
     @property
     def has_drafts(self) -> bool:
         """Whether any slice has drafts."""
-        return any(s.drafts for s in self.slices)
+        return any([s.drafts for s in self.slices])  # noqa: C419 - twice as quick
 
     @property
     def num_rows(self) -> int:

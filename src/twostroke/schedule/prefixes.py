@@ -10,6 +10,8 @@ from twostroke.core.request import NO_PAGE
 from twostroke.schedule.holdings import held
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from twostroke.cache import PagePool, PrefixChain, PrefixIndex
     from twostroke.core.request import Request
     from twostroke.schedule.waiting import Ticket
@@ -70,8 +72,8 @@ class Prefixes:
         fits = len(keys) * self._num_groups <= self._pool.num_available
         for group, pages in enumerate(hit.pages):
             added = self._pool.allocate(len(keys)) if fits else []
-            for key, page in zip(keys, added, strict=False):
-                self._index.insert(group, key, page)
+            if fits:
+                self._index.insert(group, keys, added)
             self._pool.release([*(page for page in pages if page != NO_PAGE), *added])
         return fits
 
@@ -92,24 +94,24 @@ class Prefixes:
         request = ticket.request
         num_full = self._index.num_reusable(request.num_settled, request.num_prompt)
         ticket.chain.extend(request.tokens, num_full)
-        for i in range(ticket.num_published, num_full):
-            key = ticket.chain.keys[i]
-            for group, pages in enumerate(request.pages):
-                self._index.insert(group, key, pages[i])
-            self._drop_claim(key, ticket)
+        first = ticket.num_published
+        keys = ticket.chain.keys[first:num_full]
+        for group, pages in enumerate(request.pages):
+            self._index.insert(group, keys, pages[first:num_full])
+        self._drop_claims(keys, ticket)
         ticket.num_published = num_full
         ticket.publish_at = (request.num_settled // self._page_size + 1) * self._page_size
 
     def stop(self, ticket: Ticket) -> None:
         """Drop the claims of a request that stops running."""
         if ticket.chain is not None:
-            for key in ticket.chain.keys[ticket.num_published :]:
-                self._drop_claim(key, ticket)
+            self._drop_claims(ticket.chain.keys[ticket.num_published :], ticket)
 
     def _is_claimed(self, ticket: Ticket, key: bytes | None) -> bool:
         owner = self._claims.get(key) if key is not None else None
         return owner is not None and owner.rank < ticket.rank
 
-    def _drop_claim(self, key: bytes, ticket: Ticket) -> None:
-        if self._claims.get(key) is ticket:
-            del self._claims[key]
+    def _drop_claims(self, keys: Sequence[bytes], ticket: Ticket) -> None:
+        for key in keys:
+            if self._claims.get(key) is ticket:
+                del self._claims[key]

@@ -12,7 +12,7 @@ from twostroke.core.step import UNASKED, Delta
 from twostroke.core.tree import ROOT, right_drafts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from twostroke.core.step import Slice, StepResult, TokenLogprobs
     from twostroke.schedule.drafting import Drafting
@@ -33,7 +33,41 @@ class ResultReader:
         self._drawn = zip(result.tokens, result.logprobs, strict=True)
         self._scores, self._states = iter(result.scores), iter(result.states)
 
-    def take(self, ticket: Ticket, piece: Slice) -> Delta | None:
+    def take_all(
+        self, owners: Sequence[Ticket], slices: Sequence[Slice], settle: Callable[[Ticket], None]
+    ) -> list[Delta]:
+        """Take in all slices; return a delta for each that drew, reports, or ended its request.
+
+        `settle` is called with tickets of which pages are due.
+        """
+        deltas, drawn = [], self._drawn
+        for ticket, piece in zip(owners, slices, strict=True):
+            request = piece.request
+            start, tokens = piece.start, request.tokens
+            if (
+                start < request.num_prompt
+                or piece.drafts
+                or request.finish_reason is not None
+                or len(tokens) + 1 >= ticket.max_len
+                or not piece.samples
+            ):
+                delta = self._take(ticket, piece)
+            else:  # the usual case, quickly
+                token, logprob = next(drawn)
+                if token in request.end_ids:
+                    delta, _ = _accept(ticket, piece, [(token, logprob)])
+                    self.has_ends |= request.finish_reason is not None
+                else:
+                    tokens.append(token)
+                    delta = Delta(request, (token,), (logprob,) if logprob else UNASKED)
+                request.num_computed = start + piece.count
+            if delta is not None:
+                deltas.append(delta)
+            if request.num_computed >= ticket.due_at and ticket.is_running:
+                settle(ticket)
+        return deltas
+
+    def _take(self, ticket: Ticket, piece: Slice) -> Delta | None:
         """Take in what a slice computed, drew and reports; return a delta if it did either.
 
         Nothing but its rows is taken in if the request ended while the step was in flight.
@@ -42,10 +76,7 @@ class ResultReader:
         scored: tuple[TokenLogprobs | None, ...] = ()
         is_reported = piece.start < request.num_prompt and request.hints.shows_progress
         computed = piece.start + piece.count
-        if piece.drafts:
-            tokens = tuple(islice(self._drawn, piece.num_drawn))
-        elif piece.samples:
-            token, logprob = next(self._drawn)
+        tokens = tuple(islice(self._drawn, piece.num_drawn))
         if piece.num_scored or piece.num_pooled:
             scored, is_reported = tuple(islice(self._scores, piece.num_scored)), True
             pooled = next(self._states) if piece.num_pooled else None
@@ -53,19 +84,12 @@ class ResultReader:
             self._drafting.settle(piece, ROOT)
             request.num_computed = computed
             return None
-        if piece.drafts:
+        if piece.samples:
             delta, last = _accept(ticket, piece, tokens)
-            computed += len(delta.tokens) - 1
+            computed += max(0, len(delta.tokens) - 1)
             request.num_planned = computed
             self._drafting.settle(piece, last)
             self.has_ends |= request.is_finished
-        elif piece.samples:
-            if token in request.end_ids or len(request.tokens) + 1 >= ticket.max_len:
-                delta, _ = _accept(ticket, piece, [(token, logprob)])
-                self.has_ends |= request.is_finished
-            else:  # the usual case, quickly
-                request.tokens.append(token)
-                delta = Delta(request, (token,), (logprob,) if logprob else UNASKED)
         elif request.pooling is not None and computed == len(request.tokens):
             request.finish_reason = FinishReason.LENGTH
             self.has_ends = True

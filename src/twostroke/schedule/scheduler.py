@@ -203,14 +203,8 @@ class Scheduler:
         """
         oldest, owners = self._flights.popleft()
         assert plan.slices is oldest.slices, "steps are committed in the order of their plans"
-        deltas = []
         reader = ResultReader(result, self._drafting)
-        for ticket, piece in zip(owners, plan.slices, strict=True):
-            delta = reader.take(ticket, piece)
-            if delta is not None:
-                deltas.append(delta)
-            if piece.request.num_computed >= ticket.due_at and ticket.is_running:
-                self._settle(ticket)
+        deltas = reader.take_all(owners, plan.slices, self._settle)
         reader.check_taken()
         if reader.has_ends:
             for ticket in [t for t in self._running if t.request.is_finished]:
