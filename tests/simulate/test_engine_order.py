@@ -51,6 +51,12 @@ def steps_of(plan, names, steps):
     steps.append((parts, [names(request) for request in plan.preempted]))
 
 
+def quiet_slice(request, start):
+    """What `steps_of` keeps of a step that is done together with later ones."""
+    num_places = start // PAGE_SIZE + 1
+    return int(request.id), start, 1, True, tuple(tuple(g[:num_places]) for g in request.pages)
+
+
 def simulated(load: Load, batch: BatchOptions):
     """The steps, each of which takes a second, and the requests' first tokens and hits."""
     clock, steps = Clock(START_S), []
@@ -65,7 +71,17 @@ def simulated(load: Load, batch: BatchOptions):
             steps_of(made, lambda request: int(request.id), steps)
         return made
 
-    scheduler.plan = plan
+    decode = scheduler.decode
+
+    def decode_quietly(tokens):
+        quiet = [(request, request.num_computed) for request in scheduler.quiet(1)[0]]
+        decode(tokens)
+        steps.extend(
+            ([quiet_slice(request, start + step) for request, start in quiet], [])
+            for step in range(len(tokens[0]))
+        )
+
+    scheduler.plan, scheduler.decode = plan, decode_quietly
     replica = Replica(scheduler, lambda _: Totals(1.0, 1, 1), clock, VOCAB_SIZE, PAGE_SIZE)
     fleet = Fleet([replica], "round-robin", clock, VOCAB_SIZE)
     fleet.run(load)

@@ -86,7 +86,10 @@ class Calibration(Frozen):
         Logarithms of rows, requests and context are coordinates; a point counts by the inverse
         fourth power of its distance. `roofline` gives the least times.
         """
-        weights = [_nearness(_place(batch), _place(one.batch)) for one in self.points]
+        return self._factors_at(roofline, _place(batch))
+
+    def _factors_at(self, roofline: Roofline, place: Sequence[float]) -> Factors:
+        weights = [_nearness(place, _place(one.batch)) for one in self.points]
         total = sum(weights)
         shares = [weight / total for weight in weights]
         least = [roofline.least(one.batch) for one in self.points]
@@ -105,6 +108,10 @@ class Calibration(Frozen):
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
         """Return the coordinates of a step, as multiples of an eighth of a doubling."""
         return tuple([round(8 * one) for one in _place(batch)])
+
+    def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
+        """Return how a step in the middle of a cell is corrected."""
+        return self._factors_at(roofline, [one / 8 for one in cell])
 
     def errors(self, roofline: Roofline) -> list[float]:
         """Return for each point the error of what the other points say of it, as a share."""
@@ -188,5 +195,5 @@ def _place(batch: BatchShape) -> tuple[float, ...]:
     return tuple(map(math.log2, sizes))
 
 
-def _nearness(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+def _nearness(one: Sequence[float], other: Sequence[float]) -> float:
     return 1 / (math.dist(one, other) ** 4 + 1e-9)

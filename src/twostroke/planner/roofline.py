@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from twostroke.cache import FORMATS
 from twostroke.core.frozen import Frozen
+from twostroke.program.batch import DecodeRun
 from twostroke.program.work import StepCost
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -44,8 +45,11 @@ class Correction(Protocol):
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
         """Return how a step of this shape is corrected."""
 
-    def cell(self, batch: BatchShape) -> Hashable:
+    def cell(self, batch: BatchShape) -> tuple[int, ...]:
         """Return the same for shapes that are corrected almost alike."""
+
+    def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
+        """Return how the steps of a cell are corrected."""
 
 
 class OpTime(Frozen):
@@ -140,6 +144,9 @@ class Roofline:
             (op.label, tuple(op.work(model.weight_bytes, cache))) for op in model.program.ops
         )
         self._costs = {key: StepCost(key[1]) for key in self._ops}
+        ops = [(times, key[0], self._costs[key]) for key, times in self._ops.items()]
+        self._attention = [(times, cost) for times, label, cost in ops if label == ATTENTION]
+        self._others = [(times, cost) for times, label, cost in ops if label != ATTENTION]
         self._exchanged = 2 * len(model.program.layer_outputs) * model.hidden_size * _VALUE_BYTES
 
     def on(self, device: Device, question: Question) -> Roofline:
@@ -154,7 +161,7 @@ class Roofline:
         self.bandwidth = device.bandwidth * question.count * question.mbu
         self.link, self._count = device.link, question.count
         self._products: dict[tuple[int, int], Totals] = {}  # by rows, and those with logits
-        self._factors: dict[Hashable, Factors] = {}
+        self._factors: dict[tuple[int, ...], Factors] = {}
 
     def step(self, batch: BatchShape) -> StepTime:
         """Return the time of a step."""
@@ -213,30 +220,33 @@ class Roofline:
         """Return what `step` does in all; quick for many steps.
 
         Products depend on the number of rows alone, so they are counted once for each. Corrections
-        are those of the first step in a cell.
+        are those of cells. Totals of a `DecodeRun` are arrays, with an element for each step.
         """
+        if self._correction is not None and isinstance(batch, DecodeRun):
+            steps = [self.totals(batch.at(step)) for step in range(batch.num_steps)]
+            return Totals(*np.array(steps).T)
         size = batch.num_rows, batch.num_sampled
         products = self._products.get(size)
         if products is None:
-            products = self._products[size] = self._sum(batch, is_attention=False)
-        attention, moving_s = self._sum(batch, is_attention=True), self._moving_s(batch.num_rows)
+            products = self._products[size] = self._sum(batch, self._others)
+        attention, moving_s = self._sum(batch, self._attention), self._moving_s(batch.num_rows)
         flops, moved = products.flops + attention.flops, products.bytes + attention.bytes
         if self._correction is None:
             return Totals(products.seconds + attention.seconds + moving_s, flops, moved)
         cell = self._correction.cell(batch)
         factors = self._factors.get(cell)
         if factors is None:
-            factors = self._factors[cell] = self._correction.factors(self, batch)
+            factors = self._factors[cell] = self._correction.factors_in(self, cell)
         seconds = factors.products * products.seconds + factors.attention * attention.seconds
         return Totals(seconds + moving_s + factors.rest_s, flops, moved)
 
-    def _sum(self, batch: BatchShape, *, is_attention: bool) -> Totals:
+    def _sum(self, batch: BatchShape, costs: Iterable[tuple[int, StepCost]]) -> Totals:
+        longer = np.maximum if isinstance(batch, DecodeRun) else max
         seconds = flops = moved = 0.0
-        for key, times in self._ops.items():
-            if (key[0] == ATTENTION) is is_attention:
-                cost = self._costs[key].of(batch)
-                seconds += times * max(cost.flops / self.peak, cost.bytes / self.bandwidth)
-                flops, moved = flops + times * cost.flops, moved + times * cost.bytes
+        for times, cost in costs:
+            its_flops, its_bytes = cost.flops_and_bytes(batch)
+            seconds += times * longer(its_flops / self.peak, its_bytes / self.bandwidth)
+            flops, moved = flops + times * its_flops, moved + times * its_bytes
         return Totals(seconds, flops, moved)
 
     def _moving_s(self, num_rows: int) -> float:

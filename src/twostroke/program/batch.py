@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec.structs import force_setattr
 
 from twostroke.core.frozen import Frozen
 from twostroke.core.tree import ends_of
@@ -16,18 +18,21 @@ if TYPE_CHECKING:
     from twostroke.core.step import Slice, StepPlan
 
 
-class BatchShape(Frozen, dict=True):  # its properties are cached
+class BatchShape(Frozen):
     """The facts of a step that its cost depends on.
 
     Request i has `counts[i]` rows, at positions from `starts[i]` on, each attending to every
-    position up to its own. `num_sampled` rows get logits. Sums over the requests are kept
-    because a step needs them several times.
+    position up to its own. `num_sampled` of the `num_rows` rows get logits.
     """
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     num_sampled: int
     step: BatchShape | None = None  # of which these are the rows of one row part
+    num_rows: int = 0  # the sum of `counts`, kept because a step needs it several times
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "num_rows", sum(self.counts))
 
     @classmethod
     def prefill(cls, num_tokens: int, start: int = 0) -> BatchShape:
@@ -42,8 +47,9 @@ class BatchShape(Frozen, dict=True):  # its properties are cached
     @classmethod
     def of(cls, plan: StepPlan) -> BatchShape:
         """The shape of a step, its drafts included."""
-        if plan.is_decode and not plan.has_drafts:
-            return cls(tuple(plan.starts), tuple(plan.counts), len(plan.slices))
+        if not plan.has_drafts:
+            num_sampled = sum([part.num_scored + part.samples for part in plan.slices])
+            return cls(tuple(plan.starts), tuple(plan.counts), num_sampled)
         spans = [span for part in plan.slices for span in _spans(part)]
         num_sampled = sum([part.num_with_logits for part in plan.slices])
         return cls(
@@ -78,21 +84,18 @@ class BatchShape(Frozen, dict=True):  # its properties are cached
         """Where each request's rows start, and how many they are."""
         return zip(self.starts, self.counts, strict=True)
 
-    @cached_property
-    def num_rows(self) -> int:
-        """Tokens computed in the step."""
-        return sum(self.counts)
-
     def num_attended(self, window: int | None = None) -> int:
         """Pairs of (row, position it attends to), at most `window` positions a row."""
+        if window is None and self.num_rows == len(self.starts):
+            return self.num_context()
         if window is None:
-            return self._num_attended
+            return sum([n * start + n * (n + 1) // 2 for start, n in self.spans])
         return sum([_attended(start, count, window) for start, count in self.spans])
 
     def num_context(self, window: int | None = None) -> int:
         """Positions whose keys and values must be read at least once."""
         if window is None:
-            return self._num_context
+            return sum(self.starts) + self.num_rows
         return sum([min(start, window - 1) + count for start, count in self.spans])
 
     def with_rows(self, fewest: int, most: int = sys.maxsize) -> BatchShape:
@@ -117,15 +120,34 @@ class BatchShape(Frozen, dict=True):  # its properties are cached
         first_seen = [(start - window + 1, count) for start, count in self.spans]
         return pieces - sum([_pieces_before(start, start + count) for start, count in first_seen])
 
-    @cached_property
-    def _num_attended(self) -> int:
-        if self.num_rows == len(self.starts):
-            return self._num_context
-        return sum([n * start + n * (n + 1) // 2 for start, n in self.spans])
 
-    @cached_property
-    def _num_context(self) -> int:
-        return sum(self.starts) + self.num_rows
+class DecodeRun(BatchShape):
+    """Decode steps of the same requests, one after another; the first is `starts`.
+
+    What grows with the context is counted for each of the `num_steps`: (steps,).
+    """
+
+    num_steps: int = 1
+
+    @classmethod
+    def of_steps(cls, starts: tuple[int, ...], num_steps: int) -> DecodeRun:
+        """Return the shape of steps, the first after `starts[i]` tokens of request i."""
+        return cls(starts, (1,) * len(starts), len(starts), num_steps=num_steps)
+
+    def at(self, step: int) -> BatchShape:
+        """Return the shape of one of the steps."""
+        return BatchShape.decode(tuple([start + step for start in self.starts]))
+
+    def num_attended(self, window: int | None = None) -> Any:
+        """As that of a step."""
+        return self.num_context(window)
+
+    def num_context(self, window: int | None = None) -> Any:
+        """As that of a step."""
+        if window is None:
+            return super().num_context() + len(self.starts) * np.arange(self.num_steps)
+        ends = np.array(self.starts)[:, None] + np.arange(1, 1 + self.num_steps)
+        return np.minimum(ends, window).sum(axis=0)
 
 
 def _spans(part: Slice) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
+from functools import partial
 from itertools import count as count_up
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from twostroke.schedule.config import SchedulerStats, SchedulerView, check_queue
 from twostroke.schedule.drafting import Drafting
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.prefixes import Prefixes
+from twostroke.schedule.quiet import do_quiet, num_quiet
 from twostroke.schedule.results import ResultReader
 from twostroke.schedule.sketch import StepSketch
 from twostroke.schedule.waiting import Ticket, WaitingLine, rank_of
@@ -213,6 +215,18 @@ class Scheduler:
                 self._give_back(ticket)
         self._release_ended()
         return deltas
+
+    def quiet(self, most: int) -> tuple[list[Request], int]:
+        """Return the running requests, by rank, and how many quiet steps are next (`num_quiet`)."""
+        if self._flights or self.config.steps_ahead or len(self._waiting):
+            return [], 0
+        requests = [ticket.request for ticket in self._running]
+        return requests, num_quiet(self._running, self._pool, most)
+
+    def decode(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Do quiet steps in which the requests that `quiet` returned draw these tokens."""
+        make_room = partial(self._make_room, wanted=1, sketch=StepSketch(0, 0))
+        do_quiet(self._running, tokens, self._pool.page_size, make_room, self._settle)
 
     def recall(self) -> None:
         """Take back the newest step in flight, as if it had not been planned."""

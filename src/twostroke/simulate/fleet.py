@@ -66,21 +66,31 @@ class Fleet:
         self._events: list[tuple[float, _Event, int]] = []
         self._moving: dict[int, Request] = {}  # from a replica to another, by number
         self._first_s: dict[str, float] = {}
+        self._touched: set[int] = set()  # replicas that may start a step after this moment's events
 
     def run(self, load: Load) -> None:
         """Serve all requests of a load."""
         self._load, begin_s = load, START_S + self._overhead_s
         for number, one in enumerate(load.arrivals):
             self._push(begin_s + one.at_s, _Event.ARRIVAL, number)
-        while self._events or self._flush():
+        while self._next_s() is not None or self._flush():
             now_s = self._clock.now_s = self._events[0][0]
-            touched = set()
-            while self._events and self._events[0][0] == now_s:
+            while self._next_s() == now_s:
                 _, event, key = heapq.heappop(self._events)
-                touched.add(self._happen(event, key))
-            for index in sorted(touched):
+                self._touched.add(self._happen(event, key))
+            for index in sorted(self._touched):
                 if self._replicas[index].ends_s is None:
                     self._start(index)
+            self._touched.clear()
+
+    def _next_s(self) -> float | None:
+        """Return when the next event happens; ends of steps that were interrupted do not."""
+        while self._events:
+            at_s, event, key = self._events[0]
+            if event is not _Event.STEP_END or self._replicas[key].ends_s == at_s:
+                return at_s
+            heapq.heappop(self._events)
+        return None
 
     def _happen(self, event: _Event, key: int) -> int:
         """Let an event happen; return the replica that it concerns."""
@@ -110,6 +120,15 @@ class Fleet:
             self._push(ends_s, _Event.STEP_END, index)
         elif wait_s := replica.scheduler.wait_s:
             self._push(self._clock.now_s + wait_s, _Event.WAKE, index)
+
+    def _catch_up(self, index: int) -> None:
+        """Let a replica do what it has done by now, before something else happens to it."""
+        before_s = self._replicas[index].ends_s
+        ends_s = self._replicas[index].catch_up()
+        if ends_s is None:
+            self._touched.add(index)
+        elif ends_s != before_s:
+            self._push(ends_s, _Event.STEP_END, index)
 
     def _arrive(self, number: int) -> int:
         """Route a request; return the index of its replica."""
@@ -147,13 +166,17 @@ class Fleet:
         replicas = [self._replicas[index] for index in among]
         hits = [0] * len(replicas)
         if self._looks:
+            for index in among:
+                self._catch_up(index)
             chain = PrefixChain(replicas[0].page_size, request.salt)
             hits = [one.scheduler.prefixes.num_hit(request, chain) for one in replicas]
         views = [
             ReplicaView(one.num_requests, one.num_tokens, hit)
             for one, hit in zip(replicas, hits, strict=True)
         ]
-        return among[self._route(int(request.id), views)]
+        index = among[self._route(int(request.id), views)]
+        self._catch_up(index)
+        return index
 
     def _take(self, index: int) -> None:
         """Note the first tokens and the ends of a step; hand over prompts that are computed."""

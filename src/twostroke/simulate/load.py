@@ -36,7 +36,8 @@ class Arrival(Frozen):
     def tokens(self, number: int, vocab_size: int) -> list[int]:
         """Return the tokens of the prompt; those that it does not share follow from `number`."""
         ids = _numbers(number + 1, self.num_prompt)
-        ids[: self.num_shared] = _numbers(0, self.num_shared)
+        if self.num_shared:
+            ids[: self.num_shared] = _numbers(0, self.num_shared)
         if self.blocks:
             size = self.block_size
             starts = np.array(self.blocks, np.uint64)[:, None] * np.uint64(size)

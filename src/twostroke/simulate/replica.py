@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from twostroke.core.frozen import Frozen
 from twostroke.core.step import StepResult
-from twostroke.program.batch import BatchShape
+from twostroke.program.batch import BatchShape, DecodeRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _STRIDE: Final = 7919  # from a request's token to its next
+_MOST_QUIET: Final = 64  # steps that are begun together
 
 
 class Clock:
@@ -31,14 +37,27 @@ class Clock:
         return self.now_s
 
 
+class _Quiet(Frozen):
+    """Steps that were begun together, and change nothing until they end, or something happens.
+
+    `times_s` are the begin of the first and the ends of all; `flops` and `bytes` are of each.
+    """
+
+    requests: list[Request]
+    times_s: list[float]
+    flops: list[float]
+    bytes: list[float]
+
+
 class Replica:
     """Does what the engine's loop does, except that a step takes what `totals` says of its shape.
 
-    A request's next token follows from its seed and place (`drawn`), whatever was guessed.
+    A request's next token follows from its seed and place (`drawn`), whatever was guessed. So steps
+    that need no decision of the scheduler are done together; `catch_up` interrupts them.
 
     Attributes:
-        num_requests, num_tokens: those that have not ended, and the tokens that they have.
-        ends_s: when the step in flight ends; None while nothing runs.
+        num_requests: those that have not ended.
+        ends_s: when the steps in flight end; None while nothing runs.
         num_steps, busy_s, flops, bytes: sums over its steps.
     """
 
@@ -52,13 +71,23 @@ class Replica:
         speculator: Speculator | None = None,
     ) -> None:
         self.scheduler, self.page_size = scheduler, page_size
-        self.num_requests = self.num_tokens = self.num_steps = 0
+        self.num_requests = self._num_tokens = self.num_steps = 0
         self.busy_s = self.flops = self.bytes = 0.0
         self.ends_s: float | None = None
         self._totals, self._clock, self._vocab_size = totals, clock, vocab_size
         self._speculator = speculator
         self._fresh: list[Request] = []  # without a token yet
         self._flight: tuple[StepPlan, BatchShape, Guesses | None, float] | None = None
+        self._quiet: _Quiet | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that the requests have which have not ended."""
+        quiet = self._quiet
+        if quiet is None:
+            return self._num_tokens
+        num_steps = bisect_right(quiet.times_s, self._clock.now_s) - 1
+        return self._num_tokens + num_steps * len(quiet.requests)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -66,13 +95,18 @@ class Replica:
         Raises:
             ContextLengthError, OverloadedError: as the scheduler's `add`.
         """
+        assert self._quiet is None, "quiet steps are caught up first"
         self.scheduler.add(request)
         self.num_requests += 1
-        self.num_tokens += len(request.tokens)
+        self._num_tokens += len(request.tokens)
         self._fresh.append(request)
 
     def start(self) -> float | None:
-        """Start a step if there is work, and return when it ends; None without work."""
+        """Start a step, or several quiet ones; return when they end. None without work."""
+        if self._speculator is None:
+            requests, num_steps = self.scheduler.quiet(_MOST_QUIET)
+            if num_steps > 1:
+                return self._start_quiet(requests, num_steps)
         plan = self.scheduler.plan()
         if plan is None:
             return None
@@ -80,23 +114,72 @@ class Replica:
         if self._speculator is not None:
             guesses = self._speculator.extend(plan, self.scheduler.add_drafts)
         asked_s, clock.now_s = clock.now_s, began_s  # proposers took time of this replica alone
-        if plan.is_decode and guesses is None:  # the usual case, quickly
-            batch = BatchShape(tuple(plan.starts), tuple(plan.counts), len(plan.slices))
-        else:
-            batch = BatchShape.of(plan)
+        batch = BatchShape.of(plan)
         totals = self._totals(batch)
         self.ends_s = asked_s + totals.seconds
         self._flight = plan, batch, guesses, began_s
-        self.num_steps += 1
-        self.busy_s += self.ends_s - began_s
-        self.flops += totals.flops
-        self.bytes += totals.bytes
+        self._count(began_s, self.ends_s, totals.flops, totals.bytes)
         return self.ends_s
+
+    def _start_quiet(self, requests: list[Request], num_steps: int) -> float:
+        starts = tuple([request.num_computed for request in requests])
+        totals = self._totals(DecodeRun.of_steps(starts, num_steps))
+        seconds, *work = [np.full(num_steps, values).tolist() for values in totals]
+        times_s = list(accumulate(seconds, initial=self._clock.now_s))
+        self._quiet = _Quiet(requests, times_s, *work)
+        self.ends_s = times_s[-1]
+        return self.ends_s
+
+    def catch_up(self) -> float | None:
+        """Do quiet steps that have ended by now; only the one in flight goes on. Return its end."""
+        quiet, now_s = self._quiet, self._clock.now_s
+        if quiet is None:
+            return self.ends_s
+        step = bisect_right(quiet.times_s, now_s) - 1
+        self._do_quiet(step)
+        began_s = quiet.times_s[step]
+        if began_s == now_s:
+            return None
+        plan = self.scheduler.plan()
+        assert plan is not None, "quiet steps have work"
+        self.ends_s = quiet.times_s[step + 1]
+        self._flight = plan, BatchShape.of(plan), None, began_s
+        self._count(began_s, self.ends_s, quiet.flops[step], quiet.bytes[step])
+        return self.ends_s
+
+    def _do_quiet(self, num_steps: int) -> None:
+        """Do the first of the quiet steps, and forget the others."""
+        quiet, size = self._quiet, self._vocab_size
+        assert quiet is not None
+        self._quiet = self.ends_s = None
+        if not num_steps:
+            return
+        tokens = [
+            [(one.seed + _STRIDE * place) % size for place in range(first, first + num_steps)]
+            for one in quiet.requests
+            for first in (len(one.tokens),)
+        ]
+        self.scheduler.decode(tokens)
+        self._num_tokens += num_steps * len(tokens)
+        self.num_steps += num_steps
+        pairs = pairwise(quiet.times_s[: num_steps + 1])
+        self.busy_s = sum([ends_s - began_s for began_s, ends_s in pairs], self.busy_s)
+        self.flops = sum(quiet.flops[:num_steps], self.flops)
+        self.bytes = sum(quiet.bytes[:num_steps], self.bytes)
+
+    def _count(self, began_s: float, ends_s: float, flops: float, moved: float) -> None:
+        self.num_steps += 1
+        self.busy_s += ends_s - began_s
+        self.flops += flops
+        self.bytes += moved
 
     def finish(self) -> tuple[list[Request], list[Request]]:
         """Take in the step in flight, at its end; return requests that have begun, and ended."""
-        assert self._flight is not None
         begun: list[Request] = []
+        if self._quiet is not None:
+            self._do_quiet(len(self._quiet.flops))
+            return [], []
+        assert self._flight is not None
         plan, batch, guesses, began_s = self._flight
         self._flight = self.ends_s = None
         result = self._result(plan)
@@ -104,9 +187,9 @@ class Replica:
         if self._speculator is not None and guesses is not None:
             elapsed_s = self._clock.now_s - began_s
             self._speculator.learn(plan, guesses, batch, result, elapsed_s)
-            self.num_tokens += sum([len(delta.tokens) for delta in deltas])
+            self._num_tokens += sum([len(delta.tokens) for delta in deltas])
         else:
-            self.num_tokens += len(deltas)
+            self._num_tokens += len(deltas)
         fresh, self._fresh = self._fresh, []
         for request in fresh:
             (begun if request.num_output else self._fresh).append(request)
@@ -117,7 +200,7 @@ class Replica:
 
     def _end(self, request: Request) -> None:
         self.num_requests -= 1
-        self.num_tokens -= len(request.tokens)
+        self._num_tokens -= len(request.tokens)
         if self._speculator is not None:
             self._speculator.finish(request)
 

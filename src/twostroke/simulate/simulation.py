@@ -14,7 +14,7 @@ from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available
 from twostroke.engine.build import build_scheduler
-from twostroke.engine.collector import eased_collector
+from twostroke.engine.collector import paused_collector
 from twostroke.engine.sizing import WORKING_BYTES, size_cache
 from twostroke.measure.requests import Objectives, Report, make_report
 from twostroke.planner.formulas import usd_per_million
@@ -179,7 +179,7 @@ def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> 
     replicas = _replicas(setup, roofline, clock)
     routing, prefill = setup.routing, setup.prefill()
     fleet = Fleet(replicas, routing, clock, vocab_size, setup.overhead_s, prefill)
-    with eased_collector():
+    with paused_collector():
         fleet.run(load)
     logs = tuple([fleet.logs[number] for number in range(len(load.arrivals))])
     refusal = (

@@ -1,0 +1,102 @@
+"""Quiet steps are done together; everything must be as if they were done one by one."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.backends import BackendFacts
+from twostroke.core.config import BatchOptions, CacheOptions
+from twostroke.engine.build import build_scheduler
+from twostroke.engine.sizing import CacheSize
+from twostroke.planner.roofline import Totals
+from twostroke.schedule.routing import ROUTES
+from twostroke.simulate.fleet import START_S, Fleet, Prefill
+from twostroke.simulate.load import Arrival, Load
+from twostroke.simulate.replica import Clock, Replica
+
+if TYPE_CHECKING:
+    from twostroke.schedule import Scheduler
+
+VOCAB_SIZE, CONTEXT = 50, 256
+
+
+def random_load(chance: random.Random) -> Load:
+    """Requests of which some share blocks, some come together, and some at the end of a step."""
+    arrivals, at_s = [], 0.0
+    for number in range(60):
+        blocks = tuple(chance.choice(((0, 1, 2), (0, 1), (0, 3), (9 + number,), ())))
+        prompt = max(1, 32 * len(blocks) - chance.randrange(20)) if blocks else chance.randint(1, 9)
+        at_s += chance.choice((0.0, 0.25, 1.0, 3.0, 40.0))
+        arrivals.append(Arrival(at_s, prompt, chance.randint(1, 120), blocks, 32))
+    return Load("random", tuple(arrivals))
+
+
+def times(shape) -> Totals:
+    """Whole quarters of seconds, so that steps end when requests come."""
+    seconds = 0.25 + 0.25 * (shape.num_context(64) // 512)
+    return Totals(seconds, shape.num_context() * 3, shape.num_attended(40) + 1)
+
+
+def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> Fleet:
+    """A fleet with few pages, that keeps what a step does to pages."""
+    chance, clock = random.Random(seed), Clock(START_S)
+    count, size = chance.choice((1, 3)), chance.choice((4, 16))
+    windows = chance.choice(((None,), (None, 24), (40,)))
+    num_pages = chance.choice((300, 700, 5000)) // size * len(windows)
+    batch = BatchOptions(
+        policy=chance.choice(("continuous", "continuous", "static")),
+        batch_size=3,
+        max_running=chance.choice((3, 8)),
+        token_budget=24,
+    )
+    facts = BackendFacts("simulated", "", 1, num_pages, size, windows, 0, 0)
+    cache = CacheOptions(prefix_cache=chance.random() < 0.8)
+    prefill = None
+    if count > 1 and cache.prefix_cache and chance.random() < 0.5:
+        prefill = Prefill(1, lambda tokens: 0.25 * tokens)
+    replicas = []
+    for number in range(count):
+        sizes = CacheSize(CONTEXT, num_pages, size, 0)
+        scheduler = build_scheduler(cache, batch, sizes, facts, clock.read)
+        watch(scheduler, number, clock, seen, is_quiet=is_quiet)
+        replicas.append(Replica(scheduler, times, clock, VOCAB_SIZE, size))
+    routing = chance.choice(tuple(ROUTES))
+    return Fleet(replicas, routing, clock, VOCAB_SIZE, prefill=prefill)
+
+
+def watch(
+    scheduler: Scheduler, number: int, clock: Clock, seen: list[object], *, is_quiet: bool
+) -> None:
+    """Keep the state of pages after each change that is not one of quiet steps."""
+    plan_next = scheduler.plan
+    if not is_quiet:
+        scheduler.quiet = lambda most: ([], 0)
+
+    def plan(budget=None):
+        made = plan_next(budget)
+        view = scheduler.view()
+        parts = made and [(s.request.id, s.start, s.count, s.samples) for s in made.slices]
+        seen.append((number, parts, view.held, view.counts, view.cached, view.stats))
+        return made
+
+    scheduler.plan = plan
+
+
+@pytest.mark.seeds(20)
+def test_everything_is_as_in_single_steps(seed):
+    load = random_load(random.Random(seed))
+    single, together = [], []
+    fleets = [fleet_of(seed, single, is_quiet=False), fleet_of(seed, together, is_quiet=True)]
+    for fleet in fleets:
+        fleet.run(load)
+    assert fleets[0].logs == fleets[1].logs
+    assert fleets[0].refusals == fleets[1].refusals
+    for one, other in zip(*(fleet._replicas for fleet in fleets), strict=True):
+        for name in ("num_steps", "num_requests", "num_tokens", "busy_s", "flops", "bytes"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-12)
+    steps = iter(single)
+    assert all(step in steps for step in together), "the other steps are among the single ones"
+    assert len(together) < len(single), "some are done together"
