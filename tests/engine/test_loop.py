@@ -22,7 +22,7 @@ from twostroke.core.errors import EngineStoppedError, TwostrokeError, UsageError
 from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN, StepResult
-from twostroke.engine import loop as loop_module
+from twostroke.engine import health
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
 from twostroke.engine.health import Health
@@ -186,7 +186,7 @@ def test_the_backend_forgets_every_ended_request(
 def test_health_reports_a_stalled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_client(tmp_path) as (client, backend):
         assert client.loop.health is Health.READY
-        monkeypatch.setattr(loop_module, "_STALLED_AFTER_S", 0.05)
+        monkeypatch.setattr(health, "_STALLED_AFTER_S", 0.05)
         backend.gate.clear()
         generation = client.generate([5], GREEDY)
         wait_for(lambda: client.loop.health is Health.STALLED)

@@ -9,6 +9,7 @@ from support.engines import tiny_client
 from support.tiny import Tiny
 from twostroke.core.config import BatchOptions
 from twostroke.core.errors import TwostrokeError
+from twostroke.engine.served import LocalEngine
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.run import run_server
 
@@ -22,7 +23,7 @@ def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
             backend.gate.clear()
         try:
             return run_server(
-                client,
+                LocalEngine(client),
                 options,
                 on_ready=lambda url: print(url, flush=True),
                 on_stop=lambda running: print(f"draining {running}", flush=True),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from support.described import CheckedClient, Description
 from support.engines import tiny_client
 from twostroke.core.frozen import Frozen
+from twostroke.engine.served import LocalEngine
 from twostroke.serve import run
 from twostroke.serve.app import Api
 from twostroke.serve.options import ServeOptions
@@ -84,7 +85,8 @@ def live_server(
     port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with tiny_client(folder, **engine) as (client, backend):
-        api = Api(client, options or ServeOptions(drain_s=1), None, records)
+        served = LocalEngine(client)
+        api = Api(served, options or ServeOptions(drain_s=1), None, records)
         up = threading.Event()
         server = run._Server(run._config(api), up.set)
         serving = server.serve(sockets=[listener])
@@ -100,6 +102,7 @@ def live_server(
                 http.close()
                 thread.join(15)
                 api.close()
+                served.close()
                 assert not thread.is_alive()
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import EngineOptions
     from twostroke.engine.build import Engine
     from twostroke.engine.client import ModelCard
+    from twostroke.engine.remote import RemoteEngine
     from twostroke.fetch import Progress, Watcher
 
 
@@ -106,11 +107,7 @@ def open_engine(
     from twostroke.engine.build import build
     from twostroke.engine.compute import FLOAT32_BACKENDS
 
-    if (warning := unwise(options.parallel.num_ranks)) is not None:
-        _logger.warning(warning)
-    label = f"Loading {fetch(model, quiet=quiet).name}"
-    if options.speculation.draft not in {None, PARTNER}:
-        fetch(str(options.speculation.draft), quiet=quiet)
+    label = _fetch_all(model, options, quiet=quiet)
     with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
         watch = partial(bar.show, label)
         engine = build(model, options, watch, accept, say=(lambda _: None) if quiet else say)
@@ -119,6 +116,25 @@ def open_engine(
 
         say(describe_gain(engine))
     return engine
+
+
+def open_remote(model: str, options: EngineOptions, log_level: str) -> RemoteEngine:
+    """Do as `open_engine`, in a process of its own; what it says goes to the log."""
+    from twostroke.engine.remote import RemoteEngine
+
+    label = _fetch_all(model, options)
+    with Bar(patience_s=_PATIENCE_S) as bar:
+        return RemoteEngine.start(model, options, log_level, partial(bar.show, label))
+
+
+def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> str:
+    """Fetch a model and its draft, and return what to say while it is loaded."""
+    if (warning := unwise(options.parallel.num_ranks)) is not None:
+        _logger.warning(warning)
+    label = f"Loading {fetch(model, quiet=quiet).name}"
+    if options.speculation.draft not in {None, PARTNER}:
+        fetch(str(options.speculation.draft), quiet=quiet)
+    return label
 
 
 def watcher(bar: Bar, model: str) -> Watcher:

@@ -22,17 +22,20 @@ from twostroke.cli.options import (
     engine_options,
     speculation,
 )
-from twostroke.cli.pull import open_engine
+from twostroke.cli.pull import open_engine, open_remote
 from twostroke.core import env
-from twostroke.core.hardware import memory_used
 from twostroke.fetch.disk import megabytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.engine.build import Engine
+    from twostroke.core.config import EngineOptions
+    from twostroke.engine.limits import Limits
+    from twostroke.engine.served import ServedEngine
     from twostroke.records import Records
     from twostroke.serve.options import ServeOptions
+
+    Opened = tuple[ServedEngine, Limits | None, str | None]  # the last is the draft's name
 
 _logger = logging.getLogger("twostroke.serve")
 
@@ -118,6 +121,11 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     is_flag=True,
     help="Refuse a limit of tokens above what the context holds, instead of cutting it.",
 )
+@option(
+    "--in-process",
+    is_flag=True,
+    help="Run the engine in the server's own process: less memory, but a crash ends the server.",
+)
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
@@ -160,23 +168,24 @@ def command(**given: Any) -> int:
     # Bound before the weights are loaded, so that a port in use is reported at once.
     listener = bind(serving.host, serving.port)
     logging_ = logging_to(sys.stderr, form, given["log_level"])
+    open_ = _in_this_process if given["in_process"] else _in_its_own
     with (
         listener,
         logging_,
         _records(given["records"]) as records,
-        open_engine(given["model"], options, say=_logger.info) as engine,
+        open_(given, options) as (engine, limits, draft),
     ):
         name = serving.model_names[0] if serving.model_names else engine.card.name
 
         def on_ready(url: str) -> None:
             ease_collector()
-            _announce(url, name, engine, serving, form=form)
+            _announce(url, name, engine, draft, serving, form=form)
 
         return run_server(
-            engine.client,
+            engine,
             serving,
             listener=listener,
-            limits=engine.limits,
+            limits=limits,
             on_ready=on_ready,
             on_stop=partial(_say_stop, form=form),
             records=records,
@@ -195,6 +204,23 @@ def _records(path: Path | None) -> Iterator[Records | None]:
         yield records
 
 
+@contextmanager
+def _in_this_process(given: dict[str, Any], options: EngineOptions) -> Iterator[Opened]:
+    from twostroke.engine.served import LocalEngine
+
+    with open_engine(given["model"], options, say=_logger.info) as engine:
+        engine.client.grammars.prepare()  # now, before a stream would have to wait for it
+        served = LocalEngine(engine.client)
+        yield served, engine.limits, engine.draft
+        served.close()
+
+
+@contextmanager
+def _in_its_own(given: dict[str, Any], options: EngineOptions) -> Iterator[Opened]:
+    with open_remote(given["model"], options, given["log_level"]) as engine:
+        yield engine, engine.limits, engine.draft
+
+
 def _allow_connections() -> None:
     """Raise the soft limit of open files, which shells set low, to what the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -203,16 +229,25 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _announce(url: str, name: str, engine: Engine, serving: ServeOptions, *, form: str) -> None:
+def _announce(
+    url: str,
+    name: str,
+    engine: ServedEngine,
+    draft: str | None,
+    serving: ServeOptions,
+    *,
+    form: str,
+) -> None:
     """Report where the server is; a log in text also shows a request to try."""
     if serving.api_keys is None and not serving.is_private:
         _logger.warning(
             "Everybody who can reach %s may use this server: demand keys with --api-keys.", url
         )
-    used, reserved = megabytes(memory_used()), megabytes(engine.facts.cache_bytes)
+    backend = engine.facts.backend
+    used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
     memory = f"{used} of memory used, {reserved} reserved for keys and values (--kv-memory)"
     if form == "json":
-        _logger.info("Serving %s at %s (%s); %s.", name, url, engine.facts.detail, memory)
+        _logger.info("Serving %s at %s (%s); %s.", name, url, backend.detail, memory)
         return
     what: dict[str, Any] = {"prompt": "The sky is blue because"}
     route = "completions"
@@ -222,9 +257,9 @@ def _announce(url: str, name: str, engine: Engine, serving: ServeOptions, *, for
     body = {"model": name, **what, "max_tokens": 128, "temperature": 0}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     key = "" if serving.api_keys is None else " -H 'Authorization: Bearer KEY'"
-    draft = f", {engine.draft} guesses ahead" if engine.draft else ""
+    guesses = f", {draft} guesses ahead" if draft else ""
     _tell(
-        f"Twostroke serves {name} at {url} ({engine.facts.detail}{draft}; Ctrl-C stops it). "
+        f"Twostroke serves {name} at {url} ({backend.detail}{guesses}; Ctrl-C stops it). "
         f"{memory}. Try it:\n"
         f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{quoted}'"

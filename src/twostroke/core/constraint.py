@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from twostroke.core.errors import RequestError
+from twostroke.core.preface import Preface  # noqa: TC001 - read when a message is decoded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from twostroke.core.preface import Preface
 
 NOTATIONS: Final = ("json_schema", "regex", "choice", "grammar", "lark")
 MAX_CONSTRAINT = 256 * 1024  # characters

@@ -155,6 +155,12 @@ class EngineStoppedError(TwostrokeError):
     code = "engine_stopped"
 
 
+class EngineDiedError(EngineStoppedError):
+    """The engine's process died while it computed the request; another one starts."""
+
+    code = "engine_died"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the known word most like `word`, or an empty string.
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
+from twostroke.core.constraint import Constraint  # noqa: TC001 - read when a message is decoded
 from twostroke.core.errors import Field, RequestError
 from twostroke.core.frozen import Frozen
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from twostroke.core.constraint import Constraint
-    from twostroke.core.preface import Preface
+from twostroke.core.preface import Preface  # noqa: TC001 - likewise
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16

@@ -51,8 +51,9 @@ if TYPE_CHECKING:
     from twostroke.engine.ranks import RankGroup
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
-    from twostroke.program.cost import StepCost
+    from twostroke.program.cost import CostModel, StepCost
     from twostroke.spec import Proposer, Watcher
+    from twostroke.tokenize import Tokenizer
 
     Progress = Callable[[int, int], None]
 
@@ -254,21 +255,31 @@ def build_scheduler(
 
 
 def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:
-    tokenizer = build_tokenizer(loaded)
+    cost, identity = (
+        cost_model(program, loaded.tensors, size.kv_format),
+        weights_identity(loaded.tensors),
+    )
+    return make_card(loaded, build_tokenizer(loaded), size.context_length, cost, identity)
+
+
+def make_card(
+    loaded: LoadedModel, tokenizer: Tokenizer, context_length: int, cost: CostModel, identity: str
+) -> ModelCard:
+    """Return the facts about a model whose files are mapped."""
     has_chat = bool(tokenizer.chat_templates) or set(tokenizer.special_texts()) >= _CHATML
     formats = {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
     return ModelCard(
         name=loaded.name,
         architecture=loaded.spec.architecture,
         format=", ".join(sorted(formats)),
-        context_length=size.context_length,
+        context_length=context_length,
         file_bytes=loaded.file_bytes,
         created_s=int(time.time()),
         licence=loaded.licence,
         tokenizer=tokenizer,
         chat_template=Chat(tokenizer) if has_chat else None,
-        cost=cost_model(program, loaded.tensors, size.kv_format),
+        cost=cost,
         pooling=loaded.pooling,
         container="gguf" if isinstance(loaded.tokenizer_source, GgufTokenizer) else "safetensors",
-        identity=weights_identity(loaded.tensors),
+        identity=identity,
     )

@@ -116,7 +116,7 @@ class Client:
             EngineStoppedError: the engine no longer runs.
         """
         generation = Generation(self.loop)
-        self._generate(generation, [tokens], params, caller, hints, None)
+        self.queue(generation, [tokens], params, caller, hints, None)
         return generation
 
     def generate_many_async(
@@ -137,7 +137,7 @@ class Client:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.
         """
         generation = AsyncGeneration(self.loop)
-        self._generate(generation, prompts, params, caller, hints, grammar)
+        self.queue(generation, prompts, params, caller, hints, grammar)
         return generation
 
     def embed(
@@ -155,7 +155,7 @@ class Client:
             TwostrokeError: the engine failed on a text.
         """
         generation = Generation(self.loop)
-        self._embed(generation, texts, params, caller)
+        self.queue_texts(generation, texts, params, caller)
         return in_order(generation)
 
     def embed_async(
@@ -167,10 +167,10 @@ class Client:
             RequestError, OverloadedError, EngineStoppedError: as `embed`.
         """
         generation = AsyncGeneration(self.loop)
-        self._embed(generation, texts, params, caller)
+        self.queue_texts(generation, texts, params, caller)
         return generation
 
-    def _generate(
+    def queue(
         self,
         generation: Outputs,
         prompts: Sequence[Sequence[int]],
@@ -179,6 +179,7 @@ class Client:
         hints: Hints,
         grammar: GrammarMatcher | None,
     ) -> None:
+        """Queue prompts, whose outputs go to `generation`; the rest as `generate_many_async`."""
         self._check_hints(hints)
         self._check_prompts(prompts, params, caller)
         self._check_params(params)
@@ -190,6 +191,23 @@ class Client:
             for request in self._requests(tokens, params, caller, hints, grammar):
                 choices.append(Choice(request, len(choices), mailbox, tokenizer, caller.service))
         generation.submit(choices)
+
+    def queue_texts(
+        self,
+        generation: Outputs,
+        texts: Sequence[Sequence[int]],
+        params: EmbeddingParams,
+        caller: Caller,
+    ) -> None:
+        """Queue texts, whose embeddings go to `generation`; the rest as `embed_async`."""
+        card, mailbox = self.card, generation.mailbox
+        pooling = choose_pooling(params, card.name, card.pooling, card.embedding_width)
+        self._check_prompts(texts, _UNDRAWN, caller, pooling)
+        embedders = []
+        for index, tokens in enumerate(texts):
+            request = _new_request(tokens, _UNDRAWN, caller, pooling)
+            embedders.append(Embedder(request, index, mailbox, params.dimensions, caller.service))
+        generation.submit_gradually(embedders)
 
     def _requests(
         self,
@@ -212,22 +230,6 @@ class Client:
             request.hints = hints
             request.matcher = grammar.another(constraint) if grammar and constraint else None
             yield request
-
-    def _embed(
-        self,
-        generation: Outputs,
-        texts: Sequence[Sequence[int]],
-        params: EmbeddingParams,
-        caller: Caller,
-    ) -> None:
-        card, mailbox = self.card, generation.mailbox
-        pooling = choose_pooling(params, card.name, card.pooling, card.embedding_width)
-        self._check_prompts(texts, _UNDRAWN, caller, pooling)
-        embedders = []
-        for index, tokens in enumerate(texts):
-            request = _new_request(tokens, _UNDRAWN, caller, pooling)
-            embedders.append(Embedder(request, index, mailbox, params.dimensions, caller.service))
-        generation.submit_gradually(embedders)
 
     def _check_hints(self, hints: Hints) -> None:
         known = ("auto", "off", *self.loop.speculator.methods)

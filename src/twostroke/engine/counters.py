@@ -12,8 +12,9 @@ from msgspec.structs import astuple
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason
 from twostroke.core.service import SERVICES
-from twostroke.engine.histogram import ROW_BOUNDS, Histogram
+from twostroke.engine.histogram import Distribution, Histogram
 from twostroke.engine.seconds import Seconds
+from twostroke.schedule import SchedulerStats  # noqa: TC001 - read when a message is decoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
-    from twostroke.engine.histogram import Distribution
     from twostroke.engine.output import Output
     from twostroke.program import BatchShape
     from twostroke.program.cost import StepCost
-    from twostroke.schedule import SchedulerStats
     from twostroke.spec import SpeculationStats
 
 LATENCIES: Final = ("queue", "ttft", "tpot", "itl", "e2e")
@@ -120,9 +119,9 @@ class SpeculationTotals(Frozen):
     estimates how much longer the same tokens would have taken without guesses.
     """
 
-    proposed: Counter[str]
-    accepted: Counter[str]
-    accepted_at: Counter[int]
+    proposed: dict[str, int]
+    accepted: dict[str, int]
+    accepted_at: dict[int, int]
     passes: int
     saved_s: float
 
@@ -224,7 +223,7 @@ class Counters:
         self._speculation = speculation
         self._began_s = time.monotonic()
         self._strokes = Strokes()
-        self._prefill_rows, self._decode_rows = Histogram(ROW_BOUNDS), Histogram(ROW_BOUNDS)
+        self._prefill_rows, self._decode_rows = Histogram("rows"), Histogram("rows")
         self._recent: deque[TimedRows] = deque(maxlen=_NUM_RECENT)
         self.seconds = Seconds(self.snapshot)
 
@@ -268,9 +267,9 @@ class Counters:
             decode_rows=self._decode_rows.read(),
             recent_steps=tuple(self._recent),
             speculation=SpeculationTotals(
-                Counter(guesses.proposed),
-                Counter(guesses.accepted),
-                Counter(guesses.accepted_at),
+                dict(guesses.proposed),
+                dict(guesses.accepted),
+                dict(guesses.accepted_at),
                 guesses.passes,
                 guesses.saved_s,
             ),

@@ -37,7 +37,7 @@ class Outputs:
     def submit(self, listeners: Sequence[Listener]) -> None:
         """Submit requests, all or none; raises as `EngineLoop.submit`."""
         self.request_ids += [listener.request.id for listener in listeners]
-        self._loop.submit(listeners)
+        self._submit(listeners)
 
     def submit_gradually(self, listeners: Iterable[Listener]) -> None:
         """Submit requests as the queue has room, the others while outputs are read.
@@ -47,7 +47,7 @@ class Outputs:
             EngineStoppedError: the engine no longer runs.
         """
         self._waiting.extend(listeners)
-        self._submit_waiting()
+        self.submit_waiting()
 
     @property
     def num_open(self) -> int:
@@ -66,24 +66,36 @@ class Outputs:
         self.request_ids += [listener.request.id for listener in waiting]
         deliver([(one.mailbox, one.cut(FinishReason.CANCEL)) for one in waiting])
 
-    def _received(self, output: Output) -> Output:
+    def note(self, output: Output) -> None:
+        """Take in that an output has come."""
         self._num_ended += output.finish_reason is not None
-        if output.error is not None:
-            raise output.error
-        if self._waiting:
-            self._submit_waiting()
-        return output
 
-    def _submit_waiting(self) -> None:
-        submit = self._loop.submit
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some requests are not submitted yet."""
+        return bool(self._waiting)
+
+    def submit_waiting(self) -> None:
+        """Submit those for which the queue has room; OverloadedError if it has for none so far."""
         try:
             while self._waiting and self.num_open < _MAX_OPEN:
-                submit([self._waiting[0]])
+                self._submit([self._waiting[0]])
                 self.request_ids.append(self._waiting.popleft().request.id)
         except OverloadedError:
             if not self.request_ids:
                 raise
         self._loop.flush()  # no more come now, so no policy needs to wait for them
+
+    def _submit(self, listeners: Sequence[Listener]) -> None:
+        self._loop.submit(listeners)
+
+    def _received(self, output: Output) -> Output:
+        self.note(output)
+        if output.error is not None:
+            raise output.error
+        if self._waiting:
+            self.submit_waiting()
+        return output
 
 
 class Generation(Outputs):
@@ -115,7 +127,7 @@ class Generation(Outputs):
                 yield self._received(self._queue.get())
             else:
                 time.sleep(_RETRY_S)  # others fill the queue
-                self._submit_waiting()
+                self.submit_waiting()
 
     def wait(self) -> list[Completion]:
         """Return the whole answers, in the order of their index."""
@@ -130,7 +142,8 @@ class AsyncGeneration(Outputs):
         from asyncio import Queue, get_running_loop  # blocking callers need no asyncio
 
         self._queue: asyncio.Queue[Output] = Queue()
-        super().__init__(loop, Mailbox(self._queue.put_nowait, get_running_loop()))
+        carry = get_running_loop().call_soon_threadsafe
+        super().__init__(loop, Mailbox(self._queue.put_nowait, carry))
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         """Yield outputs as they come, until every request has had its last.
@@ -148,7 +161,7 @@ class AsyncGeneration(Outputs):
                 from asyncio import sleep
 
                 await sleep(_RETRY_S)  # others fill the queue
-                self._submit_waiting()
+                self.submit_waiting()
 
     async def wait(self) -> list[Completion]:
         """Return the whole answers, in the order of their index."""

@@ -1,8 +1,14 @@
-"""Whether an engine can answer."""
+"""Whether an engine can answer, and how far it is."""
 
 from __future__ import annotations
 
+import time
 from enum import Enum
+from typing import Final
+
+from twostroke.core.frozen import Frozen
+
+_STALLED_AFTER_S: Final = 60.0
 
 
 class Health(Enum):
@@ -12,3 +18,54 @@ class Health(Enum):
     STALLED = "stalled"  # one step has been running for a minute
     RECOVERING = "recovering"  # lost ranks are replaced; requests go on afterwards
     STOPPED = "stopped"
+
+
+class Progress(Frozen):
+    """How many steps an engine has finished, and for how long the present one has run.
+
+    `step_s` is 0.0 between steps. `is_recovering`: lost ranks are replaced.
+    """
+
+    num_steps: int
+    step_s: float
+    is_recovering: bool = False
+
+
+class Vitals:
+    """What tells whether an engine's loop gets on; it is written by the loop alone.
+
+    `busy_since_s` is since when the oldest step in flight is the only one that keeps it waiting.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no step."""
+        self.num_steps = 0  # that were finished
+        self.busy_since_s: float | None = None
+        self.is_recovering = False
+
+    def begin(self) -> None:
+        """Note that a step was started."""
+        if self.busy_since_s is None:
+            self.busy_since_s = time.monotonic()
+
+    def finish(self, now_s: float, *, is_last: bool) -> float:
+        """Note that a step was finished, the last one in flight or not; return its seconds."""
+        assert self.busy_since_s is not None
+        took_s = now_s - self.busy_since_s
+        self.num_steps += 1
+        self.busy_since_s = None if is_last else now_s
+        return took_s
+
+    @property
+    def progress(self) -> Progress:
+        """How far the engine is."""
+        began_s = self.busy_since_s
+        step_s = 0.0 if began_s is None else time.monotonic() - began_s
+        return Progress(self.num_steps, step_s, self.is_recovering)
+
+    @property
+    def health(self) -> Health:
+        """Whether an engine that runs can answer."""
+        if self.is_recovering:
+            return Health.RECOVERING
+        return Health.STALLED if self.progress.step_s > _STALLED_AFTER_S else Health.READY

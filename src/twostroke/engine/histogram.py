@@ -21,21 +21,29 @@ TIME_BOUNDS_S: Final = tuple(float(f"{step}e{power}") for power in range(-5, 4) 
 ROW_BOUNDS: Final = tuple(float(2**power) for power in range(15))
 
 
+BOUNDS: Final = {"seconds": TIME_BOUNDS_S, "rows": ROW_BOUNDS}
+
+
 class Distribution(Frozen):
     """`counts[i]` values are at most `bounds[i]` and above the previous bound; the last are above.
 
-    `sum` is the sum of all values.
+    `sum` is the sum of all values, `unit` a name in `BOUNDS`.
     """
 
-    bounds: tuple[float, ...]
+    unit: str
     counts: tuple[int, ...]
     sum: float
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The upper bounds of all buckets but the last."""
+        return BOUNDS[self.unit]
 
     def __sub__(self, earlier: Distribution) -> Distribution:
         """Return what was counted since `earlier`."""
         pairs = zip(self.counts, earlier.counts, strict=True)
         counts = tuple([late - early for late, early in pairs])
-        return Distribution(self.bounds, counts, self.sum - earlier.sum)
+        return Distribution(self.unit, counts, self.sum - earlier.sum)
 
     @property
     def count(self) -> int:
@@ -73,12 +81,12 @@ class Distribution(Frozen):
 class Histogram:
     """Counts values into buckets. Not thread-safe."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_sum", "_unit")
 
-    def __init__(self, bounds: tuple[float, ...] = TIME_BOUNDS_S) -> None:
-        """Have a bucket up to each of `bounds`, and one above."""
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+    def __init__(self, unit: str = "seconds") -> None:
+        """Have a bucket up to each of the unit's `BOUNDS`, and one above."""
+        self._unit, self._bounds = unit, BOUNDS[unit]
+        self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
@@ -88,4 +96,4 @@ class Histogram:
 
     def read(self) -> Distribution:
         """Return the counts so far."""
-        return Distribution(self._bounds, tuple(self._counts), self._sum)
+        return Distribution(self._unit, tuple(self._counts), self._sum)

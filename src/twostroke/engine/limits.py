@@ -35,6 +35,13 @@ class Limits:
         self._hardware: Hardware | None = None
         self._was_measured_again = False
 
+    @classmethod
+    def known(cls, hardware: Hardware) -> Limits:
+        """Return limits that were measured elsewhere."""
+        limits = cls("portable", hardware.num_threads, 0)
+        limits._hardware, limits._was_measured_again = hardware, True
+        return limits
+
     def hardware(self) -> Hardware | None:
         """Return the measured limits; None if no native library can measure."""
         if self._hardware is None:

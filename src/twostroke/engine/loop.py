@@ -14,18 +14,19 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.counters import Counters
 from twostroke.engine.delivery import deliver
 from twostroke.engine.faults import find_unusable, run_each
-from twostroke.engine.health import Health
+from twostroke.engine.health import Health, Vitals
 from twostroke.engine.view import View, take_view
 from twostroke.program import BatchShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from twostroke.backends import BackendFacts, RankRunner, RankState, Runner
     from twostroke.core.request import Request
     from twostroke.core.step import Delta, Slice, StepPlan, StepResult
     from twostroke.engine.counters import Snapshot
     from twostroke.engine.delivery import Mailbox
+    from twostroke.engine.health import Progress
     from twostroke.engine.listener import Listener
     from twostroke.engine.output import Output
     from twostroke.engine.seconds import Span
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.engine")
 
-_STALLED_AFTER_S = 60.0
+_END_S = 60.0  # that the last step may take
 _MOST_LOSSES = 3  # of ranks, one after another without a step that succeeds
 _LOOK_S = 0.2  # between looks at ranks that have nothing to do
 
@@ -74,14 +75,14 @@ class EngineLoop:
         self._stopping = False
         self._failure: str | None = None
         self._steps: deque[_Step] = deque()
-        self._busy_since_s: float | None = None  # with the oldest of these alone
+        self._vitals = Vitals()
         self._num_losses = 0  # since a step succeeded
-        self._is_recovering = False
+        self.on_step: Callable[[StepPlan], None] | None = None  # before a step is computed
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, listeners: Iterable[Listener]) -> None:
-        """Queue the listeners' requests; all of them or, when one is refused, none.
+    def submit(self, listeners: Iterable[Listener], waited_s: float = 0.0) -> None:
+        """Queue requests, which have waited for `waited_s`; all or, when one is refused, none.
 
         Raises:
             ContextLengthError: one can never fit.
@@ -94,7 +95,7 @@ class EngineLoop:
             self._counters.seconds.turn(time.monotonic())  # as it was, perhaps idle
             try:
                 for listener in listeners:
-                    listener.request.arrival_s = time.monotonic()
+                    listener.request.arrival_s = time.monotonic() - waited_s
                     listener.counter = self._counters.services[listener.service]
                     self._scheduler.add(listener.request)
                     self._listeners[listener.request.id] = listener
@@ -151,6 +152,11 @@ class EngineLoop:
         return self._ranks.states() if self.facts.ranks else ()
 
     @property
+    def progress(self) -> Progress:
+        """What the engine has computed."""
+        return self._vitals.progress
+
+    @property
     def facts(self) -> BackendFacts:
         """The backend's properties."""
         return self._backend.facts
@@ -168,14 +174,9 @@ class EngineLoop:
     @property
     def health(self) -> Health:
         """Whether the engine can answer."""
-        began = self._busy_since_s
         if self._failure is not None or self._stopping or not self._thread.is_alive():
             return Health.STOPPED
-        if self._is_recovering:
-            return Health.RECOVERING
-        if began is not None and time.monotonic() - began > _STALLED_AFTER_S:
-            return Health.STALLED
-        return Health.READY
+        return self._vitals.health
 
     def close(self, drain_s: float = 0.0) -> None:
         """Stop: wait up to `drain_s` seconds for running requests, then cut off the rest."""
@@ -186,9 +187,9 @@ class EngineLoop:
         with self._condition:
             self._stopping = True
             self._condition.notify()
-            if self._is_recovering:
+            if self._vitals.is_recovering:
                 self._ranks.give_up()
-        self._thread.join(timeout=_STALLED_AFTER_S)
+        self._thread.join(timeout=_END_S)
         if not self._thread.is_alive():
             self.speculator.close()
             self._backend.close()
@@ -232,7 +233,7 @@ class EngineLoop:
             if not isinstance(error, TwostrokeError):
                 reason = f"{type(error).__name__}: {error}"
             self._failure = reason
-        stopped = TwostrokeError(f"The engine stopped: {reason}")
+        stopped = EngineStoppedError(f"The engine stopped: {reason}")
         with self._condition:
             for listener in self._listeners.values():  # without the scheduler, which may be broken
                 output = listener.cut(FinishReason.ERROR, stopped)
@@ -290,8 +291,9 @@ class EngineLoop:
 
     def _start(self, plan: StepPlan) -> None:
         """Begin a step; a backend that takes one at a time computes it when it is finished."""
-        if self._busy_since_s is None:
-            self._busy_since_s = time.monotonic()
+        self._vitals.begin()
+        if self.on_step is not None:
+            self.on_step(plan)
         step = _Step(plan, self.speculator.extend(plan, self._add_drafts))
         self._steps.append(step)
         if not self._backend.facts.steps_ahead:
@@ -316,10 +318,8 @@ class EngineLoop:
             self._num_losses = 0
             batch = BatchShape.of(plan)
             self._counters.add_step(plan, batch, result)
-            now_s, began_s = time.monotonic(), self._busy_since_s
-            assert began_s is not None
-            self.speculator.learn(plan, step.guesses, batch, result, now_s - began_s)
-            self._busy_since_s = now_s if self._steps else None
+            took_s = self._vitals.finish(time.monotonic(), is_last=not self._steps)
+            self.speculator.learn(plan, step.guesses, batch, result, took_s)
             deliver(self._take(deltas))
 
     def _result(self, step: _Step) -> StepResult:
@@ -360,12 +360,12 @@ class EngineLoop:
         with self._condition:
             if self._stopping:
                 return
-            self._is_recovering = True
+            self._vitals.is_recovering = True
             self._steps.clear()
-            self._busy_since_s = None
+            self._vitals.busy_since_s = None
             self._scheduler.preempt_all()
         self._ranks.recover()
-        self._is_recovering = False
+        self._vitals.is_recovering = False
         _logger.info("Lost ranks were replaced; running requests continue.")
 
     def _add_drafts(

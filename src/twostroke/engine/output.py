@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
 
+from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from twostroke.core.errors import TwostrokeError
-    from twostroke.core.request import FinishReason
-    from twostroke.core.step import TokenLogprobs
+from twostroke.core.request import FinishReason
+from twostroke.core.step import TokenLogprobs
 
 
 class Usage(Frozen):
@@ -63,8 +59,7 @@ class Timings(Frozen):
         return (self.last_token_s - self.first_token_s) / (num_output - 1)
 
 
-@dataclass(slots=True)  # not frozen, which would triple its cost: a step makes hundreds
-class Output:
+class Output(Struct, array_like=True, gc=False):
     """What one step adds to one choice.
 
     `text` has whole characters only, and no beginning of a stop string; token ids and
@@ -88,7 +83,7 @@ class Output:
     usage: Usage | None = None
     timings: Timings | None = None
     error: TwostrokeError | None = None
-    embedding: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    embedding: NDArray[np.float32] | None = None
 
 
 class Completion(Frozen):

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
 from twostroke.core.service import DEFAULT_SERVICE
+from twostroke.schedule import SchedulerStats  # noqa: TC001 - read when a message is decoded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.core.request import Request
     from twostroke.engine.listener import Listener
-    from twostroke.schedule import SchedulerStats, SchedulerView
+    from twostroke.schedule import SchedulerView
 
-    Pages = tuple[tuple[int, ...], ...]
+Pages = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)  # not frozen, which would triple its cost: there may be hundreds

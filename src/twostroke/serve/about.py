@@ -44,6 +44,14 @@ class HealthBody(msgspec.Struct, frozen=True):
     model: str
 
 
+class ProgressBody(msgspec.Struct, frozen=True):
+    """Whether the engine finishes steps: how many it has, and the seconds of the present one."""
+
+    status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
+    steps: int
+    step_s: float
+
+
 class Capabilities(msgspec.Struct, frozen=True):
     """A model's abilities besides text completion, by the names of Mistral's API.
 

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.service import BATCH_SERVICE, SERVICES
-from twostroke.engine.health import Health
+from twostroke.schema.verify import Verifier
 from twostroke.serve import plans
-from twostroke.serve.about import VERSION, AboutBody, HealthBody
+from twostroke.serve.about import VERSION, AboutBody
 from twostroke.serve.batches import openai as openai_batches
 from twostroke.serve.batches.keeping import Keeping
 from twostroke.serve.checking import AnswerChecks
@@ -24,6 +24,7 @@ from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
 from twostroke.serve.dialect import Reply, encode_json, to_json
+from twostroke.serve.health import HealthReports
 from twostroke.serve.http import errors
 from twostroke.serve.http.decode import BodyDecoder, meant
 from twostroke.serve.http.errors import ServerStoppingError
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from twostroke.engine.client import Client
     from twostroke.engine.limits import Limits
+    from twostroke.engine.served import ServedEngine
     from twostroke.records import Records
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
@@ -65,7 +66,6 @@ T = TypeVar("T")
 J = TypeVar("J", "Job", "EmbeddingJob")
 
 STATE_PATH: Final = "/api/state"
-_FINE: Final = (Health.READY.value, "draining")
 _logger = logging.getLogger("twostroke.serve")
 
 # Longer bodies are decoded, rendered and tokenized in a thread, so that other streams do not wait;
@@ -81,23 +81,23 @@ class Api:
 
     def __init__(
         self,
-        client: Client,
+        engine: ServedEngine,
         options: ServeOptions,
         limits: Limits | None,
         records: Records | None = None,
     ) -> None:
-        """Serve `client`'s model.
+        """Serve `engine`'s model.
 
         `limits` are the machine's, for the metrics of utilization. `records` keep files and
         batches; None keeps none.
         """
-        self.client = client
+        self.engine, card = engine, engine.card
         self.options = options
-        self.metrics = Metrics(client, limits, options.objectives)
-        self.names = options.model_names or (client.card.name,)
+        self.metrics = Metrics(engine, limits, options.objectives)
+        self.names = options.model_names or (card.name,)
         self._names = ModelNames(self.names, options.any_model)
-        self._state = State(client, limits, self.metrics.goodput, self.names)
-        self._plans = plans.Plans(client.card, self.names[0], limits)
+        self._state = State(engine, limits, self.metrics.goodput, self.names)
+        self._plans = plans.Plans(card, self.names[0], limits)
         self.observers: list[Observer] = []
         if options.otlp_endpoint is not None:
             self.observers.append(Traces(exporter(options.otlp_endpoint)))
@@ -107,10 +107,10 @@ class Api:
         self.is_draining = False
         self._open: set[Running] = set()
         self._description: bytes | None = None
-        self._checks = AnswerChecks(client.grammars.verifier, self.metrics)
-        self._compiler = Compiler(client.grammars, options.limits.compile_timeout_s)
+        self._checks = AnswerChecks(Verifier(), self.metrics)
+        self._compiler = Compiler(engine.compile, options.limits.compile_timeout_s)
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
-        self._last_health = Health.READY.value
+        self._health = HealthReports(engine, self.names[0], lambda: self.is_draining)
         self._store = Store(options.max_stored, options.max_stored_bytes)
         self.keeping = Keeping(records, options.limits, self._room)
         self._ignored = IgnoredFields(self.metrics.registry, is_strict=options.is_strict)
@@ -119,7 +119,7 @@ class Api:
         """Return all routes."""
         gets = {
             "/": self.root,
-            "/health": self.health,
+            **self._health.routes(),
             "/metrics": self.scrape,
             "/openapi.json": self.openapi,
             STATE_PATH: self.state,
@@ -135,11 +135,11 @@ class Api:
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
             *kept_routes(self._tenant),
             *stored_chat.stored_chat_routes(self._tenant, self.options.limits, self._ignored.note),
-            *info_routes(self.client, self.options, self.names[0]),
+            *info_routes(self.engine, self.options, self.names[0]),
             *self.keeping.routes(self._ignored.note),
             *plans.plan_routes(self._plans, self.options, self._ignored.note),
-            *model_routes(self._names, self.client.card),
-            *ollama_routes(self.names, self.client.card),
+            *model_routes(self._names, self.engine.card),
+            *ollama_routes(self.names, self.engine.card),
         ]
 
     @property
@@ -151,7 +151,7 @@ class Api:
         """Take no new requests, and stop the lines of batches, which the next server runs."""
         self.is_draining = True
         self.keeping.drain()
-        self.client.loop.flush()  # so that batching does not wait for more requests
+        self.engine.flush()  # so that batching does not wait for more requests
 
     def abort(self) -> None:
         """Cut off all running answers; their clients get an error."""
@@ -160,7 +160,6 @@ class Api:
 
     def close(self) -> None:
         """Free threads and exporters, after the last request."""
-        self._compiler.close()
         self._checks.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._plans.close()
@@ -194,12 +193,12 @@ class Api:
 
     def facts(self) -> Facts:
         """Return the facts of this server for its description."""
-        card, limits = self.client.card, self.options.limits
+        card, limits = self.engine.card, self.options.limits
         last = card.cost.program.vocab_size - 1
         values: dict[str, Any] = {
             Fact.LAST_ID: last,
             Fact.MODEL_NAMES: self.names[:1],
-            Fact.GUESSERS: ("auto", "off", *self.client.loop.speculator.methods, None),
+            Fact.GUESSERS: ("auto", "off", *self.engine.facts.methods, None),
             Fact.EMBEDDING_WIDTH: card.embedding_width,
             Fact.MAX_CHOICES: self._max_choices,
             Fact.MAX_INPUTS: limits.max_inputs,
@@ -207,41 +206,23 @@ class Api:
         has_keys, is_strict = self.options.api_keys is not None, self.options.is_strict
         return Facts(VERSION, has_keys, is_strict, values)
 
-    async def health(self, _request: Request) -> Response:
-        """Return whether the server would answer a request now."""
-        status = self._health
-        if status != self._last_health:
-            self._last_health = status
-            level = logging.INFO if status in _FINE else logging.WARNING
-            _logger.log(level, "GET /health reports %s from now on.", status)
-        if status == Health.READY.value:
-            return to_json(HealthBody("ok", self.names[0]))
-        retry = {"retry-after": str(errors.RETRY_AFTER_S)}
-        return to_json(HealthBody(status, self.names[0]), 503, retry)
-
     async def scrape(self, request: Request) -> Response:
         """Return the metrics."""
-        body, content_type = self.metrics.expose(request.headers.get("accept", ""))
+        body, content_type = await self.metrics.expose(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     async def state(self, request: Request) -> Response:
         """Return the dashboard's state, its past with `?past`; UnknownPathError if it is off."""
         self.options.check_dashboard()
         headers = {"content-type": "application/json", "cache-control": "no-store"}
-        body = self._state.body(self._health, has_past="past" in request.query_params)
+        body = await self._state.body(self._health.status, has_past="past" in request.query_params)
         return Response(body, headers=headers)
 
     @property
     def _max_choices(self) -> int:
         """The most answers of one request: as many as the queue takes, within the limits."""
-        queue = self.client.loop.config.max_waiting_requests
+        queue = self.engine.facts.config.max_waiting_requests
         return min(self.options.limits.max_choices, queue)
-
-    @property
-    def _health(self) -> str:
-        """The engine's health, or "draining"."""
-        health = self.client.loop.health
-        return "draining" if self.is_draining and health is Health.READY else health.value
 
     def _generation(self, dialect: Dialect[Any]) -> Callable[[Request], Any]:
         limits = self.options.limits
@@ -264,7 +245,7 @@ class Api:
             cuts_limit = not self.options.strict_limits
             job = _served(replace(job, caller=replace(job.caller, cuts_limit=cuts_limit)), served)
             split = self.options.splits_reasoning
-            encoded = job.encode(self.client.card, splits_reasoning=split)
+            encoded = job.encode(self.engine.card, splits_reasoning=split)
             self._ignored.note(encoded.ignored, served)
             return job, encoded, name
 
@@ -274,18 +255,20 @@ class Api:
                 return found
             job, encoded, name = found
             if (constraint := encoded.params.constraint) is not None:
-                compiling = self._compiler.grammar(encoded.calls or constraint)
-                encoded.grammar = await while_connected(request.receive, compiling)
+                compiling = self._compiler.compile(encoded.calls or constraint)
+                compiled = await while_connected(request.receive, compiling)
+                encoded.gaps = compiled[1]
+                encoded.params = replace(encoded.params, constraint=compiled[0])
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
                 model=name,
                 job=job,
                 prompts=encoded.prompts,
-                tokenizer=self.client.card.tokenizer,
+                tokenizer=self.engine.card.tokenizer,
                 reading=encoded.reading,
             )
-            answers = Answers(self.client, job, encoded, self.metrics, self._open)
+            answers = await Answers.start(self.engine, job, encoded, self.metrics, self._open)
             served = served_of(request.scope)
             served.running, served.model, served.response_id = answers, name, reply.id
             encoder, reader = dialect.encoder(reply), self._checks.reader(reply, encoded, served)
@@ -313,14 +296,14 @@ class Api:
                 return to_json(empty)
             job = _served(dialect.read(asked, self._tenant(request)), served_of(request.scope))
             check_texts(job, limits.max_inputs)
-            return job, job.encode(self.client.card), name
+            return job, job.encode(self.engine.card), name
 
         async def embed(request: Request) -> Response:
             found = await self._read(request, prepare)
             if isinstance(found, Response):
                 return found
             job, texts, name = found
-            vectors = Vectors(self.client, job, texts, self.metrics, self._open)
+            vectors = await Vectors.start(self.engine, job, texts, self.metrics, self._open)
             served = served_of(request.scope)
             served.running, served.model = vectors, name
             try:
@@ -341,7 +324,7 @@ class Api:
             self._ignored.note(ignored, served_of(request.scope))
             self._names.find(asked.model)
             sender = (self._tenant(request),) if inquiry.recalls else ()
-            return to_json(inquiry.answer(asked, self.client.card, *sender))
+            return to_json(inquiry.answer(asked, self.engine.card, *sender))
 
         async def respond(request: Request) -> Response:
             return await self._read(request, answer, is_long=inquiry.recalls)
@@ -370,7 +353,7 @@ class Api:
 
     def _room(self) -> int:
         """How many lines of batches may be in the engine: all that clients leave, and some wait."""
-        return self.client.loop.config.max_running + _WAITING_LINES - self.num_running
+        return self.engine.facts.config.max_running + _WAITING_LINES - self.num_running
 
     def _tenant(self, request: Request) -> Tenant:
         """Return the sender of a request, which the key check has noted."""

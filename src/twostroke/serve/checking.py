@@ -38,7 +38,7 @@ class AnswerChecks:
 
     def reader(self, reply: Reply, encoded: Encoded, served: ServedRequest) -> EventReader:
         """Return a reader of a job's outputs, which has them checked if the grammar is weaker."""
-        if encoded.grammar is None or not encoded.grammar.gaps:
+        if not encoded.gaps:
             return reply.reader()
         job = reply.job
         calls = job.tools.functions if job.tools is not None else ()

@@ -1,80 +1,100 @@
-"""Compiles the constraints of requests, outside the event loop and the engine."""
+"""Has the constraints of requests compiled, outside the event loop and the engine's steps."""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.chat.tool_form import ToolForm
 from twostroke.core.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
-    from twostroke.core.constraint import Constraint
-    from twostroke.sample.grammar import GrammarMatcher, Grammars
+    from collections.abc import Awaitable, Callable
 
-MAX_WAITING = 64
+    from twostroke.core.constraint import Constraint
+
+    Found = tuple[Constraint, tuple[str, ...]]
+
+MAX_WAITING: Final = 64
+_MAX_KNOWN: Final = 256
 
 
 class Compiler:
-    """Compiles one constraint at a time; a constraint in the cache is returned at once."""
+    """Has one constraint compiled at a time, and remembers which could be."""
 
-    def __init__(self, grammars: Grammars, limit_s: float) -> None:
-        """Compile with `grammars`; each constraint has `limit_s` seconds, without its queueing."""
-        self._grammars = grammars
+    def __init__(
+        self, compile_: Callable[[Constraint], Awaitable[tuple[str, ...]]], limit_s: float
+    ) -> None:
+        """Compile with `ServedEngine.compile`; a constraint has `limit_s` seconds in its turn."""
+        self._compile = compile_
         self._limit_s = limit_s
-        self._thread = ThreadPoolExecutor(1, "twostroke-compile")
+        self._turn = asyncio.Lock()
         self._num_waiting = 0
+        # What a constraint's grammar does not hold, or why it is refused.
+        self._known: OrderedDict[Constraint, tuple[str, ...] | str] = OrderedDict()
 
-    async def grammar(self, asked: Constraint | ToolForm) -> GrammarMatcher:
-        """Return the compiled constraint; requests use copies of it as their matchers.
+    async def compile(self, asked: Constraint | ToolForm) -> Found:
+        """Return the constraint that was compiled, and its gaps.
 
         Tools whose schema cannot be compiled may have any JSON object as arguments.
 
         Raises:
             RequestError: the constraint cannot be compiled, or takes too long.
             OverloadedError: too many other constraints are waiting.
+            EngineStoppedError: the engine no longer runs.
         """
-        if isinstance(asked, ToolForm):
-            asked = asked.without_refused(partial(self._grammars.refusal, only_known=True))
-        constraint = asked.constraint() if isinstance(asked, ToolForm) else asked
-        if known := self._grammars.known(constraint):
-            return known
+        if not isinstance(asked, ToolForm):
+            return asked, await self._gaps(asked)
+        asked = asked.without_refused(self._refusal)
+        constraint = asked.constraint()
+        try:
+            return constraint, await self._gaps(constraint)
+        except RequestError:
+            if constraint.alternative is not None:
+                await self._gaps(constraint.alternative)  # its error names its field
+            for function in asked.tools.functions:
+                with suppress(RequestError):
+                    await self._gaps(function.constraint())
+            free = asked.without_refused(self._refusal)
+            if free is asked:
+                raise
+            constraint = free.constraint()
+            return constraint, await self._gaps(constraint)
+
+    async def _gaps(self, constraint: Constraint) -> tuple[str, ...]:
+        found = self._known.get(constraint)
+        if isinstance(found, tuple):
+            self._known.move_to_end(constraint)
+            return found
         if self._num_waiting >= MAX_WAITING:
             message = f"{self._num_waiting} requests wait for their schemas to be compiled."
             raise OverloadedError(message)
-        loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
-
-        def compile_() -> GrammarMatcher:
-            loop.call_soon_threadsafe(has_begun.set)
-            return self._compile(constraint, asked)
-
         self._num_waiting += 1
-        work = loop.run_in_executor(self._thread, compile_)
         try:
-            await has_begun.wait()
-            return await asyncio.wait_for(work, self._limit_s)
+            await self._turn.acquire()  # a client that leaves while it waits is not compiled for
+            work = asyncio.ensure_future(self._compile(constraint))
+            work.add_done_callback(partial(self._done, constraint))
+            return await asyncio.wait_for(asyncio.shield(work), self._limit_s)
         except TimeoutError:
             reason = f"took longer than {self._limit_s:g} s to compile: simplify it."
             raise RequestError(reason, field=constraint.param) from None
         finally:
             self._num_waiting -= 1
-            work.cancel()  # if the client left before its turn
 
-    def close(self) -> None:
-        """Drop the queue, and end the thread after the current constraint."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    def _done(self, constraint: Constraint, work: asyncio.Future[tuple[str, ...]]) -> None:
+        """Let the next constraint have its turn, even if nobody waits for this one any more."""
+        self._turn.release()
+        error = None if work.cancelled() else work.exception()
+        if isinstance(error, RequestError) and "why" in error.facts:
+            self._known[constraint] = str(error.facts["why"])
+        elif error is None and not work.cancelled():
+            self._known[constraint] = work.result()
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
 
-    def _compile(self, constraint: Constraint, asked: Constraint | ToolForm) -> GrammarMatcher:
-        try:
-            return self._grammars.compile(constraint)
-        except RequestError:
-            if not isinstance(asked, ToolForm):
-                raise
-            if constraint.alternative is not None:
-                self._grammars.compile(constraint.alternative)  # its error names its field
-            free = asked.without_refused(self._grammars.refusal)
-            if free is asked:
-                raise
-            return self._grammars.compile(free.constraint())
+    def _refusal(self, constraint: Constraint) -> str | None:
+        found = self._known.get(constraint)
+        return found if isinstance(found, str) else None

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import ModelCard
     from twostroke.engine.embedding import Embedding
-    from twostroke.sample.grammar import GrammarMatcher
     from twostroke.tokenize import Prompt as Rendered
 
 MAX_MESSAGES: Final = 10_000
@@ -164,7 +163,7 @@ class Encoded:
         reading: how to find reasoning and calls in the answers.
         ignored: the fields that this model cannot follow.
         calls: the form of calls that constrains the answers, if tools may be called.
-        grammar: the compiled constraint of `params`.
+        gaps: what the grammar of the compiled constraint does not hold of it.
     """
 
     prompts: list[list[int]]
@@ -173,7 +172,7 @@ class Encoded:
     reading: Reading = PLAIN
     ignored: tuple[Ignored, ...] = ()
     calls: ToolForm | None = None
-    grammar: GrammarMatcher | None = None
+    gaps: tuple[str, ...] = ()
 
 
 class Job(Frozen):

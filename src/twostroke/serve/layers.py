@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from twostroke.core.errors import TwostrokeError, nearest
+from twostroke.engine.served import LocalEngine
 from twostroke.serve.app import Api
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
@@ -39,7 +40,7 @@ def create_app(
 
     `records` keep files and batches, which run between the events of ASGI's lifespan protocol.
     """
-    return build_app(Api(client, options or ServeOptions(), limits, records))
+    return build_app(Api(LocalEngine(client), options or ServeOptions(), limits, records))
 
 
 def build_app(api: Api) -> ASGIApp:

@@ -25,8 +25,8 @@ from twostroke.serve.options import ServeOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from twostroke.engine.client import Client
     from twostroke.engine.limits import Limits
+    from twostroke.engine.served import ServedEngine
     from twostroke.records import Records
 
 _BACKLOG = 2048
@@ -60,7 +60,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run_server(
-    client: Client,
+    engine: ServedEngine,
     options: ServeOptions | None = None,
     *,
     listener: socket.socket | None = None,
@@ -77,7 +77,7 @@ def run_server(
     caller closes the engine.
 
     Args:
-        client: the engine to serve.
+        engine: the engine to serve.
         options: the address, and how to serve.
         listener: from `bind`; without it, the server binds now.
         limits: the machine's limits, against which `/metrics` measures utilization.
@@ -91,8 +91,7 @@ def run_server(
     """
     options = options or ServeOptions()
     listener = listener or bind(options.host, options.port)
-    client.grammars.prepare()  # now, before a stream would have to wait for it
-    api = Api(client, options, limits, records)
+    api = Api(engine, options, limits, records)
     return asyncio.run(_serve(api, listener, on_ready, on_stop))
 
 
@@ -123,6 +122,7 @@ class _Shutdown:
         self._on_stop = on_stop
         self._draining: asyncio.Task[None] | None = None
         self.num_cut = 0
+        self.has_lost_engine = False
 
     def on_signal(self) -> None:
         """Drain at the first signal, cut off at the second."""
@@ -139,6 +139,11 @@ class _Shutdown:
         loop.call_later(self._api.options.drain_s, self._cut)
         if self._on_stop is not None:
             self._on_stop(self._api.num_running)
+
+    def on_engine_end(self) -> None:
+        """Stop, since nothing can be answered any more."""
+        self.has_lost_engine = True
+        self._cut()
 
     async def _stop_after(self, requests: set[asyncio.Task[None]]) -> None:
         """Stop listening once these are answered; until then `GET /health` says "draining"."""
@@ -176,13 +181,14 @@ async def _serve(
     signals = [signal.SIGINT, signal.SIGTERM] if is_main else []
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal)
+    api.engine.attach(shutdown.on_engine_end)
     try:
         await server.serve(sockets=[listener])
     finally:
         api.close()
         for number in signals:
             loop.remove_signal_handler(number)
-    return 1 if shutdown.num_cut else 0
+    return 1 if shutdown.num_cut or shutdown.has_lost_engine else 0
 
 
 def _config(api: Api) -> uvicorn.Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -22,8 +22,8 @@ from twostroke.serve.http.errors import ServerStoppingError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from twostroke.engine.client import Client
     from twostroke.engine.output import Completion, Output
+    from twostroke.engine.served import ServedEngine, ServedOutputs
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.observe.metrics import Metrics
 
@@ -34,9 +34,15 @@ class Answers:
     `params` are the job's, `num_open` counts the answers that have not ended.
     """
 
-    def __init__(
-        self, client: Client, job: Job, encoded: Encoded, metrics: Metrics, running: set[Running]
-    ) -> None:
+    @classmethod
+    async def start(
+        cls,
+        engine: ServedEngine,
+        job: Job,
+        encoded: Encoded,
+        metrics: Metrics,
+        running: set[Running],
+    ) -> Self:
         """Queue the job in the engine; it is in `running` until `cancel`.
 
         Raises:
@@ -44,6 +50,24 @@ class Answers:
             OverloadedError: the queue is full.
             EngineStoppedError: the engine has stopped.
         """
+        params, hints = encoded.params, encoded.hints
+        try:
+            outputs = await engine.generate(encoded.prompts, params, job.caller, hints)
+        except (OverloadedError, EngineStoppedError):
+            metrics.goodput.miss(job.caller.service, job.num_choices)
+            raise
+        return cls(engine, job, encoded, metrics, running, outputs)
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        job: Job,
+        encoded: Encoded,
+        metrics: Metrics,
+        running: set[Running],
+        outputs: ServedOutputs,
+    ) -> None:
+        """Read the outputs of a job that is queued."""
         self.params = job.params
         self.num_open = job.num_choices
         self._num_prompt = sum(map(len, encoded.prompts))
@@ -51,18 +75,11 @@ class Answers:
         self._num_cached: dict[int, int] = {}  # by a prompt's first choice
         self._ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}  # by choice
         self._ttft_s: float | None = None  # measured here
-        self._client, self._job, self._metrics = client, job, metrics
-        self._began_s = time.monotonic()
-        self._is_over = False  # failed or cancelled
-        try:
-            self._generation = client.generate_many_async(
-                encoded.prompts, encoded.params, job.caller, encoded.hints, encoded.grammar
-            )
-        except (OverloadedError, EngineStoppedError):
-            metrics.goodput.miss(job.caller.service, job.num_choices)
-            raise
+        self._engine, self._job, self._metrics, self._outputs = engine, job, metrics, outputs
         self._running = running
         running.add(self)
+        self._began_s = time.monotonic()
+        self._is_over = False  # failed or cancelled
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         """Yield outputs as they come, until all choices have ended.
@@ -73,7 +90,7 @@ class Answers:
             TwostrokeError: the engine failed on the job.
         """
         try:
-            async for output in self._generation:
+            async for output in self._outputs:
                 self._num_tokens += len(output.token_ids)
                 if output.usage is not None:  # the first output of a choice, or its last
                     self._note(output, output.usage)
@@ -82,7 +99,7 @@ class Answers:
             self._is_over = True
             if not isinstance(error, RequestError):  # the engine's fault, not the constraint's
                 self._metrics.goodput.miss(self._job.caller.service, self.num_open)
-            _count_failure(error, self._client, self._metrics)
+            _count_failure(error, self._engine, self._metrics)
             raise
 
     async def whole(self) -> list[Completion]:
@@ -97,7 +114,7 @@ class Answers:
         self._running.discard(self)
         if not self.num_open:
             return
-        self._generation.cancel()
+        self._outputs.cancel()
         if not self._is_over:
             self._is_over = True
             waited_s, has_begun = time.monotonic() - self._began_s, self._num_tokens > 0
@@ -112,7 +129,7 @@ class Answers:
     @property
     def num_unread(self) -> int:
         """Outputs of the engine that have not been read."""
-        return self._generation.num_unread
+        return self._outputs.num_unread
 
     @property
     def usage(self) -> Usage:
@@ -188,14 +205,15 @@ class Vectors:
     `num_tokens` counts those of all texts, `num_open` the texts whose embedding is not ready.
     """
 
-    def __init__(
-        self,
-        client: Client,
+    @classmethod
+    async def start(
+        cls,
+        engine: ServedEngine,
         job: EmbeddingJob,
         texts: list[list[int]],
         metrics: Metrics,
         running: set[Running],
-    ) -> None:
+    ) -> Self:
         """Begin; the work is in `running` until `cancel`.
 
         Raises:
@@ -203,11 +221,23 @@ class Vectors:
             OverloadedError: the queue is full.
             EngineStoppedError: the engine has stopped.
         """
+        outputs = await engine.embed(texts, job.params, job.caller)
+        return cls(engine, job, texts, metrics, running, outputs)
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        job: EmbeddingJob,
+        texts: list[list[int]],
+        metrics: Metrics,
+        running: set[Running],
+        outputs: ServedOutputs,
+    ) -> None:
+        """Read the vectors of texts that are queued."""
         self.num_open = len(texts)
         self.num_tokens = sum(map(len, texts))
         self._num_cached = 0
-        self._client, self._job, self._metrics = client, job, metrics
-        self._generation = client.embed_async(texts, job.params, job.caller)
+        self._engine, self._job, self._metrics, self._outputs = engine, job, metrics, outputs
         self._running = running
         running.add(self)
 
@@ -220,7 +250,7 @@ class Vectors:
         """
         parts = [msgspec.Raw()] * len(self._job.texts)
         try:
-            async for output in self._generation:
+            async for output in self._outputs:
                 if output.finish_reason is FinishReason.CANCEL:
                     raise ServerStoppingError("The server is stopping: this work was cut off.")
                 embedding = Embedding.of(output)
@@ -228,14 +258,14 @@ class Vectors:
                 self.num_open -= 1
                 parts[embedding.index] = self._job.write(embedding)
         except TwostrokeError as error:
-            _count_failure(error, self._client, self._metrics)
+            _count_failure(error, self._engine, self._metrics)
             raise
         return parts
 
     def cancel(self) -> None:
         """Stop the work at once; does nothing after its end."""
         self._running.discard(self)
-        self._generation.cancel()
+        self._outputs.cancel()
 
     @property
     def service(self) -> str:
@@ -255,7 +285,7 @@ class Vectors:
 Running = Answers | Vectors
 
 
-def _count_failure(error: TwostrokeError, client: Client, metrics: Metrics) -> None:
+def _count_failure(error: TwostrokeError, engine: ServedEngine, metrics: Metrics) -> None:
     """Count a failure of the engine.
 
     Raises:
@@ -264,5 +294,5 @@ def _count_failure(error: TwostrokeError, client: Client, metrics: Metrics) -> N
     if isinstance(error, RequestError):
         return
     metrics.failures.inc()
-    if client.loop.health is Health.STOPPED and not isinstance(error, EngineStoppedError):
+    if engine.health is Health.STOPPED and not isinstance(error, EngineStoppedError):
         raise EngineStoppedError(str(error)) from error

@@ -14,6 +14,7 @@ from support.servers import LiveServer, chat_body, live_server, post_bytes, wait
 from support.tiny import Tiny
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
+from twostroke.engine.served import LocalEngine
 from twostroke.serve.dialect import Reply
 from twostroke.serve.http.stream import EventStream
 from twostroke.serve.job import Encoded, Job
@@ -144,9 +145,8 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
             job = Job(None, ([5],), params, stream=True)
             tokenizer = client.card.tokenizer
             reply = Reply("x", 0, "tiny", job, [[5]], tokenizer)
-            answers = Answers(
-                client, job, Encoded([[5]], job.params, Hints()), Metrics(client), set()
-            )
+            engine, encoded = LocalEngine(client), Encoded([[5]], job.params, Hints())
+            answers = await Answers.start(engine, job, encoded, Metrics(engine), set())
             stream = EventStream(answers, reply.reader(), CompletionEncoder(reply), options)
 
             async def never(_message: Any = None) -> Any:

@@ -38,7 +38,7 @@ def test_every_route_and_method_asks_for_a_key(guarded: LiveServer) -> None:
         for path in paths:
             url = path.replace("{model:path}", "tiny").replace("{response_id}", "resp_1")
             for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW"):
-                if path == "/health" and method in {"GET", "HEAD"}:
+                if path.startswith("/health") and method in {"GET", "HEAD"}:
                     continue
                 response = bare.request(method, guarded.url + url)
                 assert (response.status_code, method + path) == (401, method + path)
@@ -46,7 +46,8 @@ def test_every_route_and_method_asks_for_a_key(guarded: LiveServer) -> None:
 
 
 def test_health_and_page_files_need_no_key(guarded: LiveServer) -> None:
-    assert guarded.http.get("/health").status_code == 200
+    for part in ("", "/live", "/ready", "/progress"):
+        assert guarded.http.get(f"/health{part}").status_code == 200
     browser = {"accept": "text/html,*/*"}
     page = guarded.http.get("/", headers=browser)
     assert page.headers["content-type"].startswith("text/html")

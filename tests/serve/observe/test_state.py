@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from base64 import b64decode
@@ -143,7 +144,8 @@ def test_state_has_utilization_and_limits(server: LiveServer) -> None:
     server.chat(max_tokens=5, ignore_eos=True)
     time.sleep(1.1)
     limits = Limits("portable", 1, 10**6)
-    state = json.loads(State(server.client, limits, Goodput([]), ["tiny"]).body("ready"))
+    described = State(server.api.engine, limits, Goodput([]), ["tiny"])
+    state = json.loads(asyncio.run(described.body("ready")))
     hardware, decode = state["hardware"], state["window"]["60"]["strokes"]["decode"]
     assert hardware["cores"] == 1
     assert decode["mbu"] == pytest.approx(decode["bytes_per_s"] / hardware["bandwidth"])

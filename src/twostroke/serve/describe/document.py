@@ -15,7 +15,7 @@ from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.error_forms import FORMS, error_form
 from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
 from twostroke.serve.http.explain import parts
-from twostroke.serve.http.keys import OPEN_PATH, KeyMissingError
+from twostroke.serve.http.keys import OPEN_PATHS, KeyMissingError
 from twostroke.serve.http.stream import NDJSON
 from twostroke.serve.ignored import HEADER
 from twostroke.serve.openai.responses.items import UNTYPED, Item
@@ -217,7 +217,7 @@ def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
 
 def _operation(method: str, path: str, operation: Operation, *, has_keys: bool) -> Parts:
     form = error_form({"path": path, "headers": []})
-    is_open = path == OPEN_PATH
+    is_open = path in OPEN_PATHS
     described: Parts = {
         "operationId": _id(method, path),
         "summary": operation.summary,

@@ -12,7 +12,7 @@ from twostroke.core.errors import (
     OverloadedError,
     RequestError,
 )
-from twostroke.serve.about import AboutBody, HealthBody, ModelBody, ModelList
+from twostroke.serve.about import AboutBody, HealthBody, ModelBody, ModelList, ProgressBody
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.describe import batches, ollama, stored
@@ -81,6 +81,18 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         "Server",
         answer=HealthBody,
         may_be_unready=True,
+    ),
+    ("GET", "/health/live"): Operation(
+        "Whether the server's process answers", "Server", answer=HealthBody
+    ),
+    ("GET", "/health/ready"): Operation(
+        "Whether a request would be answered now, as /health",
+        "Server",
+        answer=HealthBody,
+        may_be_unready=True,
+    ),
+    ("GET", "/health/progress"): Operation(
+        "Whether the engine finishes steps", "Server", answer=ProgressBody, may_be_unready=True
     ),
     ("GET", "/metrics"): Operation(
         "Metrics for Prometheus",

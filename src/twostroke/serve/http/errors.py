@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
+from twostroke.core.errors import EngineDiedError, EngineStoppedError, RequestError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.records import RecordsError
 from twostroke.serve.observe.served import served_of
@@ -152,8 +152,8 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
     if isinstance(error, RecordsError):
         return "The server's records are not available. Try again later."
     if isinstance(error, EngineStoppedError):
-        is_asked = isinstance(error, ServerStoppingError)
-        return str(error) if is_asked else "The engine is not running. Try again later."
+        is_ours = isinstance(error, (ServerStoppingError, EngineDiedError))
+        return str(error) if is_ours else "The engine is not running. Try again later."
     return "The engine failed on this request."
 
 

@@ -24,7 +24,8 @@ MAX_LENGTH: Final = 512  # of a key or a tenant's name
 _WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
 _FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
 _BEARER: Final = b"bearer "
-OPEN_PATH: Final = "/health"  # for load balancers
+# For load balancers and supervisors.
+OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progress")
 _FILES: Final = "/page/"
 _MISSING: Final = "is missing: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 
@@ -82,8 +83,8 @@ class ApiKeys:
 class KeyCheck:
     """Lets requests with a known key pass, and notes their tenant.
 
-    `GET /health` and the page's files need no key: load balancers and browsers send none. Requests
-    from inside have their tenant.
+    `GET /health`, its parts and the page's files need none: load balancers and browsers have none.
+    Requests from inside have their tenant.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -116,7 +117,7 @@ def _is_open(scope: Scope) -> bool:
         return False
     path = scope["path"]
     is_page = path == "/" and wants_page(Request(scope))
-    return is_page or path == OPEN_PATH or path.startswith(_FILES)
+    return is_page or path in OPEN_PATHS or path.startswith(_FILES)
 
 
 def _key(scope: Scope) -> bytes | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.engine.client import Client
+    from twostroke.engine.served import ServedEngine
     from twostroke.engine.view import RequestView
     from twostroke.serve.options import ServeOptions
 
@@ -86,9 +86,9 @@ class SlotsOffError(UnknownPathError):
     """The server does not show what it does."""
 
 
-def info_routes(client: Client, options: ServeOptions, name: str) -> list[Route]:
-    """Return the routes for `client`'s model, which is called `name`."""
-    config, card, places = client.loop.config, client.card, _Places()
+def info_routes(engine: ServedEngine, options: ServeOptions, name: str) -> list[Route]:
+    """Return the routes for `engine`'s model, which is called `name`."""
+    config, card, places = engine.facts.config, engine.card, _Places()
 
     async def props(_request: Request) -> Response:
         defaults = TextFields()
@@ -114,10 +114,10 @@ def info_routes(client: Client, options: ServeOptions, name: str) -> list[Route]
         if not options.shows_dashboard:
             message = "The slots are not shown: start the server with --dashboard."
             raise SlotsOffError(message)
-        running = client.loop.view().running
+        running = (await engine.read()).view.running
         if request.query_params.get("fail_on_no_slot") and len(running) >= config.max_running:
             raise OverloadedError("All slots are taken.")
-        is_guessing = bool(client.loop.speculator.methods)
+        is_guessing = bool(engine.facts.methods)
         found = [
             Slot(id=id_, n_ctx=card.context_length, speculative=is_guessing, is_processing=False)
             for id_ in range(config.max_running)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from twostroke.serve.http.errors import one_line
-from twostroke.serve.http.keys import OPEN_PATH
+from twostroke.serve.http.keys import OPEN_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from twostroke.serve.observe.served import ServedRequest
 
 _MAX_PATH_LENGTH: Final = 200
-_POLLED: Final = (OPEN_PATH, "/metrics", "/api/state", "/api/plan")  # often, by programs
+_POLLED: Final = (*OPEN_PATHS, "/metrics", "/api/state", "/api/plan")  # often, by programs
 FIGURES: Final = "figures"  # the attribute of a record that has them
 _access = logging.getLogger("twostroke.access")
 
@@ -30,7 +30,7 @@ class AccessLog:
 
     def observe(self, served: ServedRequest) -> None:
         """Log a served request that is over, with seconds rounded to microseconds."""
-        is_fine = served.status < 400 or served.endpoint == OPEN_PATH  # whose changes are logged
+        is_fine = served.status < 400 or served.endpoint in OPEN_PATHS  # whose changes are logged
         is_polled = served.endpoint in _POLLED and is_fine
         level = logging.DEBUG if is_polled else logging.INFO
         if not _access.isEnabledFor(level):

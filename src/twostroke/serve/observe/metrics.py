@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from twostroke.backends import RankState
-    from twostroke.engine.client import Client
     from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals
     from twostroke.engine.histogram import Distribution
     from twostroke.engine.limits import Limits
+    from twostroke.engine.seconds import Span
+    from twostroke.engine.served import Reading, ServedEngine
     from twostroke.serve.observe.objectives import Objective
 
     Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -94,15 +95,19 @@ class Metrics(Collector):
     """Counts HTTP responses; reads everything else when Prometheus asks."""
 
     def __init__(
-        self, client: Client, limits: Limits | None = None, objectives: Iterable[Objective] = ()
+        self,
+        engine: ServedEngine,
+        limits: Limits | None = None,
+        objectives: Iterable[Objective] = (),
     ) -> None:
-        """Measure `client`'s engine; utilization is left out where `limits` are unknown.
+        """Measure `engine`; utilization is left out where `limits` are unknown.
 
         Raises:
             UsageError: the objectives contradict each other.
         """
         self.goodput = Goodput(objectives)
-        self._client = client
+        self._engine = engine
+        self._reading: Reading | None = None
         self._limits = limits
         self.registry = CollectorRegistry()
         self.responses = Counter(
@@ -131,16 +136,18 @@ class Metrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def expose(self, accept: str) -> tuple[bytes, str]:
+    async def expose(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics and their content type, in the format that `accept` prefers."""
+        self._reading = await self._engine.read([(WINDOWS[0], 0)])
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the engine and of goodput as of now."""
-        loop = self._client.loop
-        snapshot, facts = loop.snapshot(), loop.facts
-        is_ready = loop.health is Health.READY
+        """Yield the metrics of the engine, as `expose` read it, and of goodput."""
+        reading, facts = self._reading, self._engine.facts.backend
+        assert reading is not None
+        snapshot = reading.snapshot
+        is_ready = self._engine.health is Health.READY
         yield _gauge("ready", "Whether the engine can answer.", value=is_ready)
         yield self._model()
         yield from _services(snapshot.services)
@@ -149,27 +156,26 @@ class Metrics(Collector):
         yield _gauge("pages", "Pages of keys and values, full or empty.", value=facts.num_pages)
         yield _gauge("page_tokens", "Tokens in a page.", value=facts.page_size)
         yield from _strokes(snapshot)
-        yield from _ranks(loop.ranks(), facts.link)
-        yield from self._utilization()
+        yield from _ranks(reading.ranks, facts.link)
+        yield from self._utilization(*reading.spans)
         yield from _speculation(snapshot.speculation)
         if self.goodput.has_objectives:
             yield from _goodput(self.goodput)
 
     def _model(self) -> Metric:
-        card = self._client.card
+        card = self._engine.card
         facts = {
             "version": VERSION,
             "name": card.name,
             "architecture": card.architecture,
             "format": card.format,
-            "backend": self._client.loop.facts.detail,
+            "backend": self._engine.facts.backend.detail,
         }
         return InfoMetricFamily("twostroke_model", "The model that is served.", facts)
 
-    def _utilization(self) -> Iterator[Metric]:
+    def _utilization(self, span: Span[Snapshot]) -> Iterator[Metric]:
         """Yield the shares of the machine that the last seconds used."""
         seconds = WINDOWS[0]
-        span = self._client.loop.span(seconds)
         strokes = span.last.strokes - span.first.strokes
         both = {("prefill",): strokes.prefill, ("decode",): strokes.decode}
         busy = {label: stroke.time_s / max(1, span.seconds) for label, stroke in both.items()}

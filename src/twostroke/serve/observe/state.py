@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
-from twostroke.core.hardware import memory_used
 from twostroke.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.serve.about import VERSION
 from twostroke.serve.dialect import encode_json
@@ -23,10 +22,11 @@ if TYPE_CHECKING:
 
     from twostroke.backends import RankState
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.client import Client, ModelCard
+    from twostroke.engine.client import ModelCard
     from twostroke.engine.counters import ServiceTotals, Snapshot, Stroke
     from twostroke.engine.limits import Limits
     from twostroke.engine.seconds import Span
+    from twostroke.engine.served import Reading, ServedEngine
     from twostroke.engine.view import RequestView, View
     from twostroke.serve.observe.objectives import Goodput
 
@@ -41,29 +41,34 @@ class State:
     """Describes a server. A description is kept for half a second."""
 
     def __init__(
-        self, client: Client, limits: Limits | None, goodput: Goodput, names: Sequence[str]
+        self,
+        engine: ServedEngine,
+        limits: Limits | None,
+        goodput: Goodput,
+        names: Sequence[str],
     ) -> None:
-        """Describe `client`'s engine, which serves its model under `names`."""
-        self._client = client
+        """Describe `engine`, which serves its model under `names`."""
+        self._engine = engine
         self._goodput = goodput
         self._limits = limits
-        self._model = _model(client.card, names)
+        self._model = _model(engine.card, names)
         self._kept: dict[bool, tuple[float, bytes]] = {}  # when it was made, by `has_past`
 
-    def body(self, health: str, *, has_past: bool = False) -> bytes:
+    async def body(self, health: str, *, has_past: bool = False) -> bytes:
         """Return the JSON; with `has_past`, also what charts show of the last two minutes."""
         now_s = time.monotonic()
         made_s, body = self._kept.get(has_past, (-math.inf, b""))
         if now_s - made_s > _MAX_AGE_S:
-            past = {"past": [*self._past()]} if has_past else {}
-            body = encode_json(self._describe(health, now_s) | past)
+            ends = [(WINDOWS[0], ago_s) for ago_s in PAST_S] if has_past else []
+            reading = await self._engine.read([*((seconds, 0) for seconds in WINDOWS), *ends])
+            past = {"past": [*self._past(reading.spans[len(WINDOWS) :])]} if has_past else {}
+            body = encode_json(self._describe(health, now_s, reading) | past)
             self._kept[has_past] = now_s, body
         return body
 
-    def _past(self) -> Iterator[dict[str, Any]]:
+    def _past(self, spans: Iterable[Span[Snapshot]]) -> Iterator[dict[str, Any]]:
         """Yield requests and rates of earlier moments, in the form of the present ones."""
-        for ago_s in PAST_S:
-            span = self._client.loop.span(WINDOWS[0], ago_s)
+        for ago_s, span in zip(PAST_S, spans, strict=True):
             if not span.seconds:
                 continue
             stats = span.last.scheduler
@@ -73,9 +78,9 @@ class State:
                 "window": _rates(span) | _objectives(self._goodput, WINDOWS[0], ago_s),
             }
 
-    def _describe(self, health: str, now_s: float) -> dict[str, Any]:
-        loop = self._client.loop
-        view, snapshot = loop.view(), loop.snapshot()
+    def _describe(self, health: str, now_s: float, reading: Reading) -> dict[str, Any]:
+        facts = self._engine.facts
+        view, snapshot, backend = reading.view, reading.snapshot, facts.backend
         pages, totals = Pages.of(view), _sums(snapshot.services.values())
         hardware = None
         if self._limits:
@@ -88,13 +93,13 @@ class State:
             "model": self._model,
             "hardware": limits and limits | {"cores": limits.pop("num_threads")},
             "engine": {
-                "backend": loop.facts.detail,
-                "speculation": loop.speculator.methods,
-                "max_running": loop.config.max_running,
-                "token_budget": loop.config.token_budget,
+                "backend": backend.detail,
+                "speculation": facts.methods,
+                "max_running": facts.config.max_running,
+                "token_budget": facts.config.token_budget,
             },
-            "memory": {"used_bytes": memory_used(), "kv_bytes": loop.facts.cache_bytes},
-            "ranks": [_rank(rank, loop.facts.link) for rank in loop.ranks()],
+            "memory": {"used_bytes": self._engine.memory_bytes, "kv_bytes": backend.cache_bytes},
+            "ranks": [_rank(rank, backend.link) for rank in reading.ranks],
             "objectives": [
                 {"class": service, "objective": measure, "limit_s": limit_s}
                 for service, limits in self._goodput.limits.items()
@@ -104,9 +109,8 @@ class State:
             "steps": snapshot.recent_steps,
             "pages": self._pages(view, pages),
             "window": {
-                str(seconds): _window(loop.span(seconds), hardware)
-                | _objectives(self._goodput, seconds)
-                for seconds in WINDOWS
+                str(seconds): _window(span, hardware) | _objectives(self._goodput, seconds)
+                for seconds, span in zip(WINDOWS, reading.spans, strict=False)
             },
             "totals": totals
             | {
@@ -116,8 +120,8 @@ class State:
         }
 
     def _pages(self, view: View, pages: Pages) -> dict[str, Any]:
-        facts, stats = self._client.loop.facts, view.stats
-        groups = self._client.card.cost.program.cache_groups
+        facts, stats = self._engine.facts.backend, view.stats
+        groups = self._engine.card.cost.program.cache_groups
         return {
             "total": facts.num_pages,
             "tokens_per_page": facts.page_size,
@@ -261,8 +265,9 @@ def _window(span: Span[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
         **_rates(span),
         "speculation": {
             source: {
-                "proposed": count - first.speculation.proposed[source],
-                "accepted": last.speculation.accepted[source] - first.speculation.accepted[source],
+                "proposed": count - first.speculation.proposed.get(source, 0),
+                "accepted": last.speculation.accepted.get(source, 0)
+                - first.speculation.accepted.get(source, 0),
             }
             for source, count in last.speculation.proposed.items()
         },

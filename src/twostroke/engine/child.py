@@ -1,0 +1,120 @@
+"""The engine's process as its server sees it: started, spoken with, and ended."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.errors import BackendError, EngineStoppedError
+from twostroke.engine import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_ENTRY: Final = "twostroke.engine.process"
+_CLOSE_S: Final = 5.0
+_CHUNK: Final = 1 << 20
+
+
+class EngineProcess:
+    """One process with an engine, which a server starts and ends."""
+
+    def __init__(self, load: wire.Load) -> None:
+        """Start it, and have it load; a terminal's Ctrl-C does not reach it.
+
+        Raises:
+            BackendError: the operating system refuses a process.
+        """
+        self.socket, theirs = socket.socketpair()
+        self.frames = wire.Frames(wire.answers)
+        number = theirs.fileno()
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - this package's own program
+                [sys.executable, "-P", "-m", _ENTRY, str(number)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(number,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.socket.close()
+            reason = f"The operating system refuses a process for the engine: {error.strerror}."
+            raise BackendError(reason) from None
+        finally:
+            theirs.close()
+        self.socket.sendall(wire.pack(load))
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def wait_ready(self, progress: Callable[[int, int], None]) -> wire.Ready:
+        """Wait until the engine takes requests; errors as `build`.
+
+        Raises:
+            EngineStoppedError: the process died.
+        """
+        while True:
+            data = self.socket.recv(_CHUNK)
+            if not data:
+                raise EngineStoppedError(f"The engine did not start: {self.describe_end()}.")
+            for message in self.frames.feed(data):
+                match message:
+                    case wire.Ready():
+                        return message
+                    case wire.Failed():
+                        raise message.error
+                    case wire.Loading():
+                        progress(message.done, message.total)
+                    case wire.Log():
+                        log(message)
+
+    def receive(self) -> Iterator[wire.Answer] | None:
+        """Return the messages that have come; None if the process has closed its end.
+
+        Raises:
+            WireError: something else has come.
+        """
+        try:
+            data = self.socket.recv(_CHUNK)
+        except BlockingIOError:
+            return iter(())
+        except OSError:
+            data = b""
+        return self.frames.feed(data) if data else None
+
+    def kill(self) -> None:
+        """End it now; twice does no harm."""
+        self._process.kill()
+
+    def describe_end(self) -> str:
+        """End it if it has not, and return how it ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        self.kill()
+        code = self._process.wait()
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        return f"its process was ended by {signal.Signals(-code).name}"
+
+    def close(self) -> None:
+        """Let it end, or end it after some seconds."""
+        with suppress(OSError):
+            self.socket.settimeout(1.0)
+            self.socket.sendall(wire.pack(wire.Close()))
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE_S)
+        self.kill()
+        self._process.wait()
+        self.socket.close()
+
+
+def log(message: wire.Log) -> None:
+    """Write a line of the engine's into this process's log."""
+    logging.getLogger(message.logger).log(message.level, "%s", message.text)

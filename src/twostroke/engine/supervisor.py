@@ -1,0 +1,192 @@
+"""Keeps an engine's process alive: watches that its steps finish, and starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.engine import wire
+from twostroke.engine.child import EngineProcess, log
+from twostroke.engine.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from twostroke.engine.health import Progress
+
+BACK_OFF_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0)  # before each start, after deaths in a row
+_STEADY_S: Final = 60.0  # a process that lived so long was no failed start
+_LOOK_S: Final = 0.25
+
+_logger = logging.getLogger("twostroke.serve")
+
+
+class Guest(Protocol):
+    """Who speaks with the process; all is called in the event loop."""
+
+    def take(self, message: wire.Answer) -> None:
+        """Take what the process has sent."""
+
+    def died(self) -> None:
+        """The process has died; another one starts."""
+
+    def runs_again(self, ready: wire.Ready) -> None:
+        """Another process takes requests."""
+
+    def gave_up(self, reason: str) -> None:
+        """No other process will start."""
+
+
+class Supervisor:
+    """Runs one process after another. `is_up` while one takes requests."""
+
+    def __init__(
+        self, load: wire.Load, process: EngineProcess, ready: wire.Ready, guest: Guest
+    ) -> None:
+        """Take over a process that has loaded `load`; `attach` begins."""
+        self.is_up = True
+        self.num_deaths = 0
+        self._load, self._process, self._guest = load, process, guest
+        self._unsent = bytearray()
+        self._num_failures = 0  # deaths in a row
+        self._why = ""  # the process ended, if it or the watch has said so
+        self._has_ended = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._begin(ready)
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    @property
+    def progress(self) -> Progress:
+        """What the process has computed, as it said last."""
+        return self._watch.progress
+
+    def attach(self) -> None:
+        """Begin in the running event loop."""
+        self._listen()
+        self._spawn(self._look())
+
+    def close(self) -> None:
+        """End the process, after the event loop."""
+        self._has_ended = True
+        self._process.close()
+
+    def send(self, message: wire.Request) -> None:
+        """Send a message, what the socket does not take now as soon as it does."""
+        frame = wire.pack(message)
+        if not self._unsent:
+            try:
+                frame = frame[self._process.socket.send(frame) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # it has died: what is open is dealt with then
+        if frame:
+            if not self._unsent:
+                asyncio.get_running_loop().add_writer(self._process.socket, self._send_rest)
+            self._unsent += frame
+
+    def _send_rest(self) -> None:
+        try:
+            del self._unsent[: self._process.socket.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent.clear()
+        if not self._unsent:
+            asyncio.get_running_loop().remove_writer(self._process.socket)
+
+    def _begin(self, ready: wire.Ready) -> None:
+        self.is_up, self._since_s = True, time.monotonic()
+        self._watch = Watch(ready.card.longest_step_s, self._since_s)
+
+    def _listen(self) -> None:
+        self._process.socket.settimeout(0)
+        asyncio.get_running_loop().add_reader(self._process.socket, self._receive)
+
+    def _receive(self) -> None:
+        try:
+            messages = self._process.receive()
+            if messages is None:
+                self._died()
+                return
+            for message in messages:
+                self._take(message)
+        except wire.WireError as error:
+            self._why = str(error)
+            self._process.kill()
+            self._died()
+
+    def _take(self, message: wire.Answer) -> None:
+        progress = message.progress if isinstance(message, wire.Pulse) else None
+        self._watch.hear(time.monotonic(), progress)
+        match message:
+            case wire.Log():
+                log(message)
+            case wire.Failed():
+                self._why = str(message.error)
+            case wire.Ready():
+                self._begin(message)
+                self._guest.runs_again(message)
+            case _:
+                self._guest.take(message)
+
+    async def _look(self) -> None:
+        """End a process that makes no progress."""
+        while not self._has_ended:
+            await asyncio.sleep(_LOOK_S)
+            fault = self._watch.fault(time.monotonic()) if self.is_up else None
+            if fault is not None:
+                self._why = f"It was killed, since {fault}."
+                self._process.kill()
+
+    def _died(self) -> None:
+        if self._has_ended:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._process.socket)
+        loop.remove_writer(self._process.socket)
+        self._process.socket.close()
+        self._unsent.clear()
+        self.num_deaths += 1
+        has_run, self.is_up = self.is_up, False
+        if has_run and time.monotonic() - self._since_s > _STEADY_S:
+            self._num_failures = 0
+        self._num_failures += 1
+        self._guest.died()
+        self._spawn(self._revive(has_run=has_run))
+
+    async def _revive(self, *, has_run: bool) -> None:
+        """Start the next process, unless too many have died one after another."""
+        how = await asyncio.to_thread(self._process.describe_end)
+        why, self._why = f"{how}. {self._why}".strip(), ""
+        count = self._num_failures
+        if count > len(BACK_OFF_S):
+            self._give_up(f"The engine died {count} times in a row; the last time {why}")
+            return
+        pause_s = BACK_OFF_S[count - 1]
+        what = "died" if has_run else "did not start"
+        _logger.warning("The engine %s: %s It starts again in %g s.", what, why, pause_s)
+        await asyncio.sleep(pause_s)
+        try:
+            self._process = EngineProcess(self._load)
+        except TwostrokeError as error:
+            self._give_up(str(error))
+            return
+        self._listen()
+
+    def _give_up(self, reason: str) -> None:
+        _logger.error("%s The server stops.", reason)
+        self._has_ended = True
+        self._guest.gave_up(reason)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,49 @@
+"""Whether an engine in another process still makes progress."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from twostroke.engine.health import Progress
+
+_LEAST_LIMIT_S: Final = 5.0
+_TIMES_LONGEST: Final = 2.0  # the longest step so far
+_TIMES_PREDICTED: Final = 10.0  # the longest step at the machine's limits
+
+
+class Watch:
+    """Judges from pulses whether an engine still makes progress. Times are on a monotonic clock."""
+
+    def __init__(self, longest_s: float, now_s: float) -> None:
+        """Expect no step over `longest_s` at the machine's limits."""
+        self.progress = Progress(0, 0.0)
+        self._predicted_s = longest_s
+        self._longest_s = 0.0
+        self._heard_s = self._looked_s = now_s
+
+    @property
+    def limit_s(self) -> float:
+        """How long a step, or silence, may take."""
+        known_s = _TIMES_LONGEST * self._longest_s
+        return max(_LEAST_LIMIT_S, known_s, _TIMES_PREDICTED * self._predicted_s)
+
+    def hear(self, now_s: float, progress: Progress | None = None) -> None:
+        """Note that a message has come, a pulse with the engine's progress."""
+        self._heard_s = now_s
+        if progress is None:
+            return
+        before, self.progress = self.progress, progress
+        if progress.num_steps > before.num_steps:
+            self._longest_s = max(self._longest_s, before.step_s)
+
+    def fault(self, now_s: float) -> str | None:
+        """Return why the process is to be ended, if it is; ask this several times a second."""
+        paused_s, self._looked_s = now_s - self._looked_s, now_s
+        if paused_s > 1.0:  # this process itself did not run
+            self._heard_s = max(self._heard_s, now_s - 1.0)
+        silent_s, step_s = now_s - self._heard_s, self.progress.step_s
+        if silent_s > self.limit_s:
+            return f"it has said nothing for {silent_s:.1f} s"
+        if step_s > self.limit_s and not self.progress.is_recovering:
+            return f"one of its steps has run for {step_s:.1f} s"
+        return None

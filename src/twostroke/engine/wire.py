@@ -1,0 +1,295 @@
+"""The messages between a server and an engine in another process, and their frames.
+
+A frame is the length of its body in four bytes, lowest first, and the body, a message in
+MessagePack. No message holds a path but `Load`, nor a descriptor or a pointer; nothing is executed
+that came in one.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from twostroke.core.config import EngineOptions
+from twostroke.core.constraint import Constraint
+from twostroke.core.embedding import EmbeddingParams
+from twostroke.core.errors import BackendError, Field, TwostrokeError
+from twostroke.core.frozen import Frozen
+from twostroke.core.hardware import Hardware
+from twostroke.core.request import Hints
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine.client import Caller
+from twostroke.engine.health import Progress
+from twostroke.engine.output import Output
+from twostroke.engine.served import EngineFacts, Reading
+from twostroke.program.pages import CacheFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VERSION: Final = 1  # raise it when a message changes
+MAX_FRAME: Final = 256 << 20  # bytes of a body
+
+_HEAD: Final = struct.Struct("<I")
+_PLAIN: Final = (str, int, float, bool, type(None))  # facts of errors that stay what they are
+
+
+class WireError(BackendError):
+    """What arrived is not a message of the other end."""
+
+
+class EngineCard(Frozen):
+    """What a server cannot read from the model's files, or should not measure again.
+
+    `draft` is the name of the model that guesses. `hardware` is None if the machine was not
+    measured. `longest_step_s` is what the cost model says of the largest step, 0.0 if it cannot.
+    """
+
+    context_length: int
+    identity: str
+    cache: CacheFormat
+    draft: str | None
+    hardware: Hardware | None
+    longest_step_s: float
+
+
+# To the engine. `id` numbers what a server asks for.
+
+
+class Load(Frozen, array_like=True, tag=1):
+    """The first message: what to load."""
+
+    version: int
+    model: str
+    options: EngineOptions
+    log_level: str
+
+
+class Generate(Frozen, array_like=True, tag=2):
+    """Prompts to answer; their requests have waited for `waited_s` already."""
+
+    id: int
+    prompts: list[list[int]]
+    params: SamplingParams
+    caller: Caller
+    hints: Hints
+    waited_s: float = 0.0
+
+
+class Embed(Frozen, array_like=True, tag=3):
+    """Texts to embed."""
+
+    id: int
+    texts: list[list[int]]
+    params: EmbeddingParams
+    caller: Caller
+    waited_s: float = 0.0
+
+
+class Cancel(Frozen, array_like=True, tag=4):
+    """End what was asked for."""
+
+    id: int
+
+
+class Compile(Frozen, array_like=True, tag=5):
+    """A constraint to compile, and to keep for requests that have it."""
+
+    id: int
+    constraint: Constraint
+
+
+class Read(Frozen, array_like=True, tag=6):
+    """Ask for a `Reading` with these spans: their seconds, and how long ago they ended."""
+
+    id: int
+    spans: list[tuple[int, int]]
+
+
+class Flush(Frozen, array_like=True, tag=7):
+    """No more requests come now."""
+
+
+class Close(Frozen, array_like=True, tag=8):
+    """Stop."""
+
+
+Request = Load | Generate | Embed | Cancel | Compile | Read | Flush | Close
+
+# From the engine.
+
+
+class Loading(Frozen, array_like=True, tag=1):
+    """Bytes of weights that are ready, of how many."""
+
+    done: int
+    total: int
+
+
+class Log(Frozen, array_like=True, tag=2):
+    """A line for the server's log."""
+
+    logger: str
+    level: int
+    text: str
+
+
+class Ready(Frozen, array_like=True, tag=3):
+    """The engine takes requests."""
+
+    card: EngineCard
+    facts: EngineFacts
+    reading: Reading
+
+
+class Failed(Frozen, array_like=True, tag=4):
+    """The last message: the engine could not start, or has stopped."""
+
+    error: TwostrokeError
+
+
+class Accepted(Frozen, array_like=True, tag=5):
+    """Requests were queued; or not, with the error."""
+
+    id: int
+    error: TwostrokeError | None = None
+
+
+class Began(Frozen, array_like=True, tag=6):
+    """These hold pages from now on."""
+
+    ids: list[int]
+
+
+class Said(Frozen, array_like=True, tag=7):
+    """The outputs of a step, each with the id of what was asked for."""
+
+    outputs: list[tuple[int, Output]]
+
+
+class Compiled(Frozen, array_like=True, tag=8):
+    """A constraint is known; `gaps` are as a matcher's."""
+
+    id: int
+    gaps: tuple[str, ...] = ()
+    error: TwostrokeError | None = None
+
+
+class State(Frozen, array_like=True, tag=9):
+    """The answer to `Read`."""
+
+    id: int
+    reading: Reading
+
+
+class Pulse(Frozen, array_like=True, tag=10):
+    """The process lives, whatever its engine does."""
+
+    progress: Progress
+
+
+Answer = Loading | Log | Ready | Failed | Accepted | Began | Said | Compiled | State | Pulse
+
+T = TypeVar("T")
+
+
+class _ErrorForm(Frozen, array_like=True):
+    """An error: the name of its class, and its arguments. `fields` are the facts that are one."""
+
+    kind: str
+    reason: str
+    field: str | None
+    facts: dict[str, str | int | float | bool | None]
+    fields: tuple[str, ...]
+
+
+def _to_form(value: object) -> object:
+    if isinstance(value, TwostrokeError):
+        facts: dict[str, Any] = {
+            name: fact if type(fact) in _PLAIN else str(fact) for name, fact in value.facts.items()
+        }
+        fields = tuple(name for name, fact in value.facts.items() if isinstance(fact, Field))
+        return _ErrorForm(_name(type(value)), value.reason, value.field, facts, fields)
+    if isinstance(value, np.ndarray):
+        return value.astype("<f4").tobytes()
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+def _from_form(kind: type, value: Any) -> object:
+    if kind is TwostrokeError:
+        form = msgspec.convert(value, _ErrorForm)
+        facts: dict[str, Any] = dict(form.facts)
+        facts.update({name: Field(facts[name]) for name in form.fields if name in facts})
+        return _kinds()[form.kind](form.reason, field=form.field, **facts)
+    return np.frombuffer(value, "<f4")
+
+
+def _kinds() -> dict[str, type[TwostrokeError]]:
+    """Return the errors that both ends know, by name."""
+    found: dict[str, type[TwostrokeError]] = {}
+    waiting = [TwostrokeError]
+    while waiting:
+        kind = waiting.pop()
+        if kind.__module__ == TwostrokeError.__module__:
+            found[kind.__name__] = kind
+            waiting += kind.__subclasses__()
+    return found
+
+
+def _name(kind: type[TwostrokeError]) -> str:
+    """Return the name of the nearest class that both ends know."""
+    return next(one.__name__ for one in kind.__mro__ if one.__module__ == TwostrokeError.__module__)
+
+
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_to_form)
+requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
+    Request, dec_hook=_from_form
+)
+answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(
+    Answer, dec_hook=_from_form
+)
+
+
+def pack(message: Request | Answer) -> bytes:
+    """Return a message's frame."""
+    body = _encoder.encode(message)
+    return _HEAD.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts what arrives into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        """Decode with `requests` or `answers`."""
+        self._decoder = decoder
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yield the messages that are complete with `data`.
+
+        Raises:
+            WireError: a frame is too large, or not a message.
+        """
+        self._received += data
+        received, start = self._received, 0
+        try:
+            while len(received) - start >= _HEAD.size:
+                (size,) = _HEAD.unpack_from(received, start)
+                if size > MAX_FRAME:
+                    raise WireError(f"A frame of {size} bytes arrived; at most {MAX_FRAME} may.")
+                end = start + _HEAD.size + size
+                if len(received) < end:
+                    break
+                body, start = bytes(memoryview(received)[start + _HEAD.size : end]), end
+                yield self._decode(body)
+        finally:
+            del received[:start]
+
+    def _decode(self, body: bytes) -> Any:
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, TwostrokeError, KeyError, ValueError, TypeError) as error:
+            raise WireError(f"A message cannot be read: {error}") from None

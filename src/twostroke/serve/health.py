@@ -1,0 +1,69 @@
+"""GET /health and its three parts: does the server live, would it answer, do steps finish."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.engine.health import Health
+from twostroke.serve.about import HealthBody, ProgressBody
+from twostroke.serve.dialect import to_json
+from twostroke.serve.http.errors import RETRY_AFTER_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from twostroke.engine.served import ServedEngine
+
+_RETRY: Final = {"retry-after": str(RETRY_AFTER_S)}
+_FINE: Final = (Health.READY.value, "draining")
+_logger = logging.getLogger("twostroke.serve")
+
+
+class HealthReports:
+    """Reports whether a server and its engine are well."""
+
+    def __init__(self, engine: ServedEngine, name: str, is_draining: Callable[[], bool]) -> None:
+        """Report on a server that calls its model `name`."""
+        self._engine, self._name, self._is_draining = engine, name, is_draining
+        self._last = Health.READY.value
+
+    @property
+    def status(self) -> str:
+        """The engine's health, or "draining"."""
+        health = self._engine.health
+        return "draining" if self._is_draining() and health is Health.READY else health.value
+
+    def routes(self) -> dict[str, Callable[[Request], Any]]:
+        """Return the functions that answer, by path."""
+        return {
+            "/health": self._ready,
+            "/health/live": self._live,
+            "/health/ready": self._ready,
+            "/health/progress": self._progress,
+        }
+
+    async def _ready(self, _request: Request) -> Response:
+        """Return whether the server would answer a request now."""
+        status = self.status
+        if status != self._last:
+            self._last = status
+            level = logging.INFO if status in _FINE else logging.WARNING
+            _logger.log(level, "GET /health reports %s from now on.", status)
+        if status == Health.READY.value:
+            return to_json(HealthBody("ok", self._name))
+        return to_json(HealthBody(status, self._name), 503, _RETRY)
+
+    async def _live(self, _request: Request) -> Response:
+        """Return that the server's own process answers, whatever its engine does."""
+        return to_json(HealthBody("ok", self._name))
+
+    async def _progress(self, _request: Request) -> Response:
+        """Return how many steps the engine has finished; 503 while it cannot finish any."""
+        health, known = self._engine.health, self._engine.progress
+        if health is Health.READY:
+            return to_json(ProgressBody("ok", known.num_steps, known.step_s))
+        return to_json(ProgressBody(health.value, known.num_steps, known.step_s), 503, _RETRY)

@@ -1,0 +1,304 @@
+"""An engine in its own process: the same answers, and what happens when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke.core.config import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
+from twostroke.core.constraint import Constraint
+from twostroke.core.embedding import EmbeddingParams
+from twostroke.core.errors import (
+    ContextLengthError,
+    EngineDiedError,
+    EngineStoppedError,
+    ModelFormatError,
+    OverloadedError,
+    RequestError,
+    TwostrokeError,
+)
+from twostroke.core.request import NO_HINTS, FinishReason
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine import child, supervisor, watch
+from twostroke.engine.build import build
+from twostroke.engine.client import Caller
+from twostroke.engine.health import Health
+from twostroke.engine.remote import RemoteEngine
+from twostroke.engine.served import LocalEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from twostroke.engine.output import Output
+    from twostroke.engine.served import Reading, ServedEngine, ServedOutputs
+
+PROMPTS = [[1, 2, 3], [4, 5]]
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=3000, temperature=0, ignore_eos=True)
+ANYONE = Caller()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("remote") / "tiny.gguf"
+    return str(write_tiny_gguf(path, Tiny(context_length=4096)))
+
+
+def options(**batch: Any) -> EngineOptions:
+    return EngineOptions(
+        ComputeOptions(num_threads=1),
+        CacheOptions(memory_bytes=8 << 20),
+        BatchOptions(**batch),
+        SpeculationOptions("off"),  # how tokens come together then depends on time
+        accept_quality=True,  # its weights are random
+    )
+
+
+@asynccontextmanager
+async def started(model: str, **batch: Any) -> AsyncIterator[RemoteEngine]:
+    with RemoteEngine.start(model, options(**batch), "warning", lambda *_: None) as engine:
+        engine.attach(lambda: None)
+        yield engine
+
+
+async def texts(outputs: ServedOutputs, count: int = 1) -> list[str]:
+    found = [""] * count
+    async for output in outputs:
+        found[output.index] += output.text
+    return found
+
+
+async def ask(engine: ServedEngine, params: SamplingParams = GREEDY) -> ServedOutputs:
+    return await engine.generate(PROMPTS[:1], params, ANYONE, NO_HINTS)
+
+
+async def first_of(outputs: ServedOutputs) -> Output:
+    async for output in outputs:
+        return output
+    raise AssertionError
+
+
+async def idle(engine: ServedEngine) -> Reading:
+    """Wait until no page is held, which a step in flight may delay."""
+    async with asyncio.timeout(20):
+        while True:
+            reading = await engine.read([(10, 0)])
+            if not reading.snapshot.scheduler.num_referenced_pages:
+                return reading
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what it waits for has no event
+            await asyncio.sleep(0.01)
+
+
+def test_answers_are_those_of_an_engine_in_this_process(model: str) -> None:
+    seeded = SamplingParams(max_tokens=12, seed=5, n=2, stop=["q"], logprobs=2)
+    held = SamplingParams(
+        max_tokens=5, temperature=0, constraint=Constraint("regex", "(ab)+", "guided_regex")
+    )
+
+    async def run(engine: ServedEngine) -> list[Any]:
+        found: list[Any] = []
+        for params in (GREEDY, seeded, held):
+            said: dict[int, list[Any]] = {}
+            async for output in await engine.generate(PROMPTS, params, ANYONE, NO_HINTS):
+                parts = output.text, output.token_ids, output.logprobs
+                ends = output.finish_reason, output.stop, output.usage
+                said.setdefault(output.index, []).append((parts, ends))
+            found.append(said)
+        vectors = await engine.embed(PROMPTS, EmbeddingParams(), ANYONE)
+        found += [(one.index, np.asarray(one.embedding).tobytes()) async for one in vectors]
+        found.append(await engine.compile(Constraint("regex", "a*")))
+        return found
+
+    async def there() -> list[Any]:
+        async with started(model) as engine:
+            return await run(engine)
+
+    with build(model, options()) as engine:
+        here = asyncio.run(run(LocalEngine(engine.client)))
+    assert asyncio.run(there()) == here
+
+
+def test_refusals_are_those_of_the_engine(model: str) -> None:
+    async def run() -> None:
+        async with started(model, max_waiting_requests=2, max_running=1, token_budget=8) as engine:
+            with pytest.raises(ContextLengthError):
+                await engine.generate([[1] * 5000], GREEDY, ANYONE, NO_HINTS)
+            with pytest.raises(RequestError, match="token ids outside"):
+                await engine.generate([[10**6]], GREEDY, ANYONE, NO_HINTS)
+            with pytest.raises(RequestError) as caught:
+                await engine.compile(Constraint("regex", "(", "guided_regex"))
+            assert caught.value.field == "guided_regex"
+            kept = [await ask(engine, LONG)]
+            await first_of(kept[0])
+            kept += [await ask(engine, LONG) for _ in range(2)]
+            with pytest.raises(OverloadedError):
+                await ask(engine)
+            for outputs in kept:
+                outputs.cancel()
+
+    asyncio.run(run())
+
+
+def test_cancelled_requests_end(model: str) -> None:
+    async def run() -> None:
+        async with started(model) as engine:
+            outputs = await ask(engine, LONG)
+            await first_of(outputs)
+            outputs.cancel()
+            reasons = [output.finish_reason async for output in outputs]
+            assert reasons[-1] is FinishReason.CANCEL
+            reading = await idle(engine)
+            assert reading.snapshot.strokes.prefill.steps > 0
+            assert len(reading.spans) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_death_costs_what_was_computed_and_nothing_that_waited(model: str, number: int) -> None:
+    async def run() -> None:
+        async with started(model, max_running=1, token_budget=8) as engine:
+            expected = await texts(await ask(engine))
+            running = await ask(engine, LONG)
+            await first_of(running)
+            waiting = [await ask(engine) for _ in range(3)]
+            pid, began_s = engine.life.pid, time.monotonic()
+            os.kill(pid, number)
+            with pytest.raises(EngineDiedError, match="send the request again"):
+                await texts(running)
+            assert time.monotonic() - began_s < 1
+            assert engine.health is Health.RECOVERING
+            during = asyncio.create_task(ask(engine))
+            for outputs in waiting:
+                assert await texts(outputs) == expected
+            assert await texts(await during) == expected
+            assert engine.life.pid != pid
+            assert engine.life.num_deaths == 1
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+            await idle(engine)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_is_stopped_is_replaced(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_LEAST_LIMIT_S", 1.0)
+
+    async def run() -> None:
+        async with started(model) as engine:
+            pid = engine.life.pid
+            os.kill(pid, signal.SIGSTOP)
+            assert await texts(await ask(engine))
+            assert engine.life.pid != pid
+
+    asyncio.run(run())
+
+
+def test_a_request_that_kills_its_engine_is_not_asked_twice(model: str) -> None:
+    """Nor does it take those with it that wait behind it."""
+
+    async def run() -> None:
+        async with started(model, max_running=1, token_budget=8) as engine:
+            running = await ask(engine, LONG)
+            poison, fine = await ask(engine, LONG), await ask(engine)
+            running.cancel()
+            await first_of(poison)
+            os.kill(engine.life.pid, signal.SIGKILL)
+            with pytest.raises(EngineDiedError):
+                await texts(poison)
+            assert await texts(fine)
+            assert engine.life.num_deaths == 1
+
+    asyncio.run(run())
+
+
+def test_requests_that_are_cancelled_while_no_engine_runs_are_not_asked_again(model: str) -> None:
+    async def run() -> None:
+        async with started(model) as engine:
+            os.kill(engine.life.pid, signal.SIGKILL)
+            await until(lambda: engine.health is Health.RECOVERING)
+            asking = asyncio.create_task(ask(engine, LONG))
+            await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            assert not engine._open
+            await until(lambda: engine.health is Health.READY)
+            assert await texts(await ask(engine))
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_at_each_start_is_given_up(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0, 0.01))
+    ended = []
+
+    async def run() -> None:
+        with RemoteEngine.start(model, options(), "warning", lambda *_: None) as engine:
+            engine.attach(lambda: ended.append(1))
+            monkeypatch.setattr(child, "_ENTRY", "twostroke.no_such_module")
+            os.kill(engine.life.pid, signal.SIGKILL)
+            await until(lambda: engine.health is Health.RECOVERING)
+            waiting = asyncio.create_task(ask(engine))
+            with pytest.raises(EngineStoppedError, match="died 3 times in a row"):
+                await waiting
+            assert engine.health is Health.STOPPED
+            with pytest.raises(EngineStoppedError):
+                await ask(engine)
+            with pytest.raises(EngineStoppedError):
+                await engine.compile(Constraint("regex", "a"))
+
+    asyncio.run(run())
+    assert ended == [1]
+    assert "exit code 1" in caplog.text
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path, model: str) -> None:
+    with pytest.raises(TwostrokeError) as caught:
+        RemoteEngine.start(str(tmp_path / "none.gguf"), options(), "warning", lambda *_: None)
+    assert caught.value.exit_code == 3
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\xff" * 60)
+    with pytest.raises(ModelFormatError):
+        RemoteEngine.start(str(broken), options(), "warning", lambda *_: None)
+
+
+def test_what_is_not_a_message_ends_the_process(model: str) -> None:
+    async def run() -> None:
+        async with started(model) as engine:
+            pid = engine.life.pid
+            engine.life._process.socket.send(b"\xff" * 64)
+            await until(lambda: engine.life.num_deaths == 1)
+            assert await texts(await ask(engine))
+            assert engine.life.pid != pid
+
+    asyncio.run(run())
+
+
+def test_nothing_is_left_when_the_server_dies(model: str) -> None:
+    async def run() -> int:
+        engine = RemoteEngine.start(model, options(), "warning", lambda *_: None)
+        engine.life._process.socket.close()  # as the system does for a server that was killed
+        return engine.life._process._process.wait(5)
+
+    assert asyncio.run(run()) == 0
