@@ -151,6 +151,7 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
     from twostroke.core.service import DEFAULT_SERVICE
     from twostroke.engine.collector import ease_collector
     from twostroke.engine.health import Health
+    from twostroke.engine.served import LocalEngine
     from twostroke.serve.app import Api
     from twostroke.serve.http.inside import Sender, post
     from twostroke.serve.layers import build_app
@@ -160,7 +161,7 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
         loop = engine.client.loop
         engine.client.grammars.prepare()
         serving = ServeOptions(max_stored=0, any_model=True)
-        with closing(Api(engine.client, serving, engine.limits)) as api:
+        with closing(Api(LocalEngine(engine.client), serving, engine.limits)) as api:
             app, sender = build_app(api), Sender("", DEFAULT_SERVICE)
             ease_collector()
 
