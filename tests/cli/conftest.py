@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.configs import write_config
 from support.native import native_dir
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.cli.app import run
@@ -54,6 +55,14 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The path of a tiny model whose context takes minutes to fill."""
     sizes = Tiny(context_length=200_000, num_layers=4)
     return str(write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "endless.gguf", sizes))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """The path of a folder with the configuration of a model of 8B."""
+    path = tmp_path / "llama-8b" / "config.json"
+    write_config(path, "8B", max_position_embeddings=8192)
+    return str(path.parent)
 
 
 @pytest.fixture

@@ -9,22 +9,6 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import pytest
-
-CONFIG = {
-    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "num_hidden_layers": 32, "intermediate_size": 14336,
-    "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "llama-8b" / "config.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(CONFIG))
-    return str(path.parent)
-
 
 def test_tables_and_formulas_are_printed(cli, config):
     lines = cli("plan", config, "--on", "h100-sxm", "--tpot", "10", "--explain").out.splitlines()
@@ -52,13 +36,39 @@ def test_a_file_is_planned_on_this_machine(cli, tiny):
 def test_wrong_options_are_named_as_they_are_written(cli, config):
     for given, reason in (
         (("--on", "H100-SXN"), "--on must be one of here, "),
-        (("--tpot", "-1"), "--tpot must be greater than 0"),
-        (("--devices", "0"), "--devices must be from 1 to 1024, got 0."),
+        (("--tpot", "-1"), "--tpot must be greater than 0 and at most 1,000,000,000, got -1."),
+        (("--devices", "0"), "--devices must be from 1 to 1,024, got 0."),
         (("--weights", "int9"), "int8"),
     ):
         ran = cli("plan", config, "--on", "L4", *given)
         assert ran.code == 2
         assert reason in ran.err
+
+
+def test_what_cannot_be_has_an_exit_code_of_its_own(cli, config):
+    given = ("plan", config, "--on", "L4", "--tpot", "0.01")
+    ran = cli(*given)
+    assert ran.code == 9
+    assert "times the objective" in ran.err
+    assert "WHAT IF" in ran.out
+    assert "times the objective" not in ran.out
+    ran = cli(*given, "--json")
+    assert ran.code == 9
+    assert json.loads(ran.out)["verdict"] in ran.err
+    assert cli("plan", config, "--on", "L4", "--tpot", "1000").code == 0
+
+
+def test_small_times_keep_their_digits(cli, tiny):
+    lines = cli("plan", tiny, "--on", "B200", "--prompt", "16", "--output", "8").out.splitlines()
+    tokens_ms = [line.split()[1] for line in lines if line.lstrip()[:2] == "1 "]
+    assert 0 < float(tokens_ms[0]) < 0.01
+    assert len(tokens_ms[0].lstrip("0.")) == 3
+
+
+def test_given_shares_stand_in_place_of_measured_steps(cli, tiny):
+    ran = cli("plan", tiny, "--calibrate", "--mbu", "0.5")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--mbu has no effect on measured steps (--calibrate)" in ran.err
 
 
 def test_what_is_no_model_is_refused(cli, tmp_path):

@@ -6,35 +6,31 @@ import json
 
 import pytest
 
-CONFIG = {
-    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "num_hidden_layers": 32, "intermediate_size": 14336,
-    "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "llama-8b" / "config.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(CONFIG))
-    return str(path.parent)
-
 
 def test_a_fleet_is_another_command_of_two_words(cli, config, tmp_path):
     pytest.importorskip("highspy", reason="the extra [plan] is not installed")
     path = tmp_path / "fleet.yaml"
     path.write_text(f"models:\n- model: {config}\n  requests_per_s: 2\ndevices: [L40S, L4]\n")
     out = cli("plan", "fleet", str(path)).out
-    assert "$ an hour" in out.splitlines()[0]
+    assert "Times are limits, which no engine passes" in out.splitlines()[0]
     assert "llama-8b" in out
     assert any(line.startswith("WITHOUT") for line in out.splitlines())
+    path.write_text(path.read_text() + "mfu: 0.5\nmbu: 0.7\n")
+    first = cli("plan", "fleet", str(path)).out.splitlines()[0]
+    assert first.endswith("Engines reach 50% of arithmetic and 70% of bandwidth.")
     found = json.loads(cli("plan", "fleet", str(path), "--json").out)
     assert found["models"][0]["carried"] == found["models"][0]["load"]
     path.write_text(path.read_text() + "budget: 0.01\n")
     ran = cli("plan", "fleet", str(path))
-    assert (ran.code, ran.out) == (2, "")
+    assert (ran.code, ran.out) == (9, "")
     assert "times the budget" in ran.err
+    ran = cli("plan", "fleet", str(path), "--json")
+    assert ran.code == 9
+    assert "times the budget" in json.loads(ran.out)["verdict"]
+    path.write_text("models:\n- requests_per_s: 1\n  model: ./nothing.gguf\n")
+    ran = cli("plan", "fleet", str(path))
+    assert ran.code == 3
+    assert "fleet.yaml, line 3: " in ran.err
     assert "cannot be read" in cli("plan", "fleet", str(tmp_path / "none.yaml")).err
 
 
@@ -53,9 +49,17 @@ def test_hosting_is_compared_with_apis(cli, config):
     for wrong, reason in (
         (("--api", "GPT-4.2"), "--api must be one of"),
         (("--hours", "1,2"), "24 numbers"),
-        (("--requests-per-day", "-1"), "--requests-per-day must be above 0"),
+        (("--requests-per-day", "-1"), "--requests-per-day must be greater than 0"),
         (("--utilization", "2"), "--utilization must be"),
+        (("--api-ttft", "-5", "--api-tpot", "1"), "--api-ttft must be greater than 0"),
+        (("--api-ttft", "5", "--api-tpot", "nan"), "--api-tpot must be greater than 0"),
+        (("--api-availability", "1.5"), "--api-availability must be greater than 0 and at most 1"),
+        (("--api-ttft", "5"), "--api-ttft has no effect without --api-tpot"),
+        (("--api-tpot", "5"), "--api-tpot has no effect without --api-ttft"),
     ):
         ran = cli(*given, *wrong)
         assert (ran.code, ran.out) == (2, "")
         assert reason in ran.err
+    ran = cli(*given, "--tpot", "0.01")
+    assert (ran.code, ran.out) == (9, "")
+    assert "times the objective" in ran.err

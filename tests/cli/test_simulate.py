@@ -6,20 +6,7 @@ import json
 
 import pytest
 
-CONFIG = {
-    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "num_hidden_layers": 32, "intermediate_size": 14336,
-    "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
 SMALL = ("--on", "h100-sxm", "--rate", "4", "--requests", "40", "--output", "20")
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "llama-8b" / "config.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(CONFIG))
-    return str(path.parent)
 
 
 def test_the_report_is_printed(cli, config):
@@ -50,9 +37,13 @@ def test_json_and_a_record_hold_the_run(cli, config, tmp_path):
 def test_a_sweep_shows_what_it_tried(cli, config):
     given = ("simulate", config, *SMALL, "--prompt", "2000", "--sweep", "--ttft", "150")
     ran = cli(*given)
-    assert "requests/s 90% of requests meet the objectives. At that load:" in ran.out
+    assert "requests/s 90% of requests meet the objectives. This means little: 40" in ran.out
     assert "REQUESTS/S" in ran.out
     found = json.loads(cli(*given, "--json").out)
+    assert found["warning"].startswith("This means little: 40 requests arrive within ")
+    ran = cli(*given, "--ttft", "0.01")
+    assert (ran.code, ran.out) == (9, "")
+    assert "Even at" in ran.err
     assert found["capacity"] == max(one["rate"] for one in found["probes"] if one["meets"])
 
 
@@ -71,8 +62,11 @@ def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
         (("--rate", "1", "--trace", "azure-conv"), "Give either --trace or --rate"),
         (("--trace", "azure-conv", "--prompt", "5"), "--prompt needs --rate: a trace has its own"),
         (("--rate", "1", "--sweep"), "--sweep needs an objective: --ttft, --tpot or both"),
-        (("--rate", "1", "--ttft", "-5"), "--ttft must be greater than 0"),
-        (("--rate", "-1"), "--rate must be above 0"),
+        (
+            ("--rate", "1", "--ttft", "-5"),
+            "--ttft must be greater than 0 and at most 1,000,000,000, got -5",
+        ),
+        (("--rate", "-1"), "--rate must be greater than 0"),
         (("--rate", "1", "--on", "H1000"), "--on must be one of here"),
         (("--rate", "1", "--prompt", "9000", "--on", "h100-sxm"), "Every request is refused"),
         (("--rate", "1", "--on", "h100-sxm", "--kv-memory", "90GB"), "It does not fit: weights"),
@@ -81,7 +75,17 @@ def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
         (("--rate", "1", "--speed", "1e-300"), "--speed must be from 1e-9"),
         (("--rate", "1", "--scale", "1e6"), "--scale makes a text of"),
         (("--rate", "1", "--record", "nowhere/x.json"), "--record is in a folder that does not"),
-        (("--rate", "1", "--replicas", "0"), "--replicas must be from 1 to 1024"),
+        (("--rate", "1", "--good", "0.9"), "--good has no effect without --sweep: add that, or"),
+        (("--rate", "1", "--link", "5"), "--link has no effect without --prefill-replicas"),
+        (("--rate", "1", "--draft-cost", "0.1"), "--draft-cost has no effect without --acceptance"),
+        (("--rate", "1", "--burstiness", "2"), "has no effect without --arrivals gamma"),
+        (("--trace", "azure-conv", "--burstiness", "2"), "--burstiness needs --rate"),
+        (("--trace", "azure-conv", "--seed", "2"), "--seed has no effect without --rate"),
+        (("--rate", "1", "--batch-size", "2"), "--batch-size has no effect without --policy dyn"),
+        (("--rate", "1", "--max-wait", "2"), "--max-wait has no effect without --policy dynamic"),
+        (("--rate", "1", "--routing", "prefix", "--no-prefix-cache"), "--routing prefix needs"),
+        (("--rate", "1", "--overhead", "-1"), "--overhead must be from 0 to 60,000, got -1"),
+        (("--rate", "1", "--replicas", "0"), "--replicas must be from 1 to 1,024"),
     ],
 )
 def test_wrong_options_are_answered_with_a_sentence(cli, config, given, message):

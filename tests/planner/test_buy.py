@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from msgspec.structs import replace
 
-from twostroke.core.errors import UsageError
+from support.configs import write_config
+from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.planner import Question, find_device, planned_model
 from twostroke.planner.buy import DAYS, HOURS, Case, Hosting, Traffic, compare
 from twostroke.planner.prices import ApiPrice, find_price, known_prices
 
-CONFIG = {
-    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "num_hidden_layers": 32, "intermediate_size": 14336,
-    "vocab_size": 128256, "max_position_embeddings": 1 << 17,
-}  # fmt: skip
 PRICE = ApiPrice(
     model="one", input_usd_per_1m=2.0, output_usd_per_1m=8.0, source_date="2026-01",
     cached_input_usd_per_1m=0.5, batch_share=0.5,
@@ -25,11 +19,10 @@ PRICE = ApiPrice(
 
 @pytest.fixture
 def case(tmp_path):
-    path = tmp_path / "8b.json"
-    path.write_text(json.dumps(CONFIG))
+    path = write_config(tmp_path / "8b.json", "8B")
     question = Question(prompt=1000, output=100, mfu=0.5, mbu=0.7)
     device = find_device("H100-SXM")
-    return Case(planned_model(str(path)), device, question, Traffic(1e5), Hosting())
+    return Case(planned_model(path), device, question, Traffic(1e5), Hosting())
 
 
 def test_a_request_costs_what_its_tokens_do():
@@ -115,13 +108,22 @@ def test_the_table_is_whole_and_wrong_prices_name_their_line(tmp_path):
     with pytest.raises(UsageError, match=r"Did you mean 'GPT-4\.1'"):
         find_price("GPT-4.2", known)
     path, head = tmp_path / "mine.csv", "model,input_usd_per_1m,output_usd_per_1m,source_date\n"
-    path.write_text(head + "mine,1,2,2026-03\n")
-    assert known_prices(path)["mine"].output_usd_per_1m == 2
+    more = head.replace("\n", ",batch_share,peak_hours_utc\n")
+    path.write_text(head + "mine,1,2e1,2026-03\n")
+    assert known_prices(path)["mine"].output_usd_per_1m == 20
     for text, words in (
         (head + "mine,1,2,2026-03\nother,x,2,2026-03\n", "line 3: .*input_usd_per_1m"),
         (head + "mine,1,2,lately\n", "line 2: "),
         (head.replace("model", "modell") + "mine,1,2,2026-03\n", "Did you mean 'model'"),
         (head + "mine,0,2,2026-03\n", "line 2: .*greater than 0"),
+        (head + "mine,nan,2,2026-03\n", "line 2: input_usd_per_1m must be greater than 0"),
+        (head + "mine,1,inf,2026-03\n", "line 2: output_usd_per_1m must be from 0 to 1,000,000"),
+        (head + "mine,1,2,2026-99\n", "line 2: source_date must be a month such as 2026-07"),
+        (head + "mine,1,2,2026-03,9\n", "line 2: there are more values than columns"),
+        (head + "mine,1,2,2026-03\nmine,1,3,2026-03\n", "line 3: there is another line for"),
+        (more + "mine,1,2,2026-03,-0.5,\n", "line 2: batch_share must be from 0 to 1, got -0.5"),
+        (more + "mine,1,2,2026-03,,22-2\n", "line 2: peak_hours_utc must be hours such as"),
+        (more + "mine,1,2,2026-03,,late\n", "line 2: peak_hours_utc must be hours such as"),
         (head, "has no prices"),
     ):
         path.write_text(text)
@@ -135,7 +137,7 @@ def test_impossible_objectives_and_loads_are_refused(case):
         (replace(case, device=find_device("T4")), "does not fit"),
         (replace(case, device=find_device("MI325X")), "no price"),
     ):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(TwostrokeError, match=words):
             compare(other, [PRICE], "2026-02")
     for given in ({"requests_per_day": 0.0}, {"requests_per_day": 1.0, "batch": 2.0}):
         with pytest.raises(UsageError, match="must be"):

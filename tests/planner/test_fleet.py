@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import product
 
 import pytest
 
-from twostroke.core.errors import UsageError
+from support.configs import write_config
+from twostroke.core.errors import ModelNotFoundError, UsageError
 from twostroke.planner import find_device, planned_model
 from twostroke.planner.fleet import make_fleet
-from twostroke.planner.fleet_file import read_fleet
+from twostroke.planner.fleet_file import at_line, read_fleet
 from twostroke.planner.planner import Planner
 from twostroke.planner.replicas import Place, Replicas
 
 pytest.importorskip("highspy", reason="the extra [plan] is not installed")
 yaml = pytest.importorskip("yaml", reason="the extra [plan] is not installed")
-
-SIZES = {  # hidden, heads, key-value heads, layers, feed-forward, vocabulary
-    "8B": (4096, 32, 8, 32, 14336, 128256),
-    "13B": (5120, 40, 40, 40, 13824, 32000),
-    "34B": (8192, 64, 8, 48, 22016, 32000),
-    "70B": (8192, 64, 8, 80, 28672, 128256),
-}
-KEYS = (
-    "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
-    "intermediate_size", "vocab_size",
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -37,11 +26,9 @@ def fleet(tmp_path):
     def ask(models, **more):
         for one in models:
             size = one["model"]
-            values = dict(zip(KEYS, SIZES[size], strict=True))
+            tied = size == "13B"
             path = tmp_path / f"{size}.json"
-            config = {"model_type": "llama", "max_position_embeddings": 1 << 17, **values}
-            path.write_text(json.dumps({**config, "tie_word_embeddings": size == "13B"}))
-            one["model"] = str(path)
+            one["model"] = write_config(path, size, tie_word_embeddings=tied)
         path = tmp_path / "fleet.yaml"
         path.write_text(yaml.safe_dump({"models": models, **more}))
         return read_fleet(path)
@@ -132,10 +119,18 @@ def test_a_wrong_file_names_the_line_and_the_nearest_word(tmp_path):
     for text, words in (
         (model + "  promt: 3\n", r"line 4: there is no field 'promt'\. Did you mean 'prompt'"),
         (model + "stok: {L4: 1}\n", r"line 4: there is no field 'stok'\. Did you mean 'stock'"),
-        (model + "  prompt: many\n", r"line 4: expected `int`, got `str` \(models\[0\].prompt\)"),
-        (model + "  ttft: -1\n", "line 4: ttft must be greater than 0"),
+        (
+            model + "  prompt: many\n",
+            r"line 4: must be a whole number such as 2048, got a text \(mod",
+        ),
+        (model + "  prompt: 2.5\n", "line 4: must be a whole number such as 2048, got a fraction"),
+        (model + "  prompt: 010\n", "line 4: must be a whole number"),
+        (model + "  cached: 10%\n", "line 4: must be a number such as 2.5 or 1e3, got a text"),
+        (model + "  tpot: .inf\n", "line 4: tpot must be greater than 0 and at most"),
+        (model + "mfu: .nan\n", "line 4: mfu must be greater than 0 and at most 1, got nan"),
+        (model + "  ttft: -1\n", "line 4: ttft must be greater than 0 and at most .*, got -1"),
         (model + "  weights: int9\n", "line 4: weights .*Did you mean 'int8'"),
-        (model + "mfu: 2\n", "line 4: mfu must be above 0"),
+        (model + "mfu: 2\n", "line 4: mfu must be greater than 0 and at most 1, got 2"),
         (model + "stock:\n  L4: 1\n  H100-SXN: 2\n", "line 6: .*Did you mean 'H100-SXM'"),
         (model + "objective: fast\n", "line 4: invalid enum value 'fast'"),
         ("models: []\n", "line 1: models must name at least one"),
@@ -146,3 +141,21 @@ def test_a_wrong_file_names_the_line_and_the_nearest_word(tmp_path):
         path.write_text(text)
         with pytest.raises(UsageError, match=words):
             read_fleet(path)
+
+
+def test_numbers_are_read_as_yaml_has_them_now(tmp_path):
+    path = tmp_path / "fleet.yaml"
+    for text, value in (("1e1", 10), ("1E+1", 10), ("2.5e-1", 0.25), (".5", 0.5), ("10", 10)):
+        path.write_text(f"models:\n- model: smollm2\n  prompt: 2e3\n  requests_per_s: {text}\n")
+        (found,) = read_fleet(path).models
+        assert (found.prompt, found.requests_per_s) == (2000, value)
+
+
+def test_a_model_that_is_not_there_is_named_with_its_line(tmp_path):
+    path = tmp_path / "fleet.yaml"
+    path.write_text("mfu: 0.5\nmodels:\n- requests_per_s: 1\n  model: ./nothing.gguf\n")
+    with pytest.raises(ModelNotFoundError) as caught:
+        make_fleet(read_fleet(path))
+    found = at_line(path, caught.value)
+    assert isinstance(found, ModelNotFoundError)
+    assert str(found).startswith("fleet.yaml, line 4: ")

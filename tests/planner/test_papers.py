@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from support.configs import write_config
 from twostroke.core.hardware import Hardware
 from twostroke.engine.counters import Stroke
 from twostroke.planner import Question, find_device, make_plan, planned_model
@@ -13,22 +12,13 @@ from twostroke.planner.planner import Planner
 from twostroke.planner.roofline import kv_bytes
 from twostroke.program.batch import BatchShape
 
-KEYS = (
-    "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
-    "intermediate_size", "vocab_size",
-)  # fmt: skip
-
 
 @pytest.fixture
 def model(tmp_path):
     """Return a function that plans a model of these sizes; keys and values need no others."""
 
     def make(*sizes, **more):
-        values = dict(zip(KEYS, sizes, strict=True))
-        config = {"model_type": "llama", "max_position_embeddings": 1 << 17, **values, **more}
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(config))
-        return planned_model(str(path))
+        return planned_model(write_config(tmp_path / "config.json", sizes, **more))
 
     return make
 

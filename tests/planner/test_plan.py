@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from msgspec.structs import replace
 
+from support.configs import write_config
 from twostroke.core.errors import ModelFormatError, UsageError
 from twostroke.planner import (
     Device,
@@ -19,48 +18,33 @@ from twostroke.planner import (
 from twostroke.planner.planner import Planner
 from twostroke.planner.roofline import kv_bytes
 
-SIZES = {  # hidden, heads, key-value heads, layers, feed-forward, vocabulary
-    "Llama-2-13B": (5120, 40, 40, 40, 13824, 32000),
-    "Llama-3-8B": (4096, 32, 8, 32, 14336, 128256),
-    "Llama-3-70B": (8192, 64, 8, 80, 28672, 128256),
-    "Llama-3.1-405B": (16384, 128, 8, 126, 53248, 128256),
-}
-KEYS = (
-    "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
-    "intermediate_size", "vocab_size",
-)  # fmt: skip
-
 
 @pytest.fixture
 def model(tmp_path):
     def make(name, **more):
-        values = dict(zip(KEYS, SIZES[name], strict=True))
-        config = {"model_type": "llama", "max_position_embeddings": 1 << 17, **values, **more}
-        path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(config))
-        return planned_model(str(path))
+        return planned_model(write_config(tmp_path / f"{name}.json", name, **more))
 
     return make
 
 
 def test_bytes_of_keys_and_values(model):
     for name, expected in (
-        ("Llama-2-13B", 819_200),
-        ("Llama-3-8B", 131_072),
-        ("Llama-3-70B", 327_680),
-        ("Llama-3.1-405B", 516_096),
+        ("13B", 819_200),
+        ("8B", 131_072),
+        ("70B", 327_680),
+        ("405B", 516_096),
     ):
         assert kv_bytes(model(name), Question(), 1) == expected
-    batch = 32 * kv_bytes(model("Llama-2-13B"), Question(), 2048)
+    batch = 32 * kv_bytes(model("13B"), Question(), 2048)
     assert batch == pytest.approx(53.687e9, rel=1e-5)
-    eight = kv_bytes(model("Llama-3-70B"), Question(), 8192)
+    eight = kv_bytes(model("70B"), Question(), 8192)
     assert eight == pytest.approx(2.684e9, rel=1e-3)
     # 16 devices, 8 heads: two devices hold each head.
-    assert kv_bytes(model("Llama-3-8B"), Question(count=16), 1) == 2 * 131_072
+    assert kv_bytes(model("8B"), Question(count=16), 1) == 2 * 131_072
 
 
 def test_a_stream_reads_all_weights_once_for_each_token(model):
-    large = model("Llama-3-70B")
+    large = model("70B")
     plan = make_plan(large, find_device("H100-SXM"), Question(prompt=1, output=1, count=2))
     assert large.num_weights == pytest.approx(70.55e9, rel=1e-3)
     embedding = 128256 * 8192 * 2  # of which a token reads one row
@@ -74,17 +58,17 @@ def test_a_stream_reads_all_weights_once_for_each_token(model):
 
 
 def test_what_does_not_fit_says_what_would(model):
-    plan = make_plan(model("Llama-3-70B"), find_device("H100-SXM"), Question())
+    plan = make_plan(model("70B"), find_device("H100-SXM"), Question())
     assert plan.chosen is None
     assert "does not fit" in plan.verdict
     assert "2 of them are enough" in plan.verdict
-    two = make_plan(model("Llama-3-70B"), find_device("H100-SXM"), Question(count=2))
+    two = make_plan(model("70B"), find_device("H100-SXM"), Question(count=2))
     assert two.chosen is not None
     assert two.chosen.streams == two.memory.most_streams == 6
 
 
 def test_objectives_choose_the_streams(model):
-    device, large = find_device("H100-SXM"), model("Llama-3-70B")
+    device, large = find_device("H100-SXM"), model("70B")
     free = make_plan(large, device, Question(count=4))
     asked = Question(count=4, tpot_s=0.0125)
     plan = make_plan(large, device, asked)
@@ -103,7 +87,7 @@ def test_objectives_choose_the_streams(model):
 
 
 def test_what_ifs_go_the_right_way(model):
-    plan = make_plan(model("Llama-3-8B"), find_device("A100-80GB"), Question(streams=4))
+    plan = make_plan(model("8B"), find_device("A100-80GB"), Question(streams=4))
     found = {one.change: one for one in plan.what_ifs}
     asked = found["as asked"]
     assert found["weights w4a16"].tpot_s < 0.4 * asked.tpot_s
@@ -117,13 +101,13 @@ def test_what_ifs_go_the_right_way(model):
 
 def test_a_window_bounds_the_cache(model):
     config = {"model_type": "mistral", "sliding_window": 1000}
-    windowed = model("Llama-3-8B", **config)
-    whole = kv_bytes(model("Llama-3-8B"), Question(), 10_000)
+    windowed = model("8B", **config)
+    whole = kv_bytes(model("8B"), Question(), 10_000)
     assert kv_bytes(windowed, Question(), 10_000) == whole / 10
 
 
 def test_efficiency_and_price_scale(model):
-    device, small = find_device("L4"), model("Llama-3-8B")
+    device, small = find_device("L4"), model("8B")
     base = make_plan(small, device, Question(streams=1)).rows[0]
     half = make_plan(small, device, Question(streams=1, mfu=0.5, mbu=0.5)).rows[0]
     assert half.tpot_s == pytest.approx(2 * base.tpot_s)
@@ -143,6 +127,12 @@ def test_devices_come_from_the_table_or_a_file(tmp_path):
         path.write_text(text)
         with pytest.raises(UsageError, match="does not describe a device"):
             find_device(str(path))
+    head = 'name = "mine"\nbandwidth_gb_s = 900\nbf16_tflops = 180\n'
+    for name in ("memory_gb", "link_gb_s", "tdp_w", "fp8_tflops", "usd_per_hour"):
+        for value in ("-1", "0", "nan", "inf"):
+            path.write_text(f"{head}{name} = {value}\n")
+            with pytest.raises(UsageError, match=rf"mine.toml, line 4: {name} must be greater"):
+                find_device(str(path))
 
 
 def test_bad_questions_and_models_are_refused(tmp_path):

@@ -8,18 +8,23 @@ import click
 import msgspec
 
 from twostroke.cli.drawing import PLOTS, check_file, file_option
-from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.help import Command, option
+from twostroke.cli.planning import (
+    is_given,
+    kv_format_option,
+    objective_options,
+    price_option,
+    share_options,
+    weights_option,
+)
 from twostroke.cli.terminal import printable, show_table
 from twostroke.compress.unfinished import unfinished
-from twostroke.core.errors import Field, UsageError
+from twostroke.core.errors import Field, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.planner import Plan
-
-_WEIGHTS = ("bf16", "fp8", "int8", "w4a16", "nvfp4")
-_KV_FORMATS = ("f32", "f16", "bf16", "int8")
 
 
 @click.command("plan", cls=Command)
@@ -32,17 +37,15 @@ _KV_FORMATS = ("f32", "f16", "bf16", "int8")
     "machine, measured.",
 )
 @option("--devices", "count", default=1, help="Devices that divide each layer.")
-@option("--weights", type=OneOf(_WEIGHTS), help="How weights are stored [default: as in the file].")
-@option("--kv-format", type=OneOf(_KV_FORMATS), default="f16", help="Format of keys and values.")
+@weights_option
+@kv_format_option
 @option("--prompt", default=1024, help="Tokens of a request's prompt.")
 @option("--output", default=256, help="Tokens of its answer.")
 @option("--cached", default=0.0, help="Share of the prompt that the prefix cache has.")
 @option("--streams", type=int, help="Requests that decode together [default: as many as can].")
-@option("--ttft", "ttft_s", type=float, help="Objective for the first token, in ms.")
-@option("--tpot", "tpot_s", type=float, help="Objective for each further token, in ms.")
-@option("--mfu", default=1.0, help="Share of the arithmetic that an engine reaches.")
-@option("--mbu", default=1.0, help="Share of the bandwidth that an engine reaches.")
-@option("--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's].")
+@objective_options()
+@share_options(1.0, 1.0)
+@price_option
 @option(
     "--calibrate",
     is_flag=True,
@@ -77,15 +80,13 @@ def command(
 
     MODEL is a name, a GGUF file, or a config.json (or its folder), whose weights need not be here.
     With --mfu 1 and --mbu 1 times are limits that no engine passes. On this machine they are
-    corrected by measured steps of MODEL, if there are any (--calibrate).
+    corrected by measured steps of MODEL, if there are any (--calibrate) and neither is given. The
+    exit code is 9 if what is asked cannot be.
     """
     from twostroke import planner
-    from twostroke.planner import words
 
     check_file(plot, "plot", PLOTS)
     check_file(html, "html", (".html",))
-    for name in ("ttft_s", "tpot_s"):  # given in milliseconds
-        given[name] = None if given[name] is None else given[name] / 1e3
     question = planner.Question(**given)
     is_here = device == "here"
     found = planner.this_machine() if is_here else planner.find_device(device)
@@ -93,22 +94,34 @@ def command(
     if calibrate and not is_here:
         reason = "measures this machine: leave {on} out."
         raise UsageError(reason, field="calibrate", on=Field("device"))
+    shares = [name for name in ("mfu", "mbu") if is_given(name)]
+    if calibrate and shares:
+        reason = "has no effect on measured steps ({other}): leave one of them out."
+        raise UsageError(reason, field=shares[0], other=Field("calibrate"))
     if calibrate:
         length = planned.program.context_length
         planner.calibrate(model, planned.identity, length, lambda text: click.echo(text, err=True))
-    known = planner.known_calibration(planned.identity) if is_here else None
+    known = planner.known_calibration(planned.identity) if is_here and not shares else None
     plan = planner.make_plan(planned.as_(weights) if weights else planned, found, question, known)
     if plot is not None or html is not None:
         _draw(plan, plot, html)
     if as_json:
         click.echo(msgspec.json.encode(plan).decode())
-        return
+    else:
+        _show(plan, explained=explained)
+    if plan.chosen is None:
+        raise UnreachableError(plan.verdict)
+
+
+def _show(plan: Plan, *, explained: bool) -> None:
+    from twostroke.planner import words
+
     for line in words.facts(plan):
         click.echo(printable(line))
     click.echo()
     show_table([words.HEADINGS, *map(words.cells, plan.rows)], range(9))
     click.echo()
-    for line in words.answer(plan):
+    for line in words.answer(plan) if plan.chosen else ():  # why there is none is an error
         click.echo(printable(line))
     click.echo()
     show_table([words.WHAT_IF_HEADINGS, *words.what_ifs(plan)])

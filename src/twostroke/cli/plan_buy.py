@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.help import Command, option
+from twostroke.cli.planning import (
+    MS,
+    Number,
+    check_effect,
+    objective_options,
+    price_option,
+    share_options,
+    weights_option,
+)
 from twostroke.cli.terminal import printable, show_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.planner.buy import Buy, Case, Comparison
-
-_WEIGHTS: Final = ("bf16", "fp8", "int8", "w4a16", "nvfp4")
 
 
 class _Hours(click.ParamType):  # type: ignore[type-arg]
@@ -48,7 +55,7 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
 @click.argument("model")
 @option("--on", "device", required=True, help="A device of the table, or a .toml file.")
 @option("--devices", "count", default=1, help="Devices of a replica.")
-@option("--weights", type=OneOf(_WEIGHTS), help="How weights are stored [default: as in the file].")
+@weights_option
 @option("--requests-per-day", type=float, required=True, help="The load.", section="Load")
 @option("--hours", type=_Hours(), default="flat", help="Shape of a day (UTC).", section="Load")
 @option("--growth", default=0.0, help="Of the load in a month, such as 0.1.", section="Load")
@@ -56,11 +63,9 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
 @option("--prompt", default=1024, help="Tokens of a request's prompt.", section="Load")
 @option("--output", default=256, help="Tokens of its answer.", section="Load")
 @option("--cached", default=0.0, help="Share of the prompt that is cached.", section="Load")
-@option("--ttft", "ttft_s", type=float, help="Objective in ms.", section="Load")
-@option("--tpot", "tpot_s", type=float, help="Objective in ms.", section="Load")
-@option("--mfu", default=0.5, help="Share of the arithmetic that the engine reaches.")
-@option("--mbu", default=0.7, help="Share of the bandwidth that the engine reaches.")
-@option("--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's].")
+@objective_options("Load")
+@share_options(0.5, 0.7)
+@price_option
 @option("--utilization", default=0.6, help="Share of its time that a replica may be busy.")
 @option("--spare", default=1, help="Replicas that run beside those that are needed.")
 @option("--scaled", is_flag=True, help="Stop replicas in hours that do not need them.")
@@ -69,9 +74,9 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
 @option("--availability", default=0.99, help="Share of time that one replica runs.")
 @option("--api", "apis", multiple=True, help="An API of the table [default: all].", section="API")
 @option("--prices", type=click.Path(path_type=Path), help="CSV of prices.", section="API")
-@option("--api-ttft", type=float, help="Measured, in ms.", section="API")
-@option("--api-tpot", type=float, help="Measured, in ms.", section="API")
-@option("--api-availability", type=float, help="As promised or measured.", section="API")
+@option("--api-ttft", type=MS, help="Measured, in ms.", section="API")
+@option("--api-tpot", type=MS, help="Measured, in ms.", section="API")
+@option("--api-availability", type=Number(most=1), help="As promised or measured.", section="API")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     model: str,
@@ -94,8 +99,8 @@ def command(
     from twostroke.planner.buy import Case, Hosting, Traffic, compare
     from twostroke.planner.prices import find_price, known_prices
 
-    for name in ("ttft_s", "tpot_s"):  # given in milliseconds
-        given[name] = None if given[name] is None else given[name] / 1e3
+    check_effect("api_ttft", "api_tpot", has_effect=api_tpot is not None)
+    check_effect("api_tpot", "api_ttft", has_effect=api_ttft is not None)
     known = known_prices(prices)
     chosen = [find_price(name, known) for name in apis] or list(known.values())
     planned = planner.planned_model(model)
@@ -173,18 +178,24 @@ def _signals(
     found: Buy, case: Case, measured: tuple[float | None, float | None, float | None]
 ) -> Iterator[str]:
     """Yield what speaks for hosting and what for the API: cost, latency, reliability."""
+    from twostroke.measure.digits import milliseconds
+
     cheapest, (ttft, tpot, promised) = found.comparisons[0], measured
     side = "hosting" if cheapest.saving_usd > 0 else "the API"
     share = found.costs.usd / cheapest.usd
     yield f"Cost: for {side}. Hosting costs {share:.2f} times what {cheapest.api} does."
-    own = (found.replica.ttft_s * 1e3, found.replica.tpot_s * 1e3)
-    text = f"hosted TTFT {own[0]:,.0f} ms, without queues, and {own[1]:,.1f} ms a token"
+    own = found.replica.ttft_s, found.replica.tpot_s
+    text = (
+        f"hosted TTFT {milliseconds(own[0])} ms, without queues, and {milliseconds(own[1])} ms a "
+        "token"
+    )
     if ttft is None or tpot is None:
         yield f"Latency: open. {text}; measure the API's (--api-ttft, --api-tpot)."
     else:
         wins = (own[0] < ttft) + (own[1] < tpot)
         side = ("for the API", "divided", "for hosting")[wins]
-        yield f"Latency: {side}. {text}; the API's are {ttft:,.0f} and {tpot:,.1f} ms."
+        theirs = f"{milliseconds(ttft)} and {milliseconds(tpot)} ms"
+        yield f"Latency: {side}. {text}; the API's are {theirs}."
     running, spare = max(found.costs.replicas), case.hosting.spare
     text = (
         f"the peak hour has enough of its {running} replicas ({spare} spare) with a chance of "

@@ -31,15 +31,20 @@ def command(file: Path, as_json: bool) -> None:
     Without a stock, devices are bought from the table; with one, models are placed on it. The
     objective is cost or performance. See docs/planning.md for the file.
     """
-    from twostroke.core.errors import UsageError
+    from twostroke.core.errors import TwostrokeError, UnreachableError
     from twostroke.planner.fleet import make_fleet
-    from twostroke.planner.fleet_file import read_fleet
+    from twostroke.planner.fleet_file import at_line, read_fleet
 
-    fleet = make_fleet(read_fleet(file))
-    if fleet.verdict:
-        raise UsageError(fleet.verdict)
+    question = read_fleet(file)
+    try:
+        fleet = make_fleet(question)
+    except TwostrokeError as error:
+        raise at_line(file, error) from None
     if as_json:
         click.echo(msgspec.json.encode(fleet).decode())
+    if fleet.verdict:
+        raise UnreachableError(fleet.verdict)
+    if as_json:
         return
     click.echo(printable(_price(fleet)))
     click.echo()
@@ -55,15 +60,16 @@ def command(file: Path, as_json: bool) -> None:
 
 def _price(fleet: Fleet) -> str:
     text = f"{fleet.usd_per_hour:,.2f} $ an hour" if fleet.usd_per_hour else "No prices are known"
-    if fleet.least_usd is None:
-        return f"{text}. Times are limits unless the file has mfu and mbu."
-    return (
-        f"{text}; no packing of the replicas looked at costs less than {fleet.least_usd:,.2f}. "
-        "Times are limits unless the file has mfu and mbu."
-    )
+    if fleet.least_usd is not None:
+        text += f"; no packing of the replicas looked at costs less than {fleet.least_usd:,.2f}"
+    if (fleet.mfu, fleet.mbu) == (1.0, 1.0):
+        return f"{text}. Times are limits, which no engine passes: set mfu and mbu."
+    return f"{text}. Engines reach {fleet.mfu:.0%} of arithmetic and {fleet.mbu:.0%} of bandwidth."
 
 
 def _groups(fleet: Fleet) -> Iterator[tuple[str, ...]]:
+    from twostroke.measure.digits import digits, milliseconds
+
     for group in fleet.groups:
         each = f"{group.count} x {group.device}" if group.count > 1 else group.device
         name = f"{group.times} places of {each}" if group.times > 1 else each
@@ -74,10 +80,10 @@ def _groups(fleet: Fleet) -> Iterator[tuple[str, ...]]:
                 one.weights,
                 f"{one.count * group.times:,}",
                 f"{one.time_share:.0%}",
-                f"{one.memory_bytes / 1e9:.1f}",
+                digits(one.memory_bytes / 1e9),
                 f"{one.streams:,}",
-                f"{one.ttft_s * 1e3:,.1f}",
-                f"{one.tpot_s * 1e3:.2f}",
+                milliseconds(one.ttft_s),
+                milliseconds(one.tpot_s),
                 f"{one.requests_per_s * one.count * group.times:.3g}",
                 one.bound,
             )

@@ -12,8 +12,19 @@ from msgspec.structs import replace
 from twostroke.cli.drawing import check_folder
 from twostroke.cli.help import ByteSize, Command, OneOf, option
 from twostroke.cli.options import BATCHING, MACHINE, engine_options
+from twostroke.cli.planning import (
+    Number,
+    check_effect,
+    is_given,
+    kv_format_option,
+    objective_options,
+    price_option,
+    share_options,
+    weights_option,
+)
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import Field, UsageError
+from twostroke.schedule.routing import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,9 +32,6 @@ if TYPE_CHECKING:
     from twostroke.measure.requests import Objectives
     from twostroke.simulate import Load, Probe, Setup, Simulation
 
-_WEIGHTS: Final = ("bf16", "fp8", "int8", "w4a16", "nvfp4")
-_KV_FORMATS: Final = ("f32", "f16", "bf16", "int8")
-_ROUTES: Final = ("round-robin", "least-work", "two-choices", "prefix")
 _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "shared")
 
 
@@ -37,9 +45,16 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @option("--devices", "count", default=1, help="Devices of each replica, which divide each layer.")
 @option("--replicas", default=1, help="Replicas of the model.")
 @option("--prefill-replicas", default=0, help="How many of them compute prompts only.")
-@option("--link", type=float, help="GB/s from these to the others [default: the device's].")
 @option(
-    "--routing", type=OneOf(_ROUTES), default="least-work", help="Which replica gets a request."
+    "--link",
+    type=Number(most=1e9, unit=1e9),
+    help="GB/s from these to the others [default: the device's].",
+)
+@option(
+    "--routing",
+    type=OneOf(tuple(ROUTES)),
+    default="least-work",
+    help="Which replica gets a request.",
 )
 @option(
     "--trace",
@@ -57,28 +72,32 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @option("--speed", default=1.0, help="Let requests come X times as fast.")
 @option("--scale", default=1.0, help="Multiply all lengths by X.")
 @option("--seed", type=click.IntRange(0), default=0, help="Of what is random.")
-@option("--ttft", "ttft_s", type=float, help="Objective for the first token, in ms.")
-@option("--tpot", "tpot_s", type=float, help="Objective for each further token, in ms.")
+@objective_options()
 @option(
     "--sweep",
     is_flag=True,
     help="Find the highest load at which --good of the requests meet the objectives.",
 )
 @option("--good", "share", default=0.9, help="Share of requests that must meet them in a sweep.")
-@option("--weights", type=OneOf(_WEIGHTS), help="How weights are stored [default: as in the file].")
-@option("--kv-format", type=OneOf(_KV_FORMATS), default="f16", help="Format of keys and values.")
+@weights_option
+@kv_format_option
 @option(
     "--kv-memory",
     "memory_bytes",
     type=ByteSize(),
     help="Memory of each replica for keys and values [default: what weights leave].",
 )
-@option("--mfu", default=1.0, help="Share of the arithmetic that an engine reaches.")
-@option("--mbu", default=1.0, help="Share of the bandwidth that an engine reaches.")
+@share_options(1.0, 1.0)
 @option("--acceptance", type=float, help="Speculate with guesses that are right with this chance.")
 @option("--draft-cost", default=0.0, help="What a guess takes, as a share of a decode step.")
-@option("--overhead", "overhead_s", default=0.0, help="Time from client to engine, in ms.")
-@option("--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's].")
+@option(
+    "--overhead",
+    "overhead_s",
+    type=Number(least=0, most=60_000, unit=1e-3),
+    default=0.0,
+    help="Time from client to engine, in ms.",
+)
+@price_option
 @option(
     "--record", type=click.Path(path_type=Path, dir_okay=False), help="Keep requests in a file."
 )
@@ -93,14 +112,15 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     from twostroke.measure.requests import Objectives
     from twostroke.simulate import simulate, sweep
 
-    limits = {name: given.pop(name) for name in ("ttft_s", "tpot_s")}  # in milliseconds
-    objectives = Objectives(**{n: None if v is None else v / 1e3 for n, v in limits.items()})
+    objectives = Objectives(given.pop("ttft_s"), given.pop("tpot_s"))
     is_sweep, share = given.pop("sweep"), given.pop("share")
     if is_sweep and not objectives:
         facts = {"ttft": Field("ttft_s"), "tpot": Field("tpot_s")}
         raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep", **facts)
     if record is not None:
         check_folder(record, "record")
+    check_effect("share", "sweep", has_effect=is_sweep)
+    _check_effects(given)
     load = _load(given)
     setup = _setup(model, given)
     if is_sweep:
@@ -116,7 +136,8 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
         shown: Any = replace(simulation, logs=())
         if is_sweep:
             probes = [{"speed": p.speed, "rate": p.rate, "meets": p.meets} for p in found.probes]
-            shown = {"capacity": found.best.rate, "probes": probes, "best": shown}
+            about = {"capacity": found.best.rate, "warning": found.warning}
+            shown = about | {"probes": probes, "best": shown}
         click.echo(msgspec.json.encode(shown).decode())
         return
     for line in _facts(setup, load):
@@ -124,8 +145,21 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     if is_sweep:
         _show_sweep(found.probes)
         good = f"{share:.0%} of requests meet the objectives"
-        click.echo(f"\nUp to {found.best.rate:.3g} requests/s {good}. At that load:\n")
+        warning = f" {found.warning}" if found.warning else ""
+        click.echo(f"\nUp to {found.best.rate:.3g} requests/s {good}.{warning} At that load:\n")
     _show(simulation, objectives)
+
+
+def _check_effects(given: dict[str, Any]) -> None:
+    """Refuse options that would change nothing."""
+    check_effect("link", "prefill_replicas", has_effect=given["prefill_replicas"] > 0)
+    check_effect("draft_cost", "acceptance", has_effect=given["acceptance"] is not None)
+    is_gamma, policy = given["arrivals"] == "gamma", given["policy"]
+    if given["rate"] is not None:
+        check_effect("burstiness", "arrivals", has_effect=is_gamma, value="gamma")
+    check_effect("seed", "rate", has_effect=given["rate"] is not None)
+    check_effect("batch_size", "policy", has_effect=policy != "continuous", value="dynamic")
+    check_effect("max_wait_s", "policy", has_effect=policy == "dynamic", value="dynamic")
 
 
 def _load(given: dict[str, Any]) -> Load:
@@ -157,17 +191,16 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
     question = planner.Question(kv_format=kv_format, **asked)
     options = engine_options(given, model)
     is_here = device == "here"
+    is_ideal = not is_here or is_given("mfu") or is_given("mbu")
     found = planner.this_machine() if is_here else planner.find_device(device)
     planned = planner.planned_model(model)
-    given["overhead_s"] /= 1e3  # given in milliseconds
-    given["link"] = None if given["link"] is None else given["link"] * 1e9
     return Setup(
         model=planned.as_(weights) if weights else planned,
         device=found,
         question=question,
         cache=options.cache,
         batch=options.batch,
-        calibration=planner.known_calibration(planned.identity) if is_here else None,
+        calibration=None if is_ideal else planner.known_calibration(planned.identity),
         is_here=is_here,
         **given,
     )
@@ -204,11 +237,13 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
 
 
 def _show_sweep(probes: tuple[Probe, ...]) -> None:
+    from twostroke.measure.digits import milliseconds
+
     rows: list[tuple[str, ...]] = [("REQUESTS/S", "GOOD", "TTFT P90 MS", "TPOT P90 MS", "QUEUE")]
     for one in probes:
         report = one.simulation.report
         times = [report.latencies.get(name) for name in ("ttft", "tpot")]
-        cells = ["–" if t is None else f"{t.percentiles['p90'].value * 1e3:,.1f}" for t in times]
+        cells = ["–" if t is None else milliseconds(t.percentiles["p90"].value) for t in times]
         queue = "grows" if report.is_growing else ""
         rows.append((f"{one.rate:.3g}", f"{report.good_share:.1%}", *cells, queue))
     show_table(rows, range(4))

@@ -104,6 +104,12 @@ class MemoryLimitError(TwostrokeError):
     code = "insufficient_memory"
 
 
+class UnreachableError(TwostrokeError):
+    """No plan does what is asked: it does not fit, or its objectives cannot be met."""
+
+    exit_code = 9
+
+
 class PortInUseError(TwostrokeError):
     """The server's address is taken or cannot be bound."""
 

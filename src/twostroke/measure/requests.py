@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.ranges import check_range
 from twostroke.engine.output import Timings  # noqa: TC001 - msgspec reads it
+from twostroke.measure.digits import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,10 +59,7 @@ class Objectives(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        for field in ("ttft_s", "tpot_s"):
-            value = getattr(self, field)
-            if value is not None and not 0 < value < 1e9:
-                raise UsageError(f"must be greater than 0, got {value}.", field=field)
+        check_range(self, "ttft_s", "tpot_s", most=1e9)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -162,8 +160,8 @@ def latency_rows(report: Report) -> list[tuple[str, ...]]:
     rows = [("", "MEAN MS", *(f"P{one}" for one in PERCENTILES))]
     for name, one in report.latencies.items():
         found = [one.percentiles.get(f"p{number}") for number in PERCENTILES]
-        cells = ["–" if value is None else f"{value.value * 1e3:,.1f}" for value in found]
-        rows.append((name.upper(), f"{one.mean * 1e3:,.1f}", *cells))
+        cells = ["–" if value is None else milliseconds(value.value) for value in found]
+        rows.append((name.upper(), milliseconds(one.mean), *cells))
     return rows
 
 

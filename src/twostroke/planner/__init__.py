@@ -2,10 +2,11 @@
 
 from twostroke.planner.calibration import Calibration, calibrate, known_calibration
 from twostroke.planner.devices import Device, find_device, known_devices, this_machine
-from twostroke.planner.models import WEIGHTS, PlannedModel, planned_model
+from twostroke.planner.models import PlannedModel, planned_model
 from twostroke.planner.plan import Plan, WhatIf, make_plan
 from twostroke.planner.planner import Memory, Row
 from twostroke.planner.question import Question
+from twostroke.program.storage import WEIGHTS
 
 __all__ = [
     "WEIGHTS",

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.ranges import check_range
+from twostroke.measure.digits import digits, milliseconds
 from twostroke.planner.planner import Planner
 from twostroke.planner.question import MEMORY_SHARE
 from twostroke.planner.replicas import UNITS, Place, Replicas
@@ -46,15 +48,11 @@ class Traffic(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        if not 0 < self.requests_per_day <= _MOST_PER_DAY:
-            reason = f"must be above 0 and at most {_MOST_PER_DAY:,.0f}."
-            raise UsageError(reason, field="requests_per_day")
+        check_range(self, "requests_per_day", most=_MOST_PER_DAY)
         if len(self.hours) != 24 or min(self.hours) < 0 or not 0 < sum(self.hours) < 1e12:
             raise UsageError("must be 24 numbers from 0, not all 0.", field="hours")
-        if not 0 <= self.batch <= 1:
-            raise UsageError(f"must be from 0 to 1, got {self.batch}.", field="batch")
-        if not -0.5 <= self.growth <= 1:
-            raise UsageError(f"must be from -0.5 to 1, got {self.growth}.", field="growth")
+        check_range(self, "batch", least=0, most=1)
+        check_range(self, "growth", least=-0.5, most=1)
 
     @property
     def per_hour(self) -> tuple[float, ...]:
@@ -79,14 +77,9 @@ class Hosting(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        for field in ("utilization", "availability"):
-            if not 0 < getattr(self, field) <= 1:
-                reason = f"must be above 0 and at most 1, got {getattr(self, field)}."
-                raise UsageError(reason, field=field)
-        for field, most in (("spare", 1000), ("engineering_usd", 1e9), ("setup_usd", 1e9)):
-            if not 0 <= getattr(self, field) <= most:
-                reason = f"must be from 0 to {most:,.0f}, got {getattr(self, field)}."
-                raise UsageError(reason, field=field)
+        check_range(self, "utilization", "availability", most=1)
+        check_range(self, "spare", least=0, most=1000)
+        check_range(self, "engineering_usd", "setup_usd", least=0, most=1e9)
 
 
 class Costs(Frozen):
@@ -161,7 +154,8 @@ def compare(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
     """Return self-hosting beside each API; swings are against the cheapest.
 
     Raises:
-        UsageError: the device has no price, or the model cannot run on it within its objectives.
+        UsageError: the device has no price.
+        UnreachableError: the model cannot run on it within its objectives.
     """
     replica = _replica(case)
     costs = _hosted(case, replica)
@@ -198,10 +192,10 @@ def _replica(case: Case) -> Replica:
     if not whole:
         lack = maker.shortfall(place)
         if lack.figure == "memory":
-            sizes = f"{lack.value / 1e9:,.1f} GB, and {lack.limit / 1e9:,.1f} GB are there"
-            raise UsageError(f"It does not fit on {place.name}: it needs {sizes}.")
-        raise UsageError(
-            f"On {place.name} {lack.figure} is at least {lack.value * 1e3:,.2f} ms, "
+            sizes = f"{digits(lack.value / 1e9)} GB, and {digits(lack.limit / 1e9)} GB are there"
+            raise UnreachableError(f"It does not fit on {place.name}: it needs {sizes}.")
+        raise UnreachableError(
+            f"On {place.name} {lack.figure} is at least {milliseconds(lack.value)} ms, "
             f"{lack.times:.2f} times the objective: more devices, or fewer bits for each weight."
         )
     return max(whole, key=lambda one: one.requests_per_s)
@@ -303,7 +297,7 @@ def _swings(case: Case, price: ApiPrice) -> Iterator[Swing]:
         for factor in (1 - _SWING, 1 + _SWING):
             try:
                 ends.append(saving(changed(case, factor)))
-            except UsageError:  # such as an objective that cannot be met
+            except TwostrokeError:  # such as an objective that cannot be met
                 break
         if len(ends) == 2:
             yield Swing(name, ends[0], ends[1])

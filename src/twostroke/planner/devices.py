@@ -6,13 +6,14 @@ import csv
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.ranges import check_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,6 +69,11 @@ class _Row(Frozen, forbid_unknown_fields=True):
     usd_per_hour: float | None = None
     usd_source: str = ""
     spec_checked: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what no device has."""
+        check_range(self, "bandwidth_gb_s", "memory_gb", "link_gb_s", "tdp_w", most=1e9)
+        check_range(self, *_RATES.values(), "usd_per_hour", most=1e9)
 
     def device(self) -> Device:
         """Return the device."""
@@ -138,12 +144,12 @@ def device_of(limits: Hardware) -> Device:
 
 def _read(path: Path) -> Device:
     try:
-        given: dict[str, Any] = tomllib.loads(read_small_file(path).decode())
-        row = msgspec.convert(given, _Row)
+        text = read_small_file(path).decode()
+        return msgspec.convert(tomllib.loads(text), _Row).device()
+    except UsageError as error:  # of __post_init__
+        keys = [line.partition("=")[0].strip() for line in text.splitlines()]
+        line = keys.index(error.field or "") + 1
+        raise UsageError(f"{path.name}, line {line}: {error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         reason = f"{path.name} does not describe a device: {error}. It needs lines such as "
         raise UsageError(f"{reason}{_EXAMPLE}.") from None
-    for name in ("bandwidth_gb_s", "bf16_tflops"):
-        if not 0 < getattr(row, name) < 1e9:
-            raise UsageError(f"{path.name}: {name} must be above 0, got {getattr(row, name)}.")
-    return row.device()

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.measure.digits import digits, milliseconds
 from twostroke.planner.devices import find_device, known_devices
 from twostroke.planner.models import planned_model
 from twostroke.planner.packing import Demand, Packer
@@ -81,10 +82,12 @@ class Fleet(Frozen):
     """The answer. `verdict` says why there is none: then there are no groups.
 
     `least_usd` is a bound on the price: no fleet of the replicas looked at costs less (None for
-    "performance"). `binding` says which limits decide.
+    "performance"). `binding` says which limits decide. `mfu` and `mbu` are the question's.
     """
 
     objective: str
+    mfu: float
+    mbu: float
     usd_per_hour: float
     least_usd: float | None
     groups: tuple[Group, ...]
@@ -138,6 +141,8 @@ class _Choice:
             )
         return Fleet(
             objective=self._asked.objective,
+            mfu=self._asked.mfu,
+            mbu=self._asked.mbu,
             usd_per_hour=packed.usd_per_hour,
             least_usd=packed.bound if demand.must_serve else None,
             groups=tuple(self._groups(packed)),
@@ -147,7 +152,8 @@ class _Choice:
         )
 
     def _none(self, verdict: str) -> Fleet:
-        return Fleet(self._asked.objective, 0.0, None, (), (), (), (), verdict)
+        asked = self._asked
+        return Fleet(asked.objective, asked.mfu, asked.mbu, 0.0, None, (), (), (), (), verdict)
 
     def _all_places(self, kinds: Sequence[Device], stock: Mapping[str, int]) -> Iterator[Place]:
         asked = self._asked
@@ -302,7 +308,10 @@ def _makers(question: FleetQuestion) -> Iterator[tuple[int, Replicas]]:
     known: dict[str, PlannedModel] = {}
     device = next(iter(known_devices().values()))
     for index, one in enumerate(question.models):
-        model = known.get(one.model) or planned_model(one.model)
+        try:
+            model = known.get(one.model) or planned_model(one.model)
+        except TwostrokeError as error:
+            raise type(error)(str(error), field=f"models[{index}].model") from None
         known[one.model] = model
         for stored in [model.as_(way) for way in one.formats] or [model]:
             planner = Planner(stored, device, one.question(question.mfu, question.mbu))
@@ -325,13 +334,13 @@ def _unique(names: Sequence[str]) -> list[str]:
 def _told(lack: Shortfall) -> str:
     if lack.figure == "memory":
         return (
-            f"it fits nowhere: one request with the weights takes {lack.value / 1e9:,.1f} GB, and "
-            f"{lack.place} offers {lack.limit / 1e9:,.1f} GB. Allow more most_devices, or fewer "
-            "bits (weights)."
+            f"it fits nowhere: one request with the weights takes {digits(lack.value / 1e9)} GB, "
+            f"and {lack.place} offers {digits(lack.limit / 1e9)} GB. Allow more most_devices, or "
+            "fewer bits (weights)."
         )
     what = "a shorter prompt or more of it cached" if lack.figure == "TTFT" else "speculation"
     return (
         f"no device meets its objectives: on {lack.place} {lack.figure} is at least "
-        f"{lack.value * 1e3:,.2f} ms, {lack.times:.2f} times the objective. Allow more "
+        f"{milliseconds(lack.value)} ms, {lack.times:.2f} times the objective. Allow more "
         f"most_devices, fewer bits (weights), or {what}."
     )

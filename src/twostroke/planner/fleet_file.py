@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from twostroke.core.errors import TwostrokeError, UsageError, nearest
 from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.ranges import check_range
 from twostroke.planner.devices import find_device
-from twostroke.planner.models import WEIGHTS
 from twostroke.planner.question import Question
+from twostroke.program.storage import WEIGHTS
 
 _UNKNOWN = re.compile(r"unknown field `(?P<field>.*?)`")
 _WHERE = re.compile(r" - at `\$(?P<path>.*?)`$")
 _STEP = re.compile(r"[^.\[\]]+")
-_IN_MS = {"ttft_s": "ttft", "tpot_s": "tpot"}  # what the file calls fields of `Question`
+_TYPES = re.compile(r"Expected `(?P<wanted>int|float)(?: \| null)?`, got `(?P<got>\w+)`")
+_KINDS = {"str": "text", "float": "fraction", "bool": "yes or no", "array": "list"}
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+# Numbers as YAML 1.2 has them: PyYAML takes 1e3 for a text, 010 for 8 and 1:30 for 90.
+_NUMBERS = {
+    _INT: re.compile(r"[-+]?(0|[1-9][0-9]*)$"),
+    _FLOAT: re.compile(
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[1-9][0-9]*(?=[eE]))([eE][-+]?[0-9]+)?$"
+        r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    ),
+}
 
 
 class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
@@ -60,9 +71,8 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     def question(self, mfu: float, mbu: float) -> Question:
         """Return the question of one replica on one device; UsageError if a value is wrong."""
-        for field, value in (("requests_per_s", self.requests_per_s), ("value", self.value)):
-            if not 0 < value < 1e12:
-                raise UsageError(f"must be greater than 0, got {value}.", field=field)
+        check_range(self, "requests_per_s", "value", most=1e12)
+        check_range(self, "ttft", "tpot", most=1e9)
         for word in self.formats:
             if word not in WEIGHTS:
                 words = f"must be among {', '.join(WEIGHTS)}, got '{word}'.{nearest(word, WEIGHTS)}"
@@ -113,20 +123,13 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
         """Refuse what is out of range."""
         if not self.models:
             raise UsageError("must name at least one model.", field="models")
-        for field in ("mfu", "mbu", "utilization", "memory_share"):
-            if not 0 < getattr(self, field) <= 1:
-                reason = f"must be above 0 and at most 1, got {getattr(self, field)}."
-                raise UsageError(reason, field=field)
-        if not 1 <= self.most_devices <= 64:
-            raise UsageError(
-                f"must be from 1 to 64, got {self.most_devices}.", field="most_devices"
-            )
+        check_range(self, "mfu", "mbu", "utilization", "memory_share", most=1)
+        check_range(self, "most_devices", least=1, most=64)
+        check_range(self, "budget", most=1e12)
         for field, values in (("stock", self.stock), ("prices", self.prices)):
             for name, value in values.items():
                 if not 0 < value < 1e9:
                     raise UsageError(f"must be greater than 0, got {value} {name}.", field=field)
-        if self.budget is not None and not 0 < self.budget < 1e12:
-            raise UsageError(f"must be greater than 0, got {self.budget}.", field="budget")
         if self.objective == "performance" and not self.stock and self.budget is None:
             raise UsageError("'performance' needs a stock or a budget.", field="objective")
         if self.stock and self.devices:
@@ -140,23 +143,57 @@ def read_fleet(path: Path) -> FleetQuestion:
         UsageError: it is not YAML, or a value is wrong; with the file's name and line.
         ModelFormatError: it cannot be read.
     """
+    root, values = _parsed(path)
+    return _Reading(path.name, root).question(values)
+
+
+def at_line(path: Path, error: TwostrokeError) -> TwostrokeError:
+    """Return an error about a field of the file with the field's line; others as they are."""
+    if error.field is None:
+        return error
+    root, _ = _parsed(path)
+    found = _Reading(path.name, root).at(_steps(error.field), str(error))
+    return type(error)(str(found))
+
+
+def _parsed(path: Path) -> tuple[Any, Any]:
+    """Return the root node of a file and its values."""
     try:
         import yaml
     except ImportError:
         reason = "Fleet files need the packages highspy and pyyaml: run "
         raise UsageError(f"{reason}pip install 'twostroke[plan]'.") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Reads numbers as YAML 1.2 has them; whole ones become integers."""
+
+        yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
+            first: [one for one in found if one[0] not in _NUMBERS]
+            for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_yaml_float(self, node: Any) -> int | float:
+            value: float = super().construct_yaml_float(node)
+            return int(value) if value.is_integer() else value
+
+    for tag, pattern in _NUMBERS.items():
+        Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
+    Loader.add_constructor(_FLOAT, Loader.construct_yaml_float)
     try:
-        loader = yaml.SafeLoader(read_small_file(path).decode())
+        loader = Loader(read_small_file(path).decode())
         root = loader.get_single_node()
-        values = loader.construct_document(root) if root else None
+        return root, loader.construct_document(root) if root else None
     except UnicodeDecodeError:
         raise UsageError(f"{path.name} is not UTF-8 text.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an integer of thousands of digits
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = str(getattr(error, "problem", None) or error)
         raise UsageError(f"{path.name}{line}: this is not YAML: {problem}.") from None
-    return _Reading(path.name, root).question(values)
+
+
+def _steps(path: str) -> list[str | int]:
+    return [int(one) if one.isdecimal() else one for one in _STEP.findall(path)]
 
 
 class _Reading:
@@ -170,16 +207,14 @@ class _Reading:
         try:
             question = msgspec.convert(values, FleetQuestion)
         except UsageError as error:  # of __post_init__
-            raise self._at([error.field or ""], str(error)) from None
+            raise self.at([error.field or ""], str(error)) from None
         except msgspec.ValidationError as error:
             raise self._explained(str(error)) from None
         for index, one in enumerate(question.models):
             try:
                 one.question(question.mfu, question.mbu)
             except UsageError as error:
-                field = _IN_MS.get(error.field or "", error.field or "")
-                text = error.sentence(lambda name: _IN_MS.get(name, name))
-                raise self._at(["models", index, field], text) from None
+                raise self.at(["models", index, error.field or ""], str(error)) from None
         for field in ("stock", "devices", "prices"):
             given = getattr(question, field)
             for index, device in enumerate(given):
@@ -187,24 +222,28 @@ class _Reading:
                     find_device(device)
                 except TwostrokeError as error:
                     step = index if field == "devices" else device
-                    raise self._at([field, step], str(error)) from None
+                    raise self.at([field, step], str(error)) from None
         return question
 
     def _explained(self, message: str) -> UsageError:
         """Return msgspec's message with the line of the value, and the nearest field."""
         found = _WHERE.search(message)
         path = found["path"] if found else ""
-        steps = [int(one) if one.isdecimal() else one for one in _STEP.findall(path)]
+        steps = _steps(path)
         if unknown := _UNKNOWN.search(message):
             owner: type[Frozen] = FleetModel if steps else FleetQuestion
             field, known = unknown["field"], owner.__struct_fields__
             hint = f"there is no field '{field}'.{nearest(field, known)}"
-            return self._at([*steps, field], f"{hint} Fields: {', '.join(known)}.")
+            return self.at([*steps, field], f"{hint} Fields: {', '.join(known)}.")
         text = _WHERE.sub("", message)
         where = f" ({path.lstrip('.')})" if path else ""
-        return self._at(steps, f"{text[0].lower()}{text[1:]}{where}.")
+        if types := _TYPES.match(text):
+            is_whole = types["wanted"] == "int"
+            kind = "whole number such as 2048" if is_whole else "number such as 2.5 or 1e3"
+            text = f"must be a {kind}, got a {_KINDS.get(types['got'], types['got'])}"
+        return self.at(steps, f"{text[0].lower()}{text[1:]}{where}.")
 
-    def _at(self, path: list[str | int], text: str) -> UsageError:
+    def at(self, path: list[str | int], text: str) -> UsageError:
         """Return an error with the line of the node at `path`, or of its nearest parent."""
         node, line = self._root, 1 if self._root is None else self._root.start_mark.line + 1
         for step in path:

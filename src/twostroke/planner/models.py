@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.files import read_json
@@ -16,6 +16,7 @@ from twostroke.fetch.inventory import find_record
 from twostroke.fetch.names import parse_hub_name
 from twostroke.models import build_program
 from twostroke.models.rope import ROPE_TABLES
+from twostroke.program.storage import WEIGHTS
 from twostroke.weights import load_path, weights_identity
 from twostroke.weights.gguf import TruncatedError, read_header
 from twostroke.weights.hf_model import hf_fields, hf_spec
@@ -27,26 +28,6 @@ if TYPE_CHECKING:
     from twostroke.fetch.names import HubName
     from twostroke.program import Program
     from twostroke.weights import LoadedModel
-
-
-class StoredAs(Frozen):
-    """How matrices of layers are stored: bits for each weight, and the arithmetic on them.
-
-    Other weights have 16 bits.
-    """
-
-    bits: float
-    arithmetic: str
-
-
-_GROUP: Final = 128  # weights that share a float16 scale
-WEIGHTS: Final = {
-    "bf16": StoredAs(16, "bf16"),
-    "fp8": StoredAs(8, "fp8"),
-    "int8": StoredAs(8, "int8"),
-    "w4a16": StoredAs(4 + 16 / _GROUP, "bf16"),
-    "nvfp4": StoredAs(4.5, "fp4"),  # a scale of 8 bits for 16 weights
-}
 
 
 class PlannedModel(Frozen):

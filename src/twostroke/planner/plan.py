@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
+from twostroke.measure.digits import digits, milliseconds
 from twostroke.planner import formulas
 from twostroke.planner.explain import explain
 from twostroke.planner.planner import Planner
@@ -163,16 +164,16 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
         needed = memory.devices_needed
         enough = f"{needed} of them are enough" if needed else "no number of them is enough"
         return (
-            f"It does not fit: weights take {memory.weights / 1e9:.1f} GB and one request "
-            f"{memory.kv_per_request / 1e9:.2f} GB, and {asked.count} x {name} offers "
-            f"{(memory.usable or 0) / 1e9:.1f} GB for them. {enough[0].upper()}{enough[1:]}."
+            f"It does not fit: weights take {digits(memory.weights / 1e9)} GB and one request "
+            f"{digits(memory.kv_per_request / 1e9)} GB, and {asked.count} x {name} offers "
+            f"{digits((memory.usable or 0) / 1e9)} GB for them. {enough[0].upper()}{enough[1:]}."
         )
     if asked.streams is not None and asked.streams > fitting:
         return f"{asked.streams} streams do not fit: at most {fitting} do."
     if asked.ttft_s is not None and ttft_s > asked.ttft_s:
         times = ttft_s / asked.ttft_s
         return (
-            f"The first token takes at least {ttft_s * 1e3:.1f} ms, {times:.2f} times the "
+            f"The first token takes at least {milliseconds(ttft_s)} ms, {times:.2f} times the "
             f"objective: {_devices(planner, times)}, a shorter prompt or more of it cached."
         )
     if asked.tpot_s is not None and (most < 1 or (asked.streams or 0) > most):
@@ -180,7 +181,7 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
         least_s = planner.decode(streams).seconds
         times = least_s / asked.tpot_s
         return (
-            f"A token takes at least {least_s * 1e3:.2f} ms with {streams} "
+            f"A token takes at least {milliseconds(least_s)} ms with {streams} "
             f"{'streams' if streams > 1 else 'stream'}, {times:.2f} times the objective: "
             f"{_devices(planner, times)}, fewer bits for each weight, or speculation."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from importlib import resources
 from io import StringIO
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,7 @@ import msgspec
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.ranges import check_range
 from twostroke.planner import formulas
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _STALE_MONTHS: Final = 6
+_DATE: Final = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?")
+_SPAN: Final = re.compile(r"(\d{1,2})-(\d{1,2})")
 
 
 class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
@@ -45,9 +49,19 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is no price; msgspec reports it."""
-        if not (self.input_usd_per_1m > 0 and self.output_usd_per_1m >= 0):
-            raise ValueError("prices must be greater than 0")
+        """Refuse what is not a price."""
+        check_range(self, "input_usd_per_1m", "peak_factor", most=1e6)
+        check_range(self, "output_usd_per_1m", "cached_input_usd_per_1m", least=0, most=1e6)
+        check_range(self, "tier_input_usd_per_1m", "tier_output_usd_per_1m", most=1e6)
+        check_range(self, "cache_write_usd_per_1m", "tier_cached_usd_per_1m", least=0, most=1e6)
+        check_range(self, "batch_share", least=0, most=1)
+        check_range(self, "tier_tokens", least=1, most=1 << 40)
+        if not _DATE.fullmatch(self.source_date):
+            reason = f"must be a month such as 2026-07, got '{self.source_date}'."
+            raise UsageError(reason, field="source_date")
+        if not all(0 <= first < end <= 24 for first, end in self._spans()):
+            reason = f"must be hours such as 1-4 or 22-24 0-2, got '{self.peak_hours_utc}'."
+            raise UsageError(reason, field="peak_hours_utc")
 
     def hour_usd(self, hour: int, requests: float, prompt: int, cached: int, output: int) -> float:
         """Return the price of an hour's requests, `cached` tokens of each prompt being shared.
@@ -59,7 +73,7 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
         answer = self.output_usd_per_1m
         if is_long:
             fresh = self.tier_input_usd_per_1m or fresh
-            read = self.tier_cached_usd_per_1m or read
+            read = read if self.tier_cached_usd_per_1m is None else self.tier_cached_usd_per_1m
             answer = self.tier_output_usd_per_1m or answer
         usd = requests * ((prompt - cached) * fresh + output * answer) / 1e6
         if requests > 0 and cached:
@@ -73,8 +87,12 @@ class ApiPrice(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def _peak_hours(self) -> set[int]:
-        spans = [span.split("-") for span in self.peak_hours_utc.split()]
-        return {hour for first, end in spans for hour in range(int(first), int(end))}
+        return {hour for first, end in self._spans() for hour in range(first, end)}
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Return the first hour of each span and the one after its last; (0, 0) for no span."""
+        found = [_SPAN.fullmatch(one) for one in self.peak_hours_utc.split()]
+        return [(int(one[1]), int(one[2])) if one else (0, 0) for one in found]
 
     def months_old(self, today: str) -> int:
         """Return the months from its date to `today` (year-month)."""
@@ -114,22 +132,26 @@ def find_price(name: str, known: Mapping[str, ApiPrice]) -> ApiPrice:
 
 
 def _read(text: str, name: str) -> dict[str, ApiPrice]:
-    reader, found = csv.DictReader(StringIO(text)), {}
+    reader, found = csv.DictReader(StringIO(text)), dict[str, ApiPrice]()
     fields = ApiPrice.__struct_fields__
     for column in reader.fieldnames or ():
         if column not in fields:
             hint = nearest(column, fields)
             raise UsageError(f"{name}, line 1: there is no column '{column}'.{hint}")
     for row in reader:
-        given = {key: value for key, value in row.items() if value and key is not None}
+        place = f"{name}, line {reader.line_num}"
+        if None in row:
+            raise UsageError(f"{place}: there are more values than columns.")
+        given = {key: value for key, value in row.items() if value}
         try:
             price = msgspec.convert(given, ApiPrice, strict=False)
-            price.hour_usd(0, 1, 1, 0, 1)
-            price.months_old("2000-01")
-        except (msgspec.ValidationError, ValueError) as error:
-            text = f"{name}, line {reader.line_num}: {error}. It needs a model, input_usd_per_1m, "
-            raise UsageError(f"{text}output_usd_per_1m and source_date (2026-07).") from None
-        found[price.model] = price
+        except UsageError as error:  # of __post_init__
+            raise UsageError(f"{place}: {error}") from None
+        except msgspec.ValidationError as error:
+            text = f"{place}: {error}. It needs a model, input_usd_per_1m, output_usd_per_1m and "
+            raise UsageError(f"{text}source_date (2026-07); numbers such as 2.5 or 1e1.") from None
+        if found.setdefault(price.model, price) is not price:
+            raise UsageError(f"{place}: there is another line for '{price.model}'.")
     if not found:
         raise UsageError(f"{name} has no prices.")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from twostroke.cache import FORMATS
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen
+from twostroke.core.ranges import check_range
 
 MEMORY_SHARE = 0.9  # of a device's memory; the rest is for values of a step and the runtime
 MAX_DEVICES = 1024
@@ -40,22 +41,13 @@ class Question(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        for field, most in (("prompt", 1 << 27), ("output", 1 << 27), ("count", MAX_DEVICES)):
-            value = getattr(self, field)
-            if not 1 <= value <= most:
-                raise UsageError(f"must be from 1 to {most}, got {value}.", field=field)
-        if self.streams is not None and not 1 <= self.streams <= 1 << 20:
-            raise UsageError(f"must be from 1 to {1 << 20}, got {self.streams}.", field="streams")
+        check_range(self, "prompt", "output", least=1, most=1 << 27)
+        check_range(self, "count", least=1, most=MAX_DEVICES)
+        check_range(self, "streams", least=1, most=1 << 20)
         if not 0 <= self.cached < 1:
             raise UsageError(f"must be at least 0 and below 1, got {self.cached}.", field="cached")
-        for field in ("mfu", "mbu"):
-            if not 0 < getattr(self, field) <= 1:
-                reason = f"must be above 0 and at most 1, got {getattr(self, field)}."
-                raise UsageError(reason, field=field)
-        for field in ("ttft_s", "tpot_s", "usd_per_hour"):
-            value = getattr(self, field)
-            if value is not None and not 0 < value < 1e9:
-                raise UsageError(f"must be greater than 0, got {value}.", field=field)
+        check_range(self, "mfu", "mbu", most=1)
+        check_range(self, "ttft_s", "tpot_s", "usd_per_hour", most=1e9)
         if self.kv_format not in FORMATS:
             reason = f"must be one of {', '.join(FORMATS)}, got '{{value}}'."
             hint = nearest(self.kv_format, FORMATS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from jinja2 import Environment
 from markupsafe import Markup
 
+from twostroke.measure.digits import milliseconds
 from twostroke.planner import plots, words
 from twostroke.planner.question import MEMORY_SHARE
 
@@ -101,7 +102,7 @@ def _operations(step: StepTime) -> Iterator[tuple[str, ...]]:
 
 
 def _time(seconds: float, step: StepTime) -> tuple[str, str]:
-    return f"{seconds * 1e3:,.3f}", f"{seconds / step.seconds:.0%}"
+    return milliseconds(seconds), f"{seconds / step.seconds:.0%}"
 
 
 def _halves(line: str) -> tuple[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from twostroke.measure.digits import digits, milliseconds
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -42,7 +44,7 @@ def facts(plan: Plan) -> Iterator[str]:
     )
     yield _memory(plan.memory)
     yield (
-        f"First token of a prompt of {asked.prompt:,} tokens: {plan.ttft_s * 1e3:,.1f} ms "
+        f"First token of a prompt of {asked.prompt:,} tokens: {milliseconds(plan.ttft_s)} ms "
         f"({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} streams."
     )
     if (one := plan.calibrated) is not None:
@@ -57,8 +59,9 @@ def facts(plan: Plan) -> Iterator[str]:
 
 def _memory(memory: Memory) -> str:
     text = (
-        f"Memory: weights {memory.weights / 1e9:,.2f} GB, keys and values "
-        f"{memory.kv_per_token:,.0f} bytes a token, {memory.kv_per_request / 1e9:,.3f} GB a request"
+        f"Memory: weights {digits(memory.weights / 1e9)} GB, keys and values "
+        f"{memory.kv_per_token:,.0f} bytes a token, {digits(memory.kv_per_request / 1e9)} GB a "
+        "request"
     )
     if memory.usable is None:
         return f"{text}. How much the device has is not known."
@@ -69,7 +72,7 @@ def cells(row: Row) -> tuple[str, ...]:
     """Return a row of the table by number of streams."""
     return (
         f"{row.streams:,}",
-        f"{row.tpot_s * 1e3:.2f}",
+        milliseconds(row.tpot_s),
         f"{row.tokens_per_s:,.0f}",
         f"{1 / row.tpot_s:.1f}",
         f"{row.mbu:.0%}",
@@ -99,7 +102,7 @@ def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table of other choices."""
     for one in plan.what_ifs:
         fits = "–" if one.most_streams is None else f"{one.most_streams:,}"
-        cells = f"{one.ttft_s * 1e3:,.1f}", f"{one.tpot_s * 1e3:,.2f}", fits
+        cells = milliseconds(one.ttft_s), milliseconds(one.tpot_s), fits
         yield one.change, *cells, _usd(one.usd_per_million)
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.ranges import check_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,20 +107,11 @@ class Synthetic(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        for field in ("rate", "burstiness"):
-            if not 0 < getattr(self, field) <= 1e6:
-                reason = f"must be above 0 and at most 1000000, got {getattr(self, field)}."
-                raise UsageError(reason, field=field)
-        for field, most in (
-            ("count", MOST_REQUESTS),
-            ("prompt", _MOST_TOKENS),
-            ("output", 1 << 20),
-        ):
-            if not 1 <= getattr(self, field) <= most:
-                reason = f"must be from 1 to {most}, got {getattr(self, field)}."
-                raise UsageError(reason, field=field)
-        if not 0 <= self.spread <= 10:
-            raise UsageError(f"must be from 0 to 10, got {self.spread}.", field="spread")
+        check_range(self, "rate", "burstiness", most=1e6)
+        check_range(self, "count", least=1, most=MOST_REQUESTS)
+        check_range(self, "prompt", least=1, most=_MOST_TOKENS)
+        check_range(self, "output", least=1, most=1 << 20)
+        check_range(self, "spread", least=0, most=10)
         if not 0 <= self.shared < self.prompt:
             reason = f"must be at least 0 and below the prompt's {self.prompt}, got {self.shared}."
             raise UsageError(reason, field="shared")

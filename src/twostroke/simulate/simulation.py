@@ -13,6 +13,7 @@ from twostroke.core.config import BatchOptions, CacheOptions
 from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available
+from twostroke.core.ranges import check_range
 from twostroke.engine.build import build_scheduler
 from twostroke.engine.collector import paused_collector
 from twostroke.engine.sizing import WORKING_BYTES, size_cache
@@ -21,7 +22,7 @@ from twostroke.planner.formulas import usd_per_million
 from twostroke.planner.question import MEMORY_SHARE, Question
 from twostroke.planner.roofline import Roofline, kv_bytes
 from twostroke.program.cost import CostModel
-from twostroke.schedule.routing import ROUTES
+from twostroke.schedule.routing import LOOKS_AT_PREFIXES, ROUTES
 from twostroke.simulate.fleet import START_S, Fleet, Prefill
 from twostroke.simulate.guesser import Guesser, make_speculator
 from twostroke.simulate.replica import Clock, Replica
@@ -68,9 +69,7 @@ class Setup(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        if not 1 <= self.replicas <= MOST_REPLICAS:
-            reason = f"must be from 1 to {MOST_REPLICAS}, got {self.replicas}."
-            raise UsageError(reason, field="replicas")
+        check_range(self, "replicas", least=1, most=MOST_REPLICAS)
         if self.routing not in ROUTES:
             hint = nearest(self.routing, ROUTES)
             reason = f"must be one of {', '.join(ROUTES)}, got '{{value}}'.{hint}"
@@ -78,20 +77,18 @@ class Setup(Frozen):
         if self.acceptance is not None and not 0 < self.acceptance < 1:
             reason = f"must be above 0 and below 1, got {self.acceptance}."
             raise UsageError(reason, field="acceptance")
-        if not 0 <= self.draft_cost <= 10:
-            reason = f"must be from 0 to 10, got {self.draft_cost}."
-            raise UsageError(reason, field="draft_cost")
-        if not 0 <= self.overhead_s <= 60:
-            reason = f"must be from 0 to a minute, got {self.overhead_s}."
-            raise UsageError(reason, field="overhead_s")
+        check_range(self, "draft_cost", least=0, most=10)
+        check_range(self, "overhead_s", least=0, most=60)
         if not 0 <= self.prefill_replicas < self.replicas:
             reason = f"must be from 0 to {self.replicas - 1}, one less than {{other}}, got "
             reason += f"{self.prefill_replicas}."
             raise UsageError(reason, field="prefill_replicas", other=Field("replicas"))
-        if self.prefill_replicas and not self.cache.prefix_cache:
-            raise UsageError("needs the prefix cache.", field="prefill_replicas")
-        if self.link is not None and not 0 < self.link < 1e18:
-            raise UsageError(f"must be greater than 0, got {self.link}.", field="link")
+        if not self.cache.prefix_cache:
+            if self.prefill_replicas:
+                raise UsageError("needs the prefix cache.", field="prefill_replicas")
+            if self.routing in LOOKS_AT_PREFIXES:
+                raise UsageError(f"{self.routing} needs the prefix cache.", field="routing")
+        check_range(self, "link", most=1e18)
 
     def prefill(self) -> Prefill | None:
         """Return how prompts are handed over, if they are computed apart."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import UnreachableError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.simulate.simulation import simulate
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from twostroke.simulate.simulation import Setup, Simulation
 
 GOOD_SHARE: Final = 0.9
+_ENOUGH_REQUESTS: Final = 100
+_ENOUGH_TIMES: Final = 10  # the mean time of a request, for which requests arrive
 _MOST_DOUBLINGS: Final = 20
 _CLOSE: Final = 1.03  # the search ends when two speeds differ by less
 
@@ -35,6 +37,20 @@ class Sweep(Frozen):
     probes: tuple[Probe, ...]
     best: Probe
 
+    @property
+    def warning(self) -> str:
+        """Why the answer means little; empty if the best run was long enough."""
+        report = self.best.simulation.report
+        count, mean_s = report.num_requests, report.latencies["e2e"].mean
+        lasts_s = (count - 1) / self.best.rate
+        if count >= _ENOUGH_REQUESTS and lasts_s >= _ENOUGH_TIMES * mean_s:
+            return ""
+        return (
+            f"This means little: {count:,} requests arrive within {lasts_s:.3g} s there, and each "
+            f"takes {mean_s:.3g} s. Take at least {_ENOUGH_REQUESTS} requests, and {_ENOUGH_TIMES} "
+            "times as long as one takes, so that queues have time to grow."
+        )
+
 
 def sweep(
     setup: Setup,
@@ -48,7 +64,8 @@ def sweep(
     At a speed that counts, the number of requests at work does not grow.
 
     Raises:
-        UsageError: there are no objectives, or no load or every load meets them.
+        UsageError: there are no objectives, or every load meets them.
+        UnreachableError: no load does.
     """
     if not objectives:
         raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep")
@@ -67,7 +84,7 @@ def sweep(
     low, high = _bracket(meets)
     if low is None:
         one = probes[-1].simulation.report
-        raise UsageError(
+        raise UnreachableError(
             f"Even at {probes[-1].rate:.2g} requests/s only {one.good_share:.0%} meet the "
             "objectives: raise them, or take faster devices."
         )

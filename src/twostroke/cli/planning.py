@@ -1,0 +1,92 @@
+"""The options that plan, plan buy and simulate share, and the refusal of those without effect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from click.core import ParameterSource
+
+from twostroke.cache.formats import FORMATS
+from twostroke.cli.help import OneOf, option
+from twostroke.core.errors import Field, UsageError
+from twostroke.core.ranges import check_number
+from twostroke.program.storage import WEIGHTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Number(click.ParamType):  # type: ignore[type-arg]
+    """A number in bounds, as `check_number` has them; the value is that many times `unit`."""
+
+    name = "float"
+
+    def __init__(self, *, most: float, least: float | None = None, unit: float = 1.0) -> None:
+        """Take the bounds of what is written."""
+        self._most, self._least, self._unit = most, least, unit
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the value."""
+        number = float(click.FLOAT.convert(value, param, ctx))
+        field = (param and param.name) or "value"
+        check_number(field, number, most=self._most, least=self._least)
+        return number * self._unit
+
+
+MS: Final = Number(most=1e9, unit=1e-3)  # from milliseconds to seconds
+
+weights_option = option(
+    "--weights",
+    type=OneOf(tuple(WEIGHTS)),
+    help="How weights are stored [default: as in the file].",
+)
+kv_format_option = option(
+    "--kv-format", type=OneOf(tuple(FORMATS)), default="f16", help="Format of keys and values."
+)
+price_option = option(
+    "--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's]."
+)
+
+
+def objective_options(section: str = "Options") -> Callable[[Any], Any]:
+    """Return the decorator that adds --ttft and --tpot, in seconds."""
+    ttft = "Objective for the first token, in ms."
+    tpot = "Objective for each further token, in ms."
+
+    def add(command: Any) -> Any:
+        command = option("--tpot", "tpot_s", type=MS, help=tpot, section=section)(command)
+        return option("--ttft", "ttft_s", type=MS, help=ttft, section=section)(command)
+
+    return add
+
+
+def share_options(mfu: float, mbu: float) -> Callable[[Any], Any]:
+    """Return the decorator that adds --mfu and --mbu with these defaults."""
+    bandwidth = "Share of the bandwidth that an engine reaches."
+    arithmetic = "Share of the arithmetic that an engine reaches."
+
+    def add(command: Any) -> Any:
+        command = option("--mbu", default=mbu, help=bandwidth)(command)
+        return option("--mfu", default=mfu, help=arithmetic)(command)
+
+    return add
+
+
+def is_given(name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
+
+
+def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") -> None:
+    """Refuse an option that is given without `other` (with `value`), on which its effect depends.
+
+    Raises:
+        UsageError: it has no effect.
+    """
+    if is_given(name) and not has_effect:
+        reason = f"has no effect without {{other}}{value and ' '}{value}: add that, or leave "
+        raise UsageError(f"{reason}{{this}} out.", field=name, other=Field(other), this=Field(name))
