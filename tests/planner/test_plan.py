@@ -79,6 +79,7 @@ def test_objectives_choose_the_streams(model):
     for impossible, words in (
         (Question(count=4, tpot_s=0.005), "needs at least 9 devices"),
         (Question(count=4, ttft_s=0.001), "times the objective"),
+        (Question(count=4, ttft_s=5e-324), "1,024 devices are not enough"),
         (Question(count=4, streams=5000), "do not fit"),
     ):
         refused = make_plan(large, device, impossible)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from twostroke.backends import BackendFacts
 from twostroke.core.config import BatchOptions, CacheOptions
-from twostroke.core.errors import MemoryLimitError, UsageError
+from twostroke.core.errors import MemoryLimitError, UnreachableError, UsageError
 from twostroke.engine.build import build_scheduler
 from twostroke.engine.sizing import CacheSize
 from twostroke.measure.requests import Objectives
@@ -257,7 +257,7 @@ def test_sweeps_that_cannot_be(setup):
     load = Synthetic(1.0, count=3, prompt=1024, output=32).load(0)
     with pytest.raises(UsageError, match="needs an objective"):
         sweep(setup, load, Objectives())
-    with pytest.raises(UsageError, match=r"Even at .* only 0% meet the objectives"):
+    with pytest.raises(UnreachableError, match=r"Even at .* only 0% meet the objectives"):
         sweep(setup, load, Objectives(ttft_s=1e-3))
     with pytest.raises(UsageError, match="All 3 requests meet the objectives even if"):
         sweep(setup, load, Objectives(ttft_s=100.0))

@@ -189,7 +189,10 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
 
 
 def _devices(planner: Planner, times: float) -> str:
-    return f"it needs at least {ceil(planner.question.count * times)} devices"
+    needed = min(planner.question.count * times, MAX_DEVICES + 1)  # an objective may be near 0
+    if needed > MAX_DEVICES:
+        return f"{MAX_DEVICES:,} devices are not enough: it needs fewer operations and bytes"
+    return f"it needs at least {ceil(needed)} devices"
 
 
 def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:

@@ -228,7 +228,8 @@ class Roofline:
         size = batch.num_rows, batch.num_sampled
         products = self._products.get(size)
         if products is None:
-            products = self._products[size] = self._sum(batch, self._others)
+            products = Totals(*map(float, self._sum(batch, self._others)))  # not NumPy's
+            self._products[size] = products
         attention, moving_s = self._sum(batch, self._attention), self._moving_s(batch.num_rows)
         flops, moved = products.flops + attention.flops, products.bytes + attention.bytes
         if self._correction is None:
