@@ -1,4 +1,9 @@
-"""Figures of papers and handbooks, recomputed by the planner."""
+"""Figures of papers and handbooks, recomputed by the planner.
+
+Looked up again on 2026-11-25: gpt-fast's README, and Mixtral's sizes in a summary of its paper
+(https://elliot-digital.co.uk/papers/mistral). The other papers could not be reached; their figures
+are as they were noted from them.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +102,15 @@ def test_published_speeds_of_a_7b_model_stay_below_their_limits(model):
     assert all(share < 1 for share in shares)
     assert shares == sorted(shares, reverse=True)  # fewer bytes, less of the limit
     assert shares[0] == pytest.approx(0.7, abs=0.03)
+
+
+def test_bytes_of_a_token_are_those_that_gpt_fast_counts(model):
+    """Its README (pytorch-labs/gpt-fast at 0f925b5): tokens/s, and GB/s that they take."""
+    seven = model(4096, 32, 32, 32, 11008, 32000)
+    for weights, per_s, gb_s in (("bf16", 104.9, 1397.31), ("int8", 155.58, 1069.20)):
+        planner = Planner(seven.as_(weights), find_device("A100-80GB"), Question(output=1))
+        read = planner.roofline.step(BatchShape.decode((0,))).bytes
+        assert read == pytest.approx(gb_s / per_s * 1e9, rel=0.03)
 
 
 def test_utilization_is_a_share_of_the_peak():

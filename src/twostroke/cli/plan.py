@@ -121,9 +121,10 @@ def _show(plan: Plan, *, explained: bool) -> None:
     click.echo()
     show_table([words.HEADINGS, *map(words.cells, plan.rows)], range(9))
     click.echo()
-    for line in words.answer(plan) if plan.chosen else ():  # why there is none is an error
-        click.echo(printable(line))
-    click.echo()
+    if plan.chosen is not None:  # why there is no answer is an error
+        for line in words.answer(plan):
+            click.echo(printable(line))
+        click.echo()
     show_table([words.WHAT_IF_HEADINGS, *words.what_ifs(plan)])
     if explained:
         click.echo()

@@ -186,7 +186,7 @@ def _signals(
     yield f"Cost: for {side}. Hosting costs {share:.2f} times what {cheapest.api} does."
     own = found.replica.ttft_s, found.replica.tpot_s
     text = (
-        f"hosted TTFT {milliseconds(own[0])} ms, without queues, and {milliseconds(own[1])} ms a "
+        f"Hosted TTFT {milliseconds(own[0])} ms, without queues, and {milliseconds(own[1])} ms a "
         "token"
     )
     if ttft is None or tpot is None:
@@ -198,11 +198,11 @@ def _signals(
         yield f"Latency: {side}. {text}; the API's are {theirs}."
     running, spare = max(found.costs.replicas), case.hosting.spare
     text = (
-        f"the peak hour has enough of its {running} replicas ({spare} spare) with a chance of "
+        f"The peak hour has enough of its {running} replicas ({spare} spare) with a chance of "
         f"{found.peak_availability:.3%}, if each runs {case.hosting.availability:.1%} of the time"
     )
     if promised is None:
-        yield f"Reliability: open. {text}; what the API promises is --api-availability."
+        yield f"Reliability: open. {text}. What the API promises is --api-availability."
     else:
         side = "hosting" if found.peak_availability > promised else "the API"
-        yield f"Reliability: for {side}. {text}; the API's is {promised:.3%}."
+        yield f"Reliability: for {side}. {text}. The API's is {promised:.3%}."

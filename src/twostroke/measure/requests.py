@@ -21,6 +21,7 @@ PERCENTILES: Final = (50, 90, 95, 99)
 _RAMP: Final = 0.1  # of the time in which requests arrive; figures a second leave it out
 _GROWTH: Final = 2.0  # of the requests at work, from the first to the last third of the window
 _KEPT_UP: Final = 0.9  # of the arrivals that must end for a load to be carried
+_FOR_GROWTH: Final = 20  # arrivals, of which fewer say nothing
 _FOR_P99: Final = 500  # samples
 
 
@@ -146,7 +147,9 @@ def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> Report:
         input_per_s=window.prompt_tokens / window.seconds,
         output_per_s=window.output_tokens / window.seconds,
         concurrency=window.at_work(),
-        is_growing=window.is_growing and window.ended < _KEPT_UP * len(arrived),
+        is_growing=len(arrived) >= _FOR_GROWTH
+        and window.is_growing
+        and window.ended < _KEPT_UP * len(arrived),
         hit_rate=sum(log.num_cached for log in done) / num_prompt if num_prompt else 0.0,
         lateness_p99_s=float(np.quantile(late, 0.99)),
         latencies=_latencies(done),

@@ -47,8 +47,8 @@ class Sweep(Frozen):
             return ""
         return (
             f"This means little: {count:,} requests arrive within {lasts_s:.3g} s there, and each "
-            f"takes {mean_s:.3g} s. Take at least {_ENOUGH_REQUESTS} requests, and {_ENOUGH_TIMES} "
-            "times as long as one takes, so that queues have time to grow."
+            f"takes {mean_s:.3g} s. Take more: at least {_ENOUGH_REQUESTS}, that arrive for "
+            f"{_ENOUGH_TIMES} times as long as one takes, so that queues have time to grow."
         )
 
 
