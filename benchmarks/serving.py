@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import environments
 from goals import SMOLLM2
 from pipe import Worker, WorkerError
-from quiet import MAX_SHARE, Watch, process_s
+from quiet import MAX_SHARE, Watch, family_s
 from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
 from servers import MODEL_NAME, Server, our_command
@@ -70,6 +70,7 @@ def _arguments() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=positive, default=default, help=about)
     parser.add_argument("--without-llama", action="store_true", help="our own server only")
+    parser.add_argument("--in-process", action="store_true", help="our server in one process, too")
     parser.add_argument("--llama-programs", type=Path, help="a folder with llama-server")
     return parser.parse_args()
 
@@ -96,7 +97,7 @@ class Target:
         Raises:
             SystemExit: a request failed.
         """
-        before_s, watch = process_s(self.pid), Watch(self.pid, self.clients.pid)
+        before_s, watch = family_s(self.pid), Watch(self.pid, self.clients.pid)
         at = {} if self.port is None else {"port": self.port, "model": MODEL_NAME}
         try:
             answer = self.clients.ask(
@@ -104,7 +105,7 @@ class Target:
             )  # fmt: skip
         except WorkerError as error:
             raise SystemExit(f"{self.key}: the clients' process {error}") from None
-        used_s = process_s(self.pid) - before_s
+        used_s = family_s(self.pid) - before_s
         if counts:
             self.runs.append({**answer, "server_s": used_s, "others_share": watch.others_share()})
 
@@ -136,6 +137,9 @@ def _start(
     ours = our_command(given.model, given.threads)
     server = Server(_OURS, ours, folder, stack)
     yield Target(_OURS, "", clients, server.pid, server.port)
+    if given.in_process:
+        server = Server(f"{_OURS}-one", (*ours, "--in-process"), folder, stack)
+        yield Target(f"{_OURS}, one process", "", clients, server.pid, server.port)
     if given.without_llama:
         return
     program = environments.llama_programs(given.llama_programs) / "llama-server"

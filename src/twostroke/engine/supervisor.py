@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from twostroke.engine.health import Progress
 
 BACK_OFF_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0)  # before each start, after deaths in a row
-_STEADY_S: Final = 60.0  # a process that lived so long was no failed start
 _LOOK_S: Final = 0.25
 
 _logger = logging.getLogger("twostroke.serve")
@@ -51,7 +50,7 @@ class Supervisor:
         self.num_deaths = 0
         self._load, self._process, self._guest = load, process, guest
         self._unsent = bytearray()
-        self._num_failures = 0  # deaths in a row
+        self._num_failures = 0  # deaths in a row, each before an output
         self._why = ""  # the process ended, if it or the watch has said so
         self._has_ended = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -103,8 +102,8 @@ class Supervisor:
             asyncio.get_running_loop().remove_writer(self._process.socket)
 
     def _begin(self, ready: wire.Ready) -> None:
-        self.is_up, self._since_s = True, time.monotonic()
-        self._watch = Watch(ready.card.longest_step_s, self._since_s)
+        self.is_up = True
+        self._watch = Watch(ready.card.longest_step_s, time.monotonic())
 
     def _listen(self) -> None:
         self._process.socket.settimeout(0)
@@ -127,6 +126,9 @@ class Supervisor:
         progress = message.progress if isinstance(message, wire.Pulse) else None
         self._watch.hear(time.monotonic(), progress)
         match message:
+            case wire.Said():
+                self._num_failures = 0
+                self._guest.take(message)
             case wire.Log():
                 log(message)
             case wire.Failed():
@@ -156,8 +158,6 @@ class Supervisor:
         self._unsent.clear()
         self.num_deaths += 1
         has_run, self.is_up = self.is_up, False
-        if has_run and time.monotonic() - self._since_s > _STEADY_S:
-            self._num_failures = 0
         self._num_failures += 1
         self._guest.died()
         self._spawn(self._revive(has_run=has_run))

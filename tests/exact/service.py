@@ -1,0 +1,195 @@
+"""`make test-kills`: ends or stops a server's engine under load, and looks at what clients see.
+
+Half of the streams hold pages, the others wait. Each fault is a kill, a stop or a crash in native
+code. Streams that had begun must end with an error, quickly; those that waited must be answered,
+with the tokens that they always have; and nothing may be left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from processes import exists
+
+from quiet import descendants
+from servers import Server, our_command
+
+_FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}
+_TOLD_S = {"kill": 1.0, "crash": 1.0, "stop": 7.0}  # a stop counts only after 5 s of silence
+_BACK_S = 5.0  # after the clients were told, and beside what loading takes
+_RUNNING, _STREAMS = 8, 20
+_PROMPTS = [f"Write a few words about the number {n}." for n in range(12)]
+_LONG, _SHORT = 400, 24  # tokens
+
+
+@dataclass
+class Fault:
+    """What one fault did: seconds from it to the last error, and to the next first token."""
+
+    kind: str
+    load_s: float
+    told_s: float = 0.0
+    back_s: float = 0.0
+    num_told: int = 0
+    num_answered: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class Campaign:
+    """A server with its clients."""
+
+    def __init__(self, http: httpx.AsyncClient, server: Server, load_s: float, seed: int) -> None:
+        """Take a server that has loaded its model in `load_s`."""
+        self.http, self.server, self.load_s = http, server, load_s
+        self.rng = random.Random(seed)
+        self.expected: dict[str, str] = {}
+
+    @property
+    def engine(self) -> int:
+        """The engine's process."""
+        for pid in descendants(self.server.pid):
+            with contextlib.suppress(OSError):
+                if b"twostroke.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        return 0
+
+    async def ask(self, prompt: str, tokens: int, began: asyncio.Event | None = None) -> Any:
+        """Stream an answer; return its text, or the error's code, and when the first token came."""
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+        body["ignore_eos"] = tokens == _LONG
+        text, first_s = "", 0.0
+        async with self.http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                return "", json.loads(await answer.aread())["error"]["code"], 0.0
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                said = json.loads(line[6:])
+                if "error" in said:
+                    return text, said["error"]["code"], first_s
+                first_s = first_s or time.monotonic()
+                text += said["choices"][0]["text"]
+                if began is not None:
+                    began.set()
+        return text, "", first_s
+
+    async def learn(self) -> None:
+        """Note what each prompt's answer is without faults."""
+        for prompt in _PROMPTS:
+            self.expected[prompt], error, _ = await self.ask(prompt, _SHORT)
+            assert not error, error
+
+    async def fault(self, kind: str) -> Fault:
+        """Do one fault under load."""
+        found = Fault(kind, self.load_s)
+        begins = [asyncio.Event() for _ in range(_RUNNING)]
+        running = [
+            asyncio.create_task(self.ask(f"Number {n}: {prompt}", _LONG, begin))
+            for n, (prompt, begin) in enumerate(zip(_PROMPTS, begins, strict=False))
+        ]
+        await asyncio.gather(*(begin.wait() for begin in begins))
+        asked = [self.rng.choice(_PROMPTS) for _ in range(_STREAMS - _RUNNING)]
+        waiting = [asyncio.create_task(self.ask(prompt, _SHORT)) for prompt in asked]
+        await asyncio.sleep(0.2 + 0.2 * self.rng.random())
+        pid, at_s = self.engine, time.monotonic()
+        os.kill(pid, _FAULTS[kind])
+        for _, error, _ in await asyncio.gather(*running):
+            found.num_told += error == "engine_died"
+            if error != "engine_died":
+                found.wrong.append(f"a running stream ended with {error or 'an answer'}")
+        found.told_s = time.monotonic() - at_s
+        answers = await asyncio.gather(*waiting)
+        for prompt, (text, error, _) in zip(asked, answers, strict=True):
+            if error or text != self.expected[prompt]:
+                found.wrong.append(error or f"another answer: {text!r}")
+            else:
+                found.num_answered += 1
+        firsts = [first_s - at_s for _, _, first_s in answers if first_s > at_s]
+        found.back_s = min(firsts, default=0.0)
+        limit_s = _TOLD_S[kind]
+        if found.told_s > limit_s:
+            found.wrong.append(f"told after {found.told_s:.2f} s")
+        if found.back_s > found.told_s + _BACK_S + self.load_s:
+            found.wrong.append(f"back after {found.back_s:.2f} s")
+        if exists(pid):
+            found.wrong.append("the old process is left")
+        return found
+
+    async def left(self, before: int) -> list[str]:
+        """Return what is left of the load: pages, descriptors, processes."""
+        found = []
+        await asyncio.sleep(1)
+        state = (await self.http.get("/api/state")).json()
+        if state["pages"]["held"]:
+            found.append(f"{state['pages']['held']} pages are held")
+        if (now := self.num_files()) > before:
+            found.append(f"{now - before} descriptors more than before")
+        if (count := len(descendants(self.server.pid))) != 1:
+            found.append(f"{count} processes instead of one")
+        return found
+
+    def num_files(self) -> int:
+        """The server's open files."""
+        return len(list(Path(f"/proc/{self.server.pid}/fd").iterdir()))
+
+
+async def campaign(given: argparse.Namespace, server: Server, load_s: float) -> int:
+    """Do all faults; return how many went wrong."""
+    limits = httpx.Limits(max_connections=_STREAMS + 4, max_keepalive_connections=0)
+    url = f"http://127.0.0.1:{server.port}"
+    failed, all_ = 0, list[Fault]()
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as http:
+        here = Campaign(http, server, load_s, given.seed)
+        await here.learn()
+        before = here.num_files()
+        for number in range(given.kills):
+            kind = ("kill", "crash", "stop")[number % 3]
+            fault = await here.fault(kind)
+            all_.append(fault)
+            failed += bool(fault.wrong)
+            if fault.wrong or number % 20 == 0:
+                print(number, kind, f"{fault.told_s:.2f} s", fault.wrong or "", flush=True)
+        left = await here.left(before)
+    for kind in _FAULTS:
+        mine = [one for one in all_ if one.kind == kind]
+        if mine:
+            told, back = (max(getattr(one, name) for one in mine) for name in ("told_s", "back_s"))
+            print(
+                f"{kind}: {len(mine)} times; callers told after at most {told:.2f} s, the next "
+                f"first token after at most {back:.2f} s (loading takes {load_s:.2f} s)"
+            )
+    told, answered = sum(one.num_told for one in all_), sum(one.num_answered for one in all_)
+    print(f"{told} streams were told, {answered} of those that waited were answered;")
+    print(f"{failed} faults went wrong; left: {', '.join(left) or 'nothing'}")
+    return failed + len(left)
+
+
+def main() -> int:
+    """Start a server, and do the faults."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    command = (*our_command(given.model, 2), "--max-running", str(_RUNNING), "--dashboard")
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        began_s = time.monotonic()
+        server = Server("Twostroke", (*command, "--no-access-log"), Path(place), stack)
+        return min(1, asyncio.run(campaign(given, server, time.monotonic() - began_s)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
