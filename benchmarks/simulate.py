@@ -24,7 +24,7 @@ from quiet import MAX_SHARE, Watch
 from report import caption, machine_facts, note, positive, save, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
-from twostroke.core.config import CacheOptions
+from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.engine.loading import load as load_model
 from twostroke.engine.output import Timings
 from twostroke.measure.profile import Wanted, profile
@@ -80,7 +80,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=0.05, help="of the first trace's lengths")
     parser.add_argument("--requests", type=positive, default=500, help="at each load")
     parser.add_argument("--loads", type=positive, nargs="+", default=[50, 70, 90], metavar="%")
-    parser.add_argument("--threads", type=positive, default=2)
+    text = "of the engine; HTTP and the clients need a core, too"
+    parser.add_argument("--threads", type=positive, default=1, help=text)
     return parser.parse_args()
 
 
@@ -92,7 +93,8 @@ class _Pair:
     ) -> None:
         planned = planned_model(given.model)
         note("Measuring steps")
-        points = tuple(Point.of(one) for one in profile(given.model, STEPS, lambda _: None))
+        wanted = replace(STEPS, compute=ComputeOptions(num_threads=given.threads))
+        points = tuple(Point.of(one) for one in profile(given.model, wanted, lambda _: None))
         self.setup = Setup(
             planned,
             this_machine(),
