@@ -71,17 +71,21 @@ def simulated(load: Load, batch: BatchOptions):
             steps_of(made, lambda request: int(request.id), steps)
         return made
 
-    decode = scheduler.decode
+    find_quiet, decode, running = scheduler.quiet, scheduler.decode, []
+
+    def quiet(most):
+        running[:], num_steps = find_quiet(most)
+        return running.copy(), num_steps
 
     def decode_quietly(tokens):
-        quiet = [(request, request.num_computed) for request in scheduler.quiet(1)[0]]
+        starts = [(request, request.num_computed) for request in running]
         decode(tokens)
         steps.extend(
-            ([quiet_slice(request, start + step) for request, start in quiet], [])
+            ([quiet_slice(request, start + step) for request, start in starts], [])
             for step in range(len(tokens[0]))
         )
 
-    scheduler.plan, scheduler.decode = plan, decode_quietly
+    scheduler.plan, scheduler.quiet, scheduler.decode = plan, quiet, decode_quietly
     replica = Replica(scheduler, lambda _: Totals(1.0, 1, 1), clock, VOCAB_SIZE, PAGE_SIZE)
     fleet = Fleet([replica], "round-robin", clock, VOCAB_SIZE)
     fleet.run(load)

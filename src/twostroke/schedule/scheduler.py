@@ -220,8 +220,8 @@ class Scheduler:
         """Return the running requests, by rank, and how many quiet steps are next (`num_quiet`)."""
         if self._flights or self.config.steps_ahead or len(self._waiting):
             return [], 0
-        requests = [ticket.request for ticket in self._running]
-        return requests, num_quiet(self._running, self._pool, most)
+        num_steps = num_quiet(self._running, self._pool, most)
+        return [t.request for t in self._running] if num_steps else [], num_steps
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> None:
         """Do quiet steps in which the requests that `quiet` returned draw these tokens."""

@@ -121,10 +121,10 @@ class Fleet:
         elif wait_s := replica.scheduler.wait_s:
             self._push(self._clock.now_s + wait_s, _Event.WAKE, index)
 
-    def _catch_up(self, index: int) -> None:
-        """Let a replica do what it has done by now, before something else happens to it."""
-        before_s = self._replicas[index].ends_s
-        ends_s = self._replicas[index].catch_up()
+    def _interrupt(self, index: int, *, is_seen: bool) -> None:
+        """Let a replica decide about its next step, or also show all that it has done by now."""
+        replica = self._replicas[index]
+        before_s, ends_s = replica.ends_s, replica.catch_up() if is_seen else replica.interrupt()
         if ends_s is None:
             self._touched.add(index)
         elif ends_s != before_s:
@@ -151,6 +151,7 @@ class Fleet:
         num_output = self._load.arrivals[number].num_output
         request = _request(number, tokens, len(tokens), num_output - before.num_output)
         index = self._choose(request, self._second)
+        self._interrupt(index, is_seen=True)
         scheduler = self._replicas[index].scheduler
         try:
             scheduler.prefixes.receive(
@@ -167,7 +168,7 @@ class Fleet:
         hits = [0] * len(replicas)
         if self._looks:
             for index in among:
-                self._catch_up(index)
+                self._interrupt(index, is_seen=True)
             chain = PrefixChain(replicas[0].page_size, request.salt)
             hits = [one.scheduler.prefixes.num_hit(request, chain) for one in replicas]
         views = [
@@ -175,7 +176,7 @@ class Fleet:
             for one, hit in zip(replicas, hits, strict=True)
         ]
         index = among[self._route(int(request.id), views)]
-        self._catch_up(index)
+        self._interrupt(index, is_seen=False)
         return index
 
     def _take(self, index: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -40,7 +40,8 @@ class Clock:
 class _Quiet(Frozen):
     """Steps that were begun together, and change nothing until they end, or something happens.
 
-    `times_s` are the begin of the first and the ends of all; `flops` and `bytes` are of each.
+    `times_s` are the begin of the first and the ends of all; `flops` and `bytes` are of each, and
+    of steps that were interrupted.
     """
 
     requests: list[Request]
@@ -53,7 +54,8 @@ class Replica:
     """Does what the engine's loop does, except that a step takes what `totals` says of its shape.
 
     A request's next token follows from its seed and place (`drawn`), whatever was guessed. So steps
-    that need no decision of the scheduler are done together; `catch_up` interrupts them.
+    that need no decision of the scheduler are done together. Before a request is submitted,
+    `interrupt` ends them; before the prefix cache is looked at, `catch_up` does.
 
     Attributes:
         num_requests: those that have not ended.
@@ -95,7 +97,6 @@ class Replica:
         Raises:
             ContextLengthError, OverloadedError: as the scheduler's `add`.
         """
-        assert self._quiet is None, "quiet steps are caught up first"
         self.scheduler.add(request)
         self.num_requests += 1
         self._num_tokens += len(request.tokens)
@@ -128,6 +129,18 @@ class Replica:
         times_s = list(accumulate(seconds, initial=self._clock.now_s))
         self._quiet = _Quiet(requests, times_s, *work)
         self.ends_s = times_s[-1]
+        return self.ends_s
+
+    def interrupt(self) -> float | None:
+        """Let quiet steps end with the one in flight; return its end, None if there is none."""
+        quiet, now_s = self._quiet, self._clock.now_s
+        if quiet is not None:
+            num_steps = bisect_left(quiet.times_s, now_s)
+            self.ends_s = quiet.times_s[num_steps]
+            if self.ends_s == now_s:
+                self._do_quiet(num_steps)
+            else:
+                del quiet.times_s[num_steps + 1 :]
         return self.ends_s
 
     def catch_up(self) -> float | None:
@@ -177,7 +190,7 @@ class Replica:
         """Take in the step in flight, at its end; return requests that have begun, and ended."""
         begun: list[Request] = []
         if self._quiet is not None:
-            self._do_quiet(len(self._quiet.flops))
+            self._do_quiet(len(self._quiet.times_s) - 1)
             return [], []
         assert self._flight is not None
         plan, batch, guesses, began_s = self._flight
