@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from copy import copy
 from math import ceil
+from operator import add
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from twostroke.cache import FORMATS
 from twostroke.core.frozen import Frozen
 from twostroke.program.batch import DecodeRun
-from twostroke.program.work import StepCost
+from twostroke.program.work import StepCost, each_sampled_row, once_if_sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -144,9 +145,15 @@ class Roofline:
             (op.label, tuple(op.work(model.weight_bytes, cache))) for op in model.program.ops
         )
         self._costs = {key: StepCost(key[1]) for key in self._ops}
-        ops = [(times, key[0], self._costs[key]) for key, times in self._ops.items()]
-        self._attention = [(times, cost) for times, label, cost in ops if label == ATTENTION]
-        self._others = [(times, cost) for times, label, cost in ops if label != ATTENTION]
+        self._by_context, self._by_samples, self._by_rows = [], [], []
+        for key, times in self._ops.items():
+            one = (times, self._costs[key])
+            if key[0] == ATTENTION:
+                self._by_context.append(one)
+            elif any(count in (each_sampled_row, once_if_sampled) for count, _ in key[1]):
+                self._by_samples.append(one)
+            else:
+                self._by_rows.append(one)
         self._exchanged = 2 * len(model.program.layer_outputs) * model.hidden_size * _VALUE_BYTES
 
     def on(self, device: Device, question: Question) -> Roofline:
@@ -160,7 +167,8 @@ class Roofline:
         self.peak = device.peaks[self.arithmetic] * question.count * question.mfu
         self.bandwidth = device.bandwidth * question.count * question.mbu
         self.link, self._count = device.link, question.count
-        self._products: dict[tuple[int, int], Totals] = {}  # by rows, and those with logits
+        self._of_rows: dict[int, Totals] = {}
+        self._of_samples: dict[tuple[int, int], Totals] = {}  # by rows, and those with logits
         self._factors: dict[tuple[int, ...], Factors] = {}
 
     def step(self, batch: BatchShape) -> StepTime:
@@ -219,18 +227,21 @@ class Roofline:
     def totals(self, batch: BatchShape) -> Totals:
         """Return what `step` does in all; quick for many steps.
 
-        Products depend on the number of rows alone, so they are counted once for each. Corrections
+        Products depend on numbers of rows alone, so they are counted once for each. Corrections
         are those of cells. Totals of a `DecodeRun` are arrays, with an element for each step.
         """
         if self._correction is not None and isinstance(batch, DecodeRun):
             steps = [self.totals(batch.at(step)) for step in range(batch.num_steps)]
             return Totals(*np.array(steps).T)
-        size = batch.num_rows, batch.num_sampled
-        products = self._products.get(size)
-        if products is None:
-            products = Totals(*map(float, self._sum(batch, self._others)))  # not NumPy's
-            self._products[size] = products
-        attention, moving_s = self._sum(batch, self._attention), self._moving_s(batch.num_rows)
+        num_rows, num_sampled = batch.num_rows, batch.num_sampled
+        rows, samples = self._of_rows.get(num_rows), self._of_samples.get((num_rows, num_sampled))
+        if rows is None:
+            rows = self._of_rows[num_rows] = self._sum(batch, self._by_rows)
+        if samples is None:
+            samples = self._sum(batch, self._by_samples)
+            self._of_samples[num_rows, num_sampled] = samples
+        products = Totals(*map(add, rows, samples))
+        attention, moving_s = self._sum(batch, self._by_context), self._moving_s(num_rows)
         flops, moved = products.flops + attention.flops, products.bytes + attention.bytes
         if self._correction is None:
             return Totals(products.seconds + attention.seconds + moving_s, flops, moved)
@@ -242,10 +253,10 @@ class Roofline:
         return Totals(seconds + moving_s + factors.rest_s, flops, moved)
 
     def _sum(self, batch: BatchShape, costs: Iterable[tuple[int, StepCost]]) -> Totals:
-        longer = np.maximum if isinstance(batch, DecodeRun) else max
         seconds = flops = moved = 0.0
         for times, cost in costs:
             its_flops, its_bytes = cost.flops_and_bytes(batch)
+            longer = np.maximum if isinstance(its_flops, np.ndarray) else max
             seconds += times * longer(its_flops / self.peak, its_bytes / self.bandwidth)
             flops, moved = flops + times * its_flops, moved + times * its_bytes
         return Totals(seconds, flops, moved)

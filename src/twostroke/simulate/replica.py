@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _STRIDE: Final = 7919  # from a request's token to its next
-_MOST_QUIET: Final = 64  # steps that are begun together
+_MOST_QUIET: Final = 32  # steps that are begun together
 
 
 class Clock:
