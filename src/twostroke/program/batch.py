@@ -48,7 +48,9 @@ class BatchShape(Frozen):
     def of(cls, plan: StepPlan) -> BatchShape:
         """The shape of a step, its drafts included."""
         if not plan.has_drafts:
-            num_sampled = sum([part.num_scored + part.samples for part in plan.slices])
+            num_sampled = len(plan.slices)
+            if not plan.is_decode:
+                num_sampled = sum([part.num_scored + part.samples for part in plan.slices])
             return cls(tuple(plan.starts), tuple(plan.counts), num_sampled)
         spans = [span for part in plan.slices for span in _spans(part)]
         num_sampled = sum([part.num_with_logits for part in plan.slices])

@@ -60,6 +60,8 @@ class Drafting:
     def settle(self, piece: Slice, last: int) -> None:
         """Give a request the pages of the path to draft `last` (or `ROOT`); release the others."""
         request, branches = piece.request, piece.branches
+        if not branches:
+            return
         at = bisect_right(branches, last, key=lambda branch: branch.first)
         taken = [page for branch in branches for page in branch.own_pages]
         if at:
