@@ -40,6 +40,8 @@ REASONS = {
         r"prompt is too long",
         r"exceed context",
     ),
+    "a machine that was not measured": (r"whose limits are not known",),
+    "names of devices and formats": (r"^(device|weights|kv_format) must be one of ",),
     "empty prompts": (r"(prompt|input|content)\S* is empty",),
     "one of two fields": (
         r"Give one of prompt, messages and content",

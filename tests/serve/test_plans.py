@@ -100,6 +100,20 @@ def test_wrong_fields_are_named(
     assert words in answer.json()["error"]["message"]
 
 
+def test_a_refused_method_is_told_of_both(server: LiveServer) -> None:
+    answer = server.http.request("DELETE", plans.PATH)
+    assert answer.status_code == 405
+    assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "POST"}
+
+
+def test_near_zero_objectives_are_answered(server: LiveServer) -> None:
+    body = {"device": "L4", "prompt": 16, "output": 8}
+    for name in ("ttft_s", "tpot_s"):
+        answer = server.http.post(plans.PATH, json={**body, name: 5e-324})
+        assert answer.status_code == 200
+        assert "devices are not enough" in answer.json()["verdict"]
+
+
 def test_plans_are_there_if_the_dashboard_is(tmp_path: Path) -> None:
     with live_server(tmp_path, ServeOptions(dashboard=False)) as server:
         for answer in (server.http.get(plans.PATH), server.http.post(plans.PATH, json={})):

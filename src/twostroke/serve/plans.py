@@ -69,10 +69,11 @@ class PlanRequest(field.RequestObject):
         field.doc("Of keys and values, a name in `kv_formats`; left out: the server's own."),
     ] = None
     ttft_s: Annotated[
-        float | None, field.doc("Objective for the first token.", exclusiveMinimum=0)
+        float | None, field.doc("Objective for the first token.", exclusiveMinimum=0, maximum=1e9)
     ] = None
     tpot_s: Annotated[
-        float | None, field.doc("Objective for each further token.", exclusiveMinimum=0)
+        float | None,
+        field.doc("Objective for each further token.", exclusiveMinimum=0, maximum=1e9),
     ] = None
 
 
@@ -101,20 +102,16 @@ def plan_routes(plans: Plans, options: ServeOptions, note: Note) -> list[Route]:
     """Return the routes; `note` takes the fields of a request that have no effect."""
     decoder = BodyDecoder(PlanRequest, options.limits.max_json_depth)
 
-    async def choices(_request: Request) -> Response:
-        options.check_dashboard()
-        return to_json(await plans.choices())
-
     async def plan(request: Request) -> Response:
         options.check_dashboard()
+        if request.method != "POST":
+            return to_json(await plans.choices())
         asked, ignored = decoder.decode(await read_json(request, options.limits))
         note(ignored, served_of(request.scope))
         return to_json(await while_connected(request.receive, plans.plan(asked)))
 
-    return [
-        Route(PATH, choices, name=PATH),
-        Route(PATH, plan, methods=["POST"], name=PATH),
-    ]
+    # One route, so that a refused method is told of both.
+    return [Route(PATH, plan, methods=["GET", "POST"], name=PATH)]
 
 
 class Plans:
