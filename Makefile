@@ -12,6 +12,7 @@ WORKERS ?= 3
 BENCH_ARGS ?=
 EXACT_ARGS ?=
 KILLS ?=
+DURABLE_KILLS ?= 300
 FORMS ?=
 MUTANTS ?=
 API_ARGS ?=
@@ -45,7 +46,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull clean test-models test-long test-mutants test-oracle test-parallel test-kills test-speculation test-forms test-calls test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull clean test-models test-long test-mutants test-oracle test-parallel test-kills test-speculation test-forms test-calls test-clients test-durable test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -143,6 +144,10 @@ test-calls: build pull ## Count how a model's calls of tools come back (MODEL=qw
 test-clients: build pull ## Run other projects' clients against a server (CLIENTS=openai).
 	@$(BIN)/twostroke pull qwen2.5-coder-0.5b
 	@PYTHONPATH=src $(BIN)/python tests/clients/run.py $(CLIENTS)
+
+test-durable: build ## Let each write fail or lose power, and kill a server, while batches run (DURABLE_KILLS=).
+	@$(BIN)/python tests/durable/disk.py
+	@$(BIN)/python tests/durable/kills.py --kills $(DURABLE_KILLS)
 
 test-api: build pull ## Generate requests from the OpenAPI document (API_ARGS="--model smollm2").
 	@$(MAKE) --no-print-directory .venv-api/.ready

@@ -1,8 +1,9 @@
-"""A server process of its own: `serve_tiny.py FOLDER PORT DRAIN_S [stuck] [static] [roomy]`."""
+"""A server process: `serve_tiny.py FOLDER PORT DRAIN_S [stuck] [static] [roomy] [records]`."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from support.engines import tiny_client
@@ -10,6 +11,7 @@ from support.tiny import Tiny
 from twostroke.core.config import BatchOptions
 from twostroke.core.errors import TwostrokeError
 from twostroke.engine.served import LocalEngine
+from twostroke.records import Records
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.run import run_server
 
@@ -18,7 +20,9 @@ def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
     options = ServeOptions(port=int(port), drain_s=float(drain_s))
     batch = BatchOptions(policy="static" if "static" in rest else "continuous", batch_size=4)
     tiny = Tiny(context_length=4096) if "roomy" in rest else None
-    with tiny_client(Path(folder), tiny, batch=batch) as (client, backend):
+    with ExitStack() as stack, tiny_client(Path(folder), tiny, batch=batch) as (client, backend):
+        kept = Path(folder) / "records"
+        records = stack.enter_context(closing(Records(kept))) if "records" in rest else None
         if "stuck" in rest:
             backend.gate.clear()
         try:
@@ -27,6 +31,7 @@ def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
                 options,
                 on_ready=lambda url: print(url, flush=True),
                 on_stop=lambda running: print(f"draining {running}", flush=True),
+                records=records,
             )
         except TwostrokeError as error:
             print(error, flush=True)

@@ -1,0 +1,28 @@
+"""Short versions of `make test-durable`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(HERE / script), *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, f"{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
+    return ran.stdout
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_no_line_is_lost_or_doubled_where_the_disk_fails() -> None:
+    assert " 0 cases failed" in run("disk.py", "--every", "13")
+
+
+def test_no_line_is_lost_or_doubled_where_the_server_is_killed() -> None:
+    assert "no result was lost" in run("kills.py", "--kills", "6")

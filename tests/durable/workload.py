@@ -1,0 +1,104 @@
+"""One batch from its upload to its last file, in a process that may be cut off anywhere.
+
+What a client or the runner has been assured of is reported, so that the next process can be held
+to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from twostroke.records import Records, RecordsError
+from twostroke.serve.batches import batch as kept
+from twostroke.serve.batches import files, openai, runner
+from twostroke.serve.options import Limits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUM_LINES = 12
+TENANT = "anna"
+runner._DISK_PAUSE_S = 0.01  # type: ignore[misc]
+_PATIENCE_S = 20
+
+
+class ReportingRunner(runner.Runner):
+    """Reports each line whose result is kept."""
+
+    report: Any = None
+
+    async def _keep(self, batch: Any, line: Any, body: bytes, *, is_ok: bool) -> None:
+        await super()._keep(batch, line, body, is_ok=is_ok)
+        self.report("kept", line.custom_id)
+
+
+def run(folder: Path, assured: dict[str, str], pipe: int) -> None:
+    """Go on from what was `assured` so far, until the batch has ended."""
+
+    def report(word: str, value: str) -> None:
+        os.write(pipe, f"{word} {value}\n".encode())
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        del scope
+        body = json.loads((await receive())["body"])
+        report("ran", body["prompt"])
+        await asyncio.sleep(0.0005 * (int(body["prompt"]) % 3))
+        headers = [(b"x-request-id", b"r")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    async def go(records: Records) -> None:
+        running = ReportingRunner(records, {"openai": openai.FORM}, Limits(), lambda: 4)
+        running.report = report
+        await running.start(app)
+        if "batch" not in assured:
+            batch = await again(partial(begin, records, running))
+            report("batch", batch.id)
+            assured["batch"] = batch.id
+        end_s = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < end_s:
+            find = partial(kept.find, id_=assured["batch"], tenant=TENANT, protocol="openai")
+            found = await records.read(find)
+            assert found is not None, "an assured batch is lost"
+            if not found.is_open:
+                assert (found.status, found.completed) == ("completed", NUM_LINES), found
+                report("output", str(found.output_file))
+                await running.stop()
+                return
+            await asyncio.sleep(0.002)
+        raise AssertionError(f"the batch does not end: {found}")
+
+    with closing(Records(folder)) as records:
+        asyncio.run(go(records))
+
+
+async def again(work: Any) -> Any:
+    """Return what `work` returns, and try again after an error, as a client does."""
+    for _ in range(5):
+        try:
+            return await work()
+        except RecordsError:
+            await asyncio.sleep(0.01)
+    raise AssertionError("a single fault must not last")
+
+
+async def begin(records: Records, running: runner.Runner) -> kept.Batch:
+    """Upload the lines and run them."""
+    with records.files.begin() as file:
+        for number in range(NUM_LINES):
+            body = {"prompt": str(number)}
+            line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+            file.write(json.dumps({**line, "body": body}).encode() + b"\n")
+        uploaded = files.output_file(files.new_id(), file.num_bytes, "in.jsonl")
+        await asyncio.to_thread(file.keep, uploaded.id)
+    await records.write(partial(files.insert, file=uploaded, tenant=TENANT))
+    asked = openai.BatchRequest(uploaded.id, "/v1/completions", "24h")
+    batch = openai._new(asked, TENANT)
+    await running.add(batch)
+    return batch
