@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import openai
 from checks import BASE_URL, MODEL, PERSON, QUESTION, TOOL, WEATHER_QUESTION, run
+from openai.types import Batch
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
@@ -216,6 +218,35 @@ def errors_of_responses() -> None:
         assert error.param == param
 
 
+def batches() -> None:
+    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 4}
+    path = "/v1/chat/completions"
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": path, "body": {**body, "seed": number}}
+        for number in range(3)
+    ]
+    text = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("in.jsonl", text), purpose="batch")
+    assert client.files.retrieve(file.id).bytes == len(text)
+    assert client.files.content(file.id).read() == text
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint=path, completion_window="24h", metadata={"a": "b"}
+    )
+    while batch.status in {"validating", "in_progress", "finalizing"}:
+        time.sleep(0.2)
+        batch = client.batches.retrieve(batch.id)
+    Batch.model_validate(batch.to_dict())  # which the SDK does not do by itself
+    assert (batch.status, batch.metadata) == ("completed", {"a": "b"})
+    assert batch.request_counts.completed == 3
+    results = client.files.content(batch.output_file_id).text.splitlines()
+    assert [json.loads(line)["custom_id"] for line in results] == ["0", "1", "2"]
+    assert next(iter(client.batches.list(limit=1))).id == batch.id
+    assert {one.id for one in client.files.list(limit=1)} == {file.id, batch.output_file_id}
+    assert isinstance(refusal(client.batches.cancel, batch_id=batch.id), openai.BadRequestError)
+    assert client.files.delete(file.id).deleted
+    assert isinstance(refusal(client.files.retrieve, file_id=file.id), openai.NotFoundError)
+
+
 def errors() -> None:
     for wrong, kind in (
         ({"temperature": -1}, openai.BadRequestError),
@@ -264,6 +295,7 @@ run(
     tools_in_responses,
     forms_in_responses,
     errors_of_responses,
+    batches,
     errors,
     cancel,
 )

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from contextlib import ExitStack, contextmanager
@@ -127,7 +128,10 @@ def _server(arguments: list[str]) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "twostroke", "serve", *arguments, "--port", str(port)]
     command.append("--no-access-log")  # the clients say what they did
-    with subprocess.Popen(command) as process:
+    with (
+        tempfile.TemporaryDirectory() as records,
+        subprocess.Popen([*command, "--records", records]) as process,
+    ):
         try:
             deadline = time.monotonic() + _START_S
             while not _is_ready(url):
