@@ -17,7 +17,7 @@ from twostroke.sample.grammar import Grammars
 from twostroke.serve.compiler import MAX_WAITING, Compiler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from twostroke.sample.grammar import GrammarMatcher
@@ -48,7 +48,9 @@ def grammars() -> Iterator[SlowGrammars]:
     found.may_end.set()
 
 
-def compiling(grammars: SlowGrammars, limit_s: float) -> Compiler:
+def compiling(
+    grammars: SlowGrammars, limit_s: float, is_ready: Callable[[], bool] = lambda: True
+) -> Compiler:
     """Return a compiler that has one thread, as an engine has."""
     thread = ThreadPoolExecutor(1)
 
@@ -56,7 +58,20 @@ def compiling(grammars: SlowGrammars, limit_s: float) -> Compiler:
         loop = asyncio.get_running_loop()
         return (await loop.run_in_executor(thread, grammars.compile, constraint)).gaps
 
-    return Compiler(compile_, limit_s)
+    return Compiler(compile_, limit_s, is_ready)
+
+
+def test_time_without_an_engine_does_not_count(grammars: SlowGrammars) -> None:
+    async def ask() -> None:
+        health = [False]
+        slow = asyncio.create_task(compiling(grammars, 0.2, lambda: health[0]).compile(SLOW))
+        await asyncio.sleep(0.5)
+        assert not slow.done()
+        health[0] = True
+        with pytest.raises(RequestError, match=r"longer than 0\.2 s"):
+            await slow
+
+    asyncio.run(ask())
 
 
 def test_waiting_for_others_does_not_count(grammars: SlowGrammars) -> None:

@@ -30,7 +30,10 @@ class EngineProcess:
         Raises:
             BackendError: the operating system refuses a process.
         """
-        self.socket, theirs = socket.socketpair()
+        try:
+            self.socket, theirs = socket.socketpair()
+        except OSError as error:
+            raise _refused(error) from None
         self.frames = wire.Frames(wire.answers)
         number = theirs.fileno()
         try:
@@ -43,11 +46,11 @@ class EngineProcess:
             )
         except OSError as error:
             self.socket.close()
-            reason = f"The operating system refuses a process for the engine: {error.strerror}."
-            raise BackendError(reason) from None
+            raise _refused(error) from None
         finally:
             theirs.close()
-        self.socket.sendall(wire.pack(load))
+        with suppress(OSError):  # it has died already, as the next `receive` says
+            self.socket.sendall(wire.pack(load))
 
     @property
     def pid(self) -> int:
@@ -61,10 +64,10 @@ class EngineProcess:
             EngineStoppedError: the process died.
         """
         while True:
-            data = self.socket.recv(_CHUNK)
-            if not data:
+            messages = self.receive()
+            if messages is None:
                 raise EngineStoppedError(f"The engine did not start: {self.describe_end()}.")
-            for message in self.frames.feed(data):
+            for message in messages:
                 match message:
                     case wire.Ready():
                         return message
@@ -101,7 +104,11 @@ class EngineProcess:
         code = self._process.wait()
         if code >= 0:
             return f"its process ended with exit code {code}"
-        return f"its process was ended by {signal.Signals(-code).name}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:  # a real-time signal
+            name = f"signal {-code}"
+        return f"its process was ended by {name}"
 
     def close(self) -> None:
         """Let it end, or end it after some seconds."""
@@ -113,6 +120,11 @@ class EngineProcess:
         self.kill()
         self._process.wait()
         self.socket.close()
+
+
+def _refused(error: OSError) -> BackendError:
+    reason = f"The operating system refuses a process for the engine: {error.strerror}."
+    return BackendError(reason)
 
 
 def log(message: wire.Log) -> None:

@@ -79,12 +79,22 @@ class Outputs:
         """Submit those for which the queue has room; OverloadedError if it has for none so far."""
         try:
             while self._waiting and self.num_open < _MAX_OPEN:
-                self._submit([self._waiting[0]])
-                self.request_ids.append(self._waiting.popleft().request.id)
+                self._submit_first()
         except OverloadedError:
             if not self.request_ids:
                 raise
         self._loop.flush()  # no more come now, so no policy needs to wait for them
+
+    def _submit_first(self) -> None:
+        """Submit the first that waits; it counts as open before the engine may end it."""
+        self.request_ids.append(self._waiting[0].request.id)
+        listener = self._waiting.popleft()
+        try:
+            self._submit([listener])
+        except BaseException:
+            self._waiting.appendleft(listener)
+            self.request_ids.pop()
+            raise
 
     def _submit(self, listeners: Sequence[Listener]) -> None:
         self._loop.submit(listeners)

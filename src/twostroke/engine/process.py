@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import BackendError, EngineStoppedError, TwostrokeError
+from twostroke.core.errors import BackendError, EngineStoppedError, MemoryLimitError, TwostrokeError
 from twostroke.engine import wire
 from twostroke.engine.build import build
 from twostroke.engine.collector import ease_collector
@@ -56,6 +56,8 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         """Take over a connected socket."""
         self._socket = sock
+        self._poll = select.poll()  # not `select`: a busy server's numbers go beyond 1023
+        self._poll.register(sock, select.POLLIN)
         self._frames = wire.Frames(wire.requests)
         self._lock = threading.Lock()
 
@@ -70,7 +72,7 @@ class Wire:
 
     def receive(self, timeout_s: float) -> list[wire.Request]:
         """Return the messages that come in time; the process ends with the other end."""
-        if not select.select([self._socket], [], [], timeout_s)[0]:
+        if not self._poll.poll(timeout_s * 1000):
             return []
         try:
             data = self._socket.recv(_CHUNK)
@@ -190,13 +192,13 @@ class Desk:
                 if asked.has_waiting:
                     self._gradual.add(message.id)
             else:
-                grammar = client.grammars.compile(constraint) if constraint else grammar
+                grammar = self._grammar(message.id, constraint) if constraint else grammar
                 prompts, params, hints = message.prompts, message.params, message.hints
                 client.queue(asked, prompts, params, caller, hints, grammar)
-        except TwostrokeError as error:
-            del self._open[message.id]
+        except BaseException as error:  # noqa: BLE001 the server waits for an answer, whatever fails
+            self._open.pop(message.id, None)
             if not isinstance(error, EngineStoppedError):  # else the next process is asked
-                self._wire.send(wire.Accepted(message.id, error))
+                self._wire.send(wire.Accepted(message.id, _told(error)))
         else:
             self._wire.send(wire.Accepted(message.id))
 
@@ -209,11 +211,16 @@ class Desk:
 
     def _compile(self, message: wire.Compile) -> None:
         try:
-            gaps = self._client.grammars.compile(message.constraint).gaps
-        except TwostrokeError as error:
-            self._wire.send(wire.Compiled(message.id, (), error))
+            gaps = self._grammar(message.id, message.constraint).gaps
+        except BaseException as error:  # noqa: BLE001 the server waits for an answer, whatever fails
+            self._wire.send(wire.Compiled(message.id, (), _told(error)))
         else:
             self._wire.send(wire.Compiled(message.id, gaps))
+
+    def _grammar(self, id_: int, constraint: Constraint) -> GrammarMatcher:
+        """Compile a constraint; if that kills the process, what asked for it is to blame."""
+        self._wire.send(wire.Began([id_]))
+        return self._client.grammars.compile(constraint)
 
     # The engine's thread, or the one that cancels, calls these.
 
@@ -268,9 +275,27 @@ def main(descriptor: str) -> int:
             link.send(_ready(engine))
             desk.run()
     except TwostrokeError as error:
-        link.send(wire.Failed(error))
-        return error.exit_code
+        return _fail(link, error)
+    except MemoryError:
+        reason = "Memory ran out: lower --context-length or --kv-memory, or take a smaller model."
+        return _fail(link, MemoryLimitError(reason))
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(link, BackendError(f"{place}{error.strerror or error}."))
     return 0
+
+
+def _fail(link: Wire, error: TwostrokeError) -> int:
+    link.send(wire.Failed(error))
+    return error.exit_code
+
+
+def _told(error: BaseException) -> TwostrokeError:
+    """Return what the server is told of an error."""
+    if isinstance(error, TwostrokeError):
+        return error
+    logging.getLogger("twostroke.engine").error("A request could not begin.", exc_info=error)
+    return BackendError(f"The engine could not begin: {type(error).__name__}: {error}")
 
 
 def _first(link: Wire) -> wire.Load:

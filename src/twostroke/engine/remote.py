@@ -62,6 +62,7 @@ class RemoteOutputs:
         self.asked_s = time.monotonic()
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.has_begun = False  # some of it holds pages, or did
+        self.is_cancelled = False
         self.num_open = num_open
         self._engine = engine
         self._unread: asyncio.Queue[Output] = asyncio.Queue()
@@ -126,6 +127,7 @@ class RemoteEngine:
         self._ids = itertools.count(1)
         self._open: dict[int, RemoteOutputs] = {}
         self._asked: dict[int, tuple[wire.Compile | wire.Read, asyncio.Future[Any]]] = {}
+        self._compiling: set[int] = set()  # of what is asked
         self._ended: str | None = None
         self._on_end: Callable[[], None] = lambda: None
         self._life = Supervisor(load, process, ready, self)
@@ -247,6 +249,7 @@ class RemoteEngine:
         if id_ not in self._open:
             return
         if self._life.is_up:
+            outputs.is_cancelled = True  # the process may die before it reads this
             self._life.send(wire.Cancel(id_))
         else:
             del self._open[id_]
@@ -276,6 +279,7 @@ class RemoteEngine:
             return await found
         finally:
             self._asked.pop(message.id, None)
+            self._compiling.discard(message.id)
 
     def _check_running(self) -> None:
         if self._ended is not None:
@@ -292,6 +296,7 @@ class RemoteEngine:
             case wire.Began():
                 for outputs in filter(None, map(self._open.get, message.ids)):
                     outputs.has_begun = True
+                self._compiling.update(self._asked.keys() & message.ids)
             case wire.Accepted():
                 self._accepted(message)
             case wire.Compiled():
@@ -306,9 +311,14 @@ class RemoteEngine:
             "send the request again."
         )
         for id_, outputs in list(self._open.items()):
-            if outputs.has_begun:
+            if outputs.is_cancelled:
+                del self._open[id_]
+                outputs.end(FinishReason.CANCEL)
+            elif outputs.has_begun:
                 del self._open[id_]
                 outputs.fail(error)
+        for id_ in self._compiling:
+            self._reply(id_, None, error)
         for asked, _ in list(self._asked.values()):
             if isinstance(asked, wire.Read):
                 self._reply(asked.id, self._last)

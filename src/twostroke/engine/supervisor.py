@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BACK_OFF_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0)  # before each start, after deaths in a row
 _LOOK_S: Final = 0.25
+_LOADING_S: Final = 300.0  # of silence that a process may take to load
+_SETTLED_S: Final = 60.0  # after which a process was no failed start, though nobody asked it
 
 _logger = logging.getLogger("twostroke.serve")
 
@@ -74,6 +76,8 @@ class Supervisor:
     def close(self) -> None:
         """End the process, after the event loop."""
         self._has_ended = True
+        if not self.is_up:
+            self._process.kill()  # it does not listen while it loads
         self._process.close()
 
     def send(self, message: wire.Request) -> None:
@@ -103,7 +107,8 @@ class Supervisor:
 
     def _begin(self, ready: wire.Ready) -> None:
         self.is_up = True
-        self._watch = Watch(ready.card.longest_step_s, time.monotonic())
+        self._began_s = time.monotonic()
+        self._watch = Watch(ready.card.longest_step_s, self._began_s)
 
     def _listen(self) -> None:
         self._process.socket.settimeout(0)
@@ -143,7 +148,7 @@ class Supervisor:
         """End a process that makes no progress."""
         while not self._has_ended:
             await asyncio.sleep(_LOOK_S)
-            fault = self._watch.fault(time.monotonic()) if self.is_up else None
+            fault = self._watch.fault(time.monotonic())
             if fault is not None:
                 self._why = f"It was killed, since {fault}."
                 self._process.kill()
@@ -158,6 +163,10 @@ class Supervisor:
         self._unsent.clear()
         self.num_deaths += 1
         has_run, self.is_up = self.is_up, False
+        now_s = time.monotonic()
+        self._watch = Watch(0.0, now_s, _LOADING_S)
+        if has_run and now_s - self._began_s > _SETTLED_S:
+            self._num_failures = 0
         self._num_failures += 1
         self._guest.died()
         self._spawn(self._revive(has_run=has_run))
@@ -166,20 +175,20 @@ class Supervisor:
         """Start the next process, unless too many have died one after another."""
         how = await asyncio.to_thread(self._process.describe_end)
         why, self._why = f"{how}. {self._why}".strip(), ""
-        count = self._num_failures
-        if count > len(BACK_OFF_S):
-            self._give_up(f"The engine died {count} times in a row; the last time {why}")
-            return
-        pause_s = BACK_OFF_S[count - 1]
         what = "died" if has_run else "did not start"
-        _logger.warning("The engine %s: %s It starts again in %g s.", what, why, pause_s)
-        await asyncio.sleep(pause_s)
-        try:
-            self._process = EngineProcess(self._load)
-        except TwostrokeError as error:
-            self._give_up(str(error))
+        while (count := self._num_failures) <= len(BACK_OFF_S):
+            pause_s = BACK_OFF_S[count - 1]
+            _logger.warning("The engine %s: %s It starts again in %g s.", what, why, pause_s)
+            await asyncio.sleep(pause_s)
+            try:
+                self._process = EngineProcess(self._load)
+            except TwostrokeError as error:  # the system lacks something, perhaps for a moment
+                self._num_failures += 1
+                what, why = "did not start", str(error)
+                continue
+            self._listen()
             return
-        self._listen()
+        self._give_up(f"The engine died {count} times in a row; the last time {why}")
 
     def _give_up(self, reason: str) -> None:
         _logger.error("%s The server stops.", reason)

@@ -14,10 +14,10 @@ _TIMES_PREDICTED: Final = 10.0  # the longest step at the machine's limits
 class Watch:
     """Judges from pulses whether an engine still makes progress. Times are on a monotonic clock."""
 
-    def __init__(self, longest_s: float, now_s: float) -> None:
-        """Expect no step over `longest_s` at the machine's limits."""
+    def __init__(self, longest_s: float, now_s: float, least_s: float = 0.0) -> None:
+        """Expect no step over `longest_s` at the machine's limits; allow at least `least_s`."""
         self.progress = Progress(0, 0.0)
-        self._predicted_s = longest_s
+        self._predicted_s, self._least_s = longest_s, least_s
         self._longest_s = 0.0
         self._heard_s = self._looked_s = now_s
 
@@ -25,7 +25,7 @@ class Watch:
     def limit_s(self) -> float:
         """How long a step, or silence, may take."""
         known_s = _TIMES_LONGEST * self._longest_s
-        return max(_LEAST_LIMIT_S, known_s, _TIMES_PREDICTED * self._predicted_s)
+        return max(_LEAST_LIMIT_S, self._least_s, known_s, _TIMES_PREDICTED * self._predicted_s)
 
     def hear(self, now_s: float, progress: Progress | None = None) -> None:
         """Note that a message has come, a pulse with the engine's progress."""

@@ -159,7 +159,7 @@ class Accepted(Frozen, array_like=True, tag=5):
 
 
 class Began(Frozen, array_like=True, tag=6):
-    """These hold pages from now on."""
+    """These hold pages, or are compiled, from now on: they are to blame for a death."""
 
     ids: list[int]
 

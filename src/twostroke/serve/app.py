@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.service import BATCH_SERVICE, SERVICES
+from twostroke.engine.health import Health
 from twostroke.schema.verify import Verifier
 from twostroke.serve import plans
 from twostroke.serve.about import VERSION, AboutBody
@@ -108,7 +109,11 @@ class Api:
         self._open: set[Running] = set()
         self._description: bytes | None = None
         self._checks = AnswerChecks(Verifier(), self.metrics)
-        self._compiler = Compiler(engine.compile, options.limits.compile_timeout_s)
+        self._compiler = Compiler(
+            engine.compile,
+            options.limits.compile_timeout_s,
+            lambda: engine.health is not Health.RECOVERING,
+        )
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
         self._health = HealthReports(engine, self.names[0], lambda: self.is_draining)
         self._store = Store(options.max_stored, options.max_stored_bytes)

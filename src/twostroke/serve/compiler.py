@@ -26,11 +26,17 @@ class Compiler:
     """Has one constraint compiled at a time, and remembers which could be."""
 
     def __init__(
-        self, compile_: Callable[[Constraint], Awaitable[tuple[str, ...]]], limit_s: float
+        self,
+        compile_: Callable[[Constraint], Awaitable[tuple[str, ...]]],
+        limit_s: float,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Compile with `ServedEngine.compile`; a constraint has `limit_s` seconds in its turn."""
+        """Compile with `ServedEngine.compile`; a constraint has `limit_s` seconds in its turn.
+
+        Time in which the engine is not ready does not count.
+        """
         self._compile = compile_
-        self._limit_s = limit_s
+        self._limit_s, self._is_ready = limit_s, is_ready
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         # What a constraint's grammar does not hold, or why it is refused.
@@ -77,10 +83,13 @@ class Compiler:
             await self._turn.acquire()  # a client that leaves while it waits is not compiled for
             work = asyncio.ensure_future(self._compile(constraint))
             work.add_done_callback(partial(self._done, constraint))
-            return await asyncio.wait_for(asyncio.shield(work), self._limit_s)
-        except TimeoutError:
+            was_ready = False
+            while not (was_ready and self._is_ready()):
+                was_ready = self._is_ready()
+                with suppress(TimeoutError):
+                    return await asyncio.wait_for(asyncio.shield(work), self._limit_s)
             reason = f"took longer than {self._limit_s:g} s to compile: simplify it."
-            raise RequestError(reason, field=constraint.param) from None
+            raise RequestError(reason, field=constraint.param)
         finally:
             self._num_waiting -= 1
 

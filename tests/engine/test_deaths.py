@@ -1,0 +1,207 @@
+"""Deaths of an engine's process at odd moments, and faults at its desk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import signal
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from support.remote import (
+    ANYONE,
+    GREEDY,
+    LONG,
+    PROMPTS,
+    ask,
+    first_of,
+    idle,
+    options,
+    started,
+    texts,
+    until,
+)
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke.core.constraint import Constraint
+from twostroke.core.errors import (
+    EngineDiedError,
+    EngineStoppedError,
+)
+from twostroke.core.request import NO_HINTS, FinishReason
+from twostroke.engine import child, supervisor, wire
+from twostroke.engine.build import build
+from twostroke.engine.generation import Outputs
+from twostroke.engine.health import Health
+from twostroke.engine.output import Output
+from twostroke.engine.process import Desk, Wire
+from twostroke.engine.remote import RemoteEngine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("remote") / "tiny.gguf"
+    return str(write_tiny_gguf(path, Tiny(context_length=4096)))
+
+
+def test_an_engine_that_dies_before_it_listens_is_an_error(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "_ENTRY", "twostroke.no_such_module")
+    with pytest.raises(EngineStoppedError, match="did not start: its process ended with exit"):
+        RemoteEngine.start(model, options(), "warning", lambda *_: None)
+
+
+def test_what_was_cancelled_is_not_asked_of_the_next_process(model: str) -> None:
+    async def run() -> None:
+        async with started(model, max_running=1, token_budget=8) as engine:
+            running = await ask(engine, LONG)
+            await first_of(running)
+            left, kept = await ask(engine, LONG), await ask(engine)
+            os.kill(engine.life.pid, signal.SIGSTOP)  # it does not read that these are cancelled
+            for outputs in (left, running):
+                outputs.cancel()
+            os.kill(engine.life.pid, signal.SIGKILL)
+            for outputs in (left, running):
+                reasons = [output.finish_reason async for output in outputs]
+                assert reasons[-1] is FinishReason.CANCEL
+            assert await texts(kept)
+            assert (await idle(engine)).snapshot.services["default"].answers == 1
+
+    asyncio.run(run())
+
+
+def test_a_constraint_that_kills_its_engine_is_not_compiled_twice(model: str) -> None:
+    async def run() -> None:
+        async with started(model) as engine:
+            os.kill(engine.life.pid, signal.SIGSTOP)
+            begun = asyncio.create_task(engine.compile(Constraint("regex", "a")))
+            await asyncio.sleep(0)
+            engine.take(wire.Began([*engine._asked]))
+            waiting = asyncio.create_task(engine.compile(Constraint("regex", "b")))
+            await asyncio.sleep(0)
+            os.kill(engine.life.pid, signal.SIGKILL)
+            with pytest.raises(EngineDiedError):
+                await begun
+            assert await waiting == ()
+
+    asyncio.run(run())
+
+
+def test_a_system_that_lacks_something_for_a_moment_is_asked_again(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, refusals = socket.socketpair, [1]
+
+    def scarce(*given: Any) -> Any:
+        if refusals.pop() if refusals else 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return make(*given)
+
+    async def run() -> None:
+        async with started(model) as engine:
+            monkeypatch.setattr(socket, "socketpair", scarce)
+            os.kill(engine.life.pid, signal.SIGKILL)
+            await until(lambda: engine.health is Health.RECOVERING)
+            assert await texts(await ask(engine))
+            assert not refusals
+
+    asyncio.run(run())
+
+
+def test_a_process_that_hangs_while_it_loads_is_replaced(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_LOADING_S", 5.0)
+
+    async def run() -> None:
+        async with started(model) as engine:
+            pid = engine.life.pid
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: engine.life.pid != pid)
+            os.kill(engine.life.pid, signal.SIGSTOP)
+            assert await texts(await ask(engine))
+            assert engine.life.num_deaths >= 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_ran_for_a_while_was_no_failed_start(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0,))
+    monkeypatch.setattr(supervisor, "_SETTLED_S", 0.0)
+
+    async def run() -> None:
+        async with started(model) as engine:
+            for count in (1, 2):
+                os.kill(engine.life.pid, signal.SIGKILL)
+                await until(lambda count=count: engine.life.num_deaths == count)
+                await until(lambda: engine.health is Health.READY)
+
+    asyncio.run(run())
+
+
+class Recorder:
+    """Takes what a desk sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.Answer] = []
+
+    def send(self, message: wire.Answer) -> None:
+        self.sent.append(message)
+
+
+def test_whatever_fails_at_the_desk_is_answered(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constraint = Constraint("regex", "a")
+    with build(model, options()) as engine:
+        recorder = Recorder()
+        desk = Desk(engine, cast("Any", recorder))
+        desk._do(wire.Compile(1, constraint))
+        desk._compiler.submit(int).result()  # after it
+        assert recorder.sent == [wire.Began([1]), wire.Compiled(1)]
+
+        def fail(*_: object) -> None:
+            raise ValueError("odd")
+
+        monkeypatch.setattr(engine.client.grammars, "compile", fail)
+        monkeypatch.setattr(engine.client, "queue", fail)
+        desk._do(wire.Compile(2, constraint))
+        desk._compiler.submit(int).result()
+        desk._do(wire.Generate(3, PROMPTS, GREEDY, ANYONE, NO_HINTS))
+        *_, compiled, accepted = recorder.sent
+    assert isinstance(compiled, wire.Compiled)
+    assert isinstance(accepted, wire.Accepted)
+    assert str(compiled.error) == str(accepted.error)
+    assert str(accepted.error) == "The engine could not begin: ValueError: odd"
+
+
+def test_a_descriptor_beyond_1023_is_read() -> None:
+    """A server with a thousand clients gives its next engine one."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD, 1030)) as high:
+        link = Wire(high)
+        assert link.receive(0.01) == []
+        ours.sendall(wire.pack(wire.Flush()))
+        assert link.receive(5.0) == [wire.Flush()]
+
+
+def test_a_text_that_ends_while_it_is_submitted_is_counted() -> None:
+    class Quick(Outputs):
+        def _submit(self, _listeners: object) -> None:
+            assert self.is_open
+            self.note(Output(0, "", (), finish_reason=FinishReason.STOP))
+            ends.append(self.is_open)
+
+    ends: list[bool] = []
+    listeners = [SimpleNamespace(request=SimpleNamespace(id=str(i))) for i in range(2)]
+    loop = SimpleNamespace(flush=lambda: None)
+    quick = Quick(cast("Any", loop), cast("Any", None))
+    quick.submit_gradually(cast("Any", listeners))
+    assert ends == [True, False]
