@@ -179,6 +179,20 @@ def test_nothing_listens_after_the_end(tmp_path: Path) -> None:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+def test_second_signal_cuts_off_what_no_engine_has_accepted(tmp_path: Path) -> None:
+    with served(tmp_path, "60", "away") as (process, url), ThreadPoolExecutor(1) as pool:
+        body = chat_body(stream=True)
+        answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asked\n"
+        process.terminate()
+        assert process.stdout.readline() == "draining 1\n"
+        process.terminate()
+        assert answer.result().status_code == 503
+        assert "The server is stopping" in answer.result().json()["error"]["message"]
+        assert process.wait(20) == 1
+
+
 @contextmanager
 def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yield a running server process and its URL; it is gone afterwards."""

@@ -1,10 +1,12 @@
-"""A server process: `serve_tiny.py FOLDER PORT DRAIN_S [stuck] [static] [roomy] [records]`."""
+"""A server process: `serve_tiny.py FOLDER PORT DRAIN_S [stuck|static|roomy|records|away]...`."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 from support.engines import tiny_client
 from support.tiny import Tiny
@@ -14,6 +16,14 @@ from twostroke.engine.served import LocalEngine
 from twostroke.records import Records
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.run import run_server
+
+
+class Away(LocalEngine):
+    """Accepts nothing, as while an engine starts again."""
+
+    async def generate(self, *_: Any) -> Any:
+        print("asked", flush=True)
+        await asyncio.Event().wait()
 
 
 def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
@@ -27,7 +37,7 @@ def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
             backend.gate.clear()
         try:
             return run_server(
-                LocalEngine(client),
+                (Away if "away" in rest else LocalEngine)(client),
                 options,
                 on_ready=lambda url: print(url, flush=True),
                 on_stop=lambda running: print(f"draining {running}", flush=True),

@@ -46,7 +46,7 @@ from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.page.site import Site, wants_page
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
-from twostroke.serve.running import Answers, Vectors
+from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.observe.served import Observer, ServedRequest
     from twostroke.serve.options import ServeOptions
-    from twostroke.serve.running import Running
+    from twostroke.serve.running import Open
 
 T = TypeVar("T")
 J = TypeVar("J", "Job", "EmbeddingJob")
@@ -106,7 +106,7 @@ class Api:
             self.observers.append(AccessLog())  # after the traces, whose ids it logs
         self.site = Site()
         self.is_draining = False
-        self._open: set[Running] = set()
+        self._open: set[Open] = set()
         self._description: bytes | None = None
         self._checks = AnswerChecks(Verifier(), self.metrics)
         self._compiler = Compiler(
@@ -259,11 +259,13 @@ class Api:
             if isinstance(found, Response):
                 return found
             job, encoded, name = found
-            if (constraint := encoded.params.constraint) is not None:
-                compiling = self._compiler.compile(encoded.calls or constraint)
-                compiled = await while_connected(request.receive, compiling)
-                encoded.gaps = compiled[1]
-                encoded.params = replace(encoded.params, constraint=compiled[0])
+            with Accepting(job.caller.service, self._open):
+                if (constraint := encoded.params.constraint) is not None:
+                    compiling = self._compiler.compile(encoded.calls or constraint)
+                    compiled = await while_connected(request.receive, compiling)
+                    encoded.gaps = compiled[1]
+                    encoded.params = replace(encoded.params, constraint=compiled[0])
+                answers = await Answers.start(self.engine, job, encoded, self.metrics, self._open)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
@@ -273,7 +275,6 @@ class Api:
                 tokenizer=self.engine.card.tokenizer,
                 reading=encoded.reading,
             )
-            answers = await Answers.start(self.engine, job, encoded, self.metrics, self._open)
             served = served_of(request.scope)
             served.running, served.model, served.response_id = answers, name, reply.id
             encoder, reader = dialect.encoder(reply), self._checks.reader(reply, encoded, served)
@@ -308,7 +309,8 @@ class Api:
             if isinstance(found, Response):
                 return found
             job, texts, name = found
-            vectors = await Vectors.start(self.engine, job, texts, self.metrics, self._open)
+            with Accepting(job.caller.service, self._open):
+                vectors = await Vectors.start(self.engine, job, texts, self.metrics, self._open)
             served = served_of(request.scope)
             served.running, served.model = vectors, name
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,6 +29,33 @@ if TYPE_CHECKING:
     from twostroke.serve.observe.metrics import Metrics
 
 
+class Accepting:
+    """A request, in a `with` block, that the engine has not accepted yet, as while it starts."""
+
+    def __init__(self, service: str, running: set[Open]) -> None:
+        """Be in `running` during the block; `service` is the request's class."""
+        self.service = service
+        self._running, self._task = running, asyncio.current_task()
+        self._is_cut = False
+
+    def cancel(self) -> None:
+        """End the block with a ServerStoppingError."""
+        self._running.discard(self)
+        if self._task is not None:
+            self._is_cut = self._task.cancel()
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._running.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End; what was cut off fails."""
+        self._running.discard(self)
+        if self._is_cut and self._task is not None and kind is asyncio.CancelledError:
+            self._task.uncancel()
+            raise ServerStoppingError("The server is stopping: this request has not begun.")
+
+
 class Answers:
     """The outputs of a running job. It runs until its end, or until `cancel`, read or not.
 
@@ -41,7 +69,7 @@ class Answers:
         job: Job,
         encoded: Encoded,
         metrics: Metrics,
-        running: set[Running],
+        running: set[Open],
     ) -> Self:
         """Queue the job in the engine; it is in `running` until `cancel`.
 
@@ -64,7 +92,7 @@ class Answers:
         job: Job,
         encoded: Encoded,
         metrics: Metrics,
-        running: set[Running],
+        running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
         """Read the outputs of a job that is queued."""
@@ -212,7 +240,7 @@ class Vectors:
         job: EmbeddingJob,
         texts: list[list[int]],
         metrics: Metrics,
-        running: set[Running],
+        running: set[Open],
     ) -> Self:
         """Begin; the work is in `running` until `cancel`.
 
@@ -230,7 +258,7 @@ class Vectors:
         job: EmbeddingJob,
         texts: list[list[int]],
         metrics: Metrics,
-        running: set[Running],
+        running: set[Open],
         outputs: ServedOutputs,
     ) -> None:
         """Read the vectors of texts that are queued."""
@@ -283,6 +311,7 @@ class Vectors:
 
 
 Running = Answers | Vectors
+Open = Running | Accepting
 
 
 def _count_failure(error: TwostrokeError, engine: ServedEngine, metrics: Metrics) -> None:
