@@ -179,6 +179,18 @@ def test_a_request_that_kills_its_engine_is_not_asked_twice(model: str) -> None:
     asyncio.run(run())
 
 
+def test_a_request_whose_prompt_is_being_read_has_begun(model: str) -> None:
+    async def run() -> None:
+        async with started(model, max_running=1, token_budget=8) as engine:
+            reading = await engine.generate([[1] * 4000], GREEDY, ANYONE, NO_HINTS)
+            await until(lambda: reading.has_begun)
+            os.kill(engine.life.pid, signal.SIGKILL)
+            with pytest.raises(EngineDiedError):
+                await texts(reading)
+
+    asyncio.run(run())
+
+
 def test_requests_that_are_cancelled_while_no_engine_runs_are_not_asked_again(model: str) -> None:
     async def run() -> None:
         async with started(model) as engine:
