@@ -131,8 +131,8 @@ class Campaign:
     async def left(self, before: int) -> list[str]:
         """Return what is left of the load: pages, descriptors, processes."""
         found = []
-        await asyncio.sleep(1)
         state = (await self.http.get("/api/state")).json()
+        await asyncio.sleep(1)  # connections end
         if state["pages"]["held"]:
             found.append(f"{state['pages']['held']} pages are held")
         if (now := self.num_files()) > before:
