@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec.structs import force_setattr
 
 from twostroke.core.frozen import Frozen
@@ -146,6 +145,8 @@ class DecodeRun(BatchShape):
 
     def num_context(self, window: int | None = None) -> Any:
         """As that of a step."""
+        import numpy as np  # `--help` needs none of it
+
         if window is None:
             return super().num_context() + len(self.starts) * np.arange(self.num_steps)
         ends = np.array(self.starts)[:, None] + np.arange(1, 1 + self.num_steps)
