@@ -200,7 +200,7 @@ def test_requests_that_are_cancelled_while_no_engine_runs_are_not_asked_again(mo
             await asyncio.sleep(0.01)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            assert not engine._open
+            assert not engine._book.open
             await until(lambda: engine.health is Health.READY)
             assert await texts(await ask(engine))
 

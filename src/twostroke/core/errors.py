@@ -167,6 +167,12 @@ class EngineDiedError(EngineStoppedError):
     code = "engine_died"
 
 
+class EngineKillerError(RequestError):
+    """The engine died each time that it computed the request, the last time alone."""
+
+    code = "engine_killer"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the known word most like `word`, or an empty string.
 

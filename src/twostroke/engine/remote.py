@@ -1,7 +1,8 @@
 """An engine in a process of its own, which may die: the server's side.
 
 What waited for its first step when the process died is asked for again of the next one. What held
-pages gets an error, since it may be what killed the process.
+pages gets an error, since it may be what killed the process; what was there at several deaths is
+computed alone, then refused (`Suspects`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from typing import TYPE_CHECKING, Any, Self
 
 from msgspec.structs import replace
 
 from twostroke.core.errors import (
     EngineDiedError,
+    EngineKillerError,
     EngineStoppedError,
     OverloadedError,
     TwostrokeError,
@@ -23,20 +24,20 @@ from twostroke.core.errors import (
 from twostroke.core.hardware import memory_used
 from twostroke.core.request import FinishReason
 from twostroke.engine import wire
+from twostroke.engine.asked import Book, RemoteOutputs
 from twostroke.engine.build import make_card
 from twostroke.engine.child import EngineProcess
 from twostroke.engine.health import Health
 from twostroke.engine.limits import Limits
 from twostroke.engine.loading import build_tokenizer
 from twostroke.engine.loading import load as load_model
-from twostroke.engine.output import Output, Usage
 from twostroke.engine.seconds import Span
 from twostroke.engine.supervisor import Supervisor
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from twostroke.core.config import EngineOptions
     from twostroke.core.constraint import Constraint
@@ -45,71 +46,11 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller, ModelCard
     from twostroke.engine.health import Progress
+    from twostroke.engine.output import Output
     from twostroke.engine.served import EngineFacts, Reading
 
 _READ_S = 1.0  # that a reading may take; then the last one is returned
 _logger = logging.getLogger("twostroke.serve")
-
-
-class RemoteOutputs:
-    """The outputs of what one message asked for; `num_open` of its answers have not ended."""
-
-    def __init__(
-        self, engine: RemoteEngine, message: wire.Generate | wire.Embed, num_open: int
-    ) -> None:
-        """Wait in the running event loop for outputs that `engine` passes on."""
-        self.message = message
-        self.asked_s = time.monotonic()
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.has_begun = False  # some of it holds pages, or did
-        self.is_cancelled = False
-        self.num_open = num_open
-        self._engine = engine
-        self._unread: asyncio.Queue[Output] = asyncio.Queue()
-        self._num_unread_ends = num_open
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as they come, until every answer has had its last.
-
-        Raises:
-            RequestError: a constraint could not be followed further.
-            EngineStoppedError: the engine died meanwhile.
-            TwostrokeError: the engine failed on an answer.
-        """
-        while self._num_unread_ends:
-            output = await self._unread.get()
-            self._num_unread_ends -= output.finish_reason is not None
-            if output.error is not None:
-                raise output.error
-            yield output
-
-    @property
-    def num_unread(self) -> int:
-        """How many outputs have come and were not read yet."""
-        return self._unread.qsize()
-
-    def cancel(self) -> None:
-        """Stop all that still runs."""
-        self._engine.cancel(self)
-
-    def put(self, output: Output) -> None:
-        """Take an output."""
-        self.has_begun = True
-        self.num_open -= output.finish_reason is not None
-        self._unread.put_nowait(output)
-
-    def fail(self, error: TwostrokeError) -> None:
-        """End with an error."""
-        if self.accepted.done():
-            self.end(FinishReason.ERROR, error)
-        else:
-            self.accepted.set_exception(error)
-
-    def end(self, reason: FinishReason, error: TwostrokeError | None = None) -> None:
-        """End all answers that have not ended."""
-        usage = Usage(0, 0, 0)
-        while self.num_open:
-            self.put(Output(0, "", (), finish_reason=reason, usage=usage, error=error))
 
 
 class RemoteEngine:
@@ -125,12 +66,12 @@ class RemoteEngine:
         self.limits = Limits.known(ready.card.hardware) if ready.card.hardware else None
         self._last: Reading = ready.reading
         self._ids = itertools.count(1)
-        self._open: dict[int, RemoteOutputs] = {}
         self._asked: dict[int, tuple[wire.Compile | wire.Read, asyncio.Future[Any]]] = {}
         self._compiling: set[int] = set()  # of what is asked
         self._ended: str | None = None
         self._on_end: Callable[[], None] = lambda: None
         self._life = Supervisor(load, process, ready, self)
+        self._book = Book(self._life.send)
 
     @classmethod
     def start(
@@ -194,6 +135,11 @@ class RemoteEngine:
         return self._life.progress
 
     @property
+    def num_deaths(self) -> int:
+        """How often its process has died."""
+        return self._life.num_deaths
+
+    @property
     def life(self) -> Supervisor:
         """What keeps its process alive."""
         return self._life
@@ -220,8 +166,10 @@ class RemoteEngine:
 
     async def compile(self, constraint: Constraint) -> tuple[str, ...]:
         """Compile a constraint in the engine's process."""
-        id_ = next(self._ids)
-        gaps: tuple[str, ...] = await self._inquire(wire.Compile(id_, constraint))
+        message = wire.Compile(next(self._ids), constraint)
+        self._check_harmless(message)
+        gaps: tuple[str, ...] = await self._inquire(message)
+        self._book.suspects.clear(message)
         return gaps
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> Reading:
@@ -246,22 +194,21 @@ class RemoteEngine:
     def cancel(self, outputs: RemoteOutputs) -> None:
         """End what `outputs` were asked for; does nothing after its end."""
         id_ = outputs.message.id
-        if id_ not in self._open:
-            return
-        if self._life.is_up:
+        if id_ in self._book.unsent:
+            self._book.drop(outputs)
+            outputs.end(FinishReason.CANCEL)
+        elif id_ in self._book.open:
             outputs.is_cancelled = True  # the process may die before it reads this
             self._life.send(wire.Cancel(id_))
-        else:
-            del self._open[id_]
-            outputs.end(FinishReason.CANCEL)
 
     async def _ask(self, message: wire.Generate | wire.Embed, num_answers: int) -> RemoteOutputs:
         self._check_running()
-        if not self._life.is_up and len(self._open) >= self.facts.config.max_waiting_requests:
-            raise OverloadedError(f"{len(self._open)} requests wait for the engine to start again.")
-        outputs = self._open[message.id] = RemoteOutputs(self, message, num_answers)
-        if self._life.is_up:
-            self._life.send(message)
+        self._check_harmless(message)
+        waiting = len(self._book.unsent)
+        if waiting >= self.facts.config.max_waiting_requests:
+            raise OverloadedError(f"{waiting} requests wait until the engine can take them.")
+        outputs = RemoteOutputs(message, num_answers, self.cancel)
+        self._book.add(outputs)
         try:
             await outputs.accepted
         except asyncio.CancelledError:  # the client has left
@@ -281,6 +228,13 @@ class RemoteEngine:
             self._asked.pop(message.id, None)
             self._compiling.discard(message.id)
 
+    def _check_harmless(self, message: wire.Generate | wire.Embed | wire.Compile) -> None:
+        if self._book.suspects.is_refused(message):
+            raise EngineKillerError(
+                "The engine died each time that it computed this request, so it is refused for "
+                "an hour. Please report it, with the server's log."
+            )
+
     def _check_running(self) -> None:
         if self._ended is not None:
             raise EngineStoppedError(self._ended)
@@ -294,7 +248,7 @@ class RemoteEngine:
                 for id_, output in message.outputs:
                     self._said(id_, output)
             case wire.Began():
-                for outputs in filter(None, map(self._open.get, message.ids)):
+                for outputs in filter(None, map(self._book.open.get, message.ids)):
                     outputs.has_begun = True
                 self._compiling.update(self._asked.keys() & message.ids)
             case wire.Accepted():
@@ -304,59 +258,58 @@ class RemoteEngine:
             case wire.State():
                 self._reply(message.id, message.reading)
 
-    def died(self) -> None:
-        """Tell those whose requests the process was computing."""
+    def died(self) -> bool:
+        """Tell those whose requests the process was computing; return whether there were any."""
         error = EngineDiedError(
             "The engine died while it computed this request, and is starting again: "
             "send the request again."
         )
-        for id_, outputs in list(self._open.items()):
-            if outputs.is_cancelled:
-                del self._open[id_]
-                outputs.end(FinishReason.CANCEL)
-            elif outputs.has_begun:
-                del self._open[id_]
-                outputs.fail(error)
+        asked_for = [self._asked[id_][0] for id_ in self._compiling]
+        compiled = [message for message in asked_for if isinstance(message, wire.Compile)]
+        was_busy = self._book.end_begun(error, compiled)
         for id_ in self._compiling:
             self._reply(id_, None, error)
         for asked, _ in list(self._asked.values()):
             if isinstance(asked, wire.Read):
                 self._reply(asked.id, self._last)
+        return was_busy
 
     def runs_again(self, ready: wire.Ready) -> None:
         """Ask the new process for what still waits, in the order in which it came."""
         self.facts = ready.facts
-        for outputs in self._open.values():
-            waited_s = time.monotonic() - outputs.asked_s
-            self._life.send(replace(outputs.message, waited_s=waited_s))
+        _logger.info("The engine runs again; %d requests had waited for it.", len(self._book.open))
+        self._book.is_up = True
+        self._book.send_waiting()
         for message, _ in self._asked.values():
             self._life.send(message)
-        _logger.info("The engine runs again; %d requests had waited for it.", len(self._open))
 
     def gave_up(self, reason: str) -> None:
         """Tell everybody."""
         self._ended = reason
         error = EngineStoppedError(reason)
-        for outputs in self._open.values():
-            outputs.fail(error)
-        self._open.clear()
+        self._book.end_all(error)
         for id_ in list(self._asked):
             self._reply(id_, None, error)
         self._on_end()
 
     def _said(self, id_: int, output: Output) -> None:
-        outputs = self._open.get(id_)
-        if outputs is not None:
-            outputs.put(output)
-            if not outputs.num_open:
-                del self._open[id_]
+        outputs = self._book.open.get(id_)
+        if outputs is None:
+            return
+        outputs.put(output)
+        if outputs.num_open:
+            self._book.speaks(outputs)
+        else:
+            if output.error is None and not outputs.is_cancelled:
+                self._book.suspects.clear(outputs.message)
+            self._book.drop(outputs)
 
     def _accepted(self, message: wire.Accepted) -> None:
-        outputs = self._open.get(message.id)
+        outputs = self._book.open.get(message.id)
         if outputs is None:
             return
         if message.error is not None:
-            del self._open[message.id]
+            self._book.drop(outputs)
             outputs.fail(message.error)
         elif not outputs.accepted.done():  # else an earlier process has accepted it
             outputs.accepted.set_result(None)

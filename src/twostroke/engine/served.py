@@ -83,6 +83,10 @@ class ServedEngine(Protocol):
     def memory_bytes(self) -> int:
         """What all of its processes used when they were last asked, and this one now."""
 
+    @property
+    def num_deaths(self) -> int:
+        """How often its process has died."""
+
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
     ) -> ServedOutputs:
@@ -142,6 +146,11 @@ class LocalEngine:
     def memory_bytes(self) -> int:
         """What this process uses."""
         return memory_used()
+
+    @property
+    def num_deaths(self) -> int:
+        """Zero: who could count them has died, too."""
+        return 0
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from twostroke.engine.health import Progress
 
 BACK_OFF_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0)  # before each start, after deaths in a row
+_MOST_DEATHS: Final = 20  # in a row, though requests may be to blame for them
 _LOOK_S: Final = 0.25
 _LOADING_S: Final = 300.0  # of silence that a process may take to load
 _SETTLED_S: Final = 60.0  # after which a process was no failed start, though nobody asked it
@@ -31,8 +32,8 @@ class Guest(Protocol):
     def take(self, message: wire.Answer) -> None:
         """Take what the process has sent."""
 
-    def died(self) -> None:
-        """The process has died; another one starts."""
+    def died(self) -> bool:
+        """The process has died; return whether what it was asked for may be to blame."""
 
     def runs_again(self, ready: wire.Ready) -> None:
         """Another process takes requests."""
@@ -53,6 +54,7 @@ class Supervisor:
         self._load, self._process, self._guest = load, process, guest
         self._unsent = bytearray()
         self._num_failures = 0  # deaths in a row, each before an output
+        self._num_blameless = 0  # of them since a request was last to blame
         self._why = ""  # the process ended, if it or the watch has said so
         self._has_ended = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,7 +134,7 @@ class Supervisor:
         self._watch.hear(time.monotonic(), progress)
         match message:
             case wire.Said():
-                self._num_failures = 0
+                self._num_failures = self._num_blameless = 0
                 self._guest.take(message)
             case wire.Log():
                 log(message)
@@ -166,9 +168,9 @@ class Supervisor:
         now_s = time.monotonic()
         self._watch = Watch(0.0, now_s, _LOADING_S)
         if has_run and now_s - self._began_s > _SETTLED_S:
-            self._num_failures = 0
+            self._num_failures = self._num_blameless = 0
         self._num_failures += 1
-        self._guest.died()
+        self._num_blameless = 0 if self._guest.died() else self._num_blameless + 1
         self._spawn(self._revive(has_run=has_run))
 
     async def _revive(self, *, has_run: bool) -> None:
@@ -176,18 +178,20 @@ class Supervisor:
         how = await asyncio.to_thread(self._process.describe_end)
         why, self._why = f"{how}. {self._why}".strip(), ""
         what = "died" if has_run else "did not start"
-        while (count := self._num_failures) <= len(BACK_OFF_S):
-            pause_s = BACK_OFF_S[count - 1]
+        while self._num_blameless <= len(BACK_OFF_S) and self._num_failures <= _MOST_DEATHS:
+            pause_s = BACK_OFF_S[min(self._num_failures, len(BACK_OFF_S)) - 1]
             _logger.warning("The engine %s: %s It starts again in %g s.", what, why, pause_s)
             await asyncio.sleep(pause_s)
             try:
                 self._process = EngineProcess(self._load)
             except TwostrokeError as error:  # the system lacks something, perhaps for a moment
                 self._num_failures += 1
+                self._num_blameless += 1
                 what, why = "did not start", str(error)
                 continue
             self._listen()
             return
+        count = self._num_failures
         self._give_up(f"The engine died {count} times in a row; the last time {why}")
 
     def _give_up(self, reason: str) -> None:

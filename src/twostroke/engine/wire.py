@@ -253,9 +253,14 @@ answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(
 )
 
 
+def encode(value: object) -> bytes:
+    """Return a message, or a part of one, in MessagePack."""
+    return _encoder.encode(value)
+
+
 def pack(message: Request | Answer) -> bytes:
     """Return a message's frame."""
-    body = _encoder.encode(message)
+    body = encode(message)
     return _HEAD.pack(len(body)) + body
 
 

@@ -149,6 +149,8 @@ class Metrics(Collector):
         snapshot = reading.snapshot
         is_ready = self._engine.health is Health.READY
         yield _gauge("ready", "Whether the engine can answer.", value=is_ready)
+        deaths = [((), self._engine.num_deaths)]
+        yield _counter("engine_deaths", "Times that the engine's process died.", samples=deaths)
         yield self._model()
         yield from _services(snapshot.services)
         for key, family, name, text in _SCHEDULER:

@@ -1,0 +1,161 @@
+"""What was asked of an engine in another process, until its last output."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.core.request import FinishReason
+from twostroke.engine.output import Output, Usage
+from twostroke.engine.suspects import Suspects
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from twostroke.core.errors import TwostrokeError
+    from twostroke.engine import wire
+
+
+class RemoteOutputs:
+    """The outputs of what one message asked for; `num_open` of its answers have not ended."""
+
+    def __init__(
+        self,
+        message: wire.Generate | wire.Embed,
+        num_open: int,
+        cancel: Callable[[RemoteOutputs], None],
+    ) -> None:
+        """Wait in the running event loop for outputs; `cancel` ends what still runs."""
+        self.message = message
+        self.asked_s = time.monotonic()
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.has_begun = False  # some of it holds pages, or did
+        self.is_cancelled = False
+        self.num_open = num_open
+        self._cancel = cancel
+        self._unread: asyncio.Queue[Output] = asyncio.Queue()
+        self._num_unread_ends = num_open
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """Yield outputs as they come, until every answer has had its last.
+
+        Raises:
+            RequestError: a constraint could not be followed further.
+            EngineStoppedError: the engine died meanwhile.
+            TwostrokeError: the engine failed on an answer.
+        """
+        while self._num_unread_ends:
+            output = await self._unread.get()
+            self._num_unread_ends -= output.finish_reason is not None
+            if output.error is not None:
+                raise output.error
+            yield output
+
+    @property
+    def num_unread(self) -> int:
+        """How many outputs have come and were not read yet."""
+        return self._unread.qsize()
+
+    def cancel(self) -> None:
+        """Stop all that still runs."""
+        self._cancel(self)
+
+    def put(self, output: Output) -> None:
+        """Take an output."""
+        self.has_begun = True
+        self.num_open -= output.finish_reason is not None
+        self._unread.put_nowait(output)
+
+    def fail(self, error: TwostrokeError) -> None:
+        """End with an error."""
+        if self.accepted.done():
+            self.end(FinishReason.ERROR, error)
+        else:
+            self.accepted.set_exception(error)
+
+    def end(self, reason: FinishReason, error: TwostrokeError | None = None) -> None:
+        """End all answers that have not ended."""
+        usage = Usage(0, 0, 0)
+        while self.num_open:
+            self.put(Output(0, "", (), finish_reason=reason, usage=usage, error=error))
+
+
+class Book:
+    """What is open at an engine, in the order in which it was asked for.
+
+    Attributes:
+        open: what has not ended, by the message's id.
+        unsent: what of it waits for the process.
+    """
+
+    def __init__(self, send: Callable[[wire.Request], None]) -> None:
+        """Give messages to `send` while `is_up`."""
+        self.open: dict[int, RemoteOutputs] = {}
+        self.unsent: dict[int, RemoteOutputs] = {}
+        self.suspects = Suspects()
+        self.is_up = True
+        self._send = send
+        self._alone: RemoteOutputs | None = None  # a suspect that was sent and has no output
+
+    def add(self, outputs: RemoteOutputs) -> None:
+        """Open what was asked for, and send it as soon as it may go."""
+        id_ = outputs.message.id
+        self.open[id_] = self.unsent[id_] = outputs
+        self.send_waiting()
+
+    def drop(self, outputs: RemoteOutputs) -> None:
+        """Forget what has ended; others may then go."""
+        id_ = outputs.message.id
+        del self.open[id_]
+        self.unsent.pop(id_, None)
+        self.speaks(outputs)
+
+    def speaks(self, outputs: RemoteOutputs) -> None:
+        """Note an output, or the end: others need not wait for it."""
+        if outputs is self._alone:
+            self._alone = None
+        if self.unsent:
+            self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Send what may go now.
+
+        A suspect goes when nothing else is computed; the rest goes after its first output.
+        """
+        while self.unsent and self.is_up and self._alone is None:
+            id_, outputs = next(iter(self.unsent.items()))
+            if self.suspects.must_run_alone(outputs.message):
+                if len(self.open) > len(self.unsent):
+                    return
+                self._alone = outputs
+            del self.unsent[id_]
+            self._send(replace(outputs.message, waited_s=time.monotonic() - outputs.asked_s))
+
+    def end_begun(self, error: TwostrokeError, compiled: Sequence[wire.Compile]) -> bool:
+        """End what a process has begun that died; the rest waits for the next.
+
+        Constraints in `compiled` were compiled meanwhile. Returns whether there was any of both.
+        """
+        self.is_up, self._alone = False, None
+        begun = [outputs for outputs in self.open.values() if outputs.has_begun]
+        running: list[wire.Request] = [*(outputs.message for outputs in begun), *compiled]
+        self.suspects.note(running)
+        for outputs in list(self.open.values()):
+            if outputs.is_cancelled or outputs.has_begun:
+                del self.open[outputs.message.id]
+            if outputs.is_cancelled:
+                outputs.end(FinishReason.CANCEL)
+            elif outputs.has_begun:
+                outputs.fail(error)
+        self.unsent = dict(self.open)
+        return bool(running)
+
+    def end_all(self, error: TwostrokeError) -> None:
+        """End everything: no process follows."""
+        for outputs in self.open.values():
+            outputs.fail(error)
+        self.open.clear()
+        self.unsent.clear()

@@ -1,0 +1,198 @@
+"""Requests that kill engines: found among others, computed alone, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.remote import ANYONE, GREEDY, LONG, PROMPTS, ask, started, texts, until
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke.core.constraint import Constraint
+from twostroke.core.errors import EngineDiedError, EngineKillerError
+from twostroke.core.request import NO_HINTS
+from twostroke.engine import supervisor, wire
+from twostroke.engine.asked import Book, RemoteOutputs
+from twostroke.engine.suspects import Suspects
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from twostroke.engine.remote import RemoteEngine
+
+DEATH = EngineDiedError("It died.")
+
+
+def asked(number: int, prompt: int) -> wire.Generate:
+    return wire.Generate(number, [[prompt]], GREEDY, ANYONE, NO_HINTS)
+
+
+class Desk:
+    """A book, and the ids that it has sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.book = Book(lambda message: self.sent.append(message.id))  # type: ignore[union-attr]
+        self._ids = iter(range(1, 100))
+
+    def ask(self, prompt: int, *, begins: bool = False) -> RemoteOutputs:
+        outputs = RemoteOutputs(asked(next(self._ids), prompt), 1, lambda _: None)
+        self.book.add(outputs)
+        outputs.has_begun = begins
+        return outputs
+
+    def die(self) -> None:
+        self.sent.clear()
+        self.book.end_begun(DEATH, [])
+        self.book.is_up = True
+        self.book.send_waiting()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def test_what_was_there_at_two_deaths_runs_alone() -> None:
+    async def work() -> None:
+        desk = Desk()
+        for _ in range(2):
+            desk.ask(7, begins=True)
+            desk.ask(8, begins=True)
+            desk.die()
+        other = desk.ask(1, begins=True)
+        suspect, late = desk.ask(7), desk.ask(2)
+        assert desk.sent == [other.message.id]  # it waits for the other, and others for it
+        desk.book.drop(other)
+        assert desk.sent == [other.message.id, suspect.message.id]
+        desk.book.speaks(suspect)
+        assert desk.sent[2:] == [late.message.id]
+
+    run(work())
+
+
+def test_a_suspect_that_leaves_lets_others_go() -> None:
+    async def work() -> None:
+        desk = Desk()
+        for _ in range(2):
+            desk.ask(7, begins=True)
+            desk.die()
+        suspect, late = desk.ask(7), desk.ask(2)
+        assert desk.sent == [suspect.message.id]
+        desk.book.drop(suspect)
+        assert desk.sent[1:] == [late.message.id]
+
+    run(work())
+
+
+def test_a_suspect_that_waits_does_not_hold_up_others_for_ever() -> None:
+    async def work() -> None:
+        desk = Desk()
+        for _ in range(2):
+            desk.ask(7, begins=True)
+            desk.die()
+        desk.ask(7)
+        late = desk.ask(2)
+        desk.die()  # before it has begun
+        assert desk.sent == [3]
+        assert late.message.id in desk.book.unsent
+
+    run(work())
+
+
+def test_one_death_alone_after_two_is_enough_and_innocents_are_not_refused() -> None:
+    suspects = Suspects()
+    killer, innocent = asked(1, 7), asked(2, 8)
+    for _ in range(2):
+        suspects.note([killer, innocent])
+    for message in (killer, innocent):
+        assert suspects.must_run_alone(message)
+        assert not suspects.is_refused(message)
+    suspects.note([asked(3, 7)])
+    assert suspects.is_refused(asked(4, 7))
+    suspects.clear(innocent)
+    assert not suspects.must_run_alone(innocent)
+    assert not suspects.must_run_alone(asked(5, 9))
+
+
+def test_four_deaths_among_others_are_enough() -> None:
+    suspects = Suspects()
+    for _ in range(3):
+        suspects.note([asked(1, 7), asked(2, 8)])
+    assert not suspects.is_refused(asked(1, 7))
+    suspects.note([asked(1, 7), asked(2, 8)])
+    assert suspects.is_refused(asked(1, 7))
+
+
+def test_suspects_are_forgotten_after_an_hour_and_when_there_are_many() -> None:
+    now = [0.0]
+    suspects = Suspects(lambda: now[0])
+    for number in range(4097):
+        suspects.note([asked(1, number)])
+    assert suspects.num_deaths(asked(1, 0)) == 0
+    assert suspects.num_deaths(asked(1, 1)) == 1
+    now[0] = 3601.0
+    assert suspects.num_deaths(asked(1, 1)) == 0
+
+
+def test_requests_differ_by_what_they_ask_and_not_by_who_asks() -> None:
+    suspects = Suspects()
+    suspects.note([wire.Compile(1, Constraint("regex", "a"))])
+    assert suspects.num_deaths(wire.Compile(2, Constraint("regex", "a"))) == 1
+    assert suspects.num_deaths(wire.Compile(3, Constraint("regex", "b"))) == 0
+    suspects.note([asked(1, 7)])
+    assert suspects.num_deaths(wire.Generate(2, [[7]], LONG, ANYONE, NO_HINTS)) == 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("suspects") / "tiny.gguf"
+    return str(write_tiny_gguf(path, Tiny(context_length=4096)))
+
+
+async def kill_while_it_computes(engine: RemoteEngine) -> None:
+    """Ask for something that kills the process before it says a word."""
+    os.kill(engine.life.pid, signal.SIGSTOP)
+    asking = asyncio.create_task(ask(engine, LONG))
+    await asyncio.sleep(0)
+    engine.take(wire.Began([*engine._book.open]))
+    deaths = engine.num_deaths
+    os.kill(engine.life.pid, signal.SIGKILL)
+    with pytest.raises(EngineDiedError):
+        await asking
+    await until(lambda: engine.life.is_up and engine.num_deaths > deaths)
+
+
+def test_a_killer_is_refused_and_does_not_end_the_server(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0,))
+
+    async def work() -> None:
+        async with started(model) as engine:
+            for _ in range(3):
+                await kill_while_it_computes(engine)
+            with pytest.raises(EngineKillerError, match="refused for an hour"):
+                await ask(engine, LONG)
+            assert await texts(await ask(engine))
+            assert engine.num_deaths == 3
+
+    run(work())
+
+
+def test_an_answer_clears_a_suspect(model: str) -> None:
+    async def work() -> None:
+        async with started(model) as engine:
+            suspects = engine._book.suspects
+            suspect = wire.Generate(0, [list(PROMPTS[0])], GREEDY, ANYONE, NO_HINTS)
+            for _ in range(2):
+                suspects.note([suspect])
+            assert suspects.must_run_alone(suspect)
+            alone, other = await asyncio.gather(ask(engine), ask(engine, LONG))
+            other.cancel()
+            assert await texts(alone)
+            assert suspects.num_deaths(suspect) == 0
+
+    run(work())
