@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over an OpenAI-compatible API.",
     "batch": "Run a file of requests.",
+    "keys": "Make, limit and revoke the API keys of a server.",
     "embed": "Turn texts into vectors.",
     "compare": "Measure how much backends, formats or models differ.",
     "quantize": "Write a model with fewer bits, and score it.",

@@ -6,7 +6,7 @@ import json
 import logging
 import resource
 import sys
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from twostroke.engine.limits import Limits
     from twostroke.engine.served import ServedEngine
     from twostroke.records import Records
+    from twostroke.serve.observe.objectives import Objective
     from twostroke.serve.options import ServeOptions
 
     Opened = tuple[ServedEngine, Limits | None, str | None]  # the last is the draft's name
@@ -97,7 +98,8 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     "--records",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Keep files and batches in this folder, across restarts [default: none are kept].",
+    help="Keep files, batches and API keys (twostroke keys) in this folder, across restarts "
+    "[default: none are kept].",
 )
 @option(
     "--reasoning",
@@ -134,47 +136,25 @@ def command(**given: Any) -> int:
     Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
     """
     from twostroke.engine.collector import ease_collector
-    from twostroke.serve.http.keys import ApiKeys
     from twostroke.serve.observe.logs import logging_to
     from twostroke.serve.observe.objectives import limits_of, parse_objective
     from twostroke.serve.observe.traces import check_endpoint
-    from twostroke.serve.options import ServeOptions
     from twostroke.serve.run import bind, run_server
 
     objectives = tuple(map(parse_objective, given["objectives"]))
     limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
     if given["otlp_endpoint"] is not None:
         check_endpoint(given["otlp_endpoint"])
-    serving = ServeOptions(
-        host=given["host"],
-        port=given["port"],
-        api_keys=ApiKeys.read(given["api_keys"], env.api_key()),
-        model_names=given["model_names"],
-        cors_origins=given["cors_origins"],
-        allowed_hosts=given["allowed_hosts"],
-        drain_s=given["drain_s"],
-        max_stored=given["max_stored"],
-        dashboard=given["dashboard"],
-        objectives=objectives,
-        access_log=given["access_log"],
-        otlp_endpoint=given["otlp_endpoint"],
-        any_model=given["any_model"],
-        is_strict=given["is_strict"],
-        strict_limits=given["strict_limits"],
-        splits_reasoning=given["reasoning"] == "apart",
-    )
     options, form = engine_options(given, given["model"]), given["log_format"]
-    _allow_connections()
-    # Bound before the weights are loaded, so that a port in use is reported at once.
-    listener = bind(serving.host, serving.port)
-    logging_ = logging_to(sys.stderr, form, given["log_level"])
     open_ = _in_this_process if given["in_process"] else _in_its_own
-    with (
-        listener,
-        logging_,
-        _records(given["records"]) as records,
-        open_(given, options) as (engine, limits, draft),
-    ):
+    with ExitStack() as stack:
+        records = stack.enter_context(_records(given["records"]))
+        serving = _serving(given, objectives)
+        _allow_connections()
+        # Bound before the weights are loaded, so that a port in use is reported at once.
+        listener = stack.enter_context(bind(serving.host, serving.port))
+        stack.enter_context(logging_to(sys.stderr, form, given["log_level"]))
+        engine, limits, draft = stack.enter_context(open_(given, options))
         name = serving.model_names[0] if serving.model_names else engine.card.name
 
         def on_ready(url: str) -> None:
@@ -190,6 +170,31 @@ def command(**given: Any) -> int:
             on_stop=partial(_say_stop, form=form),
             records=records,
         )
+
+
+def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeOptions:
+    """Return the server's options; its records are open."""
+    from twostroke.serve.http.keys import ApiKeys
+    from twostroke.serve.options import ServeOptions
+
+    return ServeOptions(
+        host=given["host"],
+        port=given["port"],
+        api_keys=ApiKeys.read(given["api_keys"], env.api_key(), given["records"]),
+        model_names=given["model_names"],
+        cors_origins=given["cors_origins"],
+        allowed_hosts=given["allowed_hosts"],
+        drain_s=given["drain_s"],
+        max_stored=given["max_stored"],
+        dashboard=given["dashboard"],
+        objectives=objectives,
+        access_log=given["access_log"],
+        otlp_endpoint=given["otlp_endpoint"],
+        any_model=given["any_model"],
+        is_strict=given["is_strict"],
+        strict_limits=given["strict_limits"],
+        splits_reasoning=given["reasoning"] == "apart",
+    )
 
 
 @contextmanager
@@ -239,9 +244,11 @@ def _announce(
     form: str,
 ) -> None:
     """Report where the server is; a log in text also shows a request to try."""
-    if serving.api_keys is None and not serving.is_private:
+    if not serving.has_keys and not serving.is_private:
         _logger.warning(
-            "Everybody who can reach %s may use this server: demand keys with --api-keys.", url
+            "Everybody who can reach %s may use this server: demand keys, with --api-keys or "
+            "twostroke keys.",
+            url,
         )
     backend = engine.facts.backend
     used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
@@ -256,7 +263,7 @@ def _announce(
         route = "chat/completions"
     body = {"model": name, **what, "max_tokens": 128, "temperature": 0}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
-    key = "" if serving.api_keys is None else " -H 'Authorization: Bearer KEY'"
+    key = "" if not serving.has_keys else " -H 'Authorization: Bearer KEY'"
     guesses = f", {draft} guesses ahead" if draft else ""
     _tell(
         f"Twostroke serves {name} at {url} ({backend.detail}{guesses}; Ctrl-C stops it). "

@@ -1,10 +1,11 @@
 """Records that outlive the process: one SQLite database and a folder of files.
 
-`Records` is the database, `Folder` the files; both raise `RecordsError` where the disk fails.
+`Records` is the database, `Folder` the files, and `beside` lets another program in. All raise
+`RecordsError` where the disk fails.
 """
 
-from twostroke.records.database import Records
+from twostroke.records.database import Records, beside
 from twostroke.records.errors import RecordsError
 from twostroke.records.folder import Folder, Temporary
 
-__all__ = ["Folder", "Records", "RecordsError", "Temporary"]
+__all__ = ["Folder", "Records", "RecordsError", "Temporary", "beside"]

@@ -7,7 +7,7 @@ import fcntl
 import os
 import sqlite3
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -17,7 +17,7 @@ from twostroke.records.folder import Folder, explain
 from twostroke.records.schema import migrate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     Write = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
@@ -46,14 +46,14 @@ class Records:
         self.files = Folder(path)
         self._lock = _lock(path)
         try:
-            self._writer = self._connect()
+            self._writer = _connect(self.path)
             migrate(self._writer, self.path)
-            self._reader = self._connect()
+            self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
             self.files.keep_only({id_ for (id_,) in self._reader.execute("SELECT id FROM files")})
         except sqlite3.Error as error:
             os.close(self._lock)
-            raise self._explain(error) from None
+            raise _explain(error, self.path) from None
         except BaseException:
             os.close(self._lock)
             raise
@@ -86,13 +86,13 @@ class Records:
         """As `read`, for work that takes seconds: other reads do not wait for it."""
 
         def alone() -> T:
-            with closing(self._connect()) as connection:
+            with closing(_connect(self.path)) as connection:
                 return work(connection)
 
         try:
             return await asyncio.to_thread(alone)
         except sqlite3.Error as error:
-            raise self._explain(error) from None
+            raise _explain(error, self.path) from None
 
     def close(self) -> None:
         """Finish the writes that wait, and release the folder."""
@@ -104,19 +104,11 @@ class Records:
                 connection.close()
         os.close(self._lock)
 
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            self.path, _BUSY_S, isolation_level=None, check_same_thread=False
-        )
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        return connection
-
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
             return work(self._reader)
         except sqlite3.Error as error:
-            raise self._explain(error) from None
+            raise _explain(error, self.path) from None
 
     def _run(self) -> None:
         is_open = True
@@ -147,26 +139,65 @@ class Records:
             with suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
             for _, done in writes:
-                done.set_exception(self._explain(error))
+                done.set_exception(_explain(error, self.path))
             return
         for done, fault in failed:
             is_sql = isinstance(fault, sqlite3.Error)
-            done.set_exception(self._explain(fault) if is_sql else fault)
+            done.set_exception(_explain(fault, self.path) if is_sql else fault)
         for done, result in results:
             done.set_result(result)
 
-    def _explain(self, error: sqlite3.Error) -> RecordsError:
-        kind = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest is detail
-        why = {
-            sqlite3.SQLITE_CORRUPT: "is damaged: move it away, or restore a backup",
-            sqlite3.SQLITE_NOTADB: "is damaged: move it away, or restore a backup",
-            sqlite3.SQLITE_BUSY: "is locked by another program",
-            sqlite3.SQLITE_LOCKED: "is locked by another program",
-            sqlite3.SQLITE_FULL: "cannot be written: the disk is full",
-            sqlite3.SQLITE_READONLY: "may not be written by this user",
-            sqlite3.SQLITE_CANTOPEN: "cannot be opened",
-        }.get(kind, f"cannot be used ({error})")
-        return RecordsError(f"The database {self.path} {why}.")
+
+@contextmanager
+def beside(
+    path: Path, *, writes: bool = False, makes: bool = False
+) -> Iterator[sqlite3.Connection]:
+    """Yield the database of a folder that a server may hold, in one short transaction.
+
+    With `writes` nothing else writes during the block, and its changes are on the disk after it; if
+    it raises, there are none. With `makes` folder and database are made if they are not there.
+
+    Raises:
+        RecordsError: there is no database, another program has locked it for long, a newer version
+            wrote it, it is damaged, or it cannot be read or written.
+    """
+    file = path / "records.db"
+    try:
+        if makes:
+            Folder(path)
+        elif not file.is_file():
+            message = f"There is no database {file}: is {path} a server's --records folder?"
+            raise RecordsError(message)
+        with closing(_connect(file)) as db:
+            migrate(db, file)
+            db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            yield db
+            db.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise _explain(error, file) from None
+    except PermissionError as error:
+        raise explain(error, file) from None
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+def _explain(error: sqlite3.Error, path: Path) -> RecordsError:
+    kind = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest is detail
+    why = {
+        sqlite3.SQLITE_CORRUPT: "is damaged: move it away, or restore a backup",
+        sqlite3.SQLITE_NOTADB: "is damaged: move it away, or restore a backup",
+        sqlite3.SQLITE_BUSY: "is locked by another program",
+        sqlite3.SQLITE_LOCKED: "is locked by another program",
+        sqlite3.SQLITE_FULL: "cannot be written: the disk is full",
+        sqlite3.SQLITE_READONLY: "may not be written by this user",
+        sqlite3.SQLITE_CANTOPEN: "cannot be opened",
+    }.get(kind, f"cannot be used ({error})")
+    return RecordsError(f"The database {path} {why}.")
 
 
 def _lock(path: Path) -> int:

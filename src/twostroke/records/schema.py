@@ -43,11 +43,24 @@ MIGRATIONS: Final = (
         PRIMARY KEY (batch, line)
     ) WITHOUT ROWID;
     """,
+    # `change` grows with each change of a key, so that a server sees which it does not know.
+    """
+    CREATE TABLE keys (
+        id TEXT NOT NULL UNIQUE,
+        name TEXT NOT NULL,
+        is_revoked INTEGER NOT NULL,
+        change INTEGER NOT NULL,
+        last_used INTEGER,
+        body BLOB NOT NULL
+    );
+    CREATE UNIQUE INDEX key_names ON keys (name) WHERE NOT is_revoked;
+    CREATE INDEX key_changes ON keys (change);
+    """,
 )
 
 
 def migrate(db: Connection, path: Path) -> None:
-    """Bring a database to the newest version, each step in one transaction.
+    """Bring a database to the newest version, in one transaction.
 
     Raises:
         RecordsError: a newer Twostroke wrote it.
@@ -58,5 +71,12 @@ def migrate(db: Connection, path: Path) -> None:
             f"The database {path} has version {version}, and this Twostroke reads up to "
             f"{len(MIGRATIONS)}: upgrade Twostroke, or choose another folder."
         )
-    for number, script in enumerate(MIGRATIONS[version:], version + 1):
-        db.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
+    while version < len(MIGRATIONS):
+        db.execute("BEGIN IMMEDIATE")  # another program may be at it
+        [version] = db.execute("PRAGMA user_version").fetchone()
+        for number, script in enumerate(MIGRATIONS[version:], version + 1):
+            for statement in script.split(";"):
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {number}")
+            version = number
+        db.execute("COMMIT")

@@ -48,6 +48,7 @@ from twostroke.serve.page.site import Site, wants_page
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
+from twostroke.serve.tenants.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,8 +90,8 @@ class Api:
     ) -> None:
         """Serve `engine`'s model.
 
-        `limits` are the machine's, for the metrics of utilization. `records` keep files and
-        batches; None keeps none.
+        `limits` are the machine's, for the metrics of utilization. `records` keep files,
+        batches and keys; None keeps none.
         """
         self.engine, card = engine, engine.card
         self.options = options
@@ -107,7 +108,7 @@ class Api:
         self.site = Site()
         self.is_draining = False
         self._open: set[Open] = set()
-        self._description: bytes | None = None
+        self._descriptions: dict[bool, bytes] = {}  # by whether a key is needed
         self._checks = AnswerChecks(Verifier(), self.metrics)
         self._compiler = Compiler(
             engine.compile,
@@ -118,6 +119,7 @@ class Api:
         self._health = HealthReports(engine, self.names[0], lambda: self.is_draining)
         self._store = Store(options.max_stored, options.max_stored_bytes)
         self.keeping = Keeping(records, options.limits, self._room)
+        self.upkeep = Upkeep(records, options.api_keys)
         self._ignored = IgnoredFields(self.metrics.registry, is_strict=options.is_strict)
 
     def routes(self) -> list[Route]:
@@ -181,9 +183,10 @@ class Api:
 
     async def openapi(self, _request: Request) -> Response:
         """Return the OpenAPI document."""
-        if self._description is None:  # made at the first request, since it takes a while
-            self._description = encode_json(await asyncio.to_thread(self.description))
-        return Response(self._description, media_type="application/json")
+        has_keys = self.options.has_keys
+        if has_keys not in self._descriptions:  # made at the first request, since it takes a while
+            self._descriptions[has_keys] = encode_json(await asyncio.to_thread(self.description))
+        return Response(self._descriptions[has_keys], media_type="application/json")
 
     def description(self) -> dict[str, Any]:
         """Return the OpenAPI document of this server."""
@@ -208,7 +211,7 @@ class Api:
             Fact.MAX_CHOICES: self._max_choices,
             Fact.MAX_INPUTS: limits.max_inputs,
         }
-        has_keys, is_strict = self.options.api_keys is not None, self.options.is_strict
+        has_keys, is_strict = self.options.has_keys, self.options.is_strict
         return Facts(VERSION, has_keys, is_strict, values)
 
     async def scrape(self, request: Request) -> Response:

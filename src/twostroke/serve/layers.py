@@ -76,11 +76,13 @@ def build_app(api: Api) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        await api.upkeep.start()
         await api.keeping.start(whole)
         try:
             yield
         finally:
             await api.keeping.stop()
+            await api.upkeep.stop()
 
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False

@@ -66,7 +66,7 @@ class ServeOptions(Frozen):
 
     Attributes:
         host, port: the address; port 0 takes a free one.
-        api_keys: the valid keys and their tenants; None needs no key.
+        api_keys: the valid keys and their tenants; None never needs a key.
         model_names: the names by which clients may ask for the model, the default first; empty for
             the model's own name.
         cors_origins: the web origins whose pages may use the server; "*", with keys, allows all.
@@ -122,7 +122,7 @@ class ServeOptions(Frozen):
         for origin in self.cors_origins:
             if origin != ANY:
                 parse_origin(origin)
-            elif self.api_keys is None:
+            elif not self.has_keys:
                 reason = "allows every web page only on a server with keys: name the origins."
                 raise UsageError(reason, field="cors_origins")
         for host in self.allowed_hosts:
@@ -130,6 +130,11 @@ class ServeOptions(Frozen):
         if not 0 <= self.drain_s <= _MAX_DRAIN_S:  # NaN fails, too
             reason = f"must be from 0 to {_MAX_DRAIN_S} seconds, got {self.drain_s}."
             raise UsageError(reason, field="drain_s")
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need a key now."""
+        return self.api_keys is not None and self.api_keys.are_required
 
     @property
     def is_private(self) -> bool:

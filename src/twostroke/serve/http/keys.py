@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
+import time
 from typing import TYPE_CHECKING, Final, Self
 
 from starlette.requests import Request
 
 from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.records import beside
 from twostroke.serve.http.errors import to_response
 from twostroke.serve.http.inside import sender_of
 from twostroke.serve.observe.served import served_of
 from twostroke.serve.page.site import wants_page
+from twostroke.serve.tenants.key import FORM, WORD, Key, all_keys, digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-MAX_LENGTH: Final = 512  # of a key or a tenant's name
-_WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
-_FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
 _BEARER: Final = b"bearer "
 # For load balancers and supervisors.
 OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progress")
@@ -31,57 +29,92 @@ _MISSING: Final = "is missing: send the header 'Authorization: Bearer KEY' or 'x
 
 
 class KeyMissingError(TwostrokeError):
-    """The request has no key, or an unknown one."""
+    """The request has no key, or one that is not valid."""
 
     http_status = 401
     code = "invalid_api_key"
 
 
 class ApiKeys:
-    """Keys and their tenants, as digests.
+    """The keys of a file, which stay, and those of the records, which change while a server runs.
 
-    The time of a lookup can only reveal how a digest begins, which does not help to guess a key.
+    Only digests are kept. The time of a lookup can only reveal how a digest begins, which does not
+    help to guess a key. It belongs to the event loop.
     """
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
         """Take a table from keys to tenants.
 
         Raises:
-            UsageError: there are none, or one has other than printable ASCII characters.
+            UsageError: one has other than printable ASCII characters.
         """
-        if not tenants:
-            raise UsageError("The list of keys is empty: give at least one key.")
         for key, tenant in tenants.items():
-            if not _WORD.fullmatch(key) or (tenant and not _WORD.fullmatch(tenant)):
-                raise UsageError(f"A key is {_FORM}.")
-        self._tenants = {_digest(key.encode()): tenant for key, tenant in tenants.items()}
+            if not WORD.fullmatch(key) or (tenant and not WORD.fullmatch(tenant)):
+                raise UsageError(f"A key is {FORM}.")
+        made = [Key(tenant=tenants[key], digest=digest(key.encode())) for key in tenants]
+        self._fixed = {key.digest: key for key in made}
+        self._all = self._fixed
+        self._by_id: dict[str, Key] = {}
+        self._last_used: dict[str, int] = {}  # the minute as Unix time, by id
+        self._unwritten: set[str] = set()
 
     @classmethod
-    def read(cls, path: Path | None, key: str | None) -> Self | None:
-        """Return the keys of a file and of the environment; None without either.
+    def read(cls, path: Path | None, key: str | None, records: Path | None = None) -> Self | None:
+        """Return the keys of a file, of the environment and of a folder; None without any of these.
 
         A line of the file is `KEY` or `TENANT KEY`, or a comment that begins with #. A key without
         a tenant belongs to the tenant with the empty name.
 
         Raises:
             UsageError: the file cannot be read, or a line has another form. Messages have no keys.
+            RecordsError: the folder has no database that can be read.
         """
-        if path is None and key is None:
+        if path is None and key is None and records is None:
             return None
         found = _read(path) if path is not None else {}
         if key is not None:
-            if not _WORD.fullmatch(key):
-                raise UsageError(f"The key in TWOSTROKE_API_KEY must be {_FORM}.")
+            if not WORD.fullmatch(key):
+                raise UsageError(f"The key in TWOSTROKE_API_KEY must be {FORM}.")
             found.setdefault(key, "")
-        return cls(found)
+        keys = cls(found)
+        if records is not None:
+            with beside(records) as db:
+                keys.keep(key for key, _ in all_keys(db))
+        return keys
 
-    def tenant_of(self, key: bytes) -> str | None:
-        """Return the tenant of a key; None if the key is unknown."""
-        return self._tenants.get(_digest(key))
+    @property
+    def are_required(self) -> bool:
+        """Whether a request needs a key: there are some, or were some before they were revoked."""
+        return bool(self._fixed or self._by_id)
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """Replace the keys of the records by these."""
+        self._by_id = {key.id: key for key in keys}
+        self._all = {key.digest: key for key in self._by_id.values()} | self._fixed
+
+    def find(self, text: bytes) -> Key | None:
+        """Return a key that is valid now, and note its use; None if there is none."""
+        key = self._all.get(digest(text))
+        if key is None or key.state != "valid":
+            return None
+        minute = int(time.time() // 60 * 60)
+        if key.id and self._last_used.get(key.id) != minute:
+            self._last_used[key.id] = minute
+            self._unwritten.add(key.id)
+        return key
+
+    def with_id(self, id_: str) -> Key | None:
+        """Return the key of the records with an id, valid or not; None if there is none."""
+        return self._by_id.get(id_)
+
+    def take_uses(self) -> dict[str, int]:
+        """Return the minute of the last use of each key since this was called, by id."""
+        unwritten, self._unwritten = self._unwritten, set()
+        return {id_: self._last_used[id_] for id_ in unwritten}
 
 
 class KeyCheck:
-    """Lets requests with a known key pass, and notes their tenant.
+    """Lets requests with a valid key pass, and notes the key and its tenant.
 
     `GET /health`, its parts and the page's files need none: load balancers and browsers have none.
     Requests from inside have their tenant.
@@ -94,22 +127,19 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] == "http" and not _is_open(scope) and sender_of(scope) is None:
-            key = _key(scope)
-            tenant = self._keys.tenant_of(key) if key is not None else None
-            if tenant is None:
-                reason = "is not valid." if key is not None else _MISSING
+        is_asked = scope["type"] == "http" and self._keys.are_required
+        if is_asked and not _is_open(scope) and sender_of(scope) is None:
+            text = _key(scope)
+            key = self._keys.find(text) if text is not None else None
+            if key is None:
+                reason = "is not valid." if text is not None else _MISSING
                 response = to_response(KeyMissingError(f"The API key {reason}"), scope)
                 response.headers["www-authenticate"] = "Bearer"
                 response.headers["connection"] = "close"  # without waiting for the body
                 await response(scope, receive, send)
                 return
-            served_of(scope).tenant = tenant
+            served_of(scope).own(key)
         await self._app(scope, receive, send)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _is_open(scope: Scope) -> bool:
@@ -143,7 +173,7 @@ def _read(path: Path) -> dict[str, str]:
         if not words or words[0].startswith("#"):
             continue
         *tenants, key = words
-        if len(words) > 2 or not all(_WORD.fullmatch(word) for word in words):
+        if len(words) > 2 or not all(WORD.fullmatch(word) for word in words):
             message = f"Line {number} of {path} is neither 'KEY' nor 'TENANT KEY'."
             raise UsageError(message)
         if key in found:

@@ -60,10 +60,10 @@ class Origins:
     """The rules of one server."""
 
     def __init__(self, options: ServeOptions) -> None:
-        """Read the rules from options that have been checked."""
+        """Read the rules from options that have been checked; keys that come later relax none."""
         self._is_private = options.is_private
-        self._checks_hosts = options.api_keys is None or bool(options.allowed_hosts)
-        self._is_keyless = options.api_keys is None
+        self._checks_hosts = not options.has_keys or bool(options.allowed_hosts)
+        self._is_keyless = not options.has_keys
         self._hosts = {options.host.lower(), *map(parse_host, options.allowed_hosts)}
         self._allows_any = ANY in options.cors_origins
         listed = (one for one in options.cors_origins if one != ANY)

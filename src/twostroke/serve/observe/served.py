@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from twostroke.serve.http.errors import ErrorForm
     from twostroke.serve.running import Running
+    from twostroke.serve.tenants.key import Key
 
 STATE_KEY: Final = "served"  # in the state of the ASGI scope
 _CLIENT_GONE: Final = 499  # nginx's status for a client that left before its response
@@ -27,7 +28,7 @@ class ServedRequest:
         error_form: how the protocol writes errors.
         method, path, traceparent: as the client sent them.
         began_s, ended_s: times of the monotonic clock.
-        tenant: the owner of the API key.
+        tenant, key_id: the owner of the API key, and its id; empty without.
         service: the class of service of a request from inside; None for one that chooses.
         field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
             place in a list, as in `tools[].name`.
@@ -48,6 +49,7 @@ class ServedRequest:
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
     tenant: str = ""
+    key_id: str = ""
     service: str | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -59,6 +61,10 @@ class ServedRequest:
     running: Running | None = None
     is_client_gone: bool = False
     trace_id: str = ""
+
+    def own(self, key: Key) -> None:
+        """Note whose request it is."""
+        self.tenant, self.key_id = key.tenant, key.id
 
     def end(self) -> None:
         """Note the end of the response."""

@@ -1,0 +1,186 @@
+"""`twostroke keys`: make, list, limit and revoke the API keys of a server's records."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from msgspec.structs import asdict, replace
+
+from twostroke.cli.help import Group, WordOr, option
+from twostroke.cli.terminal import show_table
+from twostroke.core.errors import UsageError
+from twostroke.records import beside
+from twostroke.serve.tenants import key as kept
+from twostroke.serve.tenants.key import Key, KeyLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_HEAD: Final = ("ID", "NAME", "TENANT", "WEIGHT", "REQUESTS/MIN", "TOKENS/MIN", "PARALLEL")
+_TIMES: Final = ("CREATED", "EXPIRES", "LAST USED", "STATE")
+_UNITS: Final = {"h": 3600, "d": 86_400}
+_NONE: Final = "none"
+
+
+class Moment(click.ParamType):  # type: ignore[type-arg]
+    """A moment to come: a time from now, a date or a date and time, in UTC; or none."""
+
+    name = "when"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | str:
+        """Return Unix time, or none."""
+        text = str(value)
+        if text == _NONE:
+            return text
+        if found := re.fullmatch(r"(\d{1,5})([hd])", text):
+            return time.time() + int(found[1]) * _UNITS[found[2]]
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            self.fail(f"'{text}' is not a time: write 90d, 12h, 2027-01-31 or none.", param, ctx)
+        at_s = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        if at_s <= time.time():
+            self.fail(f"'{text}' is over.", param, ctx)
+        return at_s
+
+
+_records = option(
+    "--records",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="The server's folder of records.",
+)
+_as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+_COUNT: Final = WordOr(_NONE)
+
+
+def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that `add` and `limit` have in common."""
+    options = [
+        option("--requests-per-minute", type=_COUNT, help="Most requests a minute, or none."),
+        option("--tokens-per-minute", type=_COUNT, help="Most tokens a minute, or none."),
+        option("--parallel", type=_COUNT, help="Most requests at the same time, or none."),
+        option("--weight", type=float, help="Share of the engine under load, beside others."),
+        option("--expires", type=Moment(), help="90d, 12h, 2027-01-31 (UTC), or none."),
+    ]
+    for one in reversed(options):
+        command = one(command)
+    return command
+
+
+@click.group("keys", cls=Group)
+def command() -> None:
+    """Make, list, limit and revoke the API keys of a server, which need not run or be restarted."""
+
+
+@command.command("add")
+@click.argument("name")
+@_records
+@option("--tenant", help="Whose key it is [default: NAME, a tenant for itself].")
+@_limits
+@_as_json
+def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **given: Any) -> None:
+    """Make a key called NAME, and print it, once."""
+    facts = _facts(Key(tenant="", digest=""), given)
+    with beside(records, writes=True, makes=True) as db:
+        made, text = kept.add(db, name, name if tenant is None else tenant, **facts)
+    if as_json:
+        click.echo(json.dumps(_shown(made, None) | {"key": text}))
+        return
+    click.echo(text)
+    note = f"Key {made.id} of the tenant {made.tenant}. Store it now: only its digest is kept."
+    click.echo(note, err=True)
+
+
+@command.command("list")
+@_records
+@option("--all", "has_all", is_flag=True, help="Show revoked keys, too.")
+@_as_json
+def list_command(records: Path, has_all: bool, as_json: bool) -> None:
+    """List the keys, without what only their owners know."""
+    with beside(records) as db:
+        keys = kept.all_keys(db)
+    shown = [(key, used) for key, used in keys if has_all or key.revoked_at is None]
+    if as_json:
+        click.echo(json.dumps([_shown(key, used) for key, used in shown]))
+        return
+    if shown:
+        show_table(
+            [(*_HEAD, *_TIMES), *(_row(key, used) for key, used in shown)], right={3, 4, 5, 6}
+        )
+        return
+    click.echo("All keys are revoked: servers refuse everybody." if keys else "There are no keys.")
+
+
+@command.command("limit")
+@click.argument("key")
+@_records
+@_limits
+@_as_json
+def limit_command(key: str, records: Path, as_json: bool, **given: Any) -> None:
+    """Change the limits of KEY, an id or a name."""
+    if all(value is None for value in given.values()):
+        raise UsageError("Give at least one limit to change, such as --requests-per-minute 60.")
+    with beside(records, writes=True) as db:
+        old = kept.find(db, key)
+        new = kept.change(db, old, **_facts(old, given))
+    if as_json:
+        click.echo(json.dumps(_shown(new, None)))
+    else:
+        show_table([_HEAD, _row(new, None)[: len(_HEAD)]], right={3, 4, 5, 6})
+
+
+@command.command("revoke")
+@click.argument("key")
+@_records
+@_as_json
+def revoke_command(key: str, records: Path, as_json: bool) -> None:
+    """Refuse KEY, an id or a name, for good."""
+    with beside(records, writes=True) as db:
+        gone = kept.change(db, kept.find(db, key), revoked_at=time.time())
+    if as_json:
+        click.echo(json.dumps(_shown(gone, None)))
+    else:
+        click.echo(f"Revoked {gone.id} ({gone.name}): servers refuse it within a second.")
+
+
+def _facts(key: Key, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a key that options change; raises UsageError."""
+    named = {name: value for name, value in given.items() if value is not None}
+    values = {name: None if value == _NONE else value for name, value in named.items()}
+    facts: dict[str, Any] = {}
+    try:
+        if "weight" in values:
+            facts["weight"] = replace(key, weight=values.pop("weight")).weight
+        if "expires" in values:
+            facts["expires_at"] = values.pop("expires")
+        return facts | ({"limits": replace(key.limits, **values)} if values else {})
+    except UsageError as error:
+        raise UsageError(error.sentence(lambda field: f"--{field.replace('_', '-')}")) from None
+
+
+def _shown(key: Key, last_used: int | None) -> dict[str, Any]:
+    """Return the facts of a key for programs, without its digest."""
+    facts = asdict(key) | {"limits": asdict(key.limits), "last_used": last_used}
+    del facts["digest"]
+    return facts | {"state": key.state}
+
+
+def _row(key: Key, last_used: int | None) -> tuple[str, ...]:
+    limits = [getattr(key.limits, name) for name in KeyLimits.__struct_fields__]
+    times = (key.created_at, key.expires_at, last_used)
+    counts = ("-" if one is None else f"{one:,}" for one in limits)
+    return (key.id, key.name, key.tenant, f"{key.weight:g}", *counts, *map(_day, times), key.state)
+
+
+def _day(at_s: float | None) -> str:
+    return "-" if at_s is None else f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M}"

@@ -1,0 +1,1 @@
+"""Tenants: their keys in the records, what these may use, and what they have used."""

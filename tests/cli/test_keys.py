@@ -1,0 +1,110 @@
+"""`twostroke keys`: keys are made, listed, limited and revoked on a folder of records."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.records import Records
+from twostroke.serve.http.keys import ApiKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Ran
+
+    Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def keys(cli: Cli, tmp_path: Path) -> Callable[..., Ran]:
+    """`twostroke keys` on one folder."""
+    return lambda *words: cli("keys", *words, "--records", str(tmp_path / "records"))
+
+
+def test_key_is_printed_once_and_never_listed(keys: Callable[..., Ran], tmp_path: Path) -> None:
+    with closing(Records(tmp_path / "records")):  # as a server holds it
+        ran = keys("add", "app", "--tenant", "anna", "--requests-per-minute", "60")
+    text = ran.out.strip()
+    assert (ran.code, ran.out) == (0, f"{text}\n")
+    id_ = text.split("-")[1]
+    assert ran.err.startswith(f"Key {id_} of the tenant anna.")
+    held = ApiKeys.read(None, None, tmp_path / "records")
+    assert held is not None
+    found = held.find(text.encode())
+    assert found is not None
+    assert (found.id, found.tenant, found.limits.requests_per_minute) == (id_, "anna", 60)
+    for words in (("list",), ("list", "--json"), ("list", "--all")):
+        ran = keys(*words)
+        assert id_ in ran.out
+        assert text.rpartition("-")[2] not in ran.out
+    [listed] = json.loads(keys("list", "--json").out)
+    assert listed["name"] == "app"
+    assert listed["limits"]["tokens_per_minute"] is None
+    assert "digest" not in listed
+    made = json.loads(keys("add", "other", "--json").out)
+    assert (made["tenant"], made["key"][:12]) == ("other", f"ts-{made['id']}-")
+
+
+def test_limits_are_changed_one_by_one(keys: Callable[..., Ran]) -> None:
+    keys("add", "app", "--parallel", "4", "--expires", "30d")
+    ran = keys("limit", "app", "--tokens-per-minute", "9000", "--weight", "2.5")
+    assert "9,000" in ran.out
+    changed = json.loads(
+        keys("limit", "app", "--parallel", "none", "--expires", "none", "--json").out
+    )
+    assert changed["limits"] == {
+        "requests_per_minute": None,
+        "tokens_per_minute": 9000,
+        "parallel": None,
+    }
+    assert (changed["weight"], changed["expires_at"]) == (2.5, None)
+    expires = json.loads(keys("limit", "app", "--expires", "12h", "--json").out)["expires_at"]
+    assert abs(expires - time.time() - 12 * 3600) < 60
+
+
+def test_revoked_key_is_only_listed_on_request(keys: Callable[..., Ran]) -> None:
+    keys("add", "app")
+    ran = keys("revoke", "app")
+    assert (ran.code, ran.err) == (0, "")
+    assert "within a second" in ran.out
+    assert keys("list").out == "All keys are revoked: servers refuse everybody.\n"
+    assert json.loads(keys("list", "--json").out) == []
+    [listed] = json.loads(keys("list", "--json", "--all").out)
+    assert listed["state"] == "revoked"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("revoke", "ap"), "There is no key 'ap'."),
+        (("add", "app"), "There is a key 'app'"),
+        (("add", "two words"), "printable ASCII characters without spaces"),
+        (("limit", "app"), "Give at least one limit"),
+        (("limit", "app", "--weight", "nan"), "--weight must be from 0.01 to 1,000, got nan"),
+        (("limit", "app", "--parallel", "0"), "--parallel must be from 1 to"),
+        (("limit", "app", "--parallel", "many"), "'many' is not a valid integer"),
+        (("limit", "app", "--expires", "soon"), "is not a time"),
+        (("limit", "app", "--expires", "2020-01-31"), "'2020-01-31' is over"),
+        (("delete", "app"), "There is no command 'delete'"),
+    ],
+)
+def test_wrong_words_are_one_sentence(
+    keys: Callable[..., Ran], words: tuple[str, ...], said: str
+) -> None:
+    keys("add", "app")
+    ran = keys(*words)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+def test_folder_without_a_database_is_named(keys: Callable[..., Ran], tmp_path: Path) -> None:
+    for words in (("list",), ("revoke", "app")):
+        ran = keys(*words)
+        assert (ran.code, ran.out) == (1, "")
+        assert f"There is no database {tmp_path}/records/records.db" in ran.err

@@ -1,0 +1,257 @@
+"""Keys of the records, as a running server takes them, and as they are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from support.servers import live_server, wait_for
+from twostroke.core.errors import UsageError
+from twostroke.records import Records, RecordsError, beside
+from twostroke.records.schema import MIGRATIONS
+from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.options import ServeOptions
+from twostroke.serve.tenants import key as kept
+from twostroke.serve.tenants.key import Key, KeyLimits
+from twostroke.serve.tenants.upkeep import Upkeep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+
+def add(folder: Path, name: str = "app", tenant: str = "anna", **facts: Any) -> tuple[Key, str]:
+    with beside(folder, writes=True, makes=True) as db:
+        return kept.add(db, name, tenant, **facts)
+
+
+def revoke(folder: Path, key: Key) -> None:
+    with beside(folder, writes=True) as db:
+        kept.change(db, kept.find(db, key.id), revoked_at=time.time())
+
+
+@contextmanager
+def keyed_server(
+    folder: Path, tmp_path: Path, file: Path | None = None, **options: Any
+) -> Iterator[LiveServer]:
+    """A server as `serve --records` starts it."""
+    with closing(Records(folder)) as records:
+        keys = ApiKeys.read(file, None, folder)
+        serving = ServeOptions(drain_s=1, api_keys=keys, **options)
+        with live_server(tmp_path, serving, records=records) as live:
+            yield live
+
+
+def status(server: LiveServer, text: str) -> int:
+    return server.http.get("/v1/models", headers={"x-api-key": text}).status_code
+
+
+def test_key_made_while_the_server_runs_is_accepted_within_a_second(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    _, first = add(folder)
+    with keyed_server(folder, tmp_path) as server:
+        assert status(server, first) == 200
+        key, second = add(folder, "other", "ben")
+        assert status(server, second) == 401
+        began_s = time.monotonic()
+        wait_for(lambda: status(server, second) == 200, 2)
+        assert time.monotonic() - began_s < 1
+        revoke(folder, key)
+        began_s = time.monotonic()
+        wait_for(lambda: status(server, second) == 401, 2)
+        assert time.monotonic() - began_s < 1
+        assert status(server, first) == 200
+
+
+def test_first_key_closes_an_open_server_and_revoking_the_last_does_not_open_it(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "records"
+    with keyed_server(folder, tmp_path) as server, httpx.Client(base_url=server.url) as http:
+
+        def ask(key: str) -> int:
+            return http.get("/v1/models", headers={"x-api-key": key}).status_code
+
+        assert ask("") == 200
+        assert http.get("/openapi.json").json()["security"] == []
+        key, text = add(folder)
+        wait_for(lambda: ask("") == 401, 2)
+        assert ask(text) == 200
+        told = http.get("/openapi.json", headers={"x-api-key": text}).json()
+        assert told["security"] != []
+        revoke(folder, key)
+        wait_for(lambda: ask(text) == 401, 2)
+        assert ask("") == 401
+    with keyed_server(folder, tmp_path) as server:  # started again
+        assert server.http.get("/v1/models").status_code == 401
+        assert status(server, text) == 401
+
+
+def test_stream_of_a_revoked_key_finishes(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    key, text = add(folder)
+    headers = {"x-api-key": text}
+    body = {"prompt": "hello", "max_tokens": 4, "stream": True, "ignore_eos": True}
+    with keyed_server(folder, tmp_path) as server:
+        server.backend.gate.clear()
+        found: list[str] = []
+
+        def read() -> None:
+            with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as told:
+                found.extend(told.iter_lines())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        wait_for(lambda: server.num_busy == 1)
+        revoke(folder, key)
+        wait_for(lambda: status(server, text) == 401, 2)
+        server.backend.gate.set()
+        reader.join()
+        assert found[-2:] == ["data: [DONE]", ""]
+
+
+def test_keys_of_a_file_go_on_beside_those_of_the_records(tmp_path: Path) -> None:
+    folder, file = tmp_path / "records", tmp_path / "keys"
+    file.write_text("ben sk-file\n")
+    _, text = add(folder)
+    with keyed_server(folder, tmp_path, file) as server:
+        assert [status(server, one) for one in (text, "sk-file", "sk-other")] == [200, 200, 401]
+
+
+def test_expired_key_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    _, text = add(folder, expires_at=time.time() + 0.3)
+    keys = ApiKeys.read(None, None, folder)
+    assert keys is not None
+    assert keys.find(text.encode()) is not None
+    time.sleep(0.35)
+    assert keys.find(text.encode()) is None
+    assert keys.are_required
+
+
+def test_last_use_is_kept_by_the_minute(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    _, text = add(folder)
+    with keyed_server(folder, tmp_path) as server:
+        assert status(server, text) == 200
+    with beside(folder) as db:
+        [(_, used)] = kept.all_keys(db)
+    assert used is not None
+    assert used % 60 == 0
+    assert 0 <= time.time() - used < 120
+
+
+def test_no_key_is_in_the_records_or_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "records"
+    key, text = add(folder)
+    caplog.set_level(logging.DEBUG, "twostroke")
+    with keyed_server(folder, tmp_path, access_log=True) as server:
+        assert status(server, text) == 200
+        revoke(folder, key)
+        wait_for(lambda: status(server, text) == 401, 2)
+    secret = text.rpartition("-")[2][-20:]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    assert all(secret.encode() not in path.read_bytes() for path in files)
+    assert secret not in caplog.text
+
+
+def test_locked_records_leave_the_keys_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "records"
+    add(folder)
+
+    class Broken:
+        async def read(self, _work: Any) -> Any:
+            raise RecordsError("The database is locked by another program.")
+
+    keys = ApiKeys.read(None, None, folder)
+    upkeep = Upkeep(Broken(), keys)  # type: ignore[arg-type]
+
+    async def look() -> None:
+        await upkeep.start()
+        await upkeep.stop()
+
+    asyncio.run(look())
+    assert keys is not None
+    assert keys.are_required
+    assert caplog.text.count("API keys stay as they are: The database is locked") == 1
+
+
+def test_names_are_free_again_once_revoked_and_changes_grow(tmp_path: Path) -> None:
+    key, _ = add(tmp_path)
+    with pytest.raises(UsageError, match="There is a key 'app'"):
+        add(tmp_path)
+    revoke(tmp_path, key)
+    newer, _ = add(tmp_path)
+    with beside(tmp_path, writes=True) as db:
+        assert kept.find(db, "app") == newer
+        assert kept.newest_change(db) == 3
+        changed = kept.change(db, newer, limits=KeyLimits(parallel=2))
+        assert kept.newest_change(db) == 4
+        assert kept.find(db, newer.id) == changed
+        with pytest.raises(UsageError, match="is revoked"):
+            kept.change(db, kept.find(db, key.id), weight=2.0)
+        with pytest.raises(UsageError, match=rf"no key '{key.id}x'. Did you mean '{key.id}'"):
+            kept.find(db, f"{key.id}x")
+
+
+def test_failed_change_beside_a_server_leaves_nothing(tmp_path: Path) -> None:
+    add(tmp_path)
+
+    def fail() -> None:
+        with beside(tmp_path, writes=True) as db:
+            kept.add(db, "other", "ben")
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        fail()
+    with beside(tmp_path) as db:
+        assert [key.name for key, _ in kept.all_keys(db)] == ["app"]
+
+
+def test_two_programs_that_migrate_at_once_both_succeed(tmp_path: Path) -> None:
+    for number in range(5):
+        folder = tmp_path / str(number)
+        Records(folder).close()
+        with closing(sqlite3.connect(folder / "records.db", isolation_level=None)) as db:
+            db.executescript("DROP TABLE keys; PRAGMA user_version = 1;")
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(partial(add, folder), "abcd"))
+        with beside(folder) as db:
+            assert len(kept.all_keys(db)) == 4
+            assert db.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
+
+
+def test_damaged_locked_and_missing_databases_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.records.database._BUSY_S", 0.05)
+    with pytest.raises(RecordsError, match="There is no database"), beside(tmp_path / "none"):
+        pass
+    folder = tmp_path / "records"
+    add(folder)
+    with closing(sqlite3.connect(folder / "records.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(RecordsError, match="locked by another program"):
+            add(folder, "other")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "records.db").write_bytes(b"no database at all" * 100)
+    with pytest.raises(RecordsError, match="is damaged"):
+        add(damaged)
