@@ -262,6 +262,7 @@ class Api:
             if isinstance(found, Response):
                 return found
             job, encoded, name = found
+            served_of(request.scope).reserve(encoded.most_tokens(self.engine.card.context_length))
             with Accepting(job.caller.service, self._open):
                 if (constraint := encoded.params.constraint) is not None:
                     compiling = self._compiler.compile(encoded.calls or constraint)
@@ -312,6 +313,7 @@ class Api:
             if isinstance(found, Response):
                 return found
             job, texts, name = found
+            served_of(request.scope).reserve(sum(map(len, texts)))
             with Accepting(job.caller.service, self._open):
                 vectors = await Vectors.start(self.engine, job, texts, self.metrics, self._open)
             served = served_of(request.scope)

@@ -174,6 +174,13 @@ class Encoded:
     calls: ToolForm | None = None
     gaps: tuple[str, ...] = ()
 
+    def most_tokens(self, context_length: int) -> int:
+        """Return how many tokens the prompts and all answers may have, each in its own context."""
+        most = self.params.max_tokens
+        rooms = [max(0, context_length - len(prompt)) for prompt in self.prompts]
+        answers = sum(room if most is None else min(most, room) for room in rooms)
+        return sum(map(len, self.prompts)) + self.params.n * answers
+
 
 class Job(Frozen):
     """Prompts and how to answer them.

@@ -17,6 +17,8 @@ from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.http.keys import KeyCheck
 from twostroke.serve.http.origins import OriginCheck, Origins
 from twostroke.serve.options import ServeOptions
+from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.serve.tenants.limits import LimitCheck
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -87,6 +89,7 @@ def build_app(api: Api) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     keys, origins = api.options.api_keys, Origins(api.options)
-    guarded = OriginCheck(app if keys is None else KeyCheck(app, keys), origins)
+    limited = LimitCheck(app, (*DIALECTS, *EMBEDDINGS, *INQUIRIES))
+    guarded = OriginCheck(app if keys is None else KeyCheck(limited, keys), origins)
     whole = Boundary(guarded, api.metrics, api.options.limits, origins, api.observers)
     return whole

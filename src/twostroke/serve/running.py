@@ -173,6 +173,16 @@ class Answers:
         )
 
     @property
+    def used(self) -> Usage:
+        """The usage of all choices; while some run, what they took so far, whole prompts included.
+
+        Prompts are counted from the beginning, since they are computed before anything is seen.
+        """
+        if not self.num_open:
+            return self.usage
+        return Usage(self._num_prompt, sum(self._num_cached.values()), self._num_tokens)
+
+    @property
     def timings(self) -> Timings | None:
         """From the first answer's beginning to the last one's end; None before any has ended."""
         all_ = [timings for _, _, timings in self._ended.values()]
@@ -299,6 +309,11 @@ class Vectors:
     def service(self) -> str:
         """The class of service."""
         return self._job.caller.service
+
+    @property
+    def used(self) -> Usage:
+        """The tokens of all texts."""
+        return Usage(self.num_tokens, self._num_cached, 0)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures so far for logs and traces."""

@@ -10,7 +10,7 @@ from msgspec import inspect
 
 from twostroke.core.frozen import Frozen
 from twostroke.serve.describe.field import NEUTRAL, WRONG_IS_IGNORED, Fact, reference
-from twostroke.serve.describe.operation import ANYWHERE, parameter
+from twostroke.serve.describe.operation import ANYWHERE, BODY, parameter
 from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.error_forms import FORMS, error_form
 from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
@@ -19,6 +19,7 @@ from twostroke.serve.http.keys import OPEN_PATHS, KeyMissingError
 from twostroke.serve.http.stream import NDJSON
 from twostroke.serve.ignored import HEADER
 from twostroke.serve.openai.responses.items import UNTYPED, Item
+from twostroke.serve.tenants.limits import RateLimitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -63,7 +64,7 @@ _HEADERS: Final[Parts] = {
         "schema": {"type": "string"},
     },
     "retry-after": _header(
-        "Seconds to wait before the next try.", type="integer", const=RETRY_AFTER_S
+        "Seconds to wait before the next try.", type="integer", minimum=RETRY_AFTER_S
     ),
 }
 _KEY_HEADERS: Final[Parts] = {
@@ -263,7 +264,9 @@ def _responses(operation: Operation, form: ErrorForm, *, needs_key: bool) -> Par
         responses["503"] = _response("Not ready.", content, [*ids, "retry-after"])
     failure = {JSON: {"schema": reference(form.struct)}}
     reasons: dict[int, str] = {}
-    for kind in (*operation.errors, *ANYWHERE, *([KeyMissingError] if needs_key else [])):
+    is_limited = needs_key and set(BODY) <= set(operation.errors)
+    of_keys = [KeyMissingError] * needs_key + [RateLimitError] * is_limited
+    for kind in (*operation.errors, *ANYWHERE, *of_keys):
         text = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
         reasons.setdefault(form.status(kind("")), text)
     reasons[HTTPStatus.INTERNAL_SERVER_ERROR] = "The server failed on this request."

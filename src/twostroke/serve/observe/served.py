@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from starlette.types import Scope
 
+    from twostroke.engine.output import Usage
     from twostroke.serve.http.errors import ErrorForm
     from twostroke.serve.running import Running
     from twostroke.serve.tenants.key import Key
@@ -28,7 +29,8 @@ class ServedRequest:
         error_form: how the protocol writes errors.
         method, path, traceparent: as the client sent them.
         began_s, ended_s: times of the monotonic clock.
-        tenant, key_id: the owner of the API key, and its id; empty without.
+        tenant: the owner of the API key; empty without.
+        key: the key, if the request has one.
         service: the class of service of a request from inside; None for one that chooses.
         field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
             place in a list, as in `tools[].name`.
@@ -38,6 +40,8 @@ class ServedRequest:
         error: the code of the error that ended the request.
         model, response_id: as the response has them.
         running: the work that the engine does for the request, if any.
+        reserve: to be called with the most tokens that the request may need, before it is computed;
+            raises if its key may not have them now.
         trace_id: empty without traces.
     """
 
@@ -49,7 +53,7 @@ class ServedRequest:
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
     tenant: str = ""
-    key_id: str = ""
+    key: Key | None = None
     service: str | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -59,12 +63,18 @@ class ServedRequest:
     model: str = ""
     response_id: str = ""
     running: Running | None = None
+    reserve: Callable[[int], None] = lambda _num_tokens: None
     is_client_gone: bool = False
     trace_id: str = ""
 
     def own(self, key: Key) -> None:
         """Note whose request it is."""
-        self.tenant, self.key_id = key.tenant, key.id
+        self.tenant, self.key = key.tenant, key
+
+    @property
+    def used(self) -> Usage | None:
+        """The tokens that were taken for the request so far; None if there is no work for it."""
+        return None if self.running is None else self.running.used
 
     def end(self) -> None:
         """Note the end of the response."""
