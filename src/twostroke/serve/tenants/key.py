@@ -101,7 +101,7 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
     id_ = secrets.token_hex(4)
     while db.execute("SELECT 1 FROM keys WHERE id = ?", (id_,)).fetchone():
         id_ = secrets.token_hex(4)
-    text = f"ts-{id_}-{secrets.token_urlsafe(32)}"
+    text = f"ts-{id_}-{secrets.token_hex(32)}"
     now_s = time.time()
     key = Key(
         id=id_, name=name, tenant=tenant, digest=digest(text.encode()), created_at=now_s, **facts
