@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "serve": "Serve a model over an OpenAI-compatible API.",
     "batch": "Run a file of requests.",
     "keys": "Make, limit and revoke the API keys of a server.",
+    "usage": "Show what keys and tenants have used of a server, and what it costs.",
     "embed": "Turn texts into vectors.",
     "compare": "Measure how much backends, formats or models differ.",
     "quantize": "Write a model with fewer bits, and score it.",

@@ -98,7 +98,7 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     "--records",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Keep files, batches and API keys (twostroke keys) in this folder, across restarts "
+    help="Keep files, batches, API keys and usage in this folder, across restarts "
     "[default: none are kept].",
 )
 @option(

@@ -56,6 +56,21 @@ MIGRATIONS: Final = (
     CREATE UNIQUE INDEX key_names ON keys (name) WHERE NOT is_revoked;
     CREATE INDEX key_changes ON keys (change);
     """,
+    # `key` is its id; empty for requests without one. `input` includes `cached`.
+    """
+    CREATE TABLE usage (
+        day TEXT NOT NULL,
+        key TEXT NOT NULL,
+        tenant TEXT NOT NULL,
+        model TEXT NOT NULL,
+        is_batch INTEGER NOT NULL,
+        requests INTEGER NOT NULL,
+        input INTEGER NOT NULL,
+        cached INTEGER NOT NULL,
+        output INTEGER NOT NULL,
+        PRIMARY KEY (day, key, tenant, model, is_batch)
+    ) WITHOUT ROWID;
+    """,
 )
 
 

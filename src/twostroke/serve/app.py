@@ -49,6 +49,7 @@ from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
 from twostroke.serve.tenants.upkeep import Upkeep
+from twostroke.serve.tenants.usage import UsageBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +92,7 @@ class Api:
         """Serve `engine`'s model.
 
         `limits` are the machine's, for the metrics of utilization. `records` keep files,
-        batches and keys; None keeps none.
+        batches, keys and usage; None keeps none.
         """
         self.engine, card = engine, engine.card
         self.options = options
@@ -119,7 +120,9 @@ class Api:
         self._health = HealthReports(engine, self.names[0], lambda: self.is_draining)
         self._store = Store(options.max_stored, options.max_stored_bytes)
         self.keeping = Keeping(records, options.limits, self._room)
-        self.upkeep = Upkeep(records, options.api_keys)
+        usage = UsageBook(self.names[0])
+        self.upkeep = Upkeep(records, options.api_keys, usage)
+        self.observers += [usage] if records is not None else []
         self._ignored = IgnoredFields(self.metrics.registry, is_strict=options.is_strict)
 
     def routes(self) -> list[Route]:

@@ -24,6 +24,7 @@ from twostroke.serve.options import ServeOptions
 from twostroke.serve.tenants import key as kept
 from twostroke.serve.tenants.key import Key, KeyLimits
 from twostroke.serve.tenants.upkeep import Upkeep
+from twostroke.serve.tenants.usage import UsageBook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -181,7 +182,7 @@ def test_locked_records_leave_the_keys_as_they_are(
             raise RecordsError("The database is locked by another program.")
 
     keys = ApiKeys.read(None, None, folder)
-    upkeep = Upkeep(Broken(), keys)  # type: ignore[arg-type]
+    upkeep = Upkeep(Broken(), keys, UsageBook("tiny"))  # type: ignore[arg-type]
 
     async def look() -> None:
         await upkeep.start()
@@ -190,7 +191,7 @@ def test_locked_records_leave_the_keys_as_they_are(
     asyncio.run(look())
     assert keys is not None
     assert keys.are_required
-    assert caplog.text.count("API keys stay as they are: The database is locked") == 1
+    assert caplog.text.count("Keys stay as they are, and usage waits: The database is locked") == 1
 
 
 def test_names_are_free_again_once_revoked_and_changes_grow(tmp_path: Path) -> None:
@@ -228,9 +229,9 @@ def test_failed_change_beside_a_server_leaves_nothing(tmp_path: Path) -> None:
 def test_two_programs_that_migrate_at_once_both_succeed(tmp_path: Path) -> None:
     for number in range(5):
         folder = tmp_path / str(number)
-        Records(folder).close()
+        folder.mkdir()
         with closing(sqlite3.connect(folder / "records.db", isolation_level=None)) as db:
-            db.executescript("DROP TABLE keys; PRAGMA user_version = 1;")
+            db.executescript(f"{MIGRATIONS[0]} PRAGMA user_version = 1;")
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(partial(add, folder), "abcd"))
         with beside(folder) as db:

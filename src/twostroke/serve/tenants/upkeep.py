@@ -1,4 +1,4 @@
-"""Keeps a server's keys as the records have them, while it runs."""
+"""Keeps a server's keys as the records have them, and its usage in the records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.records import RecordsError
 from twostroke.serve.tenants.key import all_keys, newest_change, note_use
+from twostroke.serve.tenants.usage import add
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -15,57 +16,71 @@ if TYPE_CHECKING:
     from twostroke.records import Records
     from twostroke.serve.http.keys import ApiKeys
     from twostroke.serve.tenants.key import Key
+    from twostroke.serve.tenants.usage import Rows, UsageBook
 
 _LOOK_S: Final = 0.5  # a revoked key is refused a little later than this, at the latest
+_LOOKS: Final = 4  # after so many, usage is written: what a kill may lose
 _logger = logging.getLogger("twostroke.serve")
 
 
 class Upkeep:
     """Looks for changed keys twice a second, in the thread that reads the records.
 
-    Where the records cannot be read, the keys stay as they were, and the log says so once.
+    Every two seconds it writes what was used. Where the records cannot be read, the keys stay as
+    they were; where they cannot be written, usage is kept for the next time. The log says so once.
     """
 
-    def __init__(self, records: Records | None, keys: ApiKeys | None) -> None:
-        """Keep `keys` as `records` have them; nothing happens without both."""
-        self._records, self._keys = records, keys
+    def __init__(self, records: Records | None, keys: ApiKeys | None, usage: UsageBook) -> None:
+        """Keep `keys` and `usage` in `records`; without records nothing happens."""
+        self._records, self._keys, self._usage = records, keys, usage
         self._change = -1
         self._fault = ""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Read the keys, and go on looking."""
-        await self._look()
-        self._task = asyncio.create_task(self._run())
+        if self._records is not None:
+            await self._look(self._records)
+            self._task = asyncio.create_task(self._run(self._records))
 
     async def stop(self) -> None:
         """Stop looking, and write what is left to write."""
-        if self._task is not None:
+        if self._task is not None and self._records is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._look()
+            await self._look(self._records, writes=True)
 
-    async def _run(self) -> None:
+    async def _run(self, records: Records) -> None:
+        number = 0
         while True:
             await asyncio.sleep(_LOOK_S)
-            await self._look()
+            number += 1
+            await self._look(records, writes=number % _LOOKS == 0)
 
-    async def _look(self) -> None:
-        if self._records is None or self._keys is None:
-            return
+    async def _look(self, records: Records, *, writes: bool = False) -> None:
         try:
-            found = await self._records.read(self._changed)
-            if found is not None:
+            if self._keys is not None and (found := await records.read(self._changed)) is not None:
                 self._change, keys = found
                 self._keys.keep(keys)
-            if uses := self._keys.take_uses():
-                await self._records.write(lambda db: _note(db, uses))
+            if writes:
+                await self._write(records)
         except RecordsError as error:
             if str(error) != self._fault:
-                _logger.error("API keys stay as they are: %s", error)  # noqa: TRY400
+                _logger.error("Keys stay as they are, and usage waits: %s", error)  # noqa: TRY400
             self._fault = str(error)
         else:
             self._fault = ""
+
+    async def _write(self, records: Records) -> None:
+        uses = self._keys.take_uses() if self._keys is not None else {}
+        if not uses and self._usage.is_empty:
+            return
+        rows = self._usage.take()
+        try:
+            await records.write(lambda db: _note(db, uses, rows))
+        except RecordsError:
+            self._usage.put_back(rows)
+            raise
 
     def _changed(self, db: Connection) -> tuple[int, list[Key]] | None:
         """Return the keys and their newest change, if that is not known."""
@@ -73,6 +88,7 @@ class Upkeep:
         return None if change == self._change else (change, [key for key, _ in all_keys(db)])
 
 
-def _note(db: Connection, uses: dict[str, int]) -> None:
+def _note(db: Connection, uses: dict[str, int], rows: Rows) -> None:
     for id_, minute in uses.items():
         note_use(db, id_, minute)
+    add(db, rows)

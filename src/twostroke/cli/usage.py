@@ -1,0 +1,136 @@
+"""`twostroke usage`: what keys and tenants have used of a server, and what it costs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.terminal import show_table
+from twostroke.core.errors import UsageError
+from twostroke.records import beside
+from twostroke.serve.tenants.key import all_keys
+from twostroke.serve.tenants.prices import read_prices
+from twostroke.serve.tenants.usage import amounts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.serve.tenants.prices import Prices
+    from twostroke.serve.tenants.usage import Amount
+
+_BY: Final = ("key", "tenant", "day", "model")
+_FIRST: Final = "0000-01-01"
+_LAST: Final = "9999-12-31"
+_COUNTS: Final = ("requests", "input", "cached", "output")
+
+
+class Day(click.ParamType):  # type: ignore[type-arg]
+    """A day, as 2026-11-30."""
+
+    name = "day"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return it as it is kept."""
+        try:
+            return date.fromisoformat(str(value)).isoformat()
+        except ValueError:
+            self.fail(f"'{value}' is not a day: write it as 2026-11-30.", param, ctx)
+
+
+@click.command("usage", cls=Command)
+@option(
+    "--records",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="The server's folder of records.",
+)
+@option("--by", type=OneOf(_BY), default="key", help="One row for each key, tenant, day or model.")
+@option("--since", type=Day(), help="From this day on, in UTC.")
+@option("--until", type=Day(), help="Up to this day, its end included.")
+@option(
+    "--prices",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Show costs, by a table of prices in TOML.",
+)
+@option("--csv", "as_csv", is_flag=True, help="Print CSV, for spreadsheets.")
+@option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+def command(
+    records: Path,
+    by: str,
+    since: str | None,
+    until: str | None,
+    prices: Path | None,
+    as_csv: bool,
+    as_json: bool,
+) -> None:
+    """Show requests and tokens of keys, tenants, days or models; those of batches apart.
+
+    Cached tokens are a part of the input.
+    """
+    if as_csv and as_json:
+        raise UsageError("Give either --csv or --json.")
+    table = read_prices(prices) if prices is not None else None
+    with beside(records) as db:
+        found = amounts(db, since or _FIRST, until or _LAST)
+        names = {key.id: key.name for key, _ in all_keys(db)}
+    rows = list(_rows(found, by, names, table))
+    if as_json:
+        click.echo(json.dumps(rows))
+    elif as_csv:
+        head = [*_columns(by), "batch", *_COUNTS, *(["cost", "currency"] if table else [])]
+        writer = csv.DictWriter(sys.stdout, head, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, "batch": int(row["batch"])} for row in rows)
+    elif rows:
+        _show(rows, by, table)
+    else:
+        click.echo("Nothing was used.")
+
+
+def _columns(by: str) -> tuple[str, ...]:
+    return ("key", "name", "tenant") if by == "key" else (by,)
+
+
+def _rows(
+    found: Iterable[Amount], by: str, names: dict[str, str], prices: Prices | None
+) -> Iterable[dict[str, Any]]:
+    """Return the sums by one word, for programs."""
+    rows: dict[tuple[object, ...], dict[str, Any]] = {}
+    for amount in found:
+        owner = amount.owner
+        facts = {**owner._asdict(), "name": names.get(owner.key, "")}
+        group = {name: facts[name] for name in _columns(by)} | {"batch": owner.is_batch}
+        row = rows.setdefault(tuple(group.values()), group | dict.fromkeys(_COUNTS, 0))
+        for name in _COUNTS:
+            row[name] += getattr(amount, name)
+        if prices is not None:
+            row["cost"] = row.get("cost", 0.0) + prices.cost(amount)
+            row["currency"] = prices.currency
+    for row in rows.values():
+        if "cost" in row:
+            row["cost"] = round(row["cost"], 6)
+    return [rows[group] for group in sorted(rows)]
+
+
+def _show(rows: list[dict[str, Any]], by: str, prices: Prices | None) -> None:
+    columns, costs = _columns(by), ["cost"] if prices else []
+    total: dict[str, Any] = dict.fromkeys(columns, "") | {columns[0]: "total", "batch": ""}
+    total |= {name: sum(row[name] for row in rows) for name in (*_COUNTS, *costs)}
+    head = [*columns, "class", *_COUNTS, *(f"cost in {prices.currency}" for _ in costs if prices)]
+    lines = [tuple(word.upper() for word in head)]
+    for row in [*rows, total]:
+        kind = {True: "batch", False: "interactive"}.get(row["batch"], "")
+        words = [str(row[name]) or ("-" if row is not total else "") for name in columns]
+        counts = [f"{row[name]:,}" for name in _COUNTS]
+        lines.append((*words, kind, *counts, *(f"{row[name]:,.4f}" for name in costs)))
+    first = len(columns) + 1
+    show_table(lines, right=range(first, first + len(_COUNTS) + len(costs)))

@@ -1,0 +1,114 @@
+"""What keys have used: requests and tokens by day, key, tenant and model; batches apart."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from twostroke.core.service import BATCH_SERVICE
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+    from twostroke.serve.observe.served import ServedRequest
+
+    Rows = dict["Owner", list[int]]  # requests, input, cached and output tokens
+
+_DAY_S: Final = 86_400
+_ADD: Final = """
+    INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT DO UPDATE SET requests = requests + excluded.requests,
+        input = input + excluded.input, cached = cached + excluded.cached,
+        output = output + excluded.output
+"""
+
+
+class Owner(NamedTuple):
+    """Whose usage it is: the day in UTC, the id of the key (empty without), tenant and model."""
+
+    day: str
+    key: str
+    tenant: str
+    model: str
+    is_batch: bool
+
+
+class Amount(NamedTuple):
+    """Requests and tokens; `cached` ones are a part of `input`."""
+
+    owner: Owner
+    requests: int
+    input: int
+    cached: int
+    output: int
+
+
+class UsageBook:
+    """Adds up, as an observer of requests, what is not in the records yet.
+
+    Counted are requests that were answered, or left by their client. Those that the server failed,
+    and those that it refused, are not.
+    """
+
+    def __init__(self, model: str) -> None:
+        """Count for `model`, whatever names clients have for it."""
+        self._model = model
+        self._rows: Rows = {}
+        self._day, self._day_number = "", -1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to write."""
+        return not self._rows
+
+    def observe(self, served: ServedRequest) -> None:
+        """Count a request that is over."""
+        used = served.used
+        if used is None or (served.error is not None and not served.is_client_gone):
+            return
+        id_ = served.key.id if served.key is not None else ""
+        is_batch = served.service == BATCH_SERVICE
+        row = self._row(Owner(self._today(), id_, served.tenant, self._model, is_batch))
+        row[0] += 1
+        row[1] += used.prompt_tokens
+        row[2] += used.cached_tokens
+        row[3] += used.completion_tokens
+
+    def close(self) -> None:
+        """Do nothing: the rest is taken before."""
+
+    def take(self) -> Rows:
+        """Return what is not written yet, to be written by the caller."""
+        rows, self._rows = self._rows, {}
+        return rows
+
+    def put_back(self, rows: Rows) -> None:
+        """Add what could not be written."""
+        for owner, counts in rows.items():
+            row = self._row(owner)
+            row[:] = [old + new for old, new in zip(row, counts, strict=True)]
+
+    def _row(self, owner: Owner) -> list[int]:
+        return self._rows.setdefault(owner, [0, 0, 0, 0])
+
+    def _today(self) -> str:
+        number = int(time.time() // _DAY_S)
+        if number != self._day_number:
+            self._day = f"{datetime.fromtimestamp(number * _DAY_S, UTC):%Y-%m-%d}"
+            self._day_number = number
+        return self._day
+
+
+def add(db: Connection, rows: Rows) -> None:
+    """Add what was used to the records."""
+    db.executemany(_ADD, [(*owner, *counts) for owner, counts in rows.items()])
+
+
+def amounts(db: Connection, since: str, until: str) -> list[Amount]:
+    """Return what was used from the day `since` to the day `until`, by day."""
+    query = "SELECT * FROM usage WHERE day BETWEEN ? AND ? ORDER BY day, key, tenant, model"
+    return [
+        Amount(Owner(day, key, tenant, model, bool(is_batch)), *counts)
+        for day, key, tenant, model, is_batch, *counts in db.execute(query, (since, until))
+    ]

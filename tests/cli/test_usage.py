@@ -1,0 +1,120 @@
+"""`twostroke usage`: sums, spans of days, costs by a table of prices."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.records import beside
+from twostroke.serve.tenants import key as kept
+from twostroke.serve.tenants.usage import Owner, add
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Ran
+
+    Cli = Callable[..., Ran]
+
+PRICES = """
+currency = "EUR"
+[models.tiny]
+input = 2.0
+cached = 0.5
+output = 10
+batch_discount = 0.5
+[models."org/other"]
+input = 1
+output = 1
+"""
+
+
+@pytest.fixture
+def usage(cli: Cli, tmp_path: Path) -> Callable[..., Ran]:
+    """`twostroke usage` on the records of one key, and of requests without one."""
+    folder = tmp_path / "records"
+    with beside(folder, writes=True, makes=True) as db:
+        key, _ = kept.add(db, "app", "anna")
+        for day in ("2026-11-24", "2026-11-25"):
+            add(db, {Owner(day, key.id, "anna", "tiny", is_batch=False): [1, 1000, 400, 100]})
+        add(db, {Owner("2026-11-25", key.id, "anna", "tiny", is_batch=True): [2, 1000, 400, 100]})
+        add(db, {Owner("2026-11-25", "", "", "org/other", is_batch=False): [5, 10, 0, 20]})
+    (tmp_path / "prices.toml").write_text(PRICES)
+    return lambda *words: cli("usage", "--records", str(folder), *words)
+
+
+def test_batches_are_apart_and_totals_add_up(usage: Callable[..., Ran]) -> None:
+    lines = [line.split() for line in usage().out.splitlines()]
+    assert lines[0][:4] == ["KEY", "NAME", "TENANT", "CLASS"]
+    assert lines[1][:3] == ["-", "-", "-"]
+    assert lines[2][1:] == ["app", "anna", "interactive", "2", "2,000", "800", "200"]
+    assert lines[3][1:] == ["app", "anna", "batch", "2", "1,000", "400", "100"]
+    assert lines[4] == ["total", "9", "3,010", "1,200", "320"]
+
+
+def test_cost_is_by_model_cache_and_class(usage: Callable[..., Ran], tmp_path: Path) -> None:
+    prices = str(tmp_path / "prices.toml")
+    rows = json.loads(usage("--by", "tenant", "--prices", prices, "--json").out)
+    each = (600 * 2.0 + 400 * 0.5 + 100 * 10) / 1e6
+    costs = {(row["tenant"], row["batch"]): row["cost"] for row in rows}
+    assert costs == {
+        ("", False): 0.00003,
+        ("anna", False): round(2 * each, 6),
+        ("anna", True): round(each / 2, 6),
+    }
+    assert {row["currency"] for row in rows} == {"EUR"}
+    assert "COST IN EUR" in usage("--prices", prices).out
+
+
+def test_days_are_a_span_with_both_ends(usage: Callable[..., Ran]) -> None:
+    rows = list(csv.DictReader(usage("--by", "day", "--csv").out.splitlines()))
+    assert [(row["day"], row["batch"], row["requests"]) for row in rows] == [
+        ("2026-11-24", "0", "1"),
+        ("2026-11-25", "0", "6"),
+        ("2026-11-25", "1", "2"),
+    ]
+    ran = usage("--by", "model", "--since", "2026-11-25", "--until", "2026-11-25", "--csv")
+    assert ran.out.splitlines() == [
+        "model,batch,requests,input,cached,output",
+        "org/other,0,5,10,0,20",
+        "tiny,0,1,1000,400,100",
+        "tiny,1,2,1000,400,100",
+    ]
+    assert usage("--since", "2026-11-26").out == "Nothing was used.\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("[models.tiny]\ninput = 1\noutput = 1", "has no model 'org/other', which was used: add"),
+        ("[models.tiny]\ninput = 1", "missing required field `output`"),
+        ("[models.tiny]\ninput = 1\noutput = 1\ncache = 1", "unknown field `cache`"),
+        ("[models.tiny]\ninput = -1\noutput = 1", "input must be from 0 to"),
+        ("[models.tiny]\ninput = nan\noutput = 1", "input must be from 0 to"),
+        ("[models.tiny\n", "is not a price table"),
+        (None, "'prices.toml' cannot be read: No such file"),
+    ],
+)
+def test_wrong_price_table_is_one_sentence(
+    usage: Callable[..., Ran], tmp_path: Path, table: str | None, said: str
+) -> None:
+    path = tmp_path / "prices.toml"
+    path.unlink()
+    if table is not None:
+        path.write_text(table)
+    ran = usage("--prices", str(path), "--csv")
+    assert (ran.code in {2, 4}, ran.out) == (True, "")
+    assert said in ran.err
+
+
+def test_wrong_options_are_refused(usage: Callable[..., Ran], cli: Cli, tmp_path: Path) -> None:
+    assert "'today' is not a day" in usage("--since", "today").err
+    assert "either --csv or --json" in usage("--csv", "--json").err
+    assert "'keys' is not one of" in usage("--by", "keys").err
+    ran = cli("usage", "--records", str(tmp_path))
+    assert (ran.code, ran.out) == (1, "")
+    assert "There is no database" in ran.err

@@ -1,0 +1,171 @@
+"""Usage in the records agrees with the usage in the answers, and survives."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from support.servers import LiveServer, live_server, post_bytes, wait_for
+from twostroke.records import Records, RecordsError, beside
+from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.options import ServeOptions
+from twostroke.serve.tenants import key as kept
+from twostroke.serve.tenants.upkeep import Upkeep
+from twostroke.serve.tenants.usage import Amount, Owner, UsageBook, add, amounts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import pytest
+
+HELLO = [{"role": "user", "content": "hello"}]
+LONG = "hello " * 40
+
+
+@contextmanager
+def counting(tmp_path: Path) -> Iterator[LiveServer]:
+    """A server that keeps the usage of one key in tmp_path / "records"."""
+    folder = tmp_path / "records"
+    with beside(folder, writes=True, makes=True) as db:
+        key, text = kept.add(db, "app", "anna")
+    with closing(Records(folder)) as records:
+        options = ServeOptions(drain_s=1, api_keys=ApiKeys.read(None, None, folder))
+        with live_server(tmp_path, options, records=records) as server:
+            server.http.headers["x-api-key"] = text
+            yield server
+    assert [one.owner.key for one in used(tmp_path)] in ([], [key.id])
+
+
+def used(tmp_path: Path) -> list[Amount]:
+    with beside(tmp_path / "records") as db:
+        return amounts(db, "0000", "9999")
+
+
+def has_requests(tmp_path: Path, number: int) -> bool:
+    return [one.requests for one in used(tmp_path)] == [number]
+
+
+# Each returns input, cached and output tokens as a client reads them.
+def openai(usage: Any) -> tuple[int, int, int]:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return usage["prompt_tokens"], cached, usage["completion_tokens"]
+
+
+def anthropic(usage: Any) -> tuple[int, int, int]:
+    cached = usage["cache_read_input_tokens"]
+    return usage["input_tokens"] + cached, cached, usage["output_tokens"]
+
+
+def responses(usage: Any) -> tuple[int, int, int]:
+    cached = usage["input_tokens_details"]["cached_tokens"]
+    return usage["input_tokens"], cached, usage["output_tokens"]
+
+
+ASKED: list[tuple[str, dict[str, Any], Any]] = [
+    ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5}, openai),
+    ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5, "n": 3}, openai),
+    ("/v1/completions", {"prompt": LONG, "max_tokens": 7, "ignore_eos": True}, openai),
+    ("/v1/completions", {"prompt": [LONG, "hello"], "max_tokens": 3, "n": 2}, openai),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 30, "stop": ["e", "o"]}, openai),
+    ("/v1/completions", {"prompt": LONG, "echo": True, "max_tokens": 0}, openai),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 5}, anthropic),
+    ("/v1/responses", {"input": LONG, "max_output_tokens": 16}, responses),
+]
+
+
+def test_usage_is_that_of_the_answers(tmp_path: Path) -> None:
+    expected = [0, 0, 0]
+    with counting(tmp_path) as server:
+        for path, body, read in ASKED * 2:
+            answer = server.http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            counts = read(answer.json()["usage"])
+            expected = [old + new for old, new in zip(expected, counts, strict=True)]
+        assert server.http.post("/v1/completions", json={"prompt": "a", "n": -1}).status_code == 400
+        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+    [amount] = used(tmp_path)
+    assert list(amount[1:]) == [2 * len(ASKED), *expected]
+    assert expected[1] > 0
+    assert (amount.owner.tenant, amount.owner.model, amount.owner.is_batch) == (
+        "anna",
+        "tiny",
+        False,
+    )
+
+
+def test_embeddings_and_streams_count(tmp_path: Path) -> None:
+    with counting(tmp_path) as server:
+        told = server.http.post("/v1/embeddings", json={"input": ["hello", LONG]}).json()["usage"]
+        body = {"prompt": "hello", "max_tokens": 6, "ignore_eos": True, "stream": True}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+    [amount] = used(tmp_path)
+    assert amount.output == 6
+    assert amount.requests == 2
+    assert amount.input > told["prompt_tokens"]
+
+
+def test_request_that_its_client_left_counts_and_one_that_failed_does_not(tmp_path: Path) -> None:
+    with counting(tmp_path) as server:
+        server.backend.gate.clear()
+        headers = f"x-api-key: {server.http.headers['x-api-key']}\r\n"
+        body = {"prompt": "hello", "max_tokens": 6, "stream": True}
+        with server.connect() as connection:
+            connection.sendall(post_bytes("/v1/completions", body, headers=headers))
+            wait_for(lambda: server.num_busy == 1)
+        wait_for(lambda: server.num_busy == 0)
+        server.backend.gate.set()
+        server.backend.poison = server.client.card.tokenizer.find("hello")
+        failed = server.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2})
+        assert failed.status_code == 500
+    [amount] = used(tmp_path)
+    assert (amount.requests, amount.output) == (1, 0)
+    assert amount.input > 0
+
+
+def test_usage_is_written_while_the_server_runs_and_added_up(tmp_path: Path) -> None:
+    with counting(tmp_path) as server:
+        body = {"prompt": "hello", "max_tokens": 2, "ignore_eos": True}
+        for number in (1, 2):
+            server.http.post("/v1/completions", json=body)
+            wait_for(partial(has_requests, tmp_path, number), 4)
+
+
+def test_usage_waits_for_records_that_cannot_be_written(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    book = UsageBook("tiny")
+    owner = Owner("2026-11-26", "0123abcd", "anna", "tiny", is_batch=False)
+    book.put_back({owner: [1, 2, 3, 4]})
+
+    class Failing:
+        read = records.read
+
+        async def write(self, _work: Any) -> None:
+            raise RecordsError("The disk is full.")
+
+    async def work() -> None:
+        failing = Upkeep(Failing(), None, book)  # type: ignore[arg-type]
+        await failing.start()
+        await failing.stop()
+        book.put_back({owner: [1, 1, 1, 1]})
+        good = Upkeep(records, None, book)
+        await good.start()
+        await good.stop()
+
+    asyncio.run(work())
+    records.close()
+    with beside(tmp_path, writes=True) as db:
+        assert amounts(db, "2026-11-26", "2026-11-26") == [Amount(owner, 2, 3, 4, 5)]
+        add(db, {owner: [1, 0, 0, 0]})
+        assert amounts(db, "2026-11-26", "9999") == [Amount(owner, 3, 3, 4, 5)]
+        assert amounts(db, "2026-11-27", "9999") == []
+
+
+def test_days_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = UsageBook("tiny")
+    monkeypatch.setattr("time.time", lambda: 86_400 * 20_000 - 1)
+    assert book._today() == "2024-10-03"
+    monkeypatch.setattr("time.time", lambda: 86_400 * 20_000)
+    assert book._today() == "2024-10-04"
