@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.core.step import StepPlan
+    from twostroke.program import Program
+    from twostroke.weights import LoadedModel
 
 PAGE_SIZE = 16
 
@@ -70,6 +72,24 @@ class Backend(ReferenceBackend):
         return StepResult(tokens, [_CERTAIN if want else None for want in wanted])
 
 
+def tiny_card(loaded: LoadedModel, program: Program) -> ModelCard:
+    assert isinstance(loaded.tokenizer_source, GgufTokenizer)
+    tokenizer = from_gguf(loaded.tokenizer_source.metadata)
+    sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
+    return ModelCard(
+        name="tiny",
+        architecture="llama",
+        format="F32",
+        context_length=loaded.spec.context_length,
+        file_bytes=loaded.file_bytes,
+        created_s=1_700_000_000,
+        licence=loaded.licence,
+        tokenizer=tokenizer,
+        chat_template=Chat(tokenizer),
+        cost=CostModel(program, sizes),
+    )
+
+
 @contextmanager
 def tiny_client(
     folder: Path,
@@ -87,27 +107,13 @@ def tiny_client(
     backend is given to `prepare` before the engine starts.
     """
     loaded = load(str(write_tiny_gguf(folder / "tiny.gguf", tiny, metadata)))
-    assert isinstance(loaded.tokenizer_source, GgufTokenizer)
     program = build_program(loaded.spec)
     backend = Backend(program, loaded.tensors, num_pages, PAGE_SIZE)
     backend.gate = threading.Event()
     backend.gate.set()
     if prepare is not None:
         prepare(backend)
-    tokenizer = from_gguf(loaded.tokenizer_source.metadata)
-    sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
-    card = ModelCard(
-        name="tiny",
-        architecture="llama",
-        format="F32",
-        context_length=loaded.spec.context_length,
-        file_bytes=loaded.file_bytes,
-        created_s=1_700_000_000,
-        licence=loaded.licence,
-        tokenizer=tokenizer,
-        chat_template=Chat(tokenizer),
-        cost=CostModel(program, sizes),
-    )
+    card = tiny_card(loaded, program)
     pool = PagePool(num_pages, PAGE_SIZE, backend.facts.windows)
     config = SchedulerConfig(context_length=card.context_length, **limits)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))

@@ -1,0 +1,28 @@
+"""A server and an engine that dies at any moment, under random operations."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import pytest
+
+from support.rounds import play_service
+
+NUM_ROUNDS = 7
+
+
+@pytest.mark.slow
+def test_everybody_gets_the_right_end_whenever_an_engine_dies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)  # deaths are no news here
+    counts: Counter[str] = Counter()
+    for seed in range(NUM_ROUNDS):
+        play_service(seed, counts)
+    print(dict(counts))
+    assert counts["operations"] >= 20_000
+    for what in ("answered", "told", "die", "cancelled", "refused"):
+        assert counts[what] > 100, f"too few were {what}"
+    for what in ("preemptions", "hit tokens", "killers refused", "failed alone", "left"):
+        assert counts[what] > 20, f"too few {what}"

@@ -1,0 +1,183 @@
+"""An engine that dies, in the process of its server: all is real but the process and the model."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+from support.fake_model import VOCAB_SIZE, FakeModel
+from twostroke.backends import BackendFacts
+from twostroke.cache import PageGroups, PagePool, PrefixIndex
+from twostroke.core.config import BatchOptions, SpeculationOptions
+from twostroke.engine import wire
+from twostroke.engine.build import build_speculator
+from twostroke.engine.child import EngineProcess
+from twostroke.engine.client import Client
+from twostroke.engine.loop import EngineLoop
+from twostroke.engine.process import Desk
+from twostroke.engine.served import facts_of, take_reading
+from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
+
+if TYPE_CHECKING:
+    import random
+
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan, StepResult
+    from twostroke.engine.client import ModelCard
+
+POISON, KILLER = VOCAB_SIZE + 1, VOCAB_SIZE + 2  # what fails alone, and what ends the process
+CONTEXT = 48
+_GUESSING = (
+    SpeculationOptions("off"),
+    SpeculationOptions("ngram", count=3),
+    SpeculationOptions("lookahead", count=3),
+)
+
+
+class Died(BaseException):
+    """The process of an engine ends here."""
+
+
+class Backend:
+    """The fake model as a backend; some tokens do harm."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.computed: set[str] = set()  # requests
+        self.facts = BackendFacts("fake", "fake", 1, num_pages, page_size, (None,), 0, 0)
+        self.is_broken = False
+        self._model = FakeModel(num_pages, page_size)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.computed.update(piece.request.id for piece in plan.slices)
+        tokens = [piece.request.prompt for piece in plan.slices]
+        if any(KILLER in prompt for prompt in tokens):
+            raise Died
+        if self.is_broken:
+            raise KeyboardInterrupt
+        if any(POISON in prompt for prompt in tokens):
+            raise ValueError("a bad token")
+        return self._model.run(plan)
+
+    def forget(self, request: Request) -> None:
+        assert not request.is_in_flight
+
+    def close(self) -> None:
+        """Nothing is to be given back."""
+
+
+class Loop(EngineLoop):
+    """A loop that takes its steps when it is told to."""
+
+    _idle_s = 0.0  # it never waits
+
+    def _run(self) -> None:
+        self.end = threading.Event()
+        self.end.wait()
+
+    def step(self) -> None:
+        """Take a step, or fail as the thread would."""
+        try:
+            self._step()
+        except Died:
+            raise
+        except BaseException:  # noqa: BLE001 whatever it was, the loop fails with it
+            EngineLoop._run(self)
+
+
+class Process(EngineProcess):
+    """An engine that loads, works and dies when it is told to."""
+
+    def __init__(self, rng: random.Random, card: ModelCard, computed: set[int]) -> None:
+        self.socket, self._theirs = socket.socketpair()
+        self.frames = wire.Frames(wire.answers)
+        self._received = wire.Frames(wire.requests)
+        self.is_dead = False
+        self.desk: Desk | None = None
+        self._rng, self._card = rng, card
+        self._computed = computed  # messages, by any process
+
+    @property
+    def pid(self) -> int:
+        return 0
+
+    def load(self) -> wire.Ready:
+        """Build the engine."""
+        rng, card = self._rng, self._card
+        page_size = rng.choice((1, 3, 4, 8))
+        num_pages = PageGroups(page_size, (None,)).num_needed(CONTEXT) + rng.randint(0, 10)
+        self.backend = Backend(num_pages, page_size)
+        self.pool = PagePool(num_pages, page_size)
+        self.index = PrefixIndex(self.pool)
+        config = SchedulerConfig(
+            context_length=CONTEXT,
+            max_running=rng.choice((1, 3, 8)),
+            token_budget=rng.choice((8, 20, 40)),
+            max_waiting_requests=12,
+        )
+        policy = make_policy(BatchOptions())
+        self.scheduler = Scheduler(config, self.pool, self.index, policy)
+        guessing = rng.choice(_GUESSING)
+        cost = card.cost.per_step()
+        speculator = build_speculator(guessing, cost, None, 1)
+        loop = Loop(cast("Any", self.backend), self.scheduler, speculator, cost)
+        client = Client(card, loop)
+        self.desk = Desk(cast("Any", _Engine(client)), cast("Any", self))
+        about = wire.EngineCard(CONTEXT, "tiny", self._card.cost.cache, None, None, 0.0)
+        return wire.Ready(about, facts_of(client), take_reading(client, ()))
+
+    def send(self, message: wire.Answer) -> None:
+        """Send as the engine's end does."""
+        self._theirs.sendall(wire.pack(message))
+
+    def read(self) -> None:
+        """Do what has been asked."""
+        assert self.desk is not None
+        try:
+            data = self._theirs.recv(1 << 18, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        for message in self._received.feed(data):
+            if isinstance(message, wire.Generate):
+                assert message.id not in self._computed, "asked again, though it may have killed"
+            self.desk._do(message)
+
+    def step(self) -> None:
+        """Take a step; the process may die of it."""
+        assert self.desk is not None
+        if not self.scheduler.has_work:
+            return
+        try:
+            cast("Loop", self.desk.loop).step()
+        except Died:
+            self.kill()
+            return
+        finally:
+            for id_, asked in self.desk._open.items():
+                if not self.backend.computed.isdisjoint(asked.request_ids):
+                    self._computed.add(id_)
+        if self.desk._failure is not None:
+            self.send(wire.Failed(self.desk._failure))
+            self.kill()
+
+    def kill(self) -> None:
+        if not self.is_dead:
+            self.is_dead = True
+            self._theirs.close()
+            if self.desk is not None:
+                cast("Loop", self.desk.loop).end.set()
+
+    def describe_end(self) -> str:
+        self.kill()
+        return "its process was ended"
+
+    def close(self) -> None:
+        self.kill()
+        self.socket.close()
+
+
+class _Engine:
+    """What a desk needs of an engine."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client

@@ -1,0 +1,281 @@
+"""A server's side and its engine's, which dies at any moment, with a model that costs nothing.
+
+All is real but the process, the clock of the back-off, and the model: `RemoteEngine`, `Supervisor`,
+frames, `Desk`, `EngineLoop`, speculation, scheduler and pages. Every answer must have the tokens
+that it always has, or end with an error that is deserved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+from support.engines import tiny_card
+from support.fake_model import END, VOCAB_SIZE, expected_output
+from support.invariants import check_index, check_scheduler
+from support.mortal import CONTEXT, KILLER, POISON, Process
+from support.requests import make_request
+from support.tiny import write_tiny_gguf
+from twostroke.core.config import EngineOptions
+from twostroke.core.errors import (
+    EngineDiedError,
+    EngineKillerError,
+    OverloadedError,
+    TwostrokeError,
+)
+from twostroke.core.request import FinishReason, Hints
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine import supervisor, wire
+from twostroke.engine.client import Caller
+from twostroke.engine.loading import load
+from twostroke.engine.remote import RemoteEngine
+from twostroke.models import build_program
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+    from twostroke.engine.asked import RemoteOutputs
+
+_LOAD = wire.Load(wire.VERSION, "tiny", EngineOptions(), "warning")
+_HINTS = (Hints(), Hints(speculate="off"), Hints(shows_progress=True))
+
+
+class ServiceMachine:
+    """Asks, cancels, computes, kills in any order, and checks after each. `counts` adds up."""
+
+    def __init__(self, rng: random.Random, folder: Path, counts: Counter[str]) -> None:
+        self.rng, self.counts = rng, counts
+        loaded = load(str(write_tiny_gguf(folder / "tiny.gguf")))
+        self.card = tiny_card(loaded, build_program(loaded.spec))
+        self.open: dict[asyncio.Task[None], RemoteOutputs | None] = {}
+        self.deaths: Counter[str] = Counter()
+        self.wrong: list[BaseException] = []
+        self.cancelled: set[asyncio.Task[None]] = set()
+        self.computed: set[int] = set()
+        self.process = Process(rng, self.card, self.computed)
+
+    def _make(self, _load: wire.Load) -> Process:
+        self.count_pages()
+        self.process = Process(self.rng, self.card, self.computed)
+        return self.process
+
+    async def run(self, num_operations: int) -> None:
+        """Do so many operations, then see everything end."""
+        ready = self.process.load()
+        with (
+            patch.object(supervisor, "EngineProcess", self._make),
+            patch.object(supervisor, "BACK_OFF_S", (0.0,) * 1000),
+            patch.object(supervisor, "_MOST_DEATHS", 1 << 60),
+        ):
+            self.engine = RemoteEngine(_LOAD, self.card, self.process, ready)
+            self.engine.attach(lambda: None)
+            operations = [self.ask] * 6 + [self.cancel, self.die, self.look, self.flush]
+            for _ in range(num_operations):
+                if self.rng.random() < 0.7:
+                    await self.work()
+                else:
+                    await self.rng.choice(operations)()
+                await self.settle()
+                self.counts["operations"] += 1
+                self.check()
+            await self.end()
+            self.engine.close()
+
+    async def ask(self) -> None:
+        task = asyncio.ensure_future(self.client())
+        task.add_done_callback(self.ended)
+        self.open[task] = None
+        self.counts["ask"] += 1
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        del self.open[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.wrong.append(error)
+
+    async def client(self) -> None:
+        """Ask, and check all that comes."""
+        rng, me = self.rng, asyncio.current_task()
+        assert me is not None
+        harm = rng.choice((*(None,) * 30, POISON, KILLER))
+        prompts, params, caller = self.question(harm)
+        key = str((prompts, params))
+        outputs = None
+        try:
+            outputs = await self.engine.generate(prompts, params, caller, rng.choice(_HINTS))
+            self.open[me] = outputs
+            found: dict[int, list[int]] = {}
+            async for output in outputs:
+                found.setdefault(output.index, []).extend(output.token_ids)
+                if output.finish_reason is FinishReason.CANCEL:
+                    assert me in self.cancelled, "nobody cancelled it"
+                elif output.finish_reason is not None:
+                    self.check_answer(prompts, params, caller, output.index, found)
+            self.counts["cancelled" if me in self.cancelled else "answered"] += 1
+            if me not in self.cancelled:
+                self.deaths.pop(key, None)
+                assert harm is None, "harm was not done"
+        except asyncio.CancelledError:
+            self.counts["left"] += 1
+        except OverloadedError:
+            self.counts["refused"] += 1
+        except EngineKillerError:
+            assert self.deaths[key] > 2, "refused without its fault"
+            self.counts["killers refused"] += 1
+        except EngineDiedError:
+            assert outputs is None or outputs.has_begun, "it would have been answered"
+            self.deaths[key] += 1
+            self.counts["told"] += 1
+        except TwostrokeError as error:
+            if harm != POISON:
+                raise AssertionError("it failed without a reason") from error
+            self.counts["failed alone"] += 1
+
+    def question(self, harm: int | None) -> tuple[list[list[int]], SamplingParams, Caller]:
+        """Return prompts of which many begin alike; those that do harm are always the same."""
+        rng = self.rng
+        if harm is not None:
+            params = SamplingParams(max_tokens=4, seed=0, ignore_eos=True)
+            return [[3, harm]], params, Caller()
+        stem = [(7 * rng.randrange(3) + 3 * i) % VOCAB_SIZE for i in range(rng.randint(1, 20))]
+        prompts = [[*stem, i] for i in range(rng.choice((1, 1, 3)))]
+        params = SamplingParams(
+            max_tokens=rng.choice((1, 4, 12, 24)),
+            temperature=0,
+            seed=rng.randrange(3),
+            n=rng.choice((1, 1, 2)),
+            ignore_eos=True,
+            stop_token_ids=(END,),
+        )
+        return prompts, params, Caller(rng.choice((-1, 0, 0, 1)), rng.choice(("", "a")))
+
+    def check_answer(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        caller: Caller,
+        index: int,
+        found: dict[int, list[int]],
+    ) -> None:
+        assert params.seed is not None
+        request = make_request(
+            prompt=list(prompts[index // params.n]),
+            salt=caller.tenant.encode(),
+            end_ids=frozenset({END}),
+            seed=params.seed + index % params.n,
+            max_tokens=params.max_tokens,
+        )
+        right, reason = expected_output(request, CONTEXT)
+        if reason is FinishReason.STOP:
+            right = right[: len(found[index])]
+        assert found[index] == right, "other tokens than always"
+
+    async def cancel(self) -> None:
+        """Stop what somebody asked for, or leave before it was accepted."""
+        if not self.open:
+            return
+        task = self.rng.choice(list(self.open))
+        outputs = self.open[task]
+        if outputs is None:
+            task.cancel()
+        else:
+            self.cancelled.add(task)
+            outputs.cancel()
+        self.counts["cancel"] += 1
+
+    async def work(self) -> None:
+        """Let the engine do something."""
+        process = self.process
+        if process.is_dead:
+            return
+        if process.desk is None:
+            if self.rng.random() < 0.3:
+                process.send(process.load())
+                self.counts["load"] += 1
+            return
+        if self.rng.random() < 0.6:
+            process.read()
+        for _ in range(self.rng.choice((0, 1, 1, 4))):
+            if not process.is_dead:
+                process.step()
+                self.counts["step"] += 1
+
+    async def die(self) -> None:
+        """Kill it now and then, or let its loop fail."""
+        chance = self.rng.random()
+        if chance < 0.3 or self.process.is_dead:
+            return
+        if chance < 0.5 and self.process.desk is not None:
+            self.process.backend.is_broken = True
+        else:
+            self.process.kill()
+        self.counts["die"] += 1
+
+    async def look(self) -> None:
+        """Ask for counts, which come some time later."""
+        reading = asyncio.ensure_future(self.engine.read([(1, 0)]))
+        reading.add_done_callback(lambda done: done.exception())
+        self.counts["look"] += 1
+
+    async def flush(self) -> None:
+        self.engine.flush()
+
+    async def settle(self) -> None:
+        """Let the server's side read, tell, and start another process."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for _ in range(1_000_000):
+            if not self.process.is_dead:
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("no other process starts")
+
+    async def end(self) -> None:
+        """Everybody gets an end in a bounded number of steps, and nothing is left."""
+        for _ in range(100_000):
+            if not self.open:
+                break
+            await self.work()
+            await self.settle()
+        self.check()
+        assert not self.open, "somebody got no end"
+        for _ in range(1000):
+            await self.work()
+            await self.settle()
+            if self.process.desk is not None and not self.process.scheduler.has_work:
+                break
+        self.process.read()
+        process, book = self.process, self.engine._book
+        assert process.desk is not None
+        assert not book.open
+        assert not book.unsent
+        assert not process.desk._open
+        assert not process.desk.waiting
+        stats = process.scheduler.stats()
+        assert stats.num_referenced_pages == stats.num_waiting == stats.num_running == 0
+        self.count_pages()
+
+    def count_pages(self) -> None:
+        """Add up what the process's scheduler has counted."""
+        if self.process.desk is not None:
+            stats = self.process.scheduler.stats()
+            self.counts["preemptions"] += stats.num_preemptions
+            self.counts["hit tokens"] += stats.num_hit_tokens
+
+    def check(self) -> None:
+        for error in self.wrong:
+            raise error
+        book = self.engine._book
+        assert book.unsent.keys() <= book.open.keys()
+        if book.unsent and book.is_up and book._alone is None:
+            first = next(iter(book.unsent.values()))
+            assert book.suspects.must_run_alone(first.message), "it waits for nothing"
+            assert len(book.open) > len(book.unsent), "it waits for nobody"
+        process = self.process
+        if process.desk is not None:
+            check_scheduler(process.scheduler)
+            check_index(process.index)
+            ids = {request.id for request in process.scheduler.view().running}
+            assert not ids & process.desk.waiting.keys(), "it holds pages, and nobody was told"
