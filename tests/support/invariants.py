@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.request import NO_PAGE
 from twostroke.schedule.holdings import held
-from twostroke.schedule.waiting import rank_of
+from twostroke.schedule.ticket import rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

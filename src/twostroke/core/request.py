@@ -55,6 +55,7 @@ class Request:
         num_prompt: the number of prompt tokens in `tokens`.
         seed: of the random numbers; token `i` of the output uses counter `i`.
         end_ids: tokens that end the request, stop ids included.
+        tenant, weight: who asks, and their share of computed tokens against that of others.
         salt: separates the prefix caches of tenants.
         prompt_field: the caller's name of the prompt, for errors, such as "messages".
         cuts_limit: whether a `max_tokens` above what fits is lowered to that, and not refused.
@@ -87,6 +88,7 @@ class Request:
     end_ids: frozenset[int] = frozenset()
     priority: int = 0
     tenant: str = ""
+    weight: float = 1.0
     salt: bytes = b""
     prompt_field: str = "prompt"
     cuts_limit: bool = False

@@ -68,6 +68,7 @@ class ModelCard(Frozen):
 class Caller(Frozen):
     """Who asks. A lower `priority` goes first; tenants do not share cached prefixes.
 
+    Tenants that compete at one priority get computed tokens in proportion to their `weight`.
     `prompt_field` is what errors call the prompt: "prompt", "messages" for a conversation, or
     "input" for texts to embed. `service` is the class of service that requests are counted under,
     one of `core.service.SERVICES`. `cuts_limit` lowers a `max_tokens` above what fits.
@@ -78,6 +79,7 @@ class Caller(Frozen):
     prompt_field: str = "prompt"
     service: str = DEFAULT_SERVICE
     cuts_limit: bool = False
+    weight: float = 1.0
 
 
 _ANYONE: Final = Caller()
@@ -284,6 +286,7 @@ def _new_request(
         seed=0,
         priority=caller.priority,
         tenant=caller.tenant,
+        weight=caller.weight,
         salt=caller.tenant.encode(),
         prompt_field=caller.prompt_field,
         cuts_limit=caller.cuts_limit,

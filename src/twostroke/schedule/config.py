@@ -30,8 +30,10 @@ class SchedulerConfig(Frozen):
             between two tokens, can take.
         most_scored: most rows of a step that report log-probabilities of prompts; it bounds the
             memory that logits take.
-        max_waiting_requests: a longer queue refuses requests.
-        max_waiting_tokens: a queue with more tokens does, unless it is empty.
+        max_waiting_requests: a request before which so many wait is refused. Those that go after
+            it do not count, up to so many again: a flood of one tenant, or of less urgent
+            requests, leaves room for others.
+        max_waiting_tokens: the same in tokens, unless nothing waits before it.
         max_overtakes: how many later arrivals may pass a request for each level of priority that
             they are more urgent, so that a stream of urgent requests cannot starve the others.
         steps_ahead: how many steps may be in flight when another one is planned. Together they
@@ -155,19 +157,16 @@ def too_long(
     )
 
 
-def check_queue(
-    config: SchedulerConfig, num_waiting: int, num_waiting_tokens: int, request: Request
-) -> None:
-    """Refuse a request for which the queue has no place.
+def check_queue(config: SchedulerConfig, num_requests: int, num_tokens: int, num_own: int) -> None:
+    """Refuse a request of `num_own` tokens if too much waits before it.
 
     Raises:
         OverloadedError: too many requests wait, or too many tokens.
     """
-    num_tokens = num_waiting_tokens + len(request.tokens)
-    if num_waiting >= config.max_waiting_requests:
-        found, limit = f"{num_waiting} requests wait", config.max_waiting_requests
-    elif num_waiting and num_tokens > config.max_waiting_tokens:
-        found, limit = f"{num_tokens} tokens would wait", config.max_waiting_tokens
+    if num_requests >= config.max_waiting_requests:
+        found, limit = f"{num_requests} requests wait", config.max_waiting_requests
+    elif num_requests and num_tokens + num_own > config.max_waiting_tokens:
+        found, limit = f"{num_tokens + num_own} tokens would wait", config.max_waiting_tokens
     else:
         return
     raise OverloadedError(f"The queue is full: {found}, and at most {limit} may. Try again later.")

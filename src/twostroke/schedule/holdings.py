@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from twostroke.cache import PagePool, PrefixHit
     from twostroke.core.request import Request
-    from twostroke.schedule.waiting import Ticket
+    from twostroke.schedule.ticket import Ticket
 
 
 class Holdings:

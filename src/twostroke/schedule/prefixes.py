@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from twostroke.cache import PagePool, PrefixChain, PrefixIndex
     from twostroke.core.request import Request
-    from twostroke.schedule.waiting import Ticket
+    from twostroke.schedule.ticket import Ticket
 
 
 class Prefixes:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.cache import PagePool
-    from twostroke.schedule.waiting import Ticket
+    from twostroke.schedule.ticket import Ticket
 
 
 def num_quiet(running: Sequence[Ticket], pool: PagePool, most: int) -> int:

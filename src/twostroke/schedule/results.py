@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.step import Slice, StepResult, TokenLogprobs
     from twostroke.schedule.drafting import Drafting
-    from twostroke.schedule.waiting import Ticket
+    from twostroke.schedule.ticket import Ticket
 
 
 class ResultReader:

@@ -6,20 +6,20 @@ import time
 from bisect import insort
 from collections import deque
 from functools import partial
-from itertools import count as count_up
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ROOT
-from twostroke.schedule.config import SchedulerStats, SchedulerView, check_queue, max_len
+from twostroke.schedule.config import SchedulerStats, SchedulerView, max_len
 from twostroke.schedule.drafting import Drafting
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.prefixes import Prefixes
 from twostroke.schedule.quiet import do_quiet, num_quiet
 from twostroke.schedule.results import ResultReader
 from twostroke.schedule.sketch import StepSketch
-from twostroke.schedule.waiting import Ticket, WaitingLine, rank_of
+from twostroke.schedule.ticket import Ticket, rank_of
+from twostroke.schedule.waiting import WaitingLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +35,9 @@ class Scheduler:
     """Plans steps and takes in their results. Not thread-safe: one loop owns it.
 
     A request waits (for the policy, then for room), runs (holds pages), and ends. Its rank is
-    fixed: priority, then arrival, bounded by `max_overtakes`. The best-ranked request never loses
-    its pages and computes a token in every step, and only finitely many can rank before a given
-    one, so every request ends.
+    fixed: priority, then its tenant's turn (`FairOrder`), bounded by `max_overtakes`. The
+    best-ranked request never loses its pages and computes a token in every step, and only finitely
+    many can rank before a given one, so every request ends.
 
     Between `plan` and `commit` a step is in flight; with `steps_ahead`, others may be planned
     meanwhile, and are committed in the same order. A request is in several of them only with
@@ -66,9 +66,8 @@ class Scheduler:
         self._holdings = Holdings(pool, config.token_budget)
         self._drafting = Drafting(pool, self._holdings)
         self._most_tokens = pool.groups.most_tokens(pool.num_pages, config.context_length)
-        self._arrivals = count_up()
         self._tickets: dict[str, Ticket] = {}
-        self._waiting = WaitingLine(policy, clock)
+        self._waiting = WaitingLine(config, policy, clock)
         self._running: list[Ticket] = []  # with pages, by rank
         self._ended: list[Ticket] = []  # with pages that steps in flight use
         self._flights: deque[tuple[StepPlan, list[Ticket]]] = deque()  # with the slices' owners
@@ -99,10 +98,8 @@ class Scheduler:
         limit = self.max_len(request)
         if request.id in self._tickets:
             raise RequestError(f"A request with the id {request.id!r} is running.", param="id")
-        check_queue(self.config, len(self._waiting), self._waiting.num_tokens, request)
+        rank = self._waiting.check(request)
         request.arrival_s = request.arrival_s or self._clock()
-        arrival = next(self._arrivals)
-        rank = (arrival + request.priority * self.config.max_overtakes, arrival)
         ticket = Ticket(request, rank, limit, self.prefixes.chain(request.salt))
         self._tickets[request.id] = ticket
         self._waiting.add(ticket)
@@ -124,6 +121,7 @@ class Scheduler:
         if ticket is None or ticket.request is not request:
             return False
         del self._tickets[request.id]
+        self._waiting.order.end(ticket)
         request.finish_reason = reason
         if not ticket.is_running:
             self._waiting.remove(ticket)
@@ -211,6 +209,7 @@ class Scheduler:
         if reader.has_ends:
             for ticket in [t for t in self._running if t.request.is_finished]:
                 del self._tickets[ticket.request.id]
+                self._waiting.order.end(ticket)
                 self._running.remove(ticket)
                 self._give_back(ticket)
         self._release_ended()
@@ -356,6 +355,7 @@ class Scheduler:
             request.num_cached = request.num_computed
             self._num_prompt_tokens += request.num_prompt
             self._num_hit_tokens += request.num_cached
+            self._waiting.order.start(ticket)
         self.prefixes.start(ticket)
         self._settle(ticket)
         ticket.is_running = True

@@ -13,7 +13,7 @@ from twostroke.core.step import Slice
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.schedule.waiting import Ticket
+    from twostroke.schedule.ticket import Ticket
 
 
 class StepSketch:

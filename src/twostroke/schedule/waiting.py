@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.schedule.config import check_queue
+from twostroke.schedule.fair import FairOrder
 from twostroke.schedule.policy import Queue
+from twostroke.schedule.ticket import rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from twostroke.cache import PrefixChain
     from twostroke.core.request import Request
+    from twostroke.schedule.config import SchedulerConfig
     from twostroke.schedule.policy import Policy
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request's place in the order, and how far its pages are known to the prefix index.
-
-    Attributes:
-        rank: smaller goes first and loses its pages last; fixed when the request is added.
-        max_len: how many tokens end it.
-        chain: keys of its full pages; None without a prefix cache.
-        num_published: how many of its pages were taken from the index or offered to it.
-        num_known: how many pages of its tokens the index knew of when it started, in the groups
-            that see everything; windows may have hidden some from it.
-        publish_at: `num_computed` from which another page is full.
-        due_at: `num_computed` from which another page is full, or passed by a window.
-        awaited: key of the page that another request computes, for which it last waited.
-        is_running: whether it holds pages; otherwise it waits.
-    """
-
-    request: Request
-    rank: tuple[int, int]
-    max_len: int
-    chain: PrefixChain | None
-    num_published: int = 0
-    num_known: int = 0
-    publish_at: int = 0
-    due_at: int = 0
-    awaited: bytes | None = None
-    is_running: bool = False
+    from twostroke.schedule.ticket import Rank, Ticket
 
 
 class WaitingLine:
@@ -51,9 +25,11 @@ class WaitingLine:
     A preempted request goes back to `ready`.
     """
 
-    def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
+    def __init__(self, config: SchedulerConfig, policy: Policy, clock: Callable[[], float]) -> None:
+        self.order = FairOrder(config.max_overtakes)
         self.ready: list[Ticket] = []
         self.num_tokens = 0
+        self._config = config
         self._policy = policy
         self._clock = clock
         self._not_ready: dict[str, Ticket] = {}  # by arrival
@@ -66,9 +42,26 @@ class WaitingLine:
         yield from self._not_ready.values()
         yield from self.ready
 
+    def check(self, request: Request) -> Rank:
+        """Return the rank of a request that comes now.
+
+        Raises:
+            OverloadedError: the queue has no place for it.
+        """
+        rank, config = self.order.rank(request), self._config
+        at = bisect_left(self.ready, rank, key=rank_of)
+        later = self.ready[at:]
+        later += [ticket for ticket in self._not_ready.values() if ticket.rank > rank]
+        num_requests = len(self) - min(len(later), config.max_waiting_requests)
+        num_later = sum(len(ticket.request.tokens) for ticket in later)
+        num_tokens = self.num_tokens - min(num_later, config.max_waiting_tokens)
+        check_queue(config, num_requests, num_tokens, len(request.tokens))
+        return rank
+
     def add(self, ticket: Ticket) -> None:
         """Queue a new request."""
         self._not_ready[ticket.request.id] = ticket
+        self.order.add(ticket)
         self.num_tokens += len(ticket.request.tokens)
 
     def put_back(self, ticket: Ticket) -> None:
@@ -111,8 +104,3 @@ class WaitingLine:
             is_flushed=self._is_flushed,
         )
         return self._policy.wait_s(queue)
-
-
-def rank_of(ticket: Ticket) -> tuple[int, int]:
-    """Return the key by which queues are sorted."""
-    return ticket.rank

@@ -376,9 +376,9 @@ class Api:
 
 
 def _served(job: J, served: ServedRequest) -> J:
-    """Return a job in the class of service of its request, if the server sent it itself."""
-    if served.service is None:
-        return job
-    priority = SERVICES[served.service]
-    caller = replace(job.caller, service=served.service, priority=priority)
+    """Return a job with its tenant's weight, in the class of service that the server chose."""
+    caller = replace(job.caller, weight=served.weight)
+    if served.service is not None:
+        priority = SERVICES[served.service]
+        caller = replace(caller, service=served.service, priority=priority)
     return replace(job, caller=caller)

@@ -31,6 +31,7 @@ class ServedRequest:
         began_s, ended_s: times of the monotonic clock.
         tenant: the owner of the API key; empty without.
         key: the key, if the request has one.
+        weight: the tenant's share against that of others.
         service: the class of service of a request from inside; None for one that chooses.
         field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
             place in a list, as in `tools[].name`.
@@ -54,6 +55,7 @@ class ServedRequest:
     ended_s: float = 0.0
     tenant: str = ""
     key: Key | None = None
+    weight: float = 1.0
     service: str | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -69,7 +71,7 @@ class ServedRequest:
 
     def own(self, key: Key) -> None:
         """Note whose request it is."""
-        self.tenant, self.key = key.tenant, key
+        self.tenant, self.key, self.weight = key.tenant, key, key.weight
 
     @property
     def used(self) -> Usage | None:
