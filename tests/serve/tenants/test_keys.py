@@ -8,51 +8,28 @@ import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from support.servers import live_server, wait_for
+from support.keys import add, keyed_server, revoke
+from support.servers import wait_for
 from twostroke.core.errors import UsageError
-from twostroke.records import Records, RecordsError, beside
+from twostroke.records import RecordsError, beside
 from twostroke.records.schema import MIGRATIONS
 from twostroke.serve.http.keys import ApiKeys
-from twostroke.serve.options import ServeOptions
 from twostroke.serve.tenants import key as kept
-from twostroke.serve.tenants.key import Key, KeyLimits
+from twostroke.serve.tenants.key import KeyLimits
 from twostroke.serve.tenants.upkeep import Upkeep
 from twostroke.serve.tenants.usage import UsageBook
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from support.servers import LiveServer
-
-
-def add(folder: Path, name: str = "app", tenant: str = "anna", **facts: Any) -> tuple[Key, str]:
-    with beside(folder, writes=True, makes=True) as db:
-        return kept.add(db, name, tenant, **facts)
-
-
-def revoke(folder: Path, key: Key) -> None:
-    with beside(folder, writes=True) as db:
-        kept.change(db, kept.find(db, key.id), revoked_at=time.time())
-
-
-@contextmanager
-def keyed_server(
-    folder: Path, tmp_path: Path, file: Path | None = None, **options: Any
-) -> Iterator[LiveServer]:
-    """A server as `serve --records` starts it."""
-    with closing(Records(folder)) as records:
-        keys = ApiKeys.read(file, None, folder)
-        serving = ServeOptions(drain_s=1, api_keys=keys, **options)
-        with live_server(tmp_path, serving, records=records) as live:
-            yield live
 
 
 def status(server: LiveServer, text: str) -> int:

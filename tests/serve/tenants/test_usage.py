@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from support.servers import LiveServer, live_server, post_bytes, wait_for
+from support.keys import add, keyed_server
+from support.servers import LiveServer, post_bytes, wait_for
 from twostroke.records import Records, RecordsError, beside
-from twostroke.serve.http.keys import ApiKeys
-from twostroke.serve.options import ServeOptions
-from twostroke.serve.tenants import key as kept
+from twostroke.serve.tenants import usage
 from twostroke.serve.tenants.upkeep import Upkeep
-from twostroke.serve.tenants.usage import Amount, Owner, UsageBook, add, amounts
+from twostroke.serve.tenants.usage import Amount, Owner, UsageBook, amounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,13 +28,10 @@ LONG = "hello " * 40
 def counting(tmp_path: Path) -> Iterator[LiveServer]:
     """A server that keeps the usage of one key in tmp_path / "records"."""
     folder = tmp_path / "records"
-    with beside(folder, writes=True, makes=True) as db:
-        key, text = kept.add(db, "app", "anna")
-    with closing(Records(folder)) as records:
-        options = ServeOptions(drain_s=1, api_keys=ApiKeys.read(None, None, folder))
-        with live_server(tmp_path, options, records=records) as server:
-            server.http.headers["x-api-key"] = text
-            yield server
+    key, text = add(folder)
+    with keyed_server(folder, tmp_path) as server:
+        server.http.headers["x-api-key"] = text
+        yield server
     assert [one.owner.key for one in used(tmp_path)] in ([], [key.id])
 
 
@@ -158,7 +154,7 @@ def test_usage_waits_for_records_that_cannot_be_written(tmp_path: Path) -> None:
     records.close()
     with beside(tmp_path, writes=True) as db:
         assert amounts(db, "2026-11-26", "2026-11-26") == [Amount(owner, 2, 3, 4, 5)]
-        add(db, {owner: [1, 0, 0, 0]})
+        usage.add(db, {owner: [1, 0, 0, 0]})
         assert amounts(db, "2026-11-26", "9999") == [Amount(owner, 3, 3, 4, 5)]
         assert amounts(db, "2026-11-27", "9999") == []
 

@@ -39,6 +39,7 @@ class Batch(Frozen, kw_only=True):
     """A batch. Times are Unix times in seconds.
 
     Attributes:
+        key: the id of the key that made it; empty for none, or one of a file.
         protocol: whose form its objects and results have.
         endpoint: the path of each line.
         input_file: the id of the file with its lines.
@@ -55,6 +56,7 @@ class Batch(Frozen, kw_only=True):
 
     id: str
     tenant: str
+    key: str = ""
     protocol: str
     endpoint: str
     input_file: str

@@ -152,7 +152,7 @@ def routes(
         _, runner = records()
         asked, ignored = decoder.decode(await read_json(request, limits))
         note(ignored, served_of(request.scope))
-        batch = _new(asked, served_of(request.scope).tenant)
+        batch = _new(asked, served_of(request.scope))
         await runner.add(batch)
         return to_json(body_of(batch, None))
 
@@ -231,7 +231,7 @@ def body_of(batch: Batch, pace: Pace | None) -> BatchBody:
     )
 
 
-def _new(asked: BatchRequest, tenant: str) -> Batch:
+def _new(asked: BatchRequest, served: ServedRequest) -> Batch:
     """Return a new batch; raises RequestError."""
     if asked.endpoint not in ENDPOINTS:
         raise RequestError(f"must be one of {', '.join(ENDPOINTS)}.", field="endpoint")
@@ -243,7 +243,8 @@ def _new(asked: BatchRequest, tenant: str) -> Batch:
     now_s = time.time()
     return Batch(
         id=f"batch_{secrets.token_hex(12)}",
-        tenant=tenant,
+        tenant=served.tenant,
+        key=served.key.id if served.key is not None else "",
         protocol=PROTOCOL,
         endpoint=asked.endpoint,
         input_file=asked.input_file_id,

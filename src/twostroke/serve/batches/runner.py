@@ -235,7 +235,7 @@ class Runner:
     async def _send(self, batch: Batch, line: Line) -> None:
         """Run a line and keep its result, however often the engine or the disk must be asked."""
         assert self._app is not None
-        sender = inside.Sender(batch.tenant, BATCH_SERVICE)
+        sender = inside.Sender(batch.tenant, BATCH_SERVICE, batch.key)
         try:
             num_tries = 0
             while True:

@@ -14,10 +14,11 @@ _INSIDE: Final = "twostroke.inside"  # in `scope["extensions"]`, which no client
 
 
 class Sender(Frozen):
-    """On whose behalf a request is sent, and in which class of service."""
+    """On whose behalf a request is sent, in which class of service, and the id of their key."""
 
     tenant: str
     service: str
+    key: str = ""
 
 
 class Answer(Frozen):

@@ -117,7 +117,7 @@ class KeyCheck:
     """Lets requests with a valid key pass, and notes the key and its tenant.
 
     `GET /health`, its parts and the page's files need none: load balancers and browsers have none.
-    Requests from inside have their tenant.
+    Requests from inside have the tenant and the key of their sender, valid or not.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -127,8 +127,10 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        is_asked = scope["type"] == "http" and self._keys.are_required
-        if is_asked and not _is_open(scope) and sender_of(scope) is None:
+        if scope["type"] == "http" and (sender := sender_of(scope)) is not None:
+            if (own := self._keys.with_id(sender.key)) is not None:
+                served_of(scope).own(own)
+        elif scope["type"] == "http" and self._keys.are_required and not _is_open(scope):
             text = _key(scope)
             key = self._keys.find(text) if text is not None else None
             if key is None:

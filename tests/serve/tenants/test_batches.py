@@ -1,0 +1,51 @@
+"""Batches belong to the key that made them: its limits pause them, its usage counts them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from support.keys import add, keyed_server
+from support.servers import wait_for
+from twostroke.records import beside
+from twostroke.serve.tenants.key import KeyLimits
+from twostroke.serve.tenants.usage import amounts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+URL = "/v1/completions"
+
+
+def begin(server: LiveServer, num_lines: int, **fields: Any) -> str:
+    """Start a batch and return its id."""
+    body = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True, **fields}
+    line = {"method": "POST", "url": URL, "body": body}
+    text = "\n".join(json.dumps({"custom_id": f"n{n}", **line}) for n in range(num_lines))
+    files = {"file": ("in.jsonl", text.encode())}
+    file = server.http.post("/v1/files", data={"purpose": "batch"}, files=files).json()
+    asked = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+    batch: str = server.http.post("/v1/batches", json=asked).json()["id"]
+    return batch
+
+
+def counts(server: LiveServer, batch: str) -> tuple[str, int, int]:
+    told = server.http.get(f"/v1/batches/{batch}").json()
+    numbers = told["request_counts"]
+    return told["status"], numbers["completed"], numbers["failed"]
+
+
+def test_limits_pause_lines_and_fail_none(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    limits = KeyLimits(parallel=2, tokens_per_minute=6000, requests_per_minute=6000)
+    key, text = add(folder, limits=limits)
+    with keyed_server(folder, tmp_path) as server:
+        server.http.headers["x-api-key"] = text
+        batch = begin(server, 12)
+        wait_for(lambda: counts(server, batch) == ("completed", 12, 0), 20)
+    with beside(folder) as db:
+        [amount] = amounts(db, "0000", "9999")
+    assert (amount.owner.key, amount.owner.tenant, amount.owner.is_batch) == (key.id, "anna", True)
+    assert (amount.requests, amount.output) == (12, 36)

@@ -1,0 +1,42 @@
+"""Keys in records, and a server that takes them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from support.servers import live_server
+from twostroke.records import Records, beside
+from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.options import ServeOptions
+from twostroke.serve.tenants import key as kept
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.servers import LiveServer
+    from twostroke.serve.tenants.key import Key
+
+
+def add(folder: Path, name: str = "app", tenant: str = "anna", **facts: Any) -> tuple[Key, str]:
+    with beside(folder, writes=True, makes=True) as db:
+        return kept.add(db, name, tenant, **facts)
+
+
+def revoke(folder: Path, key: Key) -> None:
+    with beside(folder, writes=True) as db:
+        kept.change(db, kept.find(db, key.id), revoked_at=time.time())
+
+
+@contextmanager
+def keyed_server(
+    folder: Path, tmp_path: Path, file: Path | None = None, **options: Any
+) -> Iterator[LiveServer]:
+    """A server as `serve --records` starts it."""
+    with closing(Records(folder)) as records:
+        keys = ApiKeys.read(file, None, folder)
+        serving = ServeOptions(drain_s=1, api_keys=keys, **options)
+        with live_server(tmp_path, serving, records=records) as live:
+            yield live
