@@ -197,8 +197,9 @@ bench-serve: native pull ## Measure 16 clients of the server.
 bench-speculation: native pull ## Measure what speculation saves.
 	@$(BIN)/python benchmarks/speculation.py $(BENCH_ARGS)
 
-bench-overhead: native pull ## Measure a step without its kernels.
+bench-overhead: native pull ## Measure a step without its kernels, and a request without its engine.
 	@$(BIN)/python benchmarks/overhead.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/tenants.py
 
 bench-crowd: native pull ## Measure one client among a thousand slow readers.
 	@$(BIN)/python benchmarks/crowd.py $(BENCH_ARGS)
