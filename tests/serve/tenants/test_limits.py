@@ -201,6 +201,22 @@ def test_no_behaviour_passes_a_limit_by_more_than_one_request(seed: int) -> None
             assert last - first <= 120 * (1 + (begins[last] - begins[first]) / 60)
 
 
+def test_wait_for_a_parallel_request_is_as_long_as_they_run() -> None:
+    now_s = 0.0
+    account = Account(lambda: now_s)
+    account.set(KeyLimits(parallel=1))
+    for _ in range(60):
+        spending = account.begin()
+        now_s += 30
+        assert account.refusal() is not None
+        spending.end(0)
+    account.begin()
+    assert account.refusal() == (
+        "this key may run 1 request at the same time",
+        pytest.approx(30, 0.1),
+    )
+
+
 def test_request_that_lost_a_race_for_tokens_is_refused_with_its_own_wait() -> None:
     account = Account(lambda: 0.0)
     account.set(KeyLimits(tokens_per_minute=60))

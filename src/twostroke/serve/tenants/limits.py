@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from twostroke.serve.observe.served import ServedRequest
     from twostroke.serve.tenants.key import Key, KeyLimits
 
-    Refusal = tuple[str, float]  # why, and the seconds until no bucket is empty
+    Refusal = tuple[str, float]  # why, and the seconds to wait
 
 _MINUTE_S: Final = 60.0
-_PARALLEL_S: Final = 1.0  # nobody knows when a running request will end
+_NEWEST: Final = 0.125  # the weight of the newest request in the mean of their times
 _ROUNDING: Final = 1e-6  # of a level, so that who waits exactly as long as told is served
 _NOUNS: Final = {"requests": "request", "tokens": "token"}
 
@@ -80,7 +80,7 @@ class Account:
         self._clock = clock
         self.buckets: dict[str, Bucket] = {}
         self._parallel: int | None = None
-        self._num_open = 0
+        self._num_open, self._mean_s = 0, 1.0  # how long a request runs
 
     def set(self, limits: KeyLimits) -> None:
         """Take limits, which may be others than before."""
@@ -102,7 +102,7 @@ class Account:
             return refusal
         if self._parallel is not None and self._num_open >= self._parallel:
             most = _counted(self._parallel, "requests")
-            return f"this key may run {most} at the same time", _PARALLEL_S
+            return f"this key may run {most} at the same time", self._mean_s
         return None
 
     def shortage(self, *names: str) -> Refusal | None:
@@ -121,16 +121,17 @@ class Account:
         self._num_open += 1
         if (requests := self.buckets.get("requests")) is not None:
             requests.take(1, self._clock())
-        return Spending(self)
+        return Spending(self, self._clock())
 
     def take(self, num_tokens: int) -> None:
         """Take tokens; a negative number gives some back."""
         if (tokens := self.buckets.get("tokens")) is not None:
             tokens.take(num_tokens, self._clock())
 
-    def end(self) -> None:
+    def end(self, began_s: float) -> None:
         """End a request."""
         self._num_open -= 1
+        self._mean_s += _NEWEST * (self._clock() - began_s - self._mean_s)
 
     def headers(self, *, is_anthropic: bool) -> list[tuple[bytes, bytes]]:
         """Return what is left, in the headers of a protocol."""
@@ -151,9 +152,9 @@ class Account:
 class Spending:
     """One running request of an account."""
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, began_s: float) -> None:
         """Begin with no tokens."""
-        self._account, self._num_tokens = account, 0
+        self._account, self._began_s, self._num_tokens = account, began_s, 0
         self.wait_s: float | None = None  # why the request was refused after it began
 
     def reserve(self, num_tokens: int) -> None:
@@ -171,7 +172,7 @@ class Spending:
     def end(self, num_tokens: int) -> None:
         """End the request, which has used so many tokens."""
         self._account.take(num_tokens - self._num_tokens)
-        self._account.end()
+        self._account.end(self._began_s)
 
 
 class LimitCheck:
