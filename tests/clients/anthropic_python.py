@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import anthropic
+from anthropic.types.messages import MessageBatch
 from checks import MODEL, QUESTION, ROOT_URL, WEATHER, WEATHER_QUESTION, run
 
 client = anthropic.Anthropic(base_url=ROOT_URL, api_key="none", max_retries=0)
@@ -49,6 +52,29 @@ def tools() -> None:
     assert client.messages.create(messages=messages, **asked).content
 
 
+def batches() -> None:
+    params = {"model": MODEL, "max_tokens": 4, "messages": QUESTION}
+    wrong = {**params, "model": "nobody"}
+    asked = [{"custom_id": f"n{i}", "params": params} for i in range(3)]
+    known = client.messages.batches
+    batch = known.create(requests=[*asked, {"custom_id": "bad", "params": wrong}])
+    while batch.processing_status != "ended":
+        time.sleep(0.2)
+        batch = known.retrieve(batch.id)
+    batch = MessageBatch.model_validate(batch.to_dict())  # which the SDK does not do by itself
+    assert (batch.request_counts.succeeded, batch.request_counts.errored) == (3, 1)
+    results = {line.custom_id: line.result for line in known.results(batch.id)}
+    assert all(results[f"n{i}"].message.content[0].text for i in range(3))
+    assert results["bad"].error.error.type == "not_found_error"
+    assert next(iter(known.list(limit=1))).id == batch.id
+    assert known.delete(batch.id).type == "message_batch_deleted"
+    try:
+        known.create(requests=[*asked, asked[0]])
+    except anthropic.BadRequestError:
+        return
+    raise AssertionError("a doubled custom_id was accepted")
+
+
 def errors() -> None:
     for wrong, kind in (
         ({"max_tokens": -1}, anthropic.BadRequestError),
@@ -70,4 +96,4 @@ def cancel() -> None:
     plain()
 
 
-run(plain, stream, counted, continued, tools, errors, cancel)
+run(plain, stream, counted, continued, tools, batches, errors, cancel)

@@ -95,7 +95,7 @@ async def begin(records: Records, running: runner.Runner) -> kept.Batch:
             body = {"prompt": str(number)}
             line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
             file.write(json.dumps({**line, "body": body}).encode() + b"\n")
-        uploaded = files.output_file(files.new_id(), file.num_bytes, "in.jsonl")
+        uploaded = files.new_file(files.new_id(), file.num_bytes, "in.jsonl")
         await asyncio.to_thread(file.keep, uploaded.id)
     await records.write(partial(files.insert, file=uploaded, tenant=TENANT))
     asked = openai.BatchRequest(uploaded.id, "/v1/completions", "24h")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import suppress
+from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Self
 
 from twostroke.records.errors import RecordsError
@@ -64,7 +65,7 @@ class Temporary:
         self.num_bytes = 0
         self._path, self._folder = path, folder
         try:
-            self._file = path.open("xb")
+            self._file = path.open("x+b")
         except OSError as error:
             raise explain(error, path) from None
 
@@ -86,6 +87,14 @@ class Temporary:
         except OSError as error:
             raise explain(error, self._path) from None
         self.num_bytes += len(data)
+
+    def read(self) -> mmap:
+        """Return what was written, which is not nothing; raises RecordsError."""
+        try:
+            self._file.flush()
+            return mmap(self._file.fileno(), 0, access=ACCESS_READ)
+        except OSError as error:
+            raise explain(error, self._path) from None
 
     def keep(self, id_: str) -> None:
         """Give the file its name, in place of an older one; then it survives a loss of power.

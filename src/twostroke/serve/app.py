@@ -18,6 +18,7 @@ from twostroke.engine.health import Health
 from twostroke.schema.verify import Verifier
 from twostroke.serve import plans
 from twostroke.serve.about import VERSION, AboutBody
+from twostroke.serve.batches import messages
 from twostroke.serve.batches import openai as openai_batches
 from twostroke.serve.batches.keeping import Keeping
 from twostroke.serve.checking import AnswerChecks
@@ -197,6 +198,7 @@ class Api:
         bodies = (
             stored_chat.BODIES
             | openai_batches.BODIES
+            | messages.BODIES
             | {plans.PATH: plans.PlanRequest}
             | {path: one.request for path, one in all_kinds.items()}
         )

@@ -39,6 +39,7 @@ class Limits(Frozen):
         max_files_bytes: all files of a tenant together.
         file_timeout_s: from the headers of an upload to its end.
         max_batch_lines: lines of a batch.
+        max_batch_bytes: the body of Anthropic's batches, which has all their requests.
         compile_timeout_s: for a new schema or grammar (400); one is compiled at a time, and the
             time of waiting does not count.
     """
@@ -58,6 +59,7 @@ class Limits(Frozen):
     max_files_bytes: int = 10 * 1024**3
     file_timeout_s: float = 600.0
     max_batch_lines: int = 50_000
+    max_batch_bytes: int = 64 * 1024 * 1024
     compile_timeout_s: float = 5.0
 
 

@@ -49,6 +49,7 @@ class Batch(Frozen, kw_only=True):
         ends_as: the last status, once no more lines are run.
         total: lines; 0 before they are counted.
         completed, failed: lines with and without success, once all have ended.
+        unrun: lines that failed because the batch ended before they did.
         output_file, error_file: ids of the files with results; named before they are written, so
             that writing them again after a crash replaces them.
         errors: why the input was refused; `num_errors` counts those that are left out, too.
@@ -69,6 +70,7 @@ class Batch(Frozen, kw_only=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    unrun: int = 0
     output_file: str | None = None
     error_file: str | None = None
     errors: tuple[LineError, ...] = ()
@@ -137,6 +139,12 @@ def page(
     rows = db.execute(f"{query} ORDER BY seq {order} LIMIT ?", (*values, count)).fetchall()
     batches = [_decode(body) for (body,) in rows]
     return batches if is_older else batches[::-1]
+
+
+def delete(db: Connection, batch: Batch) -> None:
+    """Delete a batch and the records of its files."""
+    db.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+    db.execute("DELETE FROM files WHERE id IN (?, ?)", (batch.input_file, batch.output_file))
 
 
 def count_results(db: Connection, id_: str) -> tuple[set[int], int]:

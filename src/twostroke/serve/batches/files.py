@@ -34,6 +34,7 @@ PATH: Final = "/v1/files"
 ONE: Final = f"{PATH}/{{file_id}}"
 INPUT: Final = "batch"
 OUTPUT: Final = "batch_output"
+HIDDEN: Final = "message_batch"  # belongs to a batch of Anthropic's protocol
 MAX_LISTED: Final = 10_000
 _COLUMNS: Final = "id, bytes, created_at, filename, purpose"
 
@@ -86,8 +87,8 @@ def insert(db: Connection, file: FileBody, tenant: str) -> None:
 
 def find(db: Connection, id_: str, tenant: str) -> FileBody:
     """Return a tenant's file; raises NoSuchFileError."""
-    query = f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ?"  # noqa: S608 constants
-    found = db.execute(query, (id_, tenant)).fetchone()
+    query = f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND purpose != ?"  # noqa: S608 constants
+    found = db.execute(query, (id_, tenant, HIDDEN)).fetchone()
     if found is None:
         raise NoSuchFileError(f"No such file: '{id_[:MAX_NAME_LENGTH]}'.")
     return _body(*found)
@@ -98,12 +99,8 @@ def routes(records: Callable[[], Records], limits: Limits) -> list[Route]:
 
     async def upload(request: Request) -> Response:
         kept, tenant = records(), served_of(request.scope).tenant
-        used = await kept.read(partial(_num_bytes, tenant=tenant))
+        most = await room(kept, tenant, limits.max_file_bytes, limits)
         with kept.files.begin() as file:
-            most = min(limits.max_file_bytes, limits.max_files_bytes - used)
-            if most <= 0:
-                message = f"Your files have {limits.max_files_bytes} bytes, which is the limit."
-                raise BodySizeError(f"{message} Delete some.")
             fields = await read_form(request, file.write, most, limits.file_timeout_s)
             body = _uploaded(fields, file.num_bytes)
             await asyncio.to_thread(file.keep, body.id)
@@ -139,6 +136,15 @@ def routes(records: Callable[[], Records], limits: Limits) -> list[Route]:
     ]
 
 
+async def room(records: Records, tenant: str, most: int, limits: Limits) -> int:
+    """Return how large a tenant's new file may be, at most `most`; raises BodySizeError for 0."""
+    used = await records.read(partial(_num_bytes, tenant=tenant))
+    if used >= limits.max_files_bytes:
+        message = f"Your files have {limits.max_files_bytes} bytes, which is the limit."
+        raise BodySizeError(f"{message} Delete some.")
+    return min(most, limits.max_files_bytes - used)
+
+
 def _uploaded(fields: dict[str, str], num_bytes: int) -> FileBody:
     """Return the record of an uploaded file; raises RequestError for wrong fields."""
     for name in fields:
@@ -150,9 +156,9 @@ def _uploaded(fields: dict[str, str], num_bytes: int) -> FileBody:
     return _body(new_id(), num_bytes, int(time.time()), name, INPUT)
 
 
-def output_file(id_: str, num_bytes: int, filename: str) -> FileBody:
-    """Return the record of a new file with results."""
-    return _body(id_, num_bytes, int(time.time()), filename, OUTPUT)
+def new_file(id_: str, num_bytes: int, filename: str, purpose: str = OUTPUT) -> FileBody:
+    """Return the record of a file that the server writes."""
+    return _body(id_, num_bytes, int(time.time()), filename, purpose)
 
 
 def new_id() -> str:
@@ -186,7 +192,7 @@ def _page(db: Connection, tenant: str, asked: dict[str, str]) -> FileList:
     limit, order = page_size(asked, MAX_LISTED, MAX_LISTED), asked.get("order", "desc")
     if order not in {"asc", "desc"}:
         raise RequestError("must be asc or desc.", field="order")
-    where, values = "tenant = ?", [tenant]
+    where, values = "tenant = ? AND purpose != ?", [tenant, HIDDEN]
     if "purpose" in asked:
         where, values = f"{where} AND purpose = ?", [*values, asked["purpose"]]
     if after := asked.get("after"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from twostroke.serve.batches import files, openai
+from twostroke.serve.batches import files, messages, openai
 from twostroke.serve.batches.runner import Runner
 from twostroke.serve.http.errors import UnknownPathError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from twostroke.serve.observe.served import ServedRequest
     from twostroke.serve.options import Limits
 
-FORMS = {openai.PROTOCOL: openai.FORM}
+FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 
 
 class Keeping:
@@ -45,6 +45,7 @@ class Keeping:
         return [
             *files.routes(lambda: both()[0], self._limits),
             *openai.routes(both, self._limits, note),
+            *messages.MessageBatches(both, self._limits).routes(),
         ]
 
     async def start(self, app: ASGIApp) -> None:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.serve.batches import batch as kept
+from twostroke.serve.batches import files
 from twostroke.serve.batches.batch import Batch, Status
 from twostroke.serve.batches.files import page_size
 from twostroke.serve.batches.results import Form
@@ -278,4 +279,4 @@ def _line(custom_id: str, response: object = None, error: object = None) -> byte
     return encode_json({"id": id_, "custom_id": custom_id, "response": response, "error": error})
 
 
-FORM: Final = Form(result=_result, unrun=_unrun, has_error_file=True)
+FORM: Final = Form(result=_result, unrun=_unrun, has_error_file=True, purpose=files.OUTPUT)

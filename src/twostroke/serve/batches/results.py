@@ -33,11 +33,13 @@ class Form(Frozen):
         result: from a custom_id and the response.
         unrun: from a custom_id and how the batch ended: expired or cancelled.
         has_error_file: whether failures are in a file of their own.
+        purpose: of the files.
     """
 
     result: Callable[[str, Answer], bytes]
     unrun: Callable[[str, Status], bytes]
     has_error_file: bool
+    purpose: str
 
 
 async def finish(records: Records, batch: Batch, form: Form, limits: Limits) -> Batch:
@@ -51,7 +53,7 @@ async def finish(records: Records, batch: Batch, form: Form, limits: Limits) -> 
     ends_as, now_s = batch.ends_as, time.time()
     assert ends_as is not None
     with records.files.begin() as output, records.files.begin() as failures:
-        num_ok, num_failed = await records.read_long(
+        num_ok, num_failed, num_unrun = await records.read_long(
             partial(
                 _write,
                 batch=batch,
@@ -67,15 +69,16 @@ async def finish(records: Records, batch: Batch, form: Form, limits: Limits) -> 
         for file, id_, word in written:
             if file.num_bytes and id_ is not None:
                 await asyncio.to_thread(file.keep, id_)
-                body = files.output_file(id_, file.num_bytes, f"{batch.id}_{word}.jsonl")
-                bodies.append(body)
+                name = f"{batch.id}_{word}.jsonl"
+                bodies.append(files.new_file(id_, file.num_bytes, name, form.purpose))
         ids = {body.id for body in bodies}
         ended = replace(
             batch,
             status=ends_as,
             since={**batch.since, ends_as: now_s},
             completed=num_ok,
-            failed=num_failed,
+            failed=num_failed + num_unrun,
+            unrun=num_unrun,
             output_file=batch.output_file if batch.output_file in ids else None,
             error_file=batch.error_file if batch.error_file in ids else None,
         )
@@ -99,22 +102,22 @@ def _write(
     failures: Temporary,
     path: Path,
     limits: Limits,
-) -> tuple[int, int]:
-    """Write a result for each line, in their order; return the successes and the failures."""
-    results, counts = kept.results(db, batch.id), [0, 0]
+) -> tuple[int, int, int]:
+    """Write a result for each line, in order; return how many succeeded, failed, were not run."""
+    results, counts = kept.results(db, batch.id), [0, 0, 0]
     following = next(results, None)
     assert batch.ends_as is not None
     try:
         for number, text in read_lines(path, limits.max_body_bytes):
-            is_ok = False
+            is_ok, kind = False, 2
             if following is not None and following[0] == number:
                 _, is_ok, body = following
-                following = next(results, None)
+                kind, following = 0 if is_ok else 1, next(results, None)
             else:
                 body = form.unrun(parse(number, text, limits).custom_id, batch.ends_as)
             (output if is_ok or not form.has_error_file else failures).write(body + b"\n")
-            counts[not is_ok] += 1
+            counts[kind] += 1
     except OSError as error:
         message = f"The input of {batch.id} cannot be read: {error.strerror}."
         raise RecordsError(message) from None
-    return counts[0], counts[1]
+    return counts[0], counts[1], counts[2]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from twostroke.records import Records
     from twostroke.serve.batches.batch import Batch, Status
+    from twostroke.serve.batches.files import FileBody
     from twostroke.serve.batches.lines import Line
     from twostroke.serve.batches.results import Form
     from twostroke.serve.options import Limits
@@ -100,11 +101,19 @@ class Runner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def add(self, batch: Batch) -> None:
-        """Keep a new batch and run it; raises NoSuchFileError or RecordsError."""
+    async def add(self, batch: Batch, file: FileBody | None = None) -> None:
+        """Keep a new batch, with its input if that is new, and run it.
+
+        Raises:
+            NoSuchFileError: the tenant has no such input.
+            RecordsError: the batch could not be kept.
+        """
 
         def keep(db: Any) -> None:
-            files.find(db, batch.input_file, batch.tenant)
+            if file is None:
+                files.find(db, batch.input_file, batch.tenant)
+            else:
+                files.insert(db, file, batch.tenant)
             kept.insert(db, batch)
 
         await self._records.write(keep)

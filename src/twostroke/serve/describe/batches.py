@@ -6,11 +6,12 @@ from typing import Any, Final
 
 from twostroke.core.errors import RequestError
 from twostroke.records import RecordsError
-from twostroke.serve.batches import files, openai
-from twostroke.serve.describe.operation import BODY, TEXT, Operation, parameter
+from twostroke.serve.batches import files, messages, openai
+from twostroke.serve.describe.operation import BODY, HELLO, TEXT, Operation, parameter
 from twostroke.serve.http import errors
 
 _TAG: Final = "OpenAI"
+_ANTHROPIC: Final = "Anthropic"
 _OFF: Final = (errors.UnknownPathError, RecordsError)
 _NAME: Final = {"type": "string", "minLength": 1}
 _AFTER: Final = parameter("query", "after", "The id before the page.", **TEXT)
@@ -22,6 +23,10 @@ _OF_BATCH: Final[dict[str, Any]] = {
     "errors": (RequestError, openai.NoSuchBatchError, *_OFF),
     "parameters": (parameter("path", "batch_id", "Its `id`.", **_NAME),),
 }
+_PLACE: Final = (
+    parameter("query", "after_id", "The id before the page.", **TEXT),
+    parameter("query", "before_id", "The id after the page.", **TEXT),
+)
 
 
 def _limit(default: int, most: int) -> dict[str, Any]:
@@ -85,5 +90,48 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("GET", openai.ONE): Operation("Return a batch", _TAG, answer=openai.BatchBody, **_OF_BATCH),
     ("POST", f"{openai.ONE}/cancel"): Operation(
         "Stop a batch; the results so far are kept", _TAG, answer=openai.BatchBody, **_OF_BATCH
+    ),
+    ("POST", messages.PATH): Operation(
+        "Answer many conversations, for which nobody waits",
+        _ANTHROPIC,
+        "Without `--records` this and the following paths answer 404.",
+        answer=messages.MessageBatch,
+        errors=(*BODY, *_OFF),
+        examples={
+            "two": {
+                "requests": [
+                    {"custom_id": id_, "params": {"max_tokens": 20, "messages": HELLO}}
+                    for id_ in ("a", "b")
+                ]
+            }
+        },
+    ),
+    ("GET", messages.PATH): Operation(
+        "List message batches, the newest first",
+        _ANTHROPIC,
+        answer=messages.MessageBatchList,
+        errors=(RequestError, *_OFF),
+        parameters=(*_PLACE, _limit(messages.LISTED, messages.MAX_LISTED)),
+    ),
+    ("GET", messages.ONE): Operation(
+        "Return a message batch", _ANTHROPIC, answer=messages.MessageBatch, **_OF_BATCH
+    ),
+    ("DELETE", messages.ONE): Operation(
+        "Delete a message batch that has ended, and its results",
+        _ANTHROPIC,
+        answer=messages.DeletedMessageBatch,
+        **_OF_BATCH,
+    ),
+    ("POST", f"{messages.ONE}/cancel"): Operation(
+        "Stop a message batch; the results so far are kept",
+        _ANTHROPIC,
+        answer=messages.MessageBatch,
+        **_OF_BATCH,
+    ),
+    ("GET", f"{messages.ONE}/results"): Operation(
+        "Return the results of a message batch, a line each",
+        _ANTHROPIC,
+        media={"application/x-jsonl": TEXT},
+        **_OF_BATCH,
     ),
 }

@@ -16,6 +16,8 @@ from twostroke.serve.http.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.requests import Request
     from starlette.types import Scope
 
@@ -42,7 +44,16 @@ def check_headers(scope: Scope, limits: Limits) -> None:
 
 
 async def read_json(request: Request, limits: Limits) -> bytes:
-    """Return the request's body, whose Content-Type must be JSON.
+    """Return the request's body; raises as `receive_json`."""
+    body = bytearray()
+    await receive_json(request, body.extend, limits.max_body_bytes, limits.body_timeout_s)
+    return bytes(body)
+
+
+async def receive_json(
+    request: Request, take: Callable[[bytes], object], max_bytes: int, timeout_s: float
+) -> None:
+    """Give the request's body, whose Content-Type must be JSON, to `take`, piece by piece.
 
     Any web page can make a browser send a form or plain text to a server on this machine; JSON
     needs the server's permission first. `curl -d` calls JSON a form: programs may do that.
@@ -61,23 +72,23 @@ async def read_json(request: Request, limits: Limits) -> bytes:
     if encoding not in {"", "identity"}:
         message = f"The body must not be compressed, got the Content-Encoding '{encoding}'."
         raise ContentTypeError(message)
-    too_large = BodySizeError(f"The body is larger than {limits.max_body_bytes} bytes.")
+    too_large = BodySizeError(f"The body is larger than {max_bytes} bytes.")
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > limits.max_body_bytes:
+    if length.isdecimal() and int(length[:20]) > max_bytes:
         raise too_large
-    body = bytearray()
+    num_bytes = 0
     try:
-        async with asyncio.timeout(limits.body_timeout_s):
+        async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > limits.max_body_bytes:
+                num_bytes += len(chunk)
+                if num_bytes > max_bytes:
                     raise too_large
+                take(chunk)
     except TimeoutError:
-        message = f"The body took longer than {limits.body_timeout_s:g} s to arrive."
+        message = f"The body took longer than {timeout_s:g} s to arrive."
         raise BodyTimeoutError(message) from None
     except ClientDisconnect:
         raise ClientGoneError("The client left before its request was complete.") from None
-    return bytes(body)
 
 
 def _is_program_with(media_type: str, request: Request) -> bool:

@@ -1,0 +1,232 @@
+"""Anthropic's message batches, on a server with records."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import live_server, wait_for
+from twostroke.records import Records, RecordsError
+from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.options import Limits, ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+PATH = "/v1/messages/batches"
+KEYS = ApiKeys({"k": "anna", "other": "ben"})
+OTHER = {"authorization": "Bearer other"}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LiveServer]:
+    """A server with empty records, for two tenants."""
+    limits = Limits(max_batch_lines=60, max_body_bytes=4000, max_batch_bytes=20_000)
+    options = ServeOptions(drain_s=1, api_keys=KEYS, limits=limits)
+    with (
+        closing(Records(tmp_path / "records")) as records,
+        live_server(tmp_path, options, records=records) as live,
+    ):
+        live.http.headers["authorization"] = "Bearer k"
+        yield live
+        live.backend.gate.set()
+        wait_for(lambda: live.num_busy == 0)
+
+
+def one(id_: object = "a", **params: Any) -> dict[str, Any]:
+    said = {"max_tokens": 2, "temperature": 0, "messages": [{"role": "user", "content": "hello"}]}
+    return {"custom_id": id_, "params": {**said, **params}}
+
+
+def begin(server: LiveServer, *requests: object) -> Any:
+    found = server.http.post(PATH, json={"requests": requests})
+    assert found.status_code == 200, found.text
+    return found.json()
+
+
+def ended(server: LiveServer, batch: dict[str, Any]) -> Any:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        batch = server.http.get(f"{PATH}/{batch['id']}").json()
+        if batch["processing_status"] == "ended":
+            return batch
+        time.sleep(0.02)
+    raise AssertionError(batch)
+
+
+def results(server: LiveServer, batch: dict[str, Any]) -> dict[str, Any]:
+    lines = server.http.get(batch["results_url"]).text.splitlines()
+    return {found["custom_id"]: found["result"] for found in map(json.loads, lines)}
+
+
+def refusal(server: LiveServer, content: bytes | str) -> str:
+    headers = {"content-type": "application/json"}
+    found = server.http.post(PATH, content=content, headers=headers)
+    assert found.status_code == 400, found.text
+    error = found.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    return str(error["message"])
+
+
+def test_batch_answers_each_request_as_it_would_be_alone(server: LiveServer) -> None:
+    wrong = {"bad": one("bad", temperature=2), "nobody": one("nobody", model="nobody")}
+    made = begin(server, *(one(f"n{i}") for i in range(10)), *wrong.values())
+    assert made["processing_status"] == "in_progress"
+    assert made["request_counts"]["processing"] == 12
+    assert (made["ended_at"], made["results_url"], made["archived_at"]) == (None, None, None)
+    batch = ended(server, made)
+    assert batch["request_counts"] == {
+        **dict.fromkeys(("processing", "canceled", "expired"), 0),
+        "succeeded": 10,
+        "errored": 2,
+    }
+    assert batch["created_at"] < batch["ended_at"] < batch["expires_at"]
+    found = results(server, batch)
+    assert list(found) == [*(f"n{i}" for i in range(10)), "bad", "nobody"]
+    alone = server.http.post("/v1/messages", json=one()["params"]).json()
+    for i in range(10):
+        assert found[f"n{i}"]["type"] == "succeeded"
+        assert found[f"n{i}"]["message"]["content"] == alone["content"]
+    for id_, kind in (("bad", "invalid_request_error"), ("nobody", "not_found_error")):
+        assert found[id_]["type"] == "errored"
+        assert found[id_]["error"]["error"]["type"] == kind
+    assert server.http.get("/v1/files").json()["data"] == []
+
+
+def test_wrong_requests_are_refused_with_their_place(server: LiveServer) -> None:
+    for requests, told in (
+        ([one("a"), one("b"), one("a")], "requests[2].custom_id is the custom_id of requests[0]"),
+        ([one("a"), one("b", stream=True)], "In requests[1]: 'stream' is not possible in a batch."),
+        ([one("a"), {"custom_id": "b", "params": []}], "requests[1].params must be an object"),
+        ([one("")], "In requests[0]: 'custom_id' must be a text"),
+        ([one("a", system="x" * 4000)], "In requests[0]: The line is larger than 4000 bytes."),
+        ([one(f"{i}", messages=0) for i in range(61)], "requests has more than 60 items"),
+        ([], "length >= 1"),
+        ([one(7)], "$.requests[0].custom_id"),
+        ([{"params": {}}], "missing required field `custom_id`"),
+    ):
+        assert told in refusal(server, json.dumps({"requests": requests}))
+    for text in (b"", b"{", b'{"requests": [{"custom_id": "\xff"}]}', b'{"a": ' + b"[" * 5000):
+        assert refusal(server, text)
+    large = server.http.post(PATH, json={"requests": [one("a" * 20_000)]})
+    assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
+    assert server.http.get(PATH).json()["data"] == []
+    folders = server.api.keeping._records.files  # type: ignore[union-attr]
+    assert not [*folders._files.iterdir(), *folders._unfinished.iterdir()]
+
+
+def test_pretty_printed_request_is_one_line(server: LiveServer) -> None:
+    text = json.dumps({"requests": [one("a"), one("b")]}, indent=4)
+    made = server.http.post(PATH, content=text, headers={"content-type": "application/json"})
+    assert list(results(server, ended(server, made.json()))) == ["a", "b"]
+
+
+def test_cancelled_batch_keeps_what_is_done(server: LiveServer) -> None:
+    server.backend.gate.clear()
+    batch = begin(server, one("a"), one("b"))
+    wait_for(lambda: server.num_busy == 2)
+    path = f"{PATH}/{batch['id']}"
+    early = server.http.get(f"{path}/results")
+    assert (early.status_code, server.http.delete(path).status_code) == (400, 400)
+    assert "has not ended" in early.json()["error"]["message"]
+    cancelled = server.http.post(f"{path}/cancel").json()
+    assert cancelled["processing_status"] in {"canceling", "ended"}
+    assert cancelled["cancel_initiated_at"]
+    server.backend.gate.set()
+    batch = ended(server, batch)
+    assert batch["request_counts"]["canceled"] == 2
+    assert results(server, batch) == {"a": {"type": "canceled"}, "b": {"type": "canceled"}}
+
+
+def test_requests_that_are_not_run_in_time_expire(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.serve.batches.messages._WINDOW_S", 1)
+    server.backend.gate.clear()
+    batch = begin(server, one("a"))
+    time.sleep(1.1)
+    server.backend.gate.set()
+    batch = ended(server, batch)
+    assert batch["request_counts"]["expired"] == 1
+    assert results(server, batch) == {"a": {"type": "expired"}}
+
+
+def test_ended_batch_is_deleted_with_its_files(server: LiveServer) -> None:
+    batch = ended(server, begin(server, one()))
+    path = f"{PATH}/{batch['id']}"
+    assert server.http.post(f"{path}/cancel").status_code == 400
+    assert server.http.delete(path).json() == {"id": batch["id"], "type": "message_batch_deleted"}
+    for gone in (path, f"{path}/results"):
+        found = server.http.get(gone)
+        assert (found.status_code, found.json()["error"]["type"]) == (404, "not_found_error")
+    folder = server.api.keeping._records.files._files  # type: ignore[union-attr]
+    assert not list(folder.iterdir())
+
+
+def test_tenants_do_not_see_each_other(server: LiveServer) -> None:
+    path = f"{PATH}/{ended(server, begin(server, one()))['id']}"
+    for method, asked in (
+        ("GET", path),
+        ("GET", f"{path}/results"),
+        ("POST", f"{path}/cancel"),
+        ("DELETE", path),
+    ):
+        assert server.http.request(method, asked, headers=OTHER).status_code == 404
+    assert server.http.get(PATH, headers=OTHER).json()["data"] == []
+    assert server.http.get(f"/v1/batches/{path.rpartition('/')[2]}").status_code == 404
+
+
+def test_lists_come_in_pages_in_both_directions(server: LiveServer) -> None:
+    newest, *older = [begin(server, one())["id"] for _ in range(5)][::-1]
+
+    def page(**asked: Any) -> tuple[list[str], bool]:
+        found = server.http.get(PATH, params=asked).json()
+        ids = [batch["id"] for batch in found["data"]]
+        assert (found["first_id"], found["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
+        return ids, found["has_more"]
+
+    assert page() == ([newest, *older], False)
+    assert page(limit=2, beta="true") == ([newest, older[0]], True)
+    assert page(limit=2, after_id=older[0]) == (older[1:3], True)
+    assert page(limit=2, after_id=older[2]) == (older[3:], False)
+    assert page(limit=2, before_id=older[3]) == (older[1:3], True)
+    assert page(limit=2, before_id=older[0]) == ([newest], False)
+    for name, value in (("limit", "0"), ("limit", "1001"), ("after_id", "x"), ("before_id", "x")):
+        found = server.http.get(PATH, params={name: value})
+        assert found.status_code == 400
+        assert name in found.json()["error"]["message"]
+
+
+def test_results_have_the_scheme_that_the_client_uses(server: LiveServer) -> None:
+    batch = ended(server, begin(server, one()))
+    headers = {"x-forwarded-proto": "https"}
+    found = server.http.get(f"{PATH}/{batch['id']}", headers=headers).json()
+    assert found["results_url"] == batch["results_url"].replace("http://", "https://")
+
+
+def test_full_disk_refuses_a_batch_and_leaves_nothing(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RecordsError("/records/files cannot be used: No space left on device.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("twostroke.records.folder.Temporary.keep", fail)
+        found = server.http.post(PATH, json={"requests": [one()]})
+    assert (found.status_code, found.json()["error"]["type"]) == (503, "api_error")
+    assert "/records" not in found.text
+    assert server.http.get(PATH).json()["data"] == []
+    assert ended(server, begin(server, one()))["request_counts"]["succeeded"] == 1
+
+
+def test_server_without_records_says_how_to_keep_them(shared_server: LiveServer) -> None:
+    found = shared_server.http.get(PATH)
+    assert found.status_code == 404
+    assert "--records" in found.json()["error"]["message"]
