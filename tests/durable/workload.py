@@ -12,6 +12,7 @@ import os
 import time
 from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.records import Records, RecordsError
@@ -99,6 +100,6 @@ async def begin(records: Records, running: runner.Runner) -> kept.Batch:
         await asyncio.to_thread(file.keep, uploaded.id)
     await records.write(partial(files.insert, file=uploaded, tenant=TENANT))
     asked = openai.BatchRequest(uploaded.id, "/v1/completions", "24h")
-    batch = openai._new(asked, TENANT)
+    batch = openai._new(asked, SimpleNamespace(tenant=TENANT, key=None))
     await running.add(batch)
     return batch

@@ -9,6 +9,7 @@ import copy
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from support.described import Description
 from support.servers import chat_body, description_of, live_server
 from support.tiny import Tiny, infill_metadata
+from twostroke.records import Records
 from twostroke.serve.describe.document import components, described_routes
 from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
@@ -169,7 +171,10 @@ def roomy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
     """
     tiny = Tiny(context_length=2048)
     folder = tmp_path_factory.mktemp("roomy")
-    with live_server(folder, tiny=tiny, metadata=infill_metadata()) as server:
+    with (
+        closing(Records(folder / "records")) as records,
+        live_server(folder, records=records, tiny=tiny, metadata=infill_metadata()) as server,
+    ):
         yield server
 
 
