@@ -68,15 +68,17 @@ def test_limits_are_changed_one_by_one(keys: Callable[..., Ran]) -> None:
     assert abs(expires - time.time() - 12 * 3600) < 60
 
 
-def test_revoked_key_is_only_listed_on_request(keys: Callable[..., Ran]) -> None:
-    keys("add", "app")
+def test_revoked_key_is_only_listed_on_request(keys: Callable[..., Ran], tmp_path: Path) -> None:
+    assert keys("add", "app").err.endswith(f"The folder {tmp_path}/records is new.\n")
+    assert keys("add", "second").err.endswith("only its digest is kept.\n")
+    keys("revoke", "second")
     ran = keys("revoke", "app")
     assert (ran.code, ran.err) == (0, "")
     assert "within a second" in ran.out
     assert keys("list").out == "All keys are revoked: servers refuse everybody.\n"
     assert json.loads(keys("list", "--json").out) == []
-    [listed] = json.loads(keys("list", "--json", "--all").out)
-    assert listed["state"] == "revoked"
+    listed = json.loads(keys("list", "--json", "--all").out)
+    assert [one["state"] for one in listed] == ["revoked"] * 2
 
 
 @pytest.mark.parametrize(

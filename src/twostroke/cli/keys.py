@@ -91,6 +91,7 @@ def command() -> None:
 def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **given: Any) -> None:
     """Make a key called NAME, and print it, once."""
     facts = _facts(Key(tenant="", digest=""), given)
+    is_new = not _is_there(records)
     with beside(records, writes=True, makes=True) as db:
         made, text = kept.add(db, name, name if tenant is None else tenant, **facts)
     if as_json:
@@ -98,7 +99,7 @@ def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **g
         return
     click.echo(text)
     note = f"Key {made.id} of the tenant {made.tenant}. Store it now: only its digest is kept."
-    click.echo(note, err=True)
+    click.echo(f"{note} The folder {records} is new." if is_new else note, err=True)
 
 
 @command.command("list")
@@ -151,6 +152,13 @@ def revoke_command(key: str, records: Path, as_json: bool) -> None:
         click.echo(json.dumps(_shown(gone, None)))
     else:
         click.echo(f"Revoked {gone.id} ({gone.name}): servers refuse it within a second.")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # what is wrong is said where it is used
+        return True
 
 
 def _facts(key: Key, given: dict[str, Any]) -> dict[str, Any]:

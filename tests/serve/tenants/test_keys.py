@@ -21,6 +21,7 @@ from twostroke.core.errors import UsageError
 from twostroke.records import RecordsError, beside
 from twostroke.records.schema import MIGRATIONS
 from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.observe.logs import FIGURES
 from twostroke.serve.tenants import key as kept
 from twostroke.serve.tenants.key import KeyLimits
 from twostroke.serve.tenants.upkeep import Upkeep
@@ -146,6 +147,9 @@ def test_no_key_is_in_the_records_or_the_log(
     assert files
     assert all(secret.encode() not in path.read_bytes() for path in files)
     assert secret not in caplog.text
+    figures = [getattr(record, FIGURES, {}) for record in caplog.records]
+    assert all(secret not in str(found) for found in figures)
+    assert {found["key"] for found in figures if found.get("status") == 200} == {key.id}
 
 
 def test_locked_records_leave_the_keys_as_they_are(

@@ -95,6 +95,7 @@ class ServedRequest:
             "status": self.status,
             "duration_s": self.ended_s - self.began_s,
             "client_gone": self.is_client_gone,
+            "key": (self.key.id or None) if self.key is not None else None,
             "trace_id": self.trace_id or None,
             "error": self.error,
             "response_id": self.response_id or None,
