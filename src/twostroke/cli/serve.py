@@ -215,9 +215,8 @@ def _in_this_process(given: dict[str, Any], options: EngineOptions) -> Iterator[
 
     with open_engine(given["model"], options, say=_logger.info) as engine:
         engine.client.grammars.prepare()  # now, before a stream would have to wait for it
-        served = LocalEngine(engine.client)
-        yield served, engine.limits, engine.draft
-        served.close()
+        with closing(LocalEngine(engine.client)) as served:
+            yield served, engine.limits, engine.draft
 
 
 @contextmanager

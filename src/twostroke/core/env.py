@@ -71,6 +71,19 @@ def link() -> str | None:
     return os.environ.get("TWOSTROKE_LINK") or None
 
 
+def notify_socket() -> str | None:
+    """Return the address of systemd's socket, if systemd has started this process."""
+    return os.environ.get("NOTIFY_SOCKET") or None
+
+
+def watchdog_s() -> float | None:
+    """Return how often systemd wants to hear from this process, if it does."""
+    period_us, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    if not period_us.isdigit() or (pid and pid != str(os.getpid())):
+        return None
+    return int(period_us) / 1e6 or None
+
+
 def set_default(name: str, value: str) -> None:
     """Set a variable that a library reads, unless the user has."""
     os.environ.setdefault(name, value)

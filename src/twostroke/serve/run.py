@@ -21,6 +21,7 @@ from twostroke.serve.app import Api
 from twostroke.serve.http.connection import Connection
 from twostroke.serve.layers import build_app
 from twostroke.serve.options import ServeOptions
+from twostroke.serve.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,10 +116,15 @@ class _Shutdown:
     """Stops the server: drains at the first signal, cuts off at the second or at the time limit."""
 
     def __init__(
-        self, server: uvicorn.Server, api: Api, on_stop: Callable[[int], None] | None
+        self,
+        server: uvicorn.Server,
+        api: Api,
+        watchdog: Watchdog,
+        on_stop: Callable[[int], None] | None,
     ) -> None:
         self._server = server
         self._api = api
+        self._watchdog = watchdog
         self._on_stop = on_stop
         self._draining: asyncio.Task[None] | None = None
         self.num_cut = 0
@@ -130,6 +136,7 @@ class _Shutdown:
             self._cut()
             return
         self._api.drain()
+        self._watchdog.stop()
         state = self._server.server_state
         for connection in state.connections:
             if isinstance(connection, Connection):
@@ -174,8 +181,15 @@ async def _serve(
     on_stop: Callable[[int], None] | None,
 ) -> int:
     url = _url(listener)
-    server = _Server(_config(api), lambda: on_ready(url) if on_ready is not None else None)
-    shutdown = _Shutdown(server, api, on_stop)
+    watchdog = Watchdog(lambda: api.engine.health)
+
+    def on_up() -> None:
+        if on_ready is not None:
+            on_ready(url)
+        watchdog.begin()
+
+    server = _Server(_config(api), on_up)
+    shutdown = _Shutdown(server, api, watchdog, on_stop)
     loop = asyncio.get_running_loop()
     is_main = threading.current_thread() is threading.main_thread()  # only it gets signals
     signals = [signal.SIGINT, signal.SIGTERM] if is_main else []
@@ -185,6 +199,7 @@ async def _serve(
     try:
         await server.serve(sockets=[listener])
     finally:
+        watchdog.end()
         api.close()
         for number in signals:
             loop.remove_signal_handler(number)
