@@ -29,6 +29,7 @@ from twostroke.core.constraint import Constraint
 from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import (
     ContextLengthError,
+    DeadlineError,
     EngineDiedError,
     EngineStoppedError,
     ModelFormatError,
@@ -40,6 +41,7 @@ from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine import child, supervisor, watch
 from twostroke.engine.build import build
+from twostroke.engine.client import Caller
 from twostroke.engine.health import Health
 from twostroke.engine.remote import RemoteEngine
 from twostroke.engine.served import LocalEngine
@@ -262,3 +264,25 @@ def test_nothing_is_left_when_the_server_dies(model: str) -> None:
         return engine.life._process._process.wait(5)
 
     assert asyncio.run(run()) == 0
+
+
+def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model: str) -> None:
+    async def run() -> None:
+        hasty = Caller(timeout_s=0.5)
+        async with started(model) as engine:
+            os.kill(engine.life.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(DeadlineError, match=r"its timeout of 0\.5 s"):
+                await engine.generate(PROMPTS, GREEDY, hasty, NO_HINTS)
+            assert 0.5 < time.monotonic() - began < 2
+            os.kill(engine.life.pid, signal.SIGKILL)
+            await until(lambda: not engine.life.is_up)
+            assert 0.1 < engine.life.back_s < 30, "it knows how long loading took"
+            hasty = Caller(timeout_s=0.01)
+            with pytest.raises(DeadlineError):
+                await engine.generate(PROMPTS, GREEDY, hasty, NO_HINTS)
+            assert await texts(await ask(engine))
+            assert engine.life.back_s == 0
+            assert (await idle(engine)).snapshot.services["default"].answers == 1
+
+    asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,14 @@ class Backend(ReferenceBackend):
     gate: threading.Event
     poison: int | None = None
     is_broken = False
+    pause_s = 0.0
     num_steps = 0
     script: tuple[int, ...] = ()  # what every answer is, if anything
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
         self.gate.wait(timeout=30)
+        time.sleep(self.pause_s)
         if any(self.poison in part.request.tokens for part in plan.slices):
             raise ValueError("bad kernel at 0x7f00 in /secret/path.py")
         if self.is_broken:

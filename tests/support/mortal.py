@@ -92,6 +92,7 @@ class Process(EngineProcess):
         self.socket, self._theirs = socket.socketpair()
         self.frames = wire.Frames(wire.answers)
         self._received = wire.Frames(wire.requests)
+        self.began_s = 0.0
         self.is_dead = False
         self.desk: Desk | None = None
         self._rng, self._card = rng, card

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -148,10 +148,26 @@ class ContextLengthError(RequestError):
 
 
 class OverloadedError(TwostrokeError):
-    """The queue is full; the same request may be accepted later."""
+    """The queue is full; the same request may be accepted later.
+
+    If it is known when, the facts have `room_s`, the seconds until then, and perhaps `turn_s`, how
+    long the request's own tokens will keep the queue.
+    """
 
     http_status = 429
     code = "overloaded"
+
+
+class DeadlineError(TwostrokeError):
+    """The request's time was over before it was answered."""
+
+    http_status = 504
+    code = "deadline_exceeded"
+
+    @classmethod
+    def of_timeout(cls, timeout_s: float, what: str = "was stopped: it took longer than") -> Self:
+        """Return the error of a request that is past its own timeout."""
+        return cls(f"The request {what} its timeout of {timeout_s:g} s.")
 
 
 class EngineStoppedError(TwostrokeError):

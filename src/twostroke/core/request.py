@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -59,6 +60,8 @@ class Request:
         salt: separates the prefix caches of tenants.
         prompt_field: the caller's name of the prompt, for errors, such as "messages".
         cuts_limit: whether a `max_tokens` above what fits is lowered to that, and not refused.
+        start_within_s, timeout_s: seconds after its arrival by which it must have begun to be
+            computed, and have ended.
         hints: how its next tokens may be guessed.
         matcher: tells which tokens keep its output within `params.constraint`, if it has one.
         pooling: the hidden states to return for an embedding; no token is drawn then.
@@ -92,6 +95,8 @@ class Request:
     salt: bytes = b""
     prompt_field: str = "prompt"
     cuts_limit: bool = False
+    start_within_s: float = math.inf
+    timeout_s: float = math.inf
     hints: Hints = NO_HINTS
     matcher: Matcher | None = None
     pooling: Pooling | None = None
@@ -118,6 +123,16 @@ class Request:
     def output(self) -> list[int]:
         """The generated tokens."""
         return self.tokens[self.num_prompt :]
+
+    @property
+    def start_by_s(self) -> float:
+        """Until when it must have started, on the engine's monotonic clock."""
+        return self.arrival_s + min(self.start_within_s, self.timeout_s)
+
+    @property
+    def end_by_s(self) -> float:
+        """Until when it must have ended."""
+        return self.arrival_s + self.timeout_s
 
     @property
     def num_output(self) -> int:

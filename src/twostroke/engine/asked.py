@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from twostroke.core.errors import DeadlineError
 from twostroke.core.request import FinishReason
+from twostroke.engine import wire
 from twostroke.engine.output import Output, Usage
 from twostroke.engine.suspects import Suspects
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from twostroke.core.errors import TwostrokeError
-    from twostroke.engine import wire
+
+_GRACE_S: Final = 0.25  # for the engine's own answer to a timeout
 
 
 class RemoteOutputs:
@@ -152,6 +155,17 @@ class Book:
                 outputs.fail(error)
         self.unsent = dict(self.open)
         return bool(running)
+
+    def end_late(self) -> None:
+        """End what is past its timeout, though the engine has not done so."""
+        now_s = time.monotonic() - _GRACE_S
+        for id_, outputs in list(self.open.items()):
+            timeout_s = outputs.message.caller.timeout_s
+            if outputs.asked_s + timeout_s < now_s:
+                if id_ not in self.unsent:
+                    self._send(wire.Cancel(id_))
+                self.drop(outputs)
+                outputs.fail(DeadlineError.of_timeout(timeout_s))
 
     def end_all(self, error: TwostrokeError) -> None:
         """End everything: no process follows."""

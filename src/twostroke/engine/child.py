@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -30,6 +31,7 @@ class EngineProcess:
         Raises:
             BackendError: the operating system refuses a process.
         """
+        self.began_s = time.monotonic()
         try:
             self.socket, theirs = socket.socketpair()
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from functools import cached_property
 from math import prod
@@ -71,7 +72,8 @@ class Caller(Frozen):
     Tenants that compete at one priority get computed tokens in proportion to their `weight`.
     `prompt_field` is what errors call the prompt: "prompt", "messages" for a conversation, or
     "input" for texts to embed. `service` is the class of service that requests are counted under,
-    one of `core.service.SERVICES`. `cuts_limit` lowers a `max_tokens` above what fits.
+    one of `core.service.SERVICES`. `cuts_limit` lowers a `max_tokens` above what fits. A request is
+    refused, or ended, if it does not start within `start_within_s` or end within `timeout_s`.
     """
 
     priority: int = 0
@@ -80,6 +82,8 @@ class Caller(Frozen):
     service: str = DEFAULT_SERVICE
     cuts_limit: bool = False
     weight: float = 1.0
+    start_within_s: float = math.inf
+    timeout_s: float = math.inf
 
 
 _ANYONE: Final = Caller()
@@ -290,5 +294,7 @@ def _new_request(
         salt=caller.tenant.encode(),
         prompt_field=caller.prompt_field,
         cuts_limit=caller.cuts_limit,
+        start_within_s=caller.start_within_s,
+        timeout_s=caller.timeout_s,
         pooling=pooling,
     )

@@ -117,10 +117,8 @@ class EngineLoop:
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End requests at once, waiting or running; unknown and finished ones are ignored."""
         with self._condition:
-            for request_id in request_ids:
-                listener = self._listeners.get(request_id)
-                if listener is not None:
-                    self._cut(listener, FinishReason.CANCEL)
+            for listener in filter(None, map(self._listeners.get, request_ids)):
+                self._cut(listener, FinishReason.CANCEL)
             self._condition.notify()
 
     def flush(self) -> None:
@@ -250,6 +248,8 @@ class EngineLoop:
             self._tell_ended()
             if self._stopping:
                 return False
+            for request, error in self._scheduler.overdue():
+                self._fail(request, error)
             plan = self._scheduler.plan() if self._may_start else None
             is_idle = plan is None and not self._steps
             if is_idle:
@@ -392,7 +392,7 @@ class EngineLoop:
         return outputs
 
     def _fail(self, request: Request, error: TwostrokeError) -> None:
-        """End one request whose computation failed; the others continue."""
+        """End one request that failed or is over; the others continue."""
         with self._condition:
             listener = self._listeners.get(request.id)
             if listener is not None:

@@ -206,7 +206,8 @@ class RemoteEngine:
         self._check_harmless(message)
         waiting = len(self._book.unsent)
         if waiting >= self.facts.config.max_waiting_requests:
-            raise OverloadedError(f"{waiting} requests wait until the engine can take them.")
+            reason = f"{waiting} requests wait until the engine can take them."
+            raise OverloadedError(reason, room_s=self._life.back_s)
         outputs = RemoteOutputs(message, num_answers, self.cancel)
         self._book.add(outputs)
         try:
@@ -262,7 +263,8 @@ class RemoteEngine:
         """Tell those whose requests the process was computing; return whether there were any."""
         error = EngineDiedError(
             "The engine died while it computed this request, and is starting again: "
-            "send the request again."
+            "send the request again.",
+            room_s=self._life.back_s,
         )
         asked_for = [self._asked[id_][0] for id_ in self._compiling]
         compiled = [message for message in asked_for if isinstance(message, wire.Compile)]
@@ -273,6 +275,10 @@ class RemoteEngine:
             if isinstance(asked, wire.Read):
                 self._reply(asked.id, self._last)
         return was_busy
+
+    def look(self) -> None:
+        """End what is past its timeout."""
+        self._book.end_late()
 
     def runs_again(self, ready: wire.Ready) -> None:
         """Ask the new process for what still waits, in the order in which it came."""

@@ -35,6 +35,9 @@ class Guest(Protocol):
     def died(self) -> bool:
         """The process has died; return whether what it was asked for may be to blame."""
 
+    def look(self) -> None:
+        """Some time has passed."""
+
     def runs_again(self, ready: wire.Ready) -> None:
         """Another process takes requests."""
 
@@ -69,6 +72,18 @@ class Supervisor:
     def progress(self) -> Progress:
         """What the process has computed, as it said last."""
         return self._watch.progress
+
+    @property
+    def back_s(self) -> float:
+        """Seconds until a process takes requests: the pause, and what loading took last time."""
+        if self.is_up:
+            return 0.0
+        passed_s = time.monotonic() - self._changed_s
+        return max(0.0, self._pause_s + self._load_s - passed_s)
+
+    @property
+    def _pause_s(self) -> float:
+        return BACK_OFF_S[min(max(self._num_failures, 1), len(BACK_OFF_S)) - 1]
 
     def attach(self) -> None:
         """Begin in the running event loop."""
@@ -109,7 +124,8 @@ class Supervisor:
 
     def _begin(self, ready: wire.Ready) -> None:
         self.is_up = True
-        self._began_s = time.monotonic()
+        self._began_s = self._changed_s = time.monotonic()
+        self._load_s = self._began_s - self._process.began_s
         self._watch = Watch(ready.card.longest_step_s, self._began_s)
 
     def _listen(self) -> None:
@@ -150,6 +166,7 @@ class Supervisor:
         """End a process that makes no progress."""
         while not self._has_ended:
             await asyncio.sleep(_LOOK_S)
+            self._guest.look()
             fault = self._watch.fault(time.monotonic())
             if fault is not None:
                 self._why = f"It was killed, since {fault}."
@@ -165,7 +182,7 @@ class Supervisor:
         self._unsent.clear()
         self.num_deaths += 1
         has_run, self.is_up = self.is_up, False
-        now_s = time.monotonic()
+        now_s = self._changed_s = time.monotonic()
         self._watch = Watch(0.0, now_s, _LOADING_S)
         if has_run and now_s - self._began_s > _SETTLED_S:
             self._num_failures = self._num_blameless = 0
@@ -179,7 +196,7 @@ class Supervisor:
         why, self._why = f"{how}. {self._why}".strip(), ""
         what = "died" if has_run else "did not start"
         while self._num_blameless <= len(BACK_OFF_S) and self._num_failures <= _MOST_DEATHS:
-            pause_s = BACK_OFF_S[min(self._num_failures, len(BACK_OFF_S)) - 1]
+            pause_s = self._pause_s
             _logger.warning("The engine %s: %s It starts again in %g s.", what, why, pause_s)
             await asyncio.sleep(pause_s)
             try:

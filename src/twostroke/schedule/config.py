@@ -157,8 +157,22 @@ def too_long(
     )
 
 
-def check_queue(config: SchedulerConfig, num_requests: int, num_tokens: int, num_own: int) -> None:
+class Outlook(Frozen):
+    """Seconds until a request that comes now would start, and that it would delay later ones.
+
+    None if no pace is known.
+    """
+
+    wait_s: float | None
+    turn_s: float | None
+
+
+def check_queue(
+    config: SchedulerConfig, num_requests: int, num_tokens: int, num_own: int, outlook: Outlook
+) -> None:
     """Refuse a request of `num_own` tokens if too much waits before it.
+
+    Its caller may come back when half of that has started: the queue then has room, and work.
 
     Raises:
         OverloadedError: too many requests wait, or too many tokens.
@@ -169,4 +183,25 @@ def check_queue(config: SchedulerConfig, num_requests: int, num_tokens: int, num
         found, limit = f"{num_tokens + num_own} tokens would wait", config.max_waiting_tokens
     else:
         return
-    raise OverloadedError(f"The queue is full: {found}, and at most {limit} may. Try again later.")
+    room_s = None if outlook.wait_s is None else outlook.wait_s / 2
+    raise OverloadedError(
+        f"The queue is full: {found}, and at most {limit} may. Try again later.",
+        room_s=room_s,
+        turn_s=outlook.turn_s,
+    )
+
+
+def check_deadline(request: Request, waited_s: float, outlook: Outlook) -> None:
+    """Refuse a request whose turn will not come in time.
+
+    Raises:
+        OverloadedError: what waits before it takes too long.
+    """
+    left_s = min(request.start_within_s, request.timeout_s) - waited_s
+    if outlook.wait_s and outlook.wait_s > left_s > 0:
+        raise OverloadedError(
+            f"The work that waits takes about {outlook.wait_s:.1f} s, and this request may wait "
+            f"{left_s:.1f} s. Try again later.",
+            room_s=outlook.wait_s - left_s,
+            turn_s=outlook.turn_s,
+        )

@@ -23,13 +23,17 @@ _RECENT: Final = 8  # requests over which the length of answers is averaged
 
 
 class _Share:
-    """A tenant's requests at one level. `paid` is when the clock will have paid for them all."""
+    """A tenant's requests at one level. `paid` is when the clock will have paid for them all.
 
-    __slots__ = ("last_start", "num_open", "num_output", "paid")
+    `line` are those that have not started, by rank.
+    """
+
+    __slots__ = ("last_start", "line", "num_open", "num_output", "paid")
 
     def __init__(self, num_output: float) -> None:
         self.paid = self.last_start = 0.0
         self.num_open = 0
+        self.line: list[Ticket] = []
         self.num_output = num_output  # of its recent answers, on average
 
 
@@ -48,10 +52,14 @@ class FairOrder:
         """Return the rank of a request that arrives now; `add` takes it in."""
         return self._levels[request.priority].rank(request, self._num_arrived)
 
-    def add(self, ticket: Ticket) -> None:
-        """Take in a request, and charge its tenant what it is expected to cost."""
+    def add(self, ticket: Ticket) -> bool:
+        """Take in a request, and charge its tenant what it is expected to cost.
+
+        Its tenant's requests of the same priority that have not started exchange their ranks so
+        that the earliest deadline goes first; returns whether any did.
+        """
         self._num_arrived += 1
-        self._levels[ticket.request.priority].add(ticket)
+        return self._levels[ticket.request.priority].add(ticket)
 
     def start(self, ticket: Ticket) -> None:
         """Take in that a request starts, whose cached tokens are known now."""
@@ -92,7 +100,7 @@ class _Level:
         place = turn + request.priority * self._max_overtakes
         return Rank(place, turn, start, is_behind, arrival)
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: Ticket) -> bool:
         request = ticket.request
         share = self._shares.get(request.tenant)
         if share is None:
@@ -102,11 +110,13 @@ class _Level:
         share.num_open += 1
         share.last_start, share.paid = ticket.rank.start, max(self._now, share.paid)
         self._charge(ticket, share, len(request.tokens))
+        return self._hurry(share.line, ticket)
 
     def start(self, ticket: Ticket) -> None:
-        request = ticket.request
+        request, ticket.has_started = ticket.request, True
         self._now = max(self._now, ticket.rank.start)
         share = self._shares[request.tenant]
+        share.line.remove(ticket)
         self._charge(ticket, share, request.num_prompt - request.num_cached)
 
     def end(self, ticket: Ticket) -> None:
@@ -114,12 +124,31 @@ class _Level:
         share = self._shares[request.tenant]
         del self._open[bisect_left(self._open, ticket.rank)]
         share.num_open -= 1
+        if not ticket.has_started:
+            share.line.remove(ticket)
         self._settle(ticket, share, max(0, request.num_computed - request.num_cached))
         if request.num_output:
             share.num_output += (request.num_output - share.num_output) / _RECENT
             self._num_output += (request.num_output - self._num_output) / _RECENT
         if not self._open:
             self._now = self._latest  # nobody owes anything to those who were not there
+
+    def _hurry(self, line: list[Ticket], ticket: Ticket) -> bool:
+        """Put a new request before those with later deadlines, each of which takes the next rank.
+
+        None is passed more than `max_overtakes` times.
+        """
+        at, deadline_s = len(line), ticket.request.start_by_s
+        while at and line[at - 1].request.start_by_s > deadline_s:
+            if line[at - 1].num_passed >= self._max_overtakes:
+                break
+            at -= 1
+        line.insert(at, ticket)
+        passed = line[at + 1 :]
+        for place, other in enumerate(passed):
+            line[at + place].rank, other.rank = other.rank, line[at + place].rank
+            other.num_passed += 1
+        return bool(passed)
 
     def _charge(self, ticket: Ticket, share: _Share, num_read: int) -> None:
         """Charge for a prompt, and for an answer like the tenant's recent ones."""

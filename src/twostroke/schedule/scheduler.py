@@ -12,19 +12,21 @@ from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ROOT
 from twostroke.schedule.config import SchedulerStats, SchedulerView, max_len
+from twostroke.schedule.deadlines import Deadlines
 from twostroke.schedule.drafting import Drafting
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.prefixes import Prefixes
 from twostroke.schedule.quiet import do_quiet, num_quiet
 from twostroke.schedule.results import ResultReader
-from twostroke.schedule.sketch import StepSketch
+from twostroke.schedule.sketch import StepSketch, in_turn
 from twostroke.schedule.ticket import Ticket, rank_of
 from twostroke.schedule.waiting import WaitingLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from twostroke.cache import PagePool, PrefixHit, PrefixIndex
+    from twostroke.core.errors import DeadlineError
     from twostroke.core.request import FinishReason, Request
     from twostroke.core.step import Delta, StepResult
     from twostroke.schedule.config import SchedulerConfig
@@ -68,6 +70,7 @@ class Scheduler:
         self._most_tokens = pool.groups.most_tokens(pool.num_pages, config.context_length)
         self._tickets: dict[str, Ticket] = {}
         self._waiting = WaitingLine(config, policy, clock)
+        self._deadlines = Deadlines()
         self._running: list[Ticket] = []  # with pages, by rank
         self._ended: list[Ticket] = []  # with pages that steps in flight use
         self._flights: deque[tuple[StepPlan, list[Ticket]]] = deque()  # with the slices' owners
@@ -84,8 +87,12 @@ class Scheduler:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until `plan` may return a step if nothing but time changes; None for never."""
-        return 0.0 if self._running else self._waiting.wait_s
+        """Seconds until `plan` or `overdue` may return something if only time changes."""
+        if self._running:
+            return 0.0
+        due_s = self._deadlines.next_s
+        waits = [self._waiting.wait_s, None if due_s is None else max(0.0, due_s - self._clock())]
+        return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     def add(self, request: Request) -> None:
         """Queue a request; stamps `arrival_s` unless the caller did.
@@ -93,7 +100,7 @@ class Scheduler:
         Raises:
             RequestError: no prompt, or the id of another request that has not ended.
             ContextLengthError: it could never fit.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, or too long for the request's deadline.
         """
         limit = self.max_len(request)
         if request.id in self._tickets:
@@ -103,6 +110,11 @@ class Scheduler:
         ticket = Ticket(request, rank, limit, self.prefixes.chain(request.salt))
         self._tickets[request.id] = ticket
         self._waiting.add(ticket)
+        self._deadlines.add(ticket, len(self._tickets))
+
+    def overdue(self) -> list[tuple[Request, DeadlineError]]:
+        """Return, once, the requests whose time is over, with an error each; `finish` them now."""
+        return self._deadlines.pop(self._clock())
 
     def max_len(self, request: Request) -> int:
         """Return how many tokens would end a request; raises if it could never fit."""
@@ -138,7 +150,7 @@ class Scheduler:
         """
         ticket = self._tickets[request.id]
         if not ticket.is_running:
-            self._waiting.num_tokens += num_kept + len(tokens) - len(request.tokens)
+            self._waiting.tokens[request.priority] += num_kept + len(tokens) - len(request.tokens)
         request.tokens[num_kept:] = tokens
         request.num_computed = request.num_planned = min(request.num_computed, num_kept)
 
@@ -159,7 +171,7 @@ class Scheduler:
         page_size = self._pool.page_size
         slices, owners = sketch.slices, sketch.owners
         behind: list[Ticket] = []
-        for ticket in self._next_turn():
+        for ticket in in_turn(self._running, self.config.steps_ahead):
             request = ticket.request
             start, end = request.num_planned, len(request.tokens)
             if end - start != 1 or request.pooling is not None:
@@ -275,20 +287,6 @@ class Scheduler:
             waiting_since_s=min((t.request.arrival_s for t in self._waiting), default=None),
         )
 
-    def _next_turn(self) -> Iterable[Ticket]:
-        """Return the running requests that may take part in the next step, by rank.
-
-        If steps may be in flight, each takes its share of those that compute one token at a time,
-        so that the steps that follow each other through a pipeline are even.
-        """
-        if not self.config.steps_ahead:
-            return self._running
-        decoding = [ticket for ticket in self._running if ticket.request.num_pending < 2]
-        share = -(-len(decoding) // (1 + self.config.steps_ahead))
-        ready = [ticket for ticket in decoding if ticket.request.num_pending]
-        later = set(ready[share:])
-        return (t for t in self._running if t.request.num_pending and t not in later)
-
     def _give_slice(self, ticket: Ticket, sketch: StepSketch) -> None:
         request = ticket.request
         wanted = min(request.num_pending, sketch.budget)
@@ -356,6 +354,7 @@ class Scheduler:
             self._num_prompt_tokens += request.num_prompt
             self._num_hit_tokens += request.num_cached
             self._waiting.order.start(ticket)
+        self._waiting.pace.start(request.priority, len(request.tokens))
         self.prefixes.start(ticket)
         self._settle(ticket)
         ticket.is_running = True

@@ -12,6 +12,8 @@ from twostroke.core.embedding import Pooling
 from twostroke.core.step import Slice
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from twostroke.core.request import Request
     from twostroke.schedule.ticket import Ticket
 
@@ -65,6 +67,21 @@ class StepSketch:
             self.budget += self.slices[at].count
             self.most_scored += self.slices[at].num_scored
             del self.slices[at], self.owners[at]
+
+
+def in_turn(running: list[Ticket], steps_ahead: int) -> Iterable[Ticket]:
+    """Return the running requests that may take part in the next step, by rank.
+
+    If steps may be in flight, each takes its share of those that compute one token at a time, so
+    that the steps that follow each other through a pipeline are even.
+    """
+    if not steps_ahead:
+        return running
+    decoding = [ticket for ticket in running if ticket.request.num_pending < 2]
+    share = -(-len(decoding) // (1 + steps_ahead))
+    ready = [ticket for ticket in decoding if ticket.request.num_pending]
+    later = set(ready[share:])
+    return (t for t in running if t.request.num_pending and t not in later)
 
 
 def _num_scored(request: Request, count: int) -> int:

@@ -30,7 +30,9 @@ class Ticket:
     """A request's place in the order, and how far its pages are known to the prefix index.
 
     Attributes:
-        rank: smaller goes first and loses its pages last; fixed when the request is added.
+        rank: smaller goes first and loses its pages last; fixed when the request is added, unless
+            its tenant's later requests have earlier deadlines.
+        num_passed: how many of these have taken its rank.
         charged: what its tenant was charged for it so far, in tokens.
         max_len: how many tokens end it.
         chain: keys of its full pages; None without a prefix cache.
@@ -40,6 +42,7 @@ class Ticket:
         publish_at: `num_computed` from which another page is full.
         due_at: `num_computed` from which another page is full, or passed by a window.
         awaited: key of the page that another request computes, for which it last waited.
+        has_started: whether it has held pages.
         is_running: whether it holds pages; otherwise it waits.
     """
 
@@ -48,11 +51,13 @@ class Ticket:
     max_len: int
     chain: PrefixChain | None
     charged: float = 0.0
+    num_passed: int = 0
     num_published: int = 0
     num_known: int = 0
     publish_at: int = 0
     due_at: int = 0
     awaited: bytes | None = None
+    has_started: bool = False
     is_running: bool = False
 
 

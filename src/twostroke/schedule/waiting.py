@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from twostroke.schedule.config import check_queue
+from twostroke.schedule.config import Outlook, check_deadline, check_queue
 from twostroke.schedule.fair import FairOrder
+from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import Queue
 from twostroke.schedule.ticket import rank_of
 
@@ -28,7 +30,8 @@ class WaitingLine:
     def __init__(self, config: SchedulerConfig, policy: Policy, clock: Callable[[], float]) -> None:
         self.order = FairOrder(config.max_overtakes)
         self.ready: list[Ticket] = []
-        self.num_tokens = 0
+        self.pace = Pace(clock)
+        self.tokens: Counter[int] = Counter()  # by priority
         self._config = config
         self._policy = policy
         self._clock = clock
@@ -42,36 +45,51 @@ class WaitingLine:
         yield from self._not_ready.values()
         yield from self.ready
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the tickets have."""
+        return sum(self.tokens.values())
+
     def check(self, request: Request) -> Rank:
         """Return the rank of a request that comes now.
 
         Raises:
-            OverloadedError: the queue has no place for it.
+            OverloadedError: the queue has no place for it, or is too long for its deadline.
         """
-        rank, config = self.order.rank(request), self._config
-        at = bisect_left(self.ready, rank, key=rank_of)
-        later = self.ready[at:]
+        config, num_own = self._config, len(request.tokens)
+        rank, tokens = self.order.rank(request), Counter(self.tokens)
+        later = self.ready[bisect_left(self.ready, rank, key=rank_of) :]
         later += [ticket for ticket in self._not_ready.values() if ticket.rank > rank]
+        for ticket in later:
+            tokens[ticket.request.priority] -= len(ticket.request.tokens)
+        wait_s = self.pace.wait_s(tokens)
+        turn_s = self.pace.wait_s({request.priority: num_own})
         num_requests = len(self) - min(len(later), config.max_waiting_requests)
-        num_later = sum(len(ticket.request.tokens) for ticket in later)
-        num_tokens = self.num_tokens - min(num_later, config.max_waiting_tokens)
-        check_queue(config, num_requests, num_tokens, len(request.tokens))
+        num_tokens = max(tokens.total(), self.num_tokens - config.max_waiting_tokens)
+        check_queue(config, num_requests, num_tokens, num_own, Outlook(wait_s, turn_s))
+        if wait_s is not None:
+            waited_s = self._clock() - request.arrival_s if request.arrival_s else 0.0
+            check_deadline(request, waited_s, Outlook(wait_s, turn_s))
         return rank
 
     def add(self, ticket: Ticket) -> None:
         """Queue a new request."""
         self._not_ready[ticket.request.id] = ticket
-        self.order.add(ticket)
-        self.num_tokens += len(ticket.request.tokens)
+        if self.order.add(ticket):
+            self.ready.sort(key=rank_of)
+        self.tokens[ticket.request.priority] += len(ticket.request.tokens)
 
     def put_back(self, ticket: Ticket) -> None:
         """Queue a request that has lost its pages."""
         insort(self.ready, ticket, key=rank_of)
-        self.num_tokens += len(ticket.request.tokens)
+        self.tokens[ticket.request.priority] += len(ticket.request.tokens)
 
     def remove(self, ticket: Ticket) -> None:
         """Let a request go, to run or because it has ended."""
-        self.num_tokens -= len(ticket.request.tokens)
+        priority = ticket.request.priority
+        self.tokens[priority] -= len(ticket.request.tokens)
+        if not self.tokens[priority]:
+            del self.tokens[priority]
         if self._not_ready.pop(ticket.request.id, None) is None:
             del self.ready[bisect_left(self.ready, ticket.rank, key=rank_of)]
 
@@ -80,7 +98,8 @@ class WaitingLine:
         self._is_flushed = bool(self._not_ready)
 
     def make_ready(self, num_running: int) -> None:
-        """Make those ready that the policy lets start."""
+        """Make those ready that the policy lets start in the step that is planned now."""
+        self.pace.turn(self.tokens)
         if not self._not_ready or self._policy_wait_s(num_running) != 0:
             return
         for ticket in sorted(self._not_ready.values(), key=rank_of)[: self._policy.size]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from twostroke.serve.http.decode import BodyDecoder, meant
 from twostroke.serve.http.errors import ServerStoppingError
 from twostroke.serve.http.limits import read_json
 from twostroke.serve.http.stream import EventStream, while_connected
+from twostroke.serve.http.waiting import Returns, timeout_of
 from twostroke.serve.ignored import IgnoredFields
 from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.llama_server.info import info_routes
@@ -109,6 +111,8 @@ class Api:
             self.observers.append(AccessLog())  # after the traces, whose ids it logs
         self.site = Site()
         self.is_draining = False
+        self._drained_by_s = math.inf
+        self._returns = Returns()
         self._open: set[Open] = set()
         self._descriptions: dict[bool, bytes] = {}  # by whether a key is needed
         self._checks = AnswerChecks(Verifier(), self.metrics)
@@ -160,7 +164,7 @@ class Api:
 
     def drain(self) -> None:
         """Take no new requests, and stop the lines of batches, which the next server runs."""
-        self.is_draining = True
+        self.is_draining, self._drained_by_s = True, time.monotonic() + self.options.drain_s
         self.keeping.drain()
         self.engine.flush()  # so that batching does not wait for more requests
 
@@ -256,7 +260,7 @@ class Api:
             self._ignored.note(job.ignored, served)
             check_choices(job, self._max_choices)
             cuts_limit = not self.options.strict_limits
-            job = _served(replace(job, caller=replace(job.caller, cuts_limit=cuts_limit)), served)
+            job = self._of(replace(job, caller=replace(job.caller, cuts_limit=cuts_limit)), served)
             split = self.options.splits_reasoning
             encoded = job.encode(self.engine.card, splits_reasoning=split)
             self._ignored.note(encoded.ignored, served)
@@ -268,7 +272,7 @@ class Api:
                 return found
             job, encoded, name = found
             served_of(request.scope).reserve(encoded.most_tokens(self.engine.card.context_length))
-            with Accepting(job.caller.service, self._open):
+            with Accepting(job.caller.service, self._open, self._returns):
                 if (constraint := encoded.params.constraint) is not None:
                     compiling = self._compiler.compile(encoded.calls or constraint)
                     compiled = await while_connected(request.receive, compiling)
@@ -309,7 +313,7 @@ class Api:
             name = self._names.find(asked.model)
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
-            job = _served(dialect.read(asked, self._tenant(request)), served_of(request.scope))
+            job = self._of(dialect.read(asked, self._tenant(request)), served_of(request.scope))
             check_texts(job, limits.max_inputs)
             return job, job.encode(self.engine.card), name
 
@@ -319,7 +323,7 @@ class Api:
                 return found
             job, texts, name = found
             served_of(request.scope).reserve(sum(map(len, texts)))
-            with Accepting(job.caller.service, self._open):
+            with Accepting(job.caller.service, self._open, self._returns):
                 vectors = await Vectors.start(self.engine, job, texts, self.metrics, self._open)
             served = served_of(request.scope)
             served.running, served.model = vectors, name
@@ -355,9 +359,12 @@ class Api:
 
         Raises:
             ServerStoppingError: the server drains.
+            RequestError: its header with a timeout is wrong.
         """
         if self.is_draining:
-            raise ServerStoppingError("The server is stopping and takes no new requests.")
+            reason = "The server is stopping and takes no new requests."
+            raise ServerStoppingError(reason, room_s=self._drained_by_s - time.monotonic())
+        served_of(request.scope).timeout_s = timeout_of(request.scope)
         body = await read_json(request, self.options.limits)
         if not is_long and len(body) <= _LARGE_BODY_BYTES:
             return work(body, request)
@@ -376,11 +383,16 @@ class Api:
         """Return the sender of a request, which the key check has noted."""
         return Tenant(served_of(request.scope).tenant, self._store)
 
+    def _of(self, job: J, served: ServedRequest) -> J:
+        """Return a job with the facts of its request: weight, class, and deadlines.
 
-def _served(job: J, served: ServedRequest) -> J:
-    """Return a job with its tenant's weight, in the class of service that the server chose."""
-    caller = replace(job.caller, weight=served.weight)
-    if served.service is not None:
-        priority = SERVICES[served.service]
-        caller = replace(caller, service=served.service, priority=priority)
-    return replace(job, caller=caller)
+        Its class's objective for the first token says when it must start. Batches have time.
+        """
+        caller = replace(job.caller, weight=served.weight, timeout_s=served.timeout_s)
+        if served.service is not None:
+            priority = SERVICES[served.service]
+            caller = replace(caller, service=served.service, priority=priority)
+        ttft_s = self.metrics.goodput.limits[caller.service].get("ttft")
+        if ttft_s is not None and caller.service != BATCH_SERVICE:
+            caller = replace(caller, start_within_s=ttft_s)
+        return replace(job, caller=caller)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.engine.health import Health
 from twostroke.serve.about import HealthBody, ProgressBody
 from twostroke.serve.dialect import to_json
-from twostroke.serve.http.errors import RETRY_AFTER_S
+from twostroke.serve.http.waiting import RETRY_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from twostroke.core.errors import (
+    DeadlineError,
     EngineStoppedError,
     OverloadedError,
     RequestError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.output import Completion, Output
     from twostroke.engine.served import ServedEngine, ServedOutputs
+    from twostroke.serve.http.waiting import Returns
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.observe.metrics import Metrics
 
@@ -32,9 +34,12 @@ if TYPE_CHECKING:
 class Accepting:
     """A request, in a `with` block, that the engine has not accepted yet, as while it starts."""
 
-    def __init__(self, service: str, running: set[Open]) -> None:
-        """Be in `running` during the block; `service` is the request's class."""
-        self.service = service
+    def __init__(self, service: str, running: set[Open], returns: Returns) -> None:
+        """Be in `running` during the block; `service` is the request's class.
+
+        If the engine refuses it, `returns` say when to come back.
+        """
+        self.service, self._returns = service, returns
         self._running, self._task = running, asyncio.current_task()
         self._is_cut = False
 
@@ -48,9 +53,13 @@ class Accepting:
         """Begin."""
         self._running.add(self)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         """End; what was cut off fails."""
         self._running.discard(self)
+        if isinstance(error, OverloadedError):
+            self._returns.put_off(error, self.service)
         if self._is_cut and self._task is not None and kind is asyncio.CancelledError:
             self._task.uncancel()
             raise ServerStoppingError("The server is stopping: this request has not begun.")
@@ -335,7 +344,7 @@ def _count_failure(error: TwostrokeError, engine: ServedEngine, metrics: Metrics
     Raises:
         EngineStoppedError: the engine has stopped, whatever its error was.
     """
-    if isinstance(error, RequestError):
+    if isinstance(error, (RequestError, DeadlineError)):
         return
     metrics.failures.inc()
     if engine.health is Health.STOPPED and not isinstance(error, EngineStoppedError):

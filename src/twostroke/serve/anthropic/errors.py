@@ -21,6 +21,7 @@ KINDS: Final = {
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    504: "timeout_error",
     _OVERLOADED: "overloaded_error",
 }
 

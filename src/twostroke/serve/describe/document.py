@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import msgspec
 from msgspec import inspect
 
+from twostroke.core.errors import DeadlineError
 from twostroke.core.frozen import Frozen
 from twostroke.serve.describe.field import NEUTRAL, WRONG_IS_IGNORED, Fact, reference
 from twostroke.serve.describe.operation import ANYWHERE, BODY, parameter
 from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.error_forms import FORMS, error_form
-from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
+from twostroke.serve.http.errors import OPENAI, RETRY_STATUSES
 from twostroke.serve.http.explain import parts
 from twostroke.serve.http.keys import OPEN_PATHS, KeyMissingError
 from twostroke.serve.http.stream import NDJSON
+from twostroke.serve.http.waiting import RETRY_AFTER_S, TIMEOUT_FORM, TIMEOUT_HEADER
 from twostroke.serve.ignored import HEADER
 from twostroke.serve.openai.responses.items import UNTYPED, Item
 from twostroke.serve.tenants.limits import RateLimitError
@@ -81,6 +83,13 @@ _SCHEMES: Final[Parts] = {
 }
 _REQUEST_ID: Final = parameter(
     "header", "x-request-id", "An id for logs; the response repeats it.", type="string"
+)
+_TIMEOUT: Final = parameter(
+    "header",
+    TIMEOUT_HEADER,
+    "Seconds within which to answer; then the request ends with an error.",
+    type="string",
+    pattern=TIMEOUT_FORM,
 )
 
 
@@ -223,7 +232,11 @@ def _operation(method: str, path: str, operation: Operation, *, has_keys: bool) 
         "operationId": _id(method, path),
         "summary": operation.summary,
         "tags": [operation.tag],
-        "parameters": [_REQUEST_ID, *operation.parameters],
+        "parameters": [
+            _REQUEST_ID,
+            *([_TIMEOUT] if DeadlineError in operation.errors else []),
+            *operation.parameters,
+        ],
         "responses": _responses(operation, form, needs_key=has_keys and not is_open),
     }
     if has_keys and is_open:

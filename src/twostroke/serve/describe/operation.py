@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import field
 
 from twostroke.core.errors import (
+    DeadlineError,
     EngineStoppedError,
     ModelNotFoundError,
     OverloadedError,
@@ -32,7 +33,7 @@ BODY: Final = (
     errors.BodySizeError,
     errors.ContentTypeError,
 )
-GENERATION: Final = (*BODY, OverloadedError, EngineStoppedError)
+GENERATION: Final = (*BODY, OverloadedError, EngineStoppedError, DeadlineError)
 
 HELLO: Final = [{"role": "user", "content": "Why is the sky blue?"}]
 CITY: Final = {

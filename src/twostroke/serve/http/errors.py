@@ -11,9 +11,16 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from twostroke.core.errors import EngineDiedError, EngineStoppedError, RequestError, TwostrokeError
+from twostroke.core.errors import (
+    DeadlineError,
+    EngineDiedError,
+    EngineStoppedError,
+    RequestError,
+    TwostrokeError,
+)
 from twostroke.core.frozen import Frozen
 from twostroke.records import RecordsError
+from twostroke.serve.http.waiting import retry_after
 from twostroke.serve.observe.served import served_of
 
 if TYPE_CHECKING:
@@ -24,7 +31,6 @@ if TYPE_CHECKING:
     from twostroke.core.errors import Naming
 
 MAX_MESSAGE_LENGTH = 1000
-RETRY_AFTER_S = 1
 RETRY_STATUSES: Final = frozenset((429, 503, 529))
 ErrorType = Literal[
     "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
@@ -149,6 +155,8 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
     """
     if error.http_status < 500:
         return one_line(error.sentence(naming))
+    if isinstance(error, DeadlineError):
+        return str(error)
     if isinstance(error, RecordsError):
         return "The server's records are not available. Try again later."
     if isinstance(error, EngineStoppedError):
@@ -164,7 +172,7 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
     form = served.error_form
     headers, status = {}, form.status(error)
     if status in RETRY_STATUSES:
-        headers["retry-after"] = str(RETRY_AFTER_S)
+        headers["retry-after"] = retry_after(error)
     if status in {408, 413, 431}:  # the rest of the request may be long
         headers["connection"] = "close"
     naming = partial(_rename, names=served.field_names)
@@ -188,7 +196,8 @@ def report(error: Exception, scope: Scope) -> TwostrokeError:
     if known is None:
         known, text = TwostrokeError("An unforeseen failure."), f"{type(error).__name__}: {text}"
         trace = error if _logger.isEnabledFor(logging.DEBUG) else None
-    level = logging.ERROR if known.http_status >= 500 else logging.WARNING
+    is_ours = known.http_status >= 500 and not isinstance(known, DeadlineError)
+    level = logging.ERROR if is_ours else logging.WARNING
     message, id_ = "Request %s failed: %s", served.request_id
     _logger.log(level, message, id_, one_line(text), exc_info=trace)
     served.error = known.code or "server_error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -32,6 +33,7 @@ class ServedRequest:
         tenant: the owner of the API key; empty without.
         key: the key, if the request has one.
         weight: the tenant's share against that of others.
+        timeout_s: how long the request may take.
         service: the class of service of a request from inside; None for one that chooses.
         field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
             place in a list, as in `tools[].name`.
@@ -56,6 +58,7 @@ class ServedRequest:
     tenant: str = ""
     key: Key | None = None
     weight: float = 1.0
+    timeout_s: float = math.inf
     service: str | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)

@@ -1,0 +1,76 @@
+"""How long clients wait: their own timeouts, and when those that are refused may come back."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import Scope
+
+    from twostroke.core.errors import OverloadedError, TwostrokeError
+
+TIMEOUT_HEADER: Final = "x-request-timeout"
+TIMEOUT_FORM: Final = r"^[0-9]{1,9}(\.[0-9]{1,9})?$"
+MAX_TIMEOUT_S: Final = 86400.0
+RETRY_AFTER_S: Final = 1  # at least, and where nothing is known
+MAX_RETRY_AFTER_S: Final = 60
+_SPREAD: Final = 0.25  # of a time, which is added to it at random
+
+
+def timeout_of(scope: Scope) -> float:
+    """Return the seconds that a request may take by its header; inf without one.
+
+    Raises:
+        RequestError: the header is not a number of seconds, or too large.
+    """
+    name = TIMEOUT_HEADER.encode()
+    for found, value in scope["headers"]:
+        if found == name:
+            text = value.decode("latin-1").strip()
+            timeout_s = float(text) if re.fullmatch(TIMEOUT_FORM, text) else 0.0
+            if not 0 < timeout_s <= MAX_TIMEOUT_S:
+                reason = f"must be a number of seconds above 0 and up to {MAX_TIMEOUT_S:.0f}."
+                raise RequestError(reason, field=TIMEOUT_HEADER)
+            return timeout_s
+    return math.inf
+
+
+class Returns:
+    """Gives refused clients times to come back, one after another at the engine's pace.
+
+    It counts on all of them to come back, so those that do find room. It belongs to the event loop.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with none."""
+        self._clock = clock
+        self._due_s: dict[str, float] = {}  # by class: when the last one has had its turn
+
+    def put_off(self, error: OverloadedError, service: str) -> None:
+        """Move `room_s` of an error after the turns of those of its class that were refused."""
+        room_s, turn_s = error.facts.get("room_s"), error.facts.get("turn_s")
+        if not isinstance(room_s, float):
+            return
+        now_s = self._clock()
+        due_s = max(self._due_s.get(service, 0.0), now_s + room_s)
+        error.facts["room_s"] = due_s - now_s
+        if isinstance(turn_s, float):
+            self._due_s[service] = min(due_s + turn_s, now_s + MAX_RETRY_AFTER_S)
+
+
+def retry_after(error: TwostrokeError) -> str:
+    """Return the whole seconds after which to try again, at random a little later than needed."""
+    room_s = error.facts.get("room_s")
+    if not isinstance(room_s, float):
+        return str(RETRY_AFTER_S)
+    latest_s = min(room_s, MAX_RETRY_AFTER_S / (1 + _SPREAD)) * (1 + _SPREAD)
+    wait_s = random.uniform(latest_s / (1 + _SPREAD), latest_s)
+    return str(max(RETRY_AFTER_S, math.ceil(wait_s)))

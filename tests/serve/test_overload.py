@@ -1,0 +1,159 @@
+"""Timeouts of requests, and when those that are refused may come back."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from support.servers import chat_body, events, live_server, num_unfinished, wait_for
+from twostroke.core.errors import OverloadedError
+from twostroke.serve.http.waiting import Returns, retry_after
+from twostroke.serve.observe.objectives import Objective
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+_HEADER = "x-request-timeout"
+
+
+def _ask(server: LiveServer, timeout: str, path: str = "/v1/chat/completions", **fields: object):
+    body = chat_body(**{"max_tokens": 2, **fields})
+    return httpx.post(server.url + path, json=body, headers={_HEADER: timeout}, timeout=20)
+
+
+def test_a_wrong_timeout_is_refused_with_a_sentence(server: LiveServer) -> None:
+    for wrong in (
+        "0",
+        "-1",
+        "soon",
+        "",
+        "nan",
+        "inf",
+        "1e3",
+        "86401",
+        "9" * 400,
+        "5 s",
+        "0x1",
+        "1.",
+    ):
+        for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
+            answer = _ask(server, wrong, path)
+            assert answer.status_code == 400, wrong
+            sentence = "x-request-timeout must be a number of seconds above 0 and up to 86400."
+            assert sentence in answer.text
+    for right in ("30", "0030.5", "86400"):
+        assert _ask(server, right).status_code == 200
+    texts = {"input": ["a b", "c"]}
+    answer = httpx.post(server.url + "/v1/embeddings", json=texts, headers={_HEADER: "x"})
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_expires_in_the_queue_never_runs(tmp_path: Path, stream: bool) -> None:
+    with live_server(tmp_path, max_running=1) as server:
+        server.backend.gate.clear()
+        with ThreadPoolExecutor(4) as pool:
+            running = pool.submit(server.chat, max_tokens=3)
+            wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
+            paths = ("/v1/chat/completions", "/v1/messages")
+            late = [pool.submit(_ask, server, "0.2", path, stream=stream) for path in paths]
+            wait_for(lambda: num_unfinished(server.client.loop) == 3)
+            time.sleep(0.25)
+            server.backend.gate.set()
+            answers = [future.result() for future in late]
+            assert running.result().status_code == 200
+        assert [answer.status_code for answer in answers] == [504] * 2
+        sentence = "The request was not run: its turn did not come within its timeout of 0.2 s."
+        assert all(sentence in answer.text for answer in answers)
+        assert answers[0].json()["error"]["code"] == "deadline_exceeded"
+        assert answers[1].json()["error"]["type"] == "timeout_error"
+        server.wait_idle()
+        totals = server.client.loop.snapshot().services["default"]
+        assert totals.answers == 1
+        assert server.api.metrics.failures._value.get() == 0, "it is no failure of the engine"
+
+
+def test_a_running_answer_ends_at_its_timeout(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server, ThreadPoolExecutor(2) as pool:
+        asked = [
+            pool.submit(_ask, server, "1.5", max_tokens=50, ignore_eos=True, stream=stream)
+            for stream in (False, True)
+        ]
+        wait_for(lambda: server.client.loop.snapshot().services["default"].completion_tokens > 1)
+        server.backend.gate.clear()
+        time.sleep(1.6)
+        server.backend.gate.set()
+        whole, stream = (future.result() for future in asked)
+        assert whole.status_code == 504
+        sentence = "The request was stopped: it took longer than its timeout of 1.5 s."
+        assert whole.json()["error"]["message"] == sentence
+        *_, failed, _ = events(stream.text)
+        assert failed["error"]["message"] == sentence
+        server.wait_idle()
+
+
+def test_a_class_is_refused_by_its_objective_as_soon_as_a_pace_is_known(tmp_path: Path) -> None:
+    options = ServeOptions(objectives=(Objective("ttft", 0.5, "flex"),))
+    with live_server(tmp_path, options, max_running=1, token_budget=8) as server:
+        with ThreadPoolExecutor(12) as pool:
+            server.backend.pause_s = 0.05
+            asked = [pool.submit(server.chat, max_tokens=4, ignore_eos=True) for _ in range(12)]
+            wait_for(lambda: server.client.loop.snapshot().services["default"].answers == 2)
+            refused = server.chat(service_tier="flex")
+            assert refused.status_code == 429
+            assert "this request may wait 0.5 s" in refused.json()["error"]["message"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            accepted = pool.submit(server.chat, max_tokens=1, service_tier="priority")
+            assert accepted.result().status_code == 200
+            server.backend.pause_s = 0.0
+            assert {future.result().status_code for future in asked} == {200}
+        server.wait_idle()
+
+
+def test_a_draining_server_says_how_long_it_drains(tmp_path: Path) -> None:
+    with live_server(tmp_path, ServeOptions(drain_s=7)) as server:
+        server.api.drain()
+        refused = server.chat()
+        assert refused.status_code == 503
+        assert 7 <= int(refused.headers["retry-after"]) <= 9
+        server.api.is_draining = False
+
+
+def test_refused_clients_come_back_one_after_another() -> None:
+    now_s = 100.0
+    returns = Returns(lambda: now_s)
+    told = []
+    for _ in range(10):
+        error = OverloadedError("full", room_s=3.0, turn_s=2.0)
+        returns.put_off(error, "default")
+        told.append(error.facts["room_s"])
+    assert told == [3.0 + 2.0 * place for place in range(10)]
+    other = OverloadedError("full", room_s=3.0, turn_s=2.0)
+    returns.put_off(other, "flex")
+    assert other.facts["room_s"] == 3.0
+    now_s += 23.0
+    later = OverloadedError("full", room_s=3.0, turn_s=2.0)
+    returns.put_off(later, "default")
+    assert later.facts["room_s"] == 3.0
+    for _ in range(1000):
+        error = OverloadedError("full", room_s=3.0, turn_s=2.0)
+        returns.put_off(error, "default")
+        assert error.facts["room_s"] <= 60
+    unknown = OverloadedError("full", room_s=None, turn_s=None)
+    returns.put_off(unknown, "new")
+    assert retry_after(unknown) == "1"
+
+
+def test_times_to_come_back_are_true_bounded_and_differ() -> None:
+    for room_s, least, most in ((0.0, 1, 1), (0.3, 1, 1), (20.0, 20, 25), (1e9, 48, 60)):
+        told = {int(retry_after(OverloadedError("full", room_s=room_s))) for _ in range(300)}
+        assert least <= min(told) <= max(told) <= most
+        assert len(told) == 1 or {least + 1, most} <= told
+    assert retry_after(OverloadedError("full")) == "1"
