@@ -215,6 +215,43 @@ def test_a_server_for_others_asks_for_keys_or_says_that_it_does_not(
         assert b"demand keys with --api-keys" in process.stderr.readline()
 
 
+def test_killed_server_keeps_usage_and_learns_what_was_revoked_meanwhile(
+    cli: Callable[..., Ran], tiny: str, shared_cache: Path, tmp_path: Path
+) -> None:
+    records = ("--records", str(tmp_path / "records"))
+    key, other = (cli("keys", "add", name, *records).out.strip() for name in ("app", "other"))
+    body = {"prompt": "hello", "max_tokens": 2, "ignore_eos": True}
+
+    def ask(url: str, key: str) -> int:
+        headers = {"x-api-key": key}
+        told = httpx.post(f"{url}/v1/completions", json=body, headers=headers, trust_env=False)
+        return told.status_code
+
+    def num_requests() -> int:
+        rows = json.loads(cli("usage", *records, "--json").out)
+        return sum(row["requests"] for row in rows)
+
+    command = ("serve", tiny, "--port", "0", *records)
+    with started(*command) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().decode().split(" at ")[1].split()[0]
+        assert [ask(url, key) for _ in range(4)] == [200] * 4
+        wait_for(lambda: num_requests() == 4, 5)
+        assert [ask(url, key) for _ in range(3)] == [200] * 3
+        process.kill()
+        assert process.wait(10) == -signal.SIGKILL
+        assert cli("keys", "revoke", "app", *records).code == 0
+    assert 4 <= num_requests() <= 7  # without what was used last
+    with started(*command) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().decode().split(" at ")[1].split()[0]
+        assert (ask(url, key), ask(url, other), ask(url, "")) == (401, 200, 401)
+        process.terminate()
+        err = process.communicate(timeout=30)[1].decode()
+    assert key not in err
+    assert 5 <= num_requests() <= 8
+
+
 def test_more_clients_than_a_shell_allows_files(tiny: str, shared_cache: Path) -> None:
     few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (64, 4096))"
     command = ("serve", tiny, "--port", "0")

@@ -245,8 +245,8 @@ def _announce(
     """Report where the server is; a log in text also shows a request to try."""
     if not serving.has_keys and not serving.is_private:
         _logger.warning(
-            "Everybody who can reach %s may use this server: demand keys, with --api-keys or "
-            "twostroke keys.",
+            "Everybody who can reach %s may use this server: demand keys with --api-keys, or make "
+            "some with `twostroke keys`.",
             url,
         )
     backend = engine.facts.backend

@@ -156,7 +156,11 @@ def test_other_limits_hold_at_once(tmp_path: Path) -> None:
     set_limits(keys, requests_per_minute=1)
     with live_server(tmp_path, ServeOptions(drain_s=1, api_keys=keys)) as server:
         server.http.headers["x-api-key"] = KEY
-        assert [post(server).status_code for _ in range(2)] == [200, 429]
+        others = ("/v1/completions/", "/v1/chat/completions", "/chat/completions", "/tokenize")
+        assert post(server).status_code == 200
+        headers = {"x-api-key": KEY}
+        found = [httpx.post(server.url + path, json=BODY, headers=headers) for path in others]
+        assert {answer.status_code for answer in found} == {429}
         set_limits(keys, requests_per_minute=600)
         time.sleep(0.15)
         assert post(server).status_code == 200
