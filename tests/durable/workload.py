@@ -55,7 +55,9 @@ def run(folder: Path, assured: dict[str, str], pipe: int) -> None:
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
     async def go(records: Records) -> None:
-        running = ReportingRunner(records, {"openai": openai.FORM}, Limits(), lambda: 4)
+        running = ReportingRunner(
+            records, {"openai": openai.FORM}, Limits(), lambda: 4, lambda _: True
+        )
         running.report = report
         await running.start(app)
         if "batch" not in assured:

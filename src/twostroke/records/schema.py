@@ -71,6 +71,15 @@ MIGRATIONS: Final = (
         PRIMARY KEY (day, key, tenant, model, is_batch)
     ) WITHOUT ROWID;
     """,
+    # How often the engine died while it computed a line.
+    """
+    CREATE TABLE deaths (
+        batch TEXT NOT NULL,
+        line INTEGER NOT NULL,
+        count INTEGER NOT NULL,
+        PRIMARY KEY (batch, line)
+    ) WITHOUT ROWID;
+    """,
 )
 
 

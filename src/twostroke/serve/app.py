@@ -124,7 +124,9 @@ class Api:
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
         self._health = HealthReports(engine, self.names[0], lambda: self.is_draining)
         self._store = Store(options.max_stored, options.max_stored_bytes)
-        self.keeping = Keeping(records, options.limits, self._room)
+        keys = options.api_keys
+        may_run = keys.has_valid if keys is not None else None
+        self.keeping = Keeping(records, options.limits, self._room, may_run)
         usage = UsageBook(self.names[0])
         self.upkeep = Upkeep(records, options.api_keys, usage)
         self.observers += [usage] if records is not None else []

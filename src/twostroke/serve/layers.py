@@ -16,6 +16,7 @@ from twostroke.serve.http.boundary import Boundary
 from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.http.keys import KeyCheck
 from twostroke.serve.http.origins import OriginCheck, Origins
+from twostroke.serve.observe.served import LATER, served_of
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.tenants.limits import LimitCheck
@@ -54,7 +55,8 @@ def build_app(api: Api) -> ASGIApp:
         """Return the error in the protocol's form; the outermost layer logs unexpected ones."""
         if not isinstance(error, TwostrokeError):
             return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
-        if error.http_status >= 500:
+        is_from_client = served_of(request.scope).service is None
+        if error.http_status >= 500 and (is_from_client or error.http_status not in LATER):
             errors.report(error, request.scope)
         return errors.to_response(error, request.scope)
 

@@ -45,6 +45,7 @@ class Batch(Frozen, kw_only=True):
         input_file: the id of the file with its lines.
         window: the time that it may take, as the client wrote it.
         expires_at: when the rest of its lines will not be run.
+        boot, deadline_s: the same, in seconds since the machine's start with this id.
         since: when each status began.
         ends_as: the last status, once no more lines are run.
         total: lines; 0 before they are counted.
@@ -52,7 +53,8 @@ class Batch(Frozen, kw_only=True):
         unrun: lines that failed because the batch ended before they did.
         output_file, error_file: ids of the files with results; named before they are written, so
             that writing them again after a crash replaces them.
-        errors: why the input was refused; `num_errors` counts those that are left out, too.
+        errors: why the input was refused, or the batch was cancelled; `num_errors` counts those
+            that are left out, too.
     """
 
     id: str
@@ -63,6 +65,8 @@ class Batch(Frozen, kw_only=True):
     input_file: str
     window: str
     expires_at: float
+    boot: str = ""
+    deadline_s: float = 0.0
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     since: dict[str, float] = field(default_factory=dict)
@@ -159,6 +163,13 @@ def keep_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bool
     db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", (id_, line, kind, body))
 
 
+def count_death(db: Connection, id_: str, line: int) -> int:
+    """Count that the engine died while it computed a line; return how often it did."""
+    query = "INSERT INTO deaths VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1"
+    [count] = db.execute(f"{query} RETURNING count", (id_, line)).fetchone()
+    return int(count)
+
+
 def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
     """Yield the results of a batch by line: number, success, result."""
     query = "SELECT line, kind = 'ok', body FROM results WHERE batch = ? ORDER BY line"
@@ -166,8 +177,9 @@ def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
 
 
 def drop_results(db: Connection, id_: str) -> None:
-    """Drop the results of a batch, which are in its files."""
+    """Drop the results of a batch, which are in its files, and what was counted of its lines."""
     db.execute("DELETE FROM results WHERE batch = ?", (id_,))
+    db.execute("DELETE FROM deaths WHERE batch = ?", (id_,))
 
 
 def _decode(body: bytes) -> Batch:

@@ -26,11 +26,23 @@ FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 class Keeping:
     """The files and batches of one server; without records, their routes say how to get them."""
 
-    def __init__(self, records: Records | None, limits: Limits, room: Callable[[], int]) -> None:
-        """Keep in `records`; `room` is how many lines of batches may be in the engine."""
+    def __init__(
+        self,
+        records: Records | None,
+        limits: Limits,
+        room: Callable[[], int],
+        may_run: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Keep in `records`.
+
+        `room` is how many lines of batches may be in the engine; `may_run` is asked before each
+        line whether its tenant's batches may go on, and None lets all.
+        """
         self._records = records
         self._limits = limits
-        self._runner = Runner(records, FORMS, limits, room) if records is not None else None
+        self._runner = None
+        if records is not None:
+            self._runner = Runner(records, FORMS, limits, room, may_run or (lambda _tenant: True))
         self._stopping: asyncio.Task[None] | None = None
 
     def routes(self, note: Callable[[Iterable[Ignored], ServedRequest], None]) -> list[Route]:

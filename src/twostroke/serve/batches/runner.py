@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec.structs import replace
 
+from twostroke.core.errors import EngineDiedError, EngineKillerError
 from twostroke.core.service import BATCH_SERVICE
 from twostroke.records import RecordsError
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
+from twostroke.serve.batches.batch import LineError
+from twostroke.serve.batches.deadline import anchored, seconds_left
 from twostroke.serve.batches.lines import check, parse, read_lines
 from twostroke.serve.batches.results import finish
+from twostroke.serve.batches.valve import Valve
 from twostroke.serve.http import inside
+from twostroke.serve.observe.served import LATER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -32,11 +36,19 @@ if TYPE_CHECKING:
     from twostroke.serve.batches.results import Form
     from twostroke.serve.options import Limits
 
-_LATER: Final = frozenset((408, 429, 503, 529))  # the same line may succeed later
-_MOST_PAUSE_S: Final = 30.0
+_MOST_DEATHS: Final = 3  # of engines that computed a line, which is then not run again
+_NO_KEY: Final = LineError(
+    "no_valid_key", "The batch was cancelled: its tenant has no API key that is still valid."
+)
+_LOOK_AGAIN_S: Final = 60.0  # at the time left: no timer counts the machine's sleep
 _DISK_PAUSE_S: Final = 10.0  # after records could not be written
 _LOOK_S: Final = 0.05  # how often to look whether interactive requests have left room
 _logger = logging.getLogger("twostroke.serve")
+T = TypeVar("T")
+
+
+class _NoKeyError(Exception):
+    """The tenant of a batch has no valid key any more."""
 
 
 class Pace:
@@ -71,16 +83,24 @@ class Runner:
         forms: Mapping[str, Form],
         limits: Limits,
         room: Callable[[], int],
+        may_run: Callable[[str], bool],
     ) -> None:
-        """Run batches in `forms` by protocol; `room` is how many lines may be in the engine."""
+        """Run batches in `forms` by protocol.
+
+        `room` is how many lines may be in the engine; `may_run` returns whether a tenant's batches
+        may go on, and is asked before each line.
+        """
         self._records = records
         self._forms = forms
         self._limits = limits
         self._room = room
+        self._may_run = may_run
         self._app: ASGIApp | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
         self._paces: dict[str, Pace] = {}
+        self._valves: dict[str, Valve] = {}
+        self._disk_said_s = -_DISK_PAUSE_S  # when the log said last that a disk fails
         self._num_lines = 0  # in the engine
         self._left = asyncio.Event()  # set when a line ends
         self._turn = asyncio.Lock()  # of the batches that wait for room, first come first served
@@ -108,6 +128,7 @@ class Runner:
             NoSuchFileError: the tenant has no such input.
             RecordsError: the batch could not be kept.
         """
+        batch = anchored(batch)
 
         def keep(db: Any) -> None:
             if file is None:
@@ -158,12 +179,11 @@ class Runner:
                 try:
                     batch = await steps[batch.status](batch)
                 except RecordsError as error:
-                    _logger.error("Batch %s waits: %s", batch.id, error)  # noqa: TRY400
-                    await asyncio.sleep(_DISK_PAUSE_S)
+                    await self._wait_for_disk(error)
         except Exception:
             _logger.exception("Batch %s stopped; a restart tries again.", batch.id)
         finally:
-            for table in (self._tasks, self._cancelled, self._paces):
+            for table in (self._tasks, self._cancelled, self._paces, self._valves):
                 table.pop(batch.id, None)
 
     async def _validate(self, batch: Batch) -> Batch:
@@ -178,22 +198,35 @@ class Runner:
         return await self._move(batch, "failed" if num_errors else "in_progress", **changes)
 
     async def _run_lines(self, batch: Batch) -> Batch:
+        placed = anchored(batch)
+        batch = await self._move(
+            batch, batch.status, boot=placed.boot, deadline_s=placed.deadline_s
+        )
         done, num_failed = await self._records.read(partial(kept.count_results, id_=batch.id))
         self._paces[batch.id] = Pace(len(done), num_failed, batch.total)
-        # Measured once, so that a clock that jumps neither ends the batch nor prolongs it.
-        left_s = max(0.0, batch.expires_at - time.time())
+        self._valves[batch.id] = Valve(batch.id)
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         running = asyncio.create_task(self._send_all(batch, done))
+        is_open = has_key = True
         try:
-            await asyncio.wait(
-                (running, cancelled), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            while is_open and (left_s := seconds_left(batch)) > 0:
+                ended, _ = await asyncio.wait(
+                    (running, cancelled),
+                    timeout=min(left_s, _LOOK_AGAIN_S),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                is_open = not ended
             if running.done():
                 await running
+        except* _NoKeyError:
+            has_key = False
         finally:
             for task in (running, cancelled):
                 task.cancel()
             await asyncio.gather(running, cancelled, return_exceptions=True)
+        if not has_key:
+            why = {"errors": (_NO_KEY,), "num_errors": 1}
+            return await self._move(batch, "cancelling", ends_as="cancelled", **why)
         if self._cancelled[batch.id].is_set():
             return await self._move(batch, "cancelling", ends_as="cancelled")
         ends_as = "expired" if running.cancelled() else "completed"
@@ -230,7 +263,7 @@ class Runner:
                 if number not in done:
                     await self._enter()
                     line = parse(number, text, self._limits)
-                    group.create_task(self._send(batch, line))
+                    group.create_task(self._send(batch, line)).add_done_callback(self._leave)
 
     async def _enter(self) -> None:
         """Wait until there is room for a line, and take it."""
@@ -241,40 +274,63 @@ class Runner:
                     await asyncio.wait_for(self._left.wait(), _LOOK_S)
             self._num_lines += 1
 
+    def _leave(self, _task: object) -> None:
+        """Give the room of a line to another, even if its task was cancelled before it began."""
+        self._num_lines -= 1
+        self._left.set()
+
     async def _send(self, batch: Batch, line: Line) -> None:
         """Run a line and keep its result, however often the engine or the disk must be asked."""
-        assert self._app is not None
         sender = inside.Sender(batch.tenant, BATCH_SERVICE, batch.key)
-        try:
-            num_tries = 0
-            while True:
-                answer = await inside.post(self._app, line.url, line.body, sender)
-                if answer.status not in _LATER:
-                    break
-                num_tries += 1
-                pause_s = min(2.0**num_tries / 4, _MOST_PAUSE_S)
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            is_ok = answer.status < 400
-            body = self._forms[batch.protocol].result(line.custom_id, answer)
-            await self._keep(batch, line, body, is_ok=is_ok)
-        finally:
-            self._num_lines -= 1
-            self._left.set()
+        while (answer := await self._try(batch, line, sender)) is None:
+            pass
+        is_ok = answer.status < 400
+        body = self._forms[batch.protocol].result(line.custom_id, answer)
+        await self._keep(batch, line, body, is_ok=is_ok)
         pace = self._paces[batch.id]
         pace.num_done += 1
         pace.num_failed += not is_ok
 
+    async def _try(self, batch: Batch, line: Line, sender: inside.Sender) -> inside.Answer | None:
+        """Return the answer to a line; None if it has to be tried again."""
+        assert self._app is not None
+        valve, answer, is_refused = self._valves[batch.id], None, False
+        sent_s = await valve.enter()
+        try:
+            if not self._may_run(batch.tenant):
+                raise _NoKeyError
+            answer = await inside.post(self._app, line.url, line.body, sender)
+            is_refused = answer.status in LATER
+        finally:
+            valve.leave(sent_s, answer, is_refused=is_refused)
+        if answer.error == EngineDiedError.code:
+            count = partial(kept.count_death, id_=batch.id, line=line.number)
+            if await self._write(count) >= _MOST_DEATHS:
+                message = f"The engine died {_MOST_DEATHS} times while it computed this request."
+                request_id = answer.headers["x-request-id"]
+                return inside.refused(line.url, EngineKillerError(message), request_id)
+        return None if is_refused else answer
+
     async def _keep(self, batch: Batch, line: Line, body: bytes, *, is_ok: bool) -> None:
-        """Keep a result, and try until the disk takes it."""
+        """Keep a result."""
         keep = partial(kept.keep_result, id_=batch.id, line=line.number, body=body, is_ok=is_ok)
+        await self._write(keep)
+
+    async def _write(self, work: Callable[[Any], T]) -> T:
+        """Return what `work` returns, and try until the disk takes its changes."""
         while True:
             try:
-                await self._records.write(keep)
+                return await self._records.write(work)
             except RecordsError as error:
-                _logger.error("Batch %s waits: %s", batch.id, error)  # noqa: TRY400
-                await asyncio.sleep(_DISK_PAUSE_S)
-            else:
-                return
+                await self._wait_for_disk(error)
+
+    async def _wait_for_disk(self, error: RecordsError) -> None:
+        """Pause; the log says so once for all that wait."""
+        now_s = time.monotonic()
+        if now_s - self._disk_said_s >= _DISK_PAUSE_S:
+            self._disk_said_s = now_s
+            _logger.error("Batches wait: %s", error)
+        await asyncio.sleep(_DISK_PAUSE_S)
 
 
 def _moved(batch: Batch, status: Status, **changes: Any) -> Batch:

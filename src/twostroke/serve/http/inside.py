@@ -6,9 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
+from twostroke.serve.error_forms import error_form
+from twostroke.serve.observe.served import STATE_KEY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Scope
+
+    from twostroke.core.errors import TwostrokeError
+    from twostroke.serve.observe.served import ServedRequest
 
 _INSIDE: Final = "twostroke.inside"  # in `scope["extensions"]`, which no client can set
 
@@ -22,11 +27,12 @@ class Sender(Frozen):
 
 
 class Answer(Frozen):
-    """A whole response; names of headers are in lower case."""
+    """A whole response; names of headers are in lower case. `error` is the code of its error."""
 
     status: int
     headers: dict[str, str]
     body: bytes
+    error: str | None = None
 
 
 def sender_of(scope: Scope) -> Sender | None:
@@ -67,4 +73,14 @@ async def post(app: ASGIApp, path: str, body: bytes, sender: Sender) -> Answer:
     await app(scope, receive, send)
     start, *parts = received
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in start["headers"]}
-    return Answer(start["status"], headers, b"".join(part.get("body", b"") for part in parts))
+    served: ServedRequest | None = scope.get("state", {}).get(STATE_KEY)
+    error = served.error if served is not None else None
+    body = b"".join(part.get("body", b"") for part in parts)
+    return Answer(start["status"], headers, body, error)
+
+
+def refused(path: str, error: TwostrokeError, request_id: str) -> Answer:
+    """Return the response to a request that is not sent because of an error."""
+    form = error_form({"path": path, "headers": []})
+    body = form.body(error, request_id, str)
+    return Answer(form.status(error), {"x-request-id": request_id}, body, error.code)

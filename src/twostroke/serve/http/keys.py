@@ -103,6 +103,12 @@ class ApiKeys:
             self._unwritten.add(key.id)
         return key
 
+    def has_valid(self, tenant: str) -> bool:
+        """Return whether a tenant has a key that is valid now, or needs none."""
+        keys = self._all.values()
+        is_known = any(key.tenant == tenant and key.state == "valid" for key in keys)
+        return is_known or not self.are_required
+
     def with_id(self, id_: str) -> Key | None:
         """Return the key of the records with an id, valid or not; None if there is none."""
         return self._by_id.get(id_)

@@ -32,7 +32,8 @@ class AccessLog:
         """Log a served request that is over, with seconds rounded to microseconds."""
         is_fine = served.status < 400 or served.endpoint in OPEN_PATHS  # whose changes are logged
         is_polled = served.endpoint in _POLLED and is_fine
-        level = logging.DEBUG if is_polled else logging.INFO
+        is_often = is_polled or served.is_tried_again
+        level = logging.DEBUG if is_often else logging.INFO
         if not _access.isEnabledFor(level):
             return
         figures = served.figures() | {"path": served.path[:_MAX_PATH_LENGTH]}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from twostroke.serve.tenants.key import Key
 
 STATE_KEY: Final = "served"  # in the state of the ASGI scope
+LATER: Final = frozenset((408, 429, 503, 529))  # the same request may succeed later
 _CLIENT_GONE: Final = 499  # nginx's status for a client that left before its response
 
 
@@ -75,6 +76,11 @@ class ServedRequest:
     def own(self, key: Key) -> None:
         """Note whose request it is."""
         self.tenant, self.key, self.weight = key.tenant, key, key.weight
+
+    @property
+    def is_tried_again(self) -> bool:
+        """Whether the server sent the request itself, and will again; its runner says why."""
+        return self.service is not None and self.status in LATER
 
     @property
     def used(self) -> Usage | None:

@@ -1,0 +1,309 @@
+"""How batches run where requests are refused, engines die, keys are revoked and clocks jump."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec.structs import replace
+
+from twostroke.core.errors import EngineDiedError, OverloadedError, TwostrokeError
+from twostroke.records import Records
+from twostroke.serve.batches import batch as kept
+from twostroke.serve.batches import deadline, files, messages, openai
+from twostroke.serve.batches.batch import Batch
+from twostroke.serve.batches.runner import Runner
+from twostroke.serve.error_forms import error_form
+from twostroke.serve.http.errors import to_response
+from twostroke.serve.observe.served import STATE_KEY, ServedRequest
+from twostroke.serve.options import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
+URLS = {openai.PROTOCOL: "/v1/completions", messages.PROTOCOL: "/v1/messages"}
+DAY_S = 86_400.0
+
+
+class App:
+    """Answers requests, or fails as `fail` says of the line and how often it was sent."""
+
+    def __init__(self, fail: Callable[[str, int], TwostrokeError | None] | None = None) -> None:
+        self.sent: dict[str, int] = {}
+        self.fail = fail or (lambda _id, _times: None)
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        served = ServedRequest("r", error_form(scope), "POST", scope["path"])
+        scope["state"] = {STATE_KEY: served}
+        id_ = json.loads((await receive())["body"])["id"]
+        self.sent[id_] = times = self.sent.get(id_, 0) + 1
+        await asyncio.sleep(0.005)
+        await self.is_open.wait()
+        if (error := self.fail(id_, times)) is not None:
+            response = to_response(error, scope)
+            response.headers["x-request-id"] = "r"
+            await response(scope, receive, send)
+            return
+        headers = [(b"x-request-id", b"r")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+class Bench:
+    """A runner over the records in a folder, and one batch."""
+
+    def __init__(
+        self, records: Records, app: App, may_run: Callable[[str], bool] = lambda _tenant: True
+    ) -> None:
+        self.records, self.app = records, app
+        self.runner = Runner(records, FORMS, Limits(), lambda: 8, may_run)
+
+    async def begin(self, num_lines: int, protocol: str = openai.PROTOCOL) -> Batch:
+        """Run lines whose custom_id is their place."""
+        await self.runner.start(self.app)
+        with self.records.files.begin() as file:
+            for i in range(num_lines):
+                line = {"custom_id": f"{i}", "method": "POST", "url": URLS[protocol]}
+                file.write(json.dumps({**line, "body": {"id": f"{i}"}}).encode() + b"\n")
+            body = files.new_file(files.new_id(), file.num_bytes, "in.jsonl")
+            file.keep(body.id)
+        now_s = time.time()
+        batch = Batch(
+            id="b",
+            tenant="anna",
+            protocol=protocol,
+            endpoint=URLS[protocol],
+            input_file=body.id,
+            window="24h",
+            expires_at=now_s + DAY_S,
+            since={"validating": now_s},
+        )
+        await self.runner.add(batch, body)
+        return batch
+
+    async def found(self) -> Batch:
+        batch = await self.records.read(lambda db: kept.find(db, "b", "anna", self.protocol))
+        assert batch is not None
+        return batch
+
+    protocol = openai.PROTOCOL
+
+    async def ended(self) -> Batch:
+        for _ in range(2000):
+            if not (batch := await self.found()).is_open:
+                return batch
+            await asyncio.sleep(0.005)
+        raise AssertionError(batch)
+
+    def lines(self, file: str | None) -> dict[str, Any]:
+        text = self.records.files.path(str(file)).read_text()
+        return {line["custom_id"]: line for line in map(json.loads, text.splitlines())}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 of several tasks
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Any:
+    with closing(Records(tmp_path)) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.serve.batches.valve._MOST_PAUSE_S", 0.05)
+
+
+@pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
+def test_line_that_kills_engines_is_given_up(records: Records, protocol: str) -> None:
+    app = App(lambda id_, _: EngineDiedError("It died.") if id_ == "3" else None)
+    bench = Bench(records, app)
+    bench.protocol = protocol
+
+    async def go() -> Batch:
+        await bench.begin(6, protocol)
+        return await bench.ended()
+
+    batch = asyncio.run(go())
+    assert (batch.status, batch.completed, batch.failed) == ("completed", 5, 1)
+    assert app.sent == {**{f"{i}": 1 for i in range(6)}, "3": 3}
+    if protocol == openai.PROTOCOL:
+        response = bench.lines(batch.error_file)["3"]["response"]
+        error = response["body"]["error"]
+        assert (response["status_code"], error["code"]) == (400, "engine_killer")
+    else:
+        result = bench.lines(batch.output_file)["3"]["result"]
+        assert result["type"] == "errored"
+        error = result["error"]["error"]
+    assert error["message"] == "The engine died 3 times while it computed this request."
+
+
+def test_deaths_are_counted_across_servers(records: Records) -> None:
+    died = EngineDiedError("It died.")
+    next_app = App(lambda _id, _times: died)
+
+    async def first() -> None:
+        app = App()
+
+        def fail(_id: str, times: int) -> TwostrokeError:
+            if times == 2:
+                app.is_open.clear()  # so that the third goes on no further
+            return died
+
+        app.fail = fail
+        bench = Bench(records, app)
+        await bench.begin(1)
+        await until(lambda: app.sent.get("0") == 3)
+        await bench.runner.stop()
+
+    async def second() -> Batch:
+        bench = Bench(records, next_app)
+        await bench.runner.start(next_app)
+        return await bench.ended()
+
+    asyncio.run(first())
+    assert asyncio.run(second()).failed == 1
+    assert next_app.sent == {"0": 1}
+    assert asyncio.run(records.read(lambda db: db.execute("SELECT * FROM deaths").fetchall())) == []
+
+
+def test_refused_lines_pause_together_and_say_so_once(
+    records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = App()
+    full = OverloadedError("The queue is full.")
+    app.fail = lambda _id, _times: full if sum(app.sent.values()) <= 8 else None
+    bench = Bench(records, app)
+
+    async def go() -> Batch:
+        await bench.begin(40)
+        return await bench.ended()
+
+    with caplog.at_level(logging.INFO, "twostroke.serve"):
+        batch = asyncio.run(go())
+    assert batch.completed == 40
+    assert sum(app.sent.values()) == 48
+    [said] = [record.getMessage() for record in caplog.records if "paus" in record.getMessage()]
+    assert "refused with status 429 (overloaded)" in said
+
+
+def test_fewer_lines_are_sent_while_few_are_taken(records: Records) -> None:
+    """As with a key that may have two requests at the same time."""
+    running, refused = [0], [0]
+
+    class Narrow(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            running[0] += 1
+            is_full = running[0] > 2
+            refused[0] += is_full
+            self.fail = lambda _id, _times: OverloadedError("Two.") if is_full else None
+            try:
+                await asyncio.sleep(0 if is_full else 0.01)
+                await super().__call__(scope, receive, send)
+            finally:
+                running[0] -= 1
+
+    bench = Bench(records, Narrow())
+
+    async def go() -> Batch:
+        await bench.begin(60)
+        return await bench.ended()
+
+    assert asyncio.run(go()).completed == 60
+    assert refused[0] < 120
+
+
+def test_batch_of_a_tenant_without_a_key_is_cancelled(records: Records) -> None:
+    valid = {"anna"}
+    app = App()
+    bench = Bench(records, app, lambda tenant: tenant in valid)
+
+    async def go() -> Batch:
+        app.is_open.clear()
+        await bench.begin(20)
+        await until(lambda: len(app.sent) == 8)
+        valid.clear()
+        app.is_open.set()
+        return await bench.ended()
+
+    batch = asyncio.run(go())
+    assert batch.status == "cancelled"
+    assert [error.code for error in batch.errors] == ["no_valid_key"]
+    assert len(app.sent) == 8
+    assert batch.completed + batch.failed == 20
+    body = openai.body_of(batch, None)
+    assert body.errors is not None
+    assert "no API key" in body.errors.data[0].message
+
+
+@pytest.mark.parametrize("jump_s", [-40 * DAY_S, 40 * DAY_S])
+def test_clock_that_jumps_does_not_change_what_is_left(
+    records: Records, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """Neither while a server runs, nor for the next one."""
+    wall, boot_s = time.time, [1000.0]
+    monkeypatch.setattr(deadline, "since_boot_s", lambda: boot_s[0])
+    monkeypatch.setattr("twostroke.serve.batches.runner._LOOK_AGAIN_S", 0.01)
+
+    def closed() -> App:
+        app = App()
+        app.is_open.clear()
+        return app
+
+    async def first() -> None:
+        app = closed()
+        bench = Bench(records, app)
+        await bench.begin(1)
+        await until(lambda: bool(app.sent))
+        monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
+        boot_s[0] += DAY_S - 1
+        await asyncio.sleep(0.1)
+        assert (await bench.found()).is_open
+        await bench.runner.stop()
+
+    async def second() -> Batch:
+        app = closed()
+        bench = Bench(records, app)
+        await bench.runner.start(app)
+        await asyncio.sleep(0.1)
+        assert (await bench.found()).status == "in_progress"
+        boot_s[0] += 2
+        return await bench.ended()
+
+    asyncio.run(first())
+    assert asyncio.run(second()).status == "expired"
+
+
+def test_clock_counts_once_the_machine_has_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.time()
+    batch = Batch(
+        id="b",
+        tenant="",
+        protocol=openai.PROTOCOL,
+        endpoint=URLS["openai"],
+        input_file="f",
+        window="24h",
+        expires_at=now_s + DAY_S,
+        since={"validating": now_s},
+    )
+    before = deadline.anchored(batch)
+    assert deadline.seconds_left(before) == pytest.approx(DAY_S, abs=1)
+    monkeypatch.setattr(deadline, "boot_id", lambda: "another")
+    for passed_s, left_s in ((3600, DAY_S - 3600), (2 * DAY_S, -DAY_S), (-5 * DAY_S, DAY_S)):
+        monkeypatch.setattr(time, "time", lambda passed_s=passed_s: now_s + passed_s)
+        assert deadline.seconds_left(before) == pytest.approx(left_s, abs=1)
+    anew = deadline.anchored(replace(before))
+    monkeypatch.setattr(time, "time", lambda: now_s + 40 * DAY_S)
+    assert deadline.seconds_left(anew) == pytest.approx(DAY_S, abs=1)
