@@ -70,9 +70,13 @@ class Records:
         Raises:
             RecordsError: the changes could not be written; none was made.
         """
+        return await asyncio.shield(asyncio.wrap_future(self.post(work)))
+
+    def post(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        """As `write`, without waiting; works are done in the order in which they are posted."""
         done: Future[T] = Future()
         self._writes.put((work, done))
-        return await asyncio.shield(asyncio.wrap_future(done))
+        return done
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Return what `work` reads.

@@ -80,6 +80,20 @@ MIGRATIONS: Final = (
         PRIMARY KEY (batch, line)
     ) WITHOUT ROWID;
     """,
+    # Answers that later requests may continue. `items` is JSON, a list of ids.
+    """
+    CREATE TABLE answers (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        tenant TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        previous TEXT,
+        is_found INTEGER NOT NULL,
+        items BLOB NOT NULL,
+        asked BLOB NOT NULL,
+        answer BLOB NOT NULL
+    );
+    """,
 )
 
 

@@ -36,6 +36,7 @@ from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.http.waiting import Returns, timeout_of
 from twostroke.serve.ignored import IgnoredFields
 from twostroke.serve.job import check_choices, check_texts
+from twostroke.serve.journal import Journal
 from twostroke.serve.llama_server.info import info_routes
 from twostroke.serve.models import model_routes
 from twostroke.serve.names import ModelNames
@@ -123,10 +124,9 @@ class Api:
         )
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
         self._health = HealthReports(engine, self.names[0], lambda: self.is_draining)
-        self._store = Store(options.max_stored, options.max_stored_bytes)
-        keys = options.api_keys
-        may_run = keys.has_valid if keys is not None else None
-        self.keeping = Keeping(records, options.limits, self._room, may_run)
+        journal = Journal(records) if records is not None else None
+        self.answers = Store(options.max_stored, options.max_stored_bytes, journal)
+        self.keeping = Keeping(records, options.limits, self._room, options.api_keys)
         usage = UsageBook(self.names[0])
         self.upkeep = Upkeep(records, options.api_keys, usage)
         self.observers += [usage] if records is not None else []
@@ -383,7 +383,7 @@ class Api:
 
     def _tenant(self, request: Request) -> Tenant:
         """Return the sender of a request, which the key check has noted."""
-        return Tenant(served_of(request.scope).tenant, self._store)
+        return Tenant(served_of(request.scope).tenant, self.answers)
 
     def _of(self, job: J, served: ServedRequest) -> J:
         """Return a job with the facts of its request: weight, class, and deadlines.

@@ -81,6 +81,7 @@ def build_app(api: Api) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         await api.upkeep.start()
+        await api.answers.load()
         await api.keeping.start(whole)
         try:
             yield

@@ -1,7 +1,8 @@
-"""A store of responses that later requests may continue: in memory, bounded, by tenant."""
+"""A store of responses that later requests may continue: bounded, by tenant."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Final
@@ -10,6 +11,8 @@ from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from twostroke.serve.journal import Journal
 
 MAX_CONVERSATION_BYTES: Final = 8 * 1024 * 1024
 MAX_CONVERSATION_ITEMS: Final = 10_000
@@ -75,26 +78,35 @@ class _Shelf:
     items: dict[str, Kept] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def oldest_but(self, spared: Kept) -> Kept | None:
+    def oldest_but(self, spared: Kept | None) -> Kept | None:
         return next((kept for kept in self.answers.values() if kept is not spared), None)
 
-    def hold(self, kept: Kept | None) -> None:
-        """Add a reference; the first one counts the memory of the response and those before it."""
+    def hold(self, kept: Kept | None) -> list[Kept]:
+        """Add a reference; the first one counts the memory of the response and those before it.
+
+        Returns those whose memory was not counted before, the newest first.
+        """
+        counted: list[Kept] = []
         while kept is not None:
             kept.num_holders += 1
             if kept.num_holders > 1:
-                return
+                break
             self.num_bytes += kept.num_bytes
+            counted.append(kept)
             kept = kept.previous
+        return counted
 
-    def release(self, kept: Kept | None) -> None:
-        """Drop a reference; free the memory with the last one."""
+    def release(self, kept: Kept | None) -> list[Kept]:
+        """Drop a reference; free the memory with the last one. Returns those that are freed."""
+        freed: list[Kept] = []
         while kept is not None:
             kept.num_holders -= 1
             if kept.num_holders:
-                return
+                break
             self.num_bytes -= kept.num_bytes
+            freed.append(kept)
             kept = kept.previous
+        return freed
 
 
 class Store:
@@ -104,8 +116,12 @@ class Store:
     not stored. Safe to use from several threads.
     """
 
-    def __init__(self, max_answers: int, max_bytes: int) -> None:
-        """Store at most `max_answers` responses of `max_bytes` together; 0 stores none."""
+    def __init__(self, max_answers: int, max_bytes: int, journal: Journal | None = None) -> None:
+        """Store at most `max_answers` responses of `max_bytes` together; 0 stores none.
+
+        They are in memory, and with a journal outlive the process.
+        """
+        self.journal = journal
         self.max_answers = max_answers
         self.max_bytes = max_bytes
         self.shelves: dict[str, _Shelf] = {}  # by tenant; none is empty
@@ -120,7 +136,19 @@ class Store:
         """The memory of all responses, and of those that they continue."""
         return sum(shelf.num_bytes for shelf in self.shelves.values())
 
-    def evict(self, newest: Kept) -> None:
+    async def load(self) -> None:
+        """Read what the journal has kept."""
+        if self.journal is not None:
+            await self.journal.load(self)
+
+    def shelve(self, tenant: str, kept: Kept) -> list[Kept]:
+        """Add a response, whatever the bounds; return what takes memory for it."""
+        shelf = self.shelves.setdefault(tenant, _Shelf())
+        shelf.answers[kept.id] = kept
+        shelf.items |= dict.fromkeys(kept.item_ids, kept)
+        return shelf.hold(kept)
+
+    def evict(self, newest: Kept | None) -> None:
         """Remove the oldest response of the largest tenant until in bounds; `newest` stays."""
         while (has_many := len(self) > self.max_answers) or self.num_bytes > self.max_bytes:
             sizes = {
@@ -139,7 +167,11 @@ class Store:
         for item in kept.item_ids:
             if shelf.items.get(item) is kept:
                 del shelf.items[item]
-        shelf.release(kept)
+        freed = shelf.release(kept)
+        if self.journal is not None and freed:
+            self.journal.drop(one.id for one in freed)
+        elif self.journal is not None:
+            self.journal.hide(id_)
         if not shelf.answers:
             del self.shelves[tenant]
 
@@ -163,10 +195,9 @@ class Tenant(Frozen):
         if not self.fits(kept):
             return False
         with self.store.lock:
-            shelf = self.store.shelves.setdefault(self.name, _Shelf())
-            shelf.answers[kept.id] = kept
-            shelf.items |= dict.fromkeys(kept.item_ids, kept)
-            shelf.hold(kept)
+            held = self.store.shelve(self.name, kept)
+            if self.store.journal is not None:
+                self.store.journal.put(self.name, held, kept)
             self.store.evict(kept)
         return True
 
@@ -190,6 +221,8 @@ class Tenant(Frozen):
                 shelf.answers[kept.id] = new
                 shelf.hold(new)
                 shelf.release(kept)
+                if self.store.journal is not None:
+                    self.store.journal.change(kept.id, answer)
                 self.store.evict(new)
 
     def find_item(self, id_: str) -> Kept | None:
@@ -204,6 +237,12 @@ class Tenant(Frozen):
             if is_there:
                 self.store.remove(self.name, id_)
             return is_there
+
+    async def forget(self, id_: str) -> None:
+        """Remove a response of this tenant for good; raises RecordsError, and then it stays."""
+        if self.store.journal is not None:
+            await asyncio.wrap_future(self.store.journal.hide(id_))
+        self.remove(id_)
 
     @property
     def _shelf(self) -> _Shelf:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from twostroke.records import Records
+    from twostroke.serve.http.keys import ApiKeys
     from twostroke.serve.ignored import Ignored
     from twostroke.serve.observe.served import ServedRequest
     from twostroke.serve.options import Limits
@@ -31,18 +32,19 @@ class Keeping:
         records: Records | None,
         limits: Limits,
         room: Callable[[], int],
-        may_run: Callable[[str], bool] | None = None,
+        keys: ApiKeys | None = None,
     ) -> None:
         """Keep in `records`.
 
-        `room` is how many lines of batches may be in the engine; `may_run` is asked before each
-        line whether its tenant's batches may go on, and None lets all.
+        `room` is how many lines of batches may be in the engine. Before each line `keys` are asked
+        whether its tenant still has a valid one.
         """
         self._records = records
         self._limits = limits
         self._runner = None
         if records is not None:
-            self._runner = Runner(records, FORMS, limits, room, may_run or (lambda _tenant: True))
+            may_run = keys.has_valid if keys is not None else lambda _tenant: True
+            self._runner = Runner(records, FORMS, limits, room, may_run)
         self._stopping: asyncio.Task[None] | None = None
 
     def routes(self, note: Callable[[Iterable[Ignored], ServedRequest], None]) -> list[Route]:

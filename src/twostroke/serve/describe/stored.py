@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from twostroke.core.errors import RequestError
+from twostroke.records import RecordsError
 from twostroke.serve.describe.operation import BODY, TEXT, Operation, parameter
 from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.body import ResponseBody
@@ -51,7 +52,7 @@ _PAGE_FROM_OLDEST: Final = (
 )
 _COMPLETION_ID: Final = parameter("path", "completion_id", "Its `id`.", **_NAME)
 _OF_CHAT: Final[dict[str, Any]] = {
-    "errors": (stored_chat.CompletionNotFoundError,),
+    "errors": (stored_chat.CompletionNotFoundError, RecordsError),
     "parameters": (_COMPLETION_ID,),
 }
 
@@ -67,7 +68,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "Delete a stored answer",
         "OpenAI",
         answer=Deleted,
-        errors=(RequestError, ResponseNotFoundError),
+        errors=(RequestError, ResponseNotFoundError, RecordsError),
         parameters=(_RESPONSE_ID,),
     ),
     ("GET", "/v1/responses/{response_id}/input_items"): Operation(

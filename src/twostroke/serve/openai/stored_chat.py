@@ -164,7 +164,7 @@ def stored_chat_routes(
     async def one(request: Request) -> Response:
         kept = find(request)
         if request.method == "DELETE":
-            tenant_of(request).remove(kept.id)
+            await tenant_of(request).forget(kept.id)
             return to_json(DeletedCompletion(id=kept.id))
         return Response(kept.answer, media_type="application/json")
 

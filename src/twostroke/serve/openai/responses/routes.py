@@ -67,7 +67,7 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
         kept = find(request)
         if request.method == "DELETE":
             query_of(request, ())
-            tenant_of(request).remove(kept.id)
+            await tenant_of(request).forget(kept.id)
             return to_json(Deleted(id=kept.id))
         asked = query_of(request, ("include_obfuscation", "starting_after", "stream"))
         if asked.get("stream", "false") != "false" or "starting_after" in asked:

@@ -1,0 +1,160 @@
+"""Stored answers that outlive their server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import live_server, wait_for
+from twostroke.records import Records, RecordsError
+from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.journal import Journal
+from twostroke.serve.options import ServeOptions
+from twostroke.serve.store import Kept, Store, Tenant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+PATH = "/v1/responses"
+KEYS = ApiKeys({"k": "anna", "other": "ben"})
+OTHER = {"authorization": "Bearer other"}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[Records]:
+    with closing(Records(tmp_path / "records")) as made:
+        yield made
+
+
+def serve(folder: Path, records: Records, **options: Any) -> AbstractContextManager[LiveServer]:
+    """Return one of the servers that follow each other on the same records."""
+    return live_server(folder, ServeOptions(drain_s=1, **options), records=records)
+
+
+def answer(server: LiveServer, **fields: Any) -> Any:
+    found = server.http.post(PATH, json={"input": "hello", "max_output_tokens": 2, **fields})
+    assert found.status_code == 200, found.text
+    return found.json()
+
+
+def test_conversation_goes_on_after_a_restart(tmp_path: Path, records: Records) -> None:
+    with serve(tmp_path, records) as server:
+        first = answer(server)
+        second = answer(server, previous_response_id=first["id"])
+        gone = answer(server)
+        assert server.http.delete(f"{PATH}/{gone['id']}").json()["deleted"]
+        assert server.http.delete(f"{PATH}/{first['id']}").json()["deleted"]
+        alone = answer(server, input="and?", temperature=0, previous_response_id=second["id"])
+        chat = server.chat(max_tokens=2, store=True, metadata={"a": "b"}).json()
+        path = f"/v1/chat/completions/{chat['id']}"
+        server.http.post(path, json={"metadata": {"a": "c"}})
+        items = server.http.get(f"{PATH}/{second['id']}/input_items").json()
+    with serve(tmp_path, records) as server:
+        assert server.http.get(f"{PATH}/{second['id']}").json() == second
+        assert server.http.get(f"{PATH}/{second['id']}/input_items").json() == items
+        for id_ in (first["id"], gone["id"]):
+            assert server.http.get(f"{PATH}/{id_}").status_code == 404
+        again = answer(server, input="and?", temperature=0, previous_response_id=second["id"])
+        assert again["output"][0]["content"] == alone["output"][0]["content"]
+        assert again["usage"]["input_tokens"] == alone["usage"]["input_tokens"]
+        assert server.http.get(path).json()["metadata"] == {"a": "c"}
+        for id_ in (second["id"], alone["id"], again["id"]):
+            server.http.delete(f"{PATH}/{id_}")
+        server.http.delete(path)
+    left = asyncio.run(records.read(lambda db: db.execute("SELECT id FROM answers").fetchall()))
+    assert left == []
+
+
+def test_tenants_stay_apart_after_a_restart(tmp_path: Path, records: Records) -> None:
+    mine = {"authorization": "Bearer k"}
+    with serve(tmp_path, records, api_keys=KEYS) as server:
+        id_ = server.http.post(PATH, json={"input": "a"}, headers=mine).json()["id"]
+    with serve(tmp_path, records, api_keys=KEYS) as server:
+        assert server.http.get(f"{PATH}/{id_}", headers=mine).status_code == 200
+        assert server.http.get(f"{PATH}/{id_}", headers=OTHER).status_code == 404
+        assert server.http.delete(f"{PATH}/{id_}", headers=OTHER).status_code == 404
+
+
+def test_next_server_may_keep_fewer_or_none(tmp_path: Path, records: Records) -> None:
+    with serve(tmp_path, records) as server:
+        ids = [answer(server)["id"] for _ in range(5)]
+    for count in (2, 0):
+        with serve(tmp_path, records, max_stored=count) as server:
+            statuses = [server.http.get(f"{PATH}/{id_}").status_code for id_ in ids]
+            assert statuses == [404] * (5 - count) + [200] * count
+
+
+def test_full_disk_costs_no_answer_and_delays_a_deletion(
+    tmp_path: Path,
+    records: Records,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(writes: Any) -> None:
+        for _, done in writes:
+            done.set_exception(RecordsError("The database /records cannot be written."))
+
+    with serve(tmp_path, records) as server:
+        kept = answer(server)["id"]
+        wait_for(records._writes.empty)
+        with monkeypatch.context() as patch:
+            patch.setattr(records, "_write", fail)
+            lost = [answer(server)["id"] for _ in range(3)]
+            wait_for(lambda: "missing after a restart" in caplog.text)
+            assert caplog.text.count("missing after a restart") == 1
+            refused = server.http.delete(f"{PATH}/{kept}")
+            assert (refused.status_code, "/records" in refused.text) == (503, False)
+            assert all(server.http.get(f"{PATH}/{id_}").status_code == 200 for id_ in (kept, *lost))
+        continued = answer(server, previous_response_id=lost[0])["id"]
+    with serve(tmp_path, records) as server:
+        assert server.http.get(f"{PATH}/{kept}").status_code == 200
+        for id_ in (*lost, continued):
+            assert server.http.get(f"{PATH}/{id_}").status_code == 404
+
+
+def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) -> None:
+    def shown(store: Store) -> Any:
+        return {
+            tenant: [
+                (kept.id, kept.answer, [step.id for step in kept.conversation()])
+                for kept in shelf.answers.values()
+            ]
+            for tenant, shelf in store.shelves.items()
+        }
+
+    for seed in range(30):
+        draw = random.Random(seed)
+        store = Store(8, 20_000, Journal(records))
+        asyncio.run(store.load())
+        drafts: list[tuple[Tenant, Kept]] = []
+        for step in range(60):
+            tenant = Tenant(draw.choice("ab"), store)
+            known = list(tenant._shelf.answers.values())
+            match draw.choice(["put", "remove", "replace"]):
+                case "put":  # which others may overtake
+                    is_chat = draw.random() < 0.2  # which nothing continues
+                    steps = [one for one in known if "chat" not in one.id]
+                    previous = None if is_chat else draw.choice([None, *steps])
+                    text = b"x" * draw.randrange(3000)
+                    id_ = f"{seed}-{step}" + "-chat" * is_chat
+                    drafts.append((tenant, Kept(id_, b"[]", text, (f"i{id_}",), previous)))
+                    if draw.random() < 0.7:
+                        owner, kept = drafts.pop(draw.randrange(len(drafts)))
+                        owner.put(kept)
+                case "remove" if known:
+                    asyncio.run(tenant.forget(draw.choice(known).id))
+                case "replace" if chats := [kept for kept in known if "chat" in kept.id]:
+                    tenant.replace(draw.choice(chats), b"new")
+        again = Store(8, 20_000, Journal(records))
+        asyncio.run(records.write(lambda _: None))
+        asyncio.run(again.load())
+        assert shown(again) == shown(store)
+        assert again.num_bytes == store.num_bytes
