@@ -67,10 +67,20 @@ class Returns:
 
 
 def retry_after(error: TwostrokeError) -> str:
-    """Return the whole seconds after which to try again, at random a little later than needed."""
+    """Return the whole seconds after which to try again.
+
+    They are those of the fact `wait_s`, which is exact, or at random a little more than `room_s`.
+    """
+    if isinstance(exact_s := error.facts.get("wait_s"), float):
+        return whole(exact_s)
     room_s = error.facts.get("room_s")
     if not isinstance(room_s, float):
         return str(RETRY_AFTER_S)
     latest_s = min(room_s, MAX_RETRY_AFTER_S / (1 + _SPREAD)) * (1 + _SPREAD)
     wait_s = random.uniform(latest_s / (1 + _SPREAD), latest_s)
+    return whole(wait_s)
+
+
+def whole(wait_s: float) -> str:
+    """Return whole seconds to wait, at least one."""
     return str(max(RETRY_AFTER_S, math.ceil(wait_s)))

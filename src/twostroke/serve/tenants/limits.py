@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.errors import TwostrokeError
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.http.errors import to_response
+from twostroke.serve.http.waiting import whole
 from twostroke.serve.observe.served import served_of
 
 if TYPE_CHECKING:
@@ -155,7 +156,6 @@ class Spending:
     def __init__(self, account: Account, began_s: float) -> None:
         """Begin with no tokens."""
         self._account, self._began_s, self._num_tokens = account, began_s, 0
-        self.wait_s: float | None = None  # why the request was refused after it began
 
     def reserve(self, num_tokens: int) -> None:
         """Take all the tokens that the request may need.
@@ -164,7 +164,6 @@ class Spending:
             RateLimitError: others have emptied the bucket meanwhile.
         """
         if (refusal := self._account.shortage("tokens")) is not None:
-            self.wait_s = refusal[1]
             raise _error(refusal)
         self._num_tokens = num_tokens
         self._account.take(num_tokens)
@@ -196,21 +195,15 @@ class LimitCheck:
             await self._app(scope, receive, send)
             return
         account = self.account(served.key)
-        spending: Spending | None = None
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                has_form = served.error_form is ANTHROPIC
-                headers = [*message["headers"], *account.headers(is_anthropic=has_form)]
-                if spending is not None and spending.wait_s is not None:
-                    headers = [one for one in headers if one[0] != b"retry-after"]
-                    headers.append((b"retry-after", _whole(spending.wait_s).encode()))
-                message["headers"] = headers
+                added = account.headers(is_anthropic=served.error_form is ANTHROPIC)
+                message["headers"] = [*message["headers"], *added]
             await send(message)
 
         if (refusal := account.refusal()) is not None:
             response = to_response(_error(refusal), scope)
-            response.headers["retry-after"] = _whole(refusal[1])
             await response(scope, receive, send_with_headers)
             return
         spending = account.begin()
@@ -234,12 +227,8 @@ def _num_used(served: ServedRequest) -> int:
 
 def _error(refusal: Refusal) -> RateLimitError:
     why, wait_s = refusal
-    return RateLimitError(f"Rate limit reached: {why}. Please try again in {_whole(wait_s)}s.")
-
-
-def _whole(wait_s: float) -> str:
-    """Return whole seconds, after which the bucket has what it lacked."""
-    return str(max(1, math.ceil(wait_s)))
+    reason = f"Rate limit reached: {why}. Please try again in {whole(wait_s)}s."
+    return RateLimitError(reason, wait_s=wait_s)
 
 
 def _counted(number: int, noun: str) -> str:
