@@ -34,8 +34,8 @@ class ReportingRunner(runner.Runner):
 
     report: Any = None
 
-    async def _keep(self, batch: Any, line: Any, body: bytes, *, is_ok: bool) -> None:
-        await super()._keep(batch, line, body, is_ok=is_ok)
+    async def _keep(self, batch: Any, line: Any, answer: Any) -> None:
+        await super()._keep(batch, line, answer)
         self.report("kept", line.custom_id)
 
 

@@ -184,11 +184,14 @@ def test_refused_lines_pause_together_and_say_so_once(
 ) -> None:
     app = App()
     full = OverloadedError("The queue is full.")
-    app.fail = lambda _id, _times: full if sum(app.sent.values()) <= 8 else None
+    app.fail = lambda id_, times: full if int(id_) < 8 and times == 1 else None
     bench = Bench(records, app)
 
     async def go() -> Batch:
+        app.is_open.clear()
         await bench.begin(40)
+        await until(lambda: len(app.sent) == 8)
+        app.is_open.set()
         return await bench.ended()
 
     with caplog.at_level(logging.INFO, "twostroke.serve"):

@@ -49,3 +49,20 @@ def test_limits_pause_lines_and_fail_none(tmp_path: Path) -> None:
         [amount] = amounts(db, "0000", "9999")
     assert (amount.owner.key, amount.owner.tenant, amount.owner.is_batch) == (key.id, "anna", True)
     assert (amount.requests, amount.output) == (12, 36)
+
+
+def test_paused_batch_leaves_room_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    _, slow = add(folder, "slow", "anna", limits=KeyLimits(requests_per_minute=1))
+    _, fast = add(folder, "fast", "ben")
+    with keyed_server(folder, tmp_path) as server:
+        server.http.headers["x-api-key"] = slow
+        first = begin(server, 600)
+        wait_for(lambda: counts(server, first)[1] == 1, 20)
+        server.http.headers["x-api-key"] = fast
+        second = begin(server, 4)
+        wait_for(lambda: counts(server, second) == ("completed", 4, 0), 20)
+        server.http.headers["x-api-key"] = slow
+        assert counts(server, first) == ("in_progress", 1, 0)
+        assert server.http.post(f"/v1/batches/{first}/cancel").status_code == 200
+        wait_for(lambda: counts(server, first)[0] == "cancelled", 20)

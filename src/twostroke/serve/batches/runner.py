@@ -261,9 +261,10 @@ class Runner:
         async with asyncio.TaskGroup() as group:
             for number, text in read_lines(path, most):
                 if number not in done:
-                    await self._enter()
+                    has_room = asyncio.Event()
                     line = parse(number, text, self._limits)
-                    group.create_task(self._send(batch, line)).add_done_callback(self._leave)
+                    group.create_task(self._send(batch, line, has_room))
+                    await has_room.wait()
 
     async def _enter(self) -> None:
         """Wait until there is room for a line, and take it."""
@@ -274,28 +275,33 @@ class Runner:
                     await asyncio.wait_for(self._left.wait(), _LOOK_S)
             self._num_lines += 1
 
-    def _leave(self, _task: object) -> None:
-        """Give the room of a line to another, even if its task was cancelled before it began."""
+    def _leave(self) -> None:
+        """Give the room of a line to another."""
         self._num_lines -= 1
         self._left.set()
 
-    async def _send(self, batch: Batch, line: Line) -> None:
-        """Run a line and keep its result, however often the engine or the disk must be asked."""
-        sender = inside.Sender(batch.tenant, BATCH_SERVICE, batch.key)
-        while (answer := await self._try(batch, line, sender)) is None:
-            pass
-        is_ok = answer.status < 400
-        body = self._forms[batch.protocol].result(line.custom_id, answer)
-        await self._keep(batch, line, body, is_ok=is_ok)
-        pace = self._paces[batch.id]
-        pace.num_done += 1
-        pace.num_failed += not is_ok
+    async def _send(self, batch: Batch, line: Line, has_room: asyncio.Event) -> None:
+        """Run a line and keep its result, however often the engine or the disk must be asked.
 
-    async def _try(self, batch: Batch, line: Line, sender: inside.Sender) -> inside.Answer | None:
+        A line that pauses leaves its room to other batches.
+        """
+        answer: inside.Answer | None = None
+        while answer is None:
+            sent_s = await self._valves[batch.id].enter()
+            await self._enter()
+            has_room.set()
+            try:
+                answer = await self._try(batch, line, sent_s)
+                if answer is not None:
+                    await self._keep(batch, line, answer)
+            finally:
+                self._leave()
+
+    async def _try(self, batch: Batch, line: Line, sent_s: float) -> inside.Answer | None:
         """Return the answer to a line; None if it has to be tried again."""
         assert self._app is not None
+        sender = inside.Sender(batch.tenant, BATCH_SERVICE, batch.key)
         valve, answer, is_refused = self._valves[batch.id], None, False
-        sent_s = await valve.enter()
         try:
             if not self._may_run(batch.tenant):
                 raise _NoKeyError
@@ -311,10 +317,15 @@ class Runner:
                 return inside.refused(line.url, EngineKillerError(message), request_id)
         return None if is_refused else answer
 
-    async def _keep(self, batch: Batch, line: Line, body: bytes, *, is_ok: bool) -> None:
-        """Keep a result."""
+    async def _keep(self, batch: Batch, line: Line, answer: inside.Answer) -> None:
+        """Keep the result of a line."""
+        is_ok = answer.status < 400
+        body = self._forms[batch.protocol].result(line.custom_id, answer)
         keep = partial(kept.keep_result, id_=batch.id, line=line.number, body=body, is_ok=is_ok)
         await self._write(keep)
+        pace = self._paces[batch.id]
+        pace.num_done += 1
+        pace.num_failed += not is_ok
 
     async def _write(self, work: Callable[[Any], T]) -> T:
         """Return what `work` returns, and try until the disk takes its changes."""
