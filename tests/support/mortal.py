@@ -71,8 +71,11 @@ class Loop(EngineLoop):
 
     _idle_s = 0.0  # it never waits
 
-    def _run(self) -> None:
+    def __init__(self, *given: Any) -> None:
         self.end = threading.Event()
+        super().__init__(*given)
+
+    def _run(self) -> None:
         self.end.wait()
 
     def step(self) -> None:
