@@ -21,7 +21,7 @@ def test_any_order_of_operations_keeps_pages_tokens_and_progress():
     print(dict(counts))
     for what in ("add", "end", "commit", "refuse", "flush"):
         assert counts[what] > NUM_OPERATIONS // 500, f"too few of {what}"
-    for what in ("end in flight", "branches", "moves", "lose", "recall"):
+    for what in ("end in flight", "branches", "moves", "lose", "recall", "expire", "stop late"):
         assert counts[what] > NUM_OPERATIONS // 10_000, f"too few {what}"
     for what in (
         "preemptions",

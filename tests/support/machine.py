@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import Counter, deque
@@ -32,8 +33,11 @@ from twostroke.schedule.holdings import held
 if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import Delta, StepPlan, TokenLogprobs
+    from twostroke.schedule.ticket import Rank
 
 _SEEDS = st.integers(0, 2**32 - 1)
+_WEIGHTS = {"": 1.0, "one": 3.0, "two": 0.5}
+_DEADLINES_S = [(math.inf, math.inf)] * 5 + [(0.5, math.inf), (1.0, 8.0), (math.inf, 3.0)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -57,7 +61,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scores: dict[Request, list[TokenLogprobs | None]] = {}
         self.num_read: dict[Request, int] = {}
         self.earlier: list[Request] = []
-        self.ranks: dict[Request, tuple[int, int]] = {}
         self.flights: deque[StepPlan] = deque()
         self.num_started = 0  # of these
 
@@ -103,6 +106,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.num_added += 1
             request = random_request(rng, f"r{self.num_added}", self.room, self.earlier)
+            request.tenant = request.salt.decode()
+            request.weight = _WEIGHTS[request.tenant]
+            request.start_within_s, request.timeout_s = rng.choice(_DEADLINES_S)
+            request.arrival_s = self.now_s
             output, reason = expected_output(
                 request, self.room, self.windows, two_arithmetics=self.two_arithmetics
             )
@@ -119,9 +126,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.counted("refuse")
                 continue
             self.live[request.id] = (request, output, reason)
-            arrival = len(self.ranks)
-            overtakes = request.priority * self.scheduler.config.max_overtakes
-            self.ranks[request] = (arrival + overtakes, arrival)
             self.counted("add")
 
     @precondition(lambda self: self.live)
@@ -145,6 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         self.start()
+        self.expire()
         plan = self.scheduler.plan()
         if plan is not None:
             self.check_plan(plan)
@@ -155,6 +160,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif not self.flights:
             assert self.scheduler.wait_s != 0, "somebody could run, and nobody does"
         self.counted("plan")
+
+    def expire(self) -> None:
+        """End what is past its time, as the loop does before each step."""
+        for request, _ in self.scheduler.overdue():
+            assert request.id in self.live, "over twice, or after its end"
+            del self.live[request.id]
+            is_late = self.now_s >= request.end_by_s
+            assert is_late or (not request.output and self.now_s >= request.start_by_s), "too early"
+            self.scheduler.finish(request, FinishReason.ERROR)
+            self.counted("stop late" if is_late else "expire")
+        for request, _, _ in self.live.values():
+            assert self.now_s < request.end_by_s, "it should have been stopped"
 
     @precondition(lambda self: len(self.flights) > self.num_started)
     @rule(seed=_SEEDS)
@@ -274,11 +291,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(planned)) == len(planned) <= config.max_running
         assert not set(planned) & set(plan.preempted)
         running = [request for request, _, _ in self.live.values() if request.pages]
-        best = min(running, key=self.ranks.__getitem__, default=None)
+        best = min(running, key=self.rank, default=None)
         assert self.flights or best in planned, "the first one starves"
         assert not self.flights or not plan.preempted, "pages in flight were taken"
         for victim in plan.preempted:
-            assert all(self.ranks[other] < self.ranks[victim] for other in running), "wrong victim"
+            assert all(self.rank(other) < self.rank(victim) for other in running), "wrong victim"
         for piece in plan.slices:
             assert piece.request.id in self.live, "a step for a request that has ended"
             is_end = piece.start + piece.count == len(piece.request.tokens)
@@ -315,6 +332,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.num_read[request] = max(end, self.num_read.get(request, 0))
             assert not request.is_finished or self.num_read[request] == request.num_prompt
         self.counts["vectors"] += request.is_finished
+
+    def rank(self, request: Request) -> Rank:
+        return self.scheduler._tickets[request.id].rank
 
     def chance(self, seed: int) -> random.Random:
         """Return random numbers that differ from operation to operation, even with one seed."""
