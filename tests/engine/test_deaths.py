@@ -8,6 +8,7 @@ import fcntl
 import os
 import signal
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from twostroke.core.errors import (
     EngineStoppedError,
 )
 from twostroke.core.request import NO_HINTS, FinishReason
+from twostroke.core.sampling import SamplingParams
 from twostroke.engine import child, supervisor, wire
 from twostroke.engine.build import build
 from twostroke.engine.generation import Outputs
@@ -180,6 +182,23 @@ def test_whatever_fails_at_the_desk_is_answered(
     assert isinstance(accepted, wire.Accepted)
     assert str(compiled.error) == str(accepted.error)
     assert str(accepted.error) == "The engine could not begin: ValueError: odd"
+
+
+def test_what_is_cancelled_while_its_constraint_is_compiled_does_not_run(model: str) -> None:
+    params = SamplingParams(max_tokens=3000, constraint=Constraint("regex", "a+"))
+    with build(model, options()) as engine:
+        recorder = Recorder()
+        desk = Desk(engine, cast("Any", recorder))
+        held, compiled = threading.Event(), desk._compiler.submit(int)
+        desk._compiler.submit(held.wait)
+        compiled.result()
+        desk._do(wire.Generate(1, PROMPTS, params, ANYONE, NO_HINTS))
+        desk._do(wire.Cancel(1))
+        held.set()
+        desk._compiler.submit(int).result()
+        ends = [o for m in recorder.sent if isinstance(m, wire.Said) for _, o in m.outputs]
+    assert [output.finish_reason for output in ends][-2:] == [FinishReason.CANCEL] * 2
+    assert not desk._open
 
 
 def test_a_descriptor_beyond_1023_is_read() -> None:

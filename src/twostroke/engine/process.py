@@ -97,6 +97,8 @@ class _Log(logging.Handler):
 class _Asked(Outputs):
     """What one message asked for; `id` is the message's."""
 
+    is_cancelled = False  # perhaps while its constraint is compiled, before it is queued
+
     def __init__(self, desk: Desk, id_: int, waited_s: float) -> None:
         super().__init__(desk.loop, Mailbox(partial(desk.put, id_), desk.carry))
         self.id, self._desk, self._waited_s = id_, desk, waited_s
@@ -155,10 +157,12 @@ class Desk:
             case wire.Generate():
                 self._generate(message)
             case wire.Embed():
+                self._open[message.id] = _Asked(self, message.id, message.waited_s)
                 self._start(message)
             case wire.Cancel():
-                if (outputs := self._open.get(message.id)) is not None:
-                    outputs.cancel()
+                if (asked := self._open.get(message.id)) is not None:
+                    asked.is_cancelled = True
+                    asked.cancel()
             case wire.Compile():
                 self._compiler.submit(self._compile, message)
             case wire.Read():
@@ -170,6 +174,7 @@ class Desk:
                 raise wire.WireError("The engine is loaded already.")
 
     def _generate(self, message: wire.Generate) -> None:
+        self._open[message.id] = _Asked(self, message.id, message.waited_s)
         constraint = message.params.constraint
         grammar = self._client.grammars.known(constraint) if constraint else None
         if constraint and grammar is None:  # forgotten, or known to a process that died
@@ -184,8 +189,7 @@ class Desk:
         grammar: GrammarMatcher | None = None,
     ) -> None:
         """Queue what was asked for, and say whether that was possible."""
-        asked = self._open[message.id] = _Asked(self, message.id, message.waited_s)
-        client, caller = self._client, message.caller
+        asked, client, caller = self._open[message.id], self._client, message.caller
         try:
             if isinstance(message, wire.Embed):
                 client.queue_texts(asked, message.texts, message.params, caller)
@@ -201,6 +205,8 @@ class Desk:
                 self._wire.send(wire.Accepted(message.id, _told(error)))
         else:
             self._wire.send(wire.Accepted(message.id))
+            if asked.is_cancelled:
+                asked.cancel()
 
     def _top_up(self, id_: int) -> None:
         asked = self._open.get(id_)
