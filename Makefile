@@ -46,7 +46,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine soak test-speculation test-forms test-calls test-clients test-durable test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine soak test-speculation test-forms test-calls test-clients test-durable test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -161,7 +161,7 @@ test-clients: build pull ## Run other projects' clients against a server (CLIENT
 
 test-durable: build ## Let each write fail or lose power, and kill a server, while batches run (DURABLE_KILLS=).
 	@$(BIN)/python tests/durable/disk.py
-	@$(BIN)/python tests/durable/kills.py --kills $(DURABLE_KILLS)
+	@PYTHONPATH=src:tests $(BIN)/python tests/durable/kills.py --kills $(DURABLE_KILLS)
 
 test-api: build pull ## Generate requests from the OpenAPI document (API_ARGS="--model smollm2").
 	@$(MAKE) --no-print-directory .venv-api/.ready
@@ -211,6 +211,9 @@ bench-speculation: native pull ## Measure what speculation saves.
 bench-overhead: native pull ## Measure a step without its kernels, and a request without its engine.
 	@$(BIN)/python benchmarks/overhead.py $(BENCH_ARGS)
 	@$(BIN)/python benchmarks/tenants.py
+
+bench-batch: native pull ## Measure a file of requests, and a client beside a full batch.
+	@$(BIN)/python benchmarks/batches.py $(BENCH_ARGS)
 
 bench-crowd: native pull ## Measure one client among a thousand slow readers.
 	@$(BIN)/python benchmarks/crowd.py $(BENCH_ARGS)

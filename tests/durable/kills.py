@@ -1,4 +1,4 @@
-"""`make test-durable`: a server is killed (SIGKILL) at random moments while batches run.
+"""`make test-durable`: `twostroke serve` is killed (SIGKILL) at random moments while batches run.
 
 After each kill the next server goes on in the same folder. No result that a client was told of may
 be lost, and each batch must end with one result for each line, the same as without kills.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +22,11 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.tiny import write_tiny_gguf
+
 NUM_LINES = 120
 URL = "/v1/completions"
+_ADDRESS = re.compile(r"http://[\d.:]+")
 
 
 def main() -> int:
@@ -58,15 +60,17 @@ class Campaign:
 
     def round(self, folder: Path, kill_after_s: float | None) -> None:
         """Start the server, let it work, and kill it; without a time, wait for the batch's end."""
-        command = [sys.executable, "-m", "support.serve_tiny", str(folder), "0", "1", "records"]
-        paths = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'src'}"}
-        with subprocess.Popen(
-            command, env={**os.environ, **paths}, stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            assert url.startswith("http://"), f"the server does not start: {url}"
-            with closing(httpx.Client(base_url=url, timeout=10, trust_env=False)) as http:
+        model = folder / "tiny.gguf"
+        if not model.exists():
+            write_tiny_gguf(model)
+        command = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0"]
+        command += ["--threads", "1", "--no-access-log", "--records", str(folder / "records")]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            said = process.stderr.readline()
+            found = _ADDRESS.search(said)
+            assert found is not None, f"the server does not start: {said}{process.stderr.read()}"
+            with closing(httpx.Client(base_url=found[0], timeout=10, trust_env=False)) as http:
                 end_s = time.monotonic() + (60 if kill_after_s is None else kill_after_s)
                 with suppress(httpx.HTTPError):
                     self._look(http)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,15 @@ HERE = Path(__file__).parent
 
 def run(script: str, *arguments: str) -> str:
     command = [sys.executable, str(HERE / script), *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    paths = {"PYTHONPATH": f"{HERE.parent}:{HERE.parents[1] / 'src'}"}
+    ran = subprocess.run(
+        command,
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert ran.returncode == 0, f"{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
     return ran.stdout
 
