@@ -46,7 +46,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine soak test-speculation test-forms test-calls test-clients test-durable test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine soak test-speculation test-forms test-calls test-clients test-durable test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -220,6 +220,9 @@ bench-crowd: native pull ## Measure one client among a thousand slow readers.
 
 bench-hostile: native pull ## Measure how long hostile schemas delay another stream.
 	@$(BIN)/python benchmarks/hostile.py $(BENCH_ARGS)
+
+bench-overload: native pull ## Measure refusals, goodput, fair shares under far too much load.
+	@$(BIN)/python benchmarks/overload.py $(BENCH_ARGS)
 
 bench-parallel: native pull ## Measure a model on several ranks beside one process.
 	@PYTHONPATH=tests $(BIN)/python benchmarks/parallel.py $(BENCH_ARGS)

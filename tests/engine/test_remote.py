@@ -39,7 +39,7 @@ from twostroke.core.errors import (
 )
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine import child, supervisor, watch
+from twostroke.engine import child, supervisor, watch, wire
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
 from twostroke.engine.health import Health
@@ -284,5 +284,33 @@ def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model:
             assert await texts(await ask(engine))
             assert engine.life.back_s == 0
             assert (await idle(engine)).snapshot.services["default"].answers == 1
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_is_not_asked_again_for_a_moment(model: str) -> None:
+    async def run() -> None:
+        async with started(model, max_running=1, max_waiting_requests=1) as engine:
+            running = await ask(engine, LONG)
+            await first_of(running)
+            waiting = await ask(engine)
+            sent: list[wire.Request] = []
+            send = engine.life.send
+            engine._book._send = lambda message: sent.append(message) or send(message)
+            errors = []
+            for _ in range(3):
+                with pytest.raises(OverloadedError) as got:
+                    await ask(engine)
+                errors.append(str(got.value))
+            assert len(sent) == 1
+            assert errors == errors[:1] * 3
+            other = await engine.generate(PROMPTS[:1], GREEDY, Caller(priority=-1), NO_HINTS)
+            await asyncio.sleep(0.06)
+            with pytest.raises(OverloadedError):
+                await ask(engine)
+            assert len(sent) == 3, "it was asked again after the moment"
+            running.cancel()
+            assert await texts(other)
+            assert await texts(waiting)
 
     asyncio.run(run())

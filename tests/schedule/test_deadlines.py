@@ -112,8 +112,9 @@ def test_a_class_that_gets_little_is_refused_earlier():
     for number in range(100):
         line.add(f"flex{number}", priority=1)
     for number in range(30):
-        if number % 5:
-            line.add(f"default{number}")
+        if not number % 5:
+            for place in range(4):
+                line.add(f"default{number}.{place}")
         line.step()
     with pytest.raises(OverloadedError) as got:
         line.add("flex", priority=1, timeout_s=1.0)

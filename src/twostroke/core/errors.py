@@ -151,7 +151,8 @@ class OverloadedError(TwostrokeError):
     """The queue is full; the same request may be accepted later.
 
     If it is known when, the facts have `room_s`, the seconds until then, and perhaps `turn_s`, how
-    long the request's own tokens will keep the queue.
+    long the request's own tokens will keep the queue. `is_full` says that shorter requests of the
+    same caller would be refused, too.
     """
 
     http_status = 429

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import DeadlineError
+from twostroke.core.errors import DeadlineError, OverloadedError
 from twostroke.core.request import FinishReason
 from twostroke.engine import wire
 from twostroke.engine.output import Output, Usage
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from twostroke.core.errors import TwostrokeError
+    from twostroke.engine.client import Caller
 
+_FULL_S: Final = 0.05  # that a full queue is taken to stay so
+_MOST_FULL: Final = 1000
 _GRACE_S: Final = 0.25  # for the engine's own answer to a timeout
 
 
@@ -84,6 +87,32 @@ class RemoteOutputs:
         usage = Usage(0, 0, 0)
         while self.num_open:
             self.put(Output(0, "", (), finish_reason=reason, usage=usage, error=error))
+
+
+class FullQueue:
+    """Knows for a moment whose requests found the queue full, and refuses more of them at once.
+
+    So a flood costs the engine little of the time that it has for others.
+    """
+
+    def __init__(self) -> None:
+        """Know of nothing."""
+        self._refused: dict[tuple[str, int], tuple[float, str, dict[str, Any]]] = {}
+
+    def note(self, caller: Caller, error: TwostrokeError) -> None:
+        """Take in an error of the engine."""
+        if isinstance(error, OverloadedError) and error.facts.get("is_full"):
+            if len(self._refused) >= _MOST_FULL:
+                self._refused.clear()
+            found = time.monotonic(), error.reason, dict(error.facts)
+            self._refused[caller.tenant, caller.priority] = found
+
+    def check(self, caller: Caller) -> None:
+        """Raise the OverloadedError of a moment ago."""
+        found = self._refused.get((caller.tenant, caller.priority))
+        if found is not None and time.monotonic() - found[0] < _FULL_S:
+            _, reason, facts = found
+            raise OverloadedError(reason, **facts)
 
 
 class Book:

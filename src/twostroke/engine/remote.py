@@ -24,7 +24,7 @@ from twostroke.core.errors import (
 from twostroke.core.hardware import memory_used
 from twostroke.core.request import FinishReason
 from twostroke.engine import wire
-from twostroke.engine.asked import Book, RemoteOutputs
+from twostroke.engine.asked import Book, FullQueue, RemoteOutputs
 from twostroke.engine.build import make_card
 from twostroke.engine.child import EngineProcess
 from twostroke.engine.health import Health
@@ -72,6 +72,7 @@ class RemoteEngine:
         self._on_end: Callable[[], None] = lambda: None
         self._life = Supervisor(load, process, ready, self)
         self._book = Book(self._life.send)
+        self._full = FullQueue()
 
     @classmethod
     def start(
@@ -204,6 +205,7 @@ class RemoteEngine:
     async def _ask(self, message: wire.Generate | wire.Embed, num_answers: int) -> RemoteOutputs:
         self._check_running()
         self._check_harmless(message)
+        self._full.check(message.caller)
         waiting = len(self._book.unsent)
         if waiting >= self.facts.config.max_waiting_requests:
             reason = f"{waiting} requests wait until the engine can take them."
@@ -315,6 +317,7 @@ class RemoteEngine:
         if outputs is None:
             return
         if message.error is not None:
+            self._full.note(outputs.message.caller, message.error)
             self._book.drop(outputs)
             outputs.fail(message.error)
         elif not outputs.accepted.done():  # else an earlier process has accepted it

@@ -8,6 +8,7 @@ that came in one.
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
@@ -227,6 +228,7 @@ def _from_form(kind: type, value: Any) -> object:
     return np.frombuffer(value, "<f4")
 
 
+@cache
 def _kinds() -> dict[str, type[TwostrokeError]]:
     """Return the errors that both ends know, by name."""
     found: dict[str, type[TwostrokeError]] = {}

@@ -177,7 +177,8 @@ def check_queue(
     Raises:
         OverloadedError: too many requests wait, or too many tokens.
     """
-    if num_requests >= config.max_waiting_requests:
+    is_full = num_requests >= config.max_waiting_requests
+    if is_full:
         found, limit = f"{num_requests} requests wait", config.max_waiting_requests
     elif num_requests and num_tokens + num_own > config.max_waiting_tokens:
         found, limit = f"{num_tokens + num_own} tokens would wait", config.max_waiting_tokens
@@ -188,6 +189,7 @@ def check_queue(
         f"The queue is full: {found}, and at most {limit} may. Try again later.",
         room_s=room_s,
         turn_s=outlook.turn_s,
+        is_full=is_full,
     )
 
 

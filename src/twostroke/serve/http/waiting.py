@@ -23,6 +23,7 @@ MAX_TIMEOUT_S: Final = 86400.0
 RETRY_AFTER_S: Final = 1  # at least, and where nothing is known
 MAX_RETRY_AFTER_S: Final = 60
 _SPREAD: Final = 0.25  # of a time, which is added to it at random
+_LATEST_S: Final = MAX_RETRY_AFTER_S / (1 + _SPREAD)
 
 
 def timeout_of(scope: Scope) -> float:
@@ -46,7 +47,8 @@ def timeout_of(scope: Scope) -> float:
 class Returns:
     """Gives refused clients times to come back, one after another at the engine's pace.
 
-    It counts on all of them to come back, so those that do find room. It belongs to the event loop.
+    It counts on all of them to come back, so those that do find room. Once their turns take longer
+    than anybody may be put off for, times are spread evenly. It belongs to the event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,8 +64,12 @@ class Returns:
         now_s = self._clock()
         due_s = max(self._due_s.get(service, 0.0), now_s + room_s)
         error.facts["room_s"] = due_s - now_s
-        if isinstance(turn_s, float):
-            self._due_s[service] = min(due_s + turn_s, now_s + MAX_RETRY_AFTER_S)
+        if not isinstance(turn_s, float):
+            return
+        if due_s + turn_s > now_s + _LATEST_S:
+            due_s = now_s + _LATEST_S
+            error.facts["room_s"] = random.uniform(min(room_s, _LATEST_S), _LATEST_S)
+        self._due_s[service] = due_s + turn_s
 
 
 def retry_after(error: TwostrokeError) -> str:
@@ -76,9 +82,7 @@ def retry_after(error: TwostrokeError) -> str:
     room_s = error.facts.get("room_s")
     if not isinstance(room_s, float):
         return str(RETRY_AFTER_S)
-    latest_s = min(room_s, MAX_RETRY_AFTER_S / (1 + _SPREAD)) * (1 + _SPREAD)
-    wait_s = random.uniform(latest_s / (1 + _SPREAD), latest_s)
-    return whole(wait_s)
+    return whole(min(room_s, _LATEST_S) * random.uniform(1, 1 + _SPREAD))
 
 
 def whole(wait_s: float) -> str:
