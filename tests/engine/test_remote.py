@@ -17,6 +17,7 @@ from support.remote import (
     LONG,
     PROMPTS,
     ask,
+    faked,
     first_of,
     idle,
     options,
@@ -43,6 +44,7 @@ from twostroke.engine import child, supervisor, watch, wire
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
 from twostroke.engine.health import Health
+from twostroke.engine.output import Output, Usage
 from twostroke.engine.remote import RemoteEngine
 from twostroke.engine.served import LocalEngine
 
@@ -312,5 +314,62 @@ def test_a_full_queue_is_not_asked_again_for_a_moment(model: str) -> None:
             running.cancel()
             assert await texts(other)
             assert await texts(waiting)
+
+
+def test_an_output_that_overtakes_the_acceptance_is_read(model: str) -> None:
+    end = Output(0, "x", (4,), finish_reason=FinishReason.LENGTH, usage=Usage(3, 0, 1))
+
+    async def run() -> list[str]:
+        async with faked(model) as (engine, process):
+            asked = asyncio.create_task(ask(engine))
+            await until(process.is_asked)
+            process.say(wire.Said([(1, end)]))
+            process.say(wire.Accepted(1))
+            async with asyncio.timeout(5):
+                return await texts(await asked)
+
+    assert asyncio.run(run()) == ["x"]
+
+
+def test_an_answer_to_another_question_ends_the_process(model: str) -> None:
+    async def run() -> None:
+        async with faked(model) as (engine, process):
+            reading = asyncio.create_task(engine.read())
+            await until(process.is_asked)
+            process.say(wire.Compiled(1))
+            await until(lambda: process.is_killed)
+            assert (await reading).snapshot is not None  # the last one
+
+    asyncio.run(run())
+
+
+def test_a_process_that_is_ready_twice_is_not_asked_twice(model: str) -> None:
+    async def run() -> None:
+        async with faked(model) as (engine, process):
+            reading = asyncio.create_task(engine.read())
+            await until(process.is_asked)
+            process.say(wire.Ready(*_ready_of(engine)))
+            process.say(wire.State(1, engine._last))
+            await reading
+            assert not process.is_asked()
+
+    asyncio.run(run())
+
+
+def _ready_of(engine: RemoteEngine) -> tuple[wire.EngineCard, Any, Any]:
+    card = wire.EngineCard(4096, "", engine.card.cost.cache, None, None, 0.0)
+    return card, engine.facts, engine._last
+
+
+def test_numbers_that_no_frame_holds_are_refused_and_do_not_wait(model: str) -> None:
+    async def run() -> None:
+        async with faked(model) as (engine, process):
+            for token in (2**64, -(2**63) - 1, 10**400):
+                with pytest.raises(RequestError, match="64 bits"):
+                    await engine.generate([[1], [token]], GREEDY, ANYONE, NO_HINTS)
+            with pytest.raises(RequestError, match="64 bits"):
+                await engine.embed([[1]], EmbeddingParams(dimensions=2**64), ANYONE)
+            assert not process.is_asked()
+            assert not engine._book.open
 
     asyncio.run(run())

@@ -130,3 +130,12 @@ def test_a_message_of_the_other_side_is_refused() -> None:
     unknown = msgspec.msgpack.encode([99, 1])
     with pytest.raises(wire.WireError):
         list(wire.Frames(wire.answers).feed(len(unknown).to_bytes(4, "little") + unknown))
+
+
+def test_an_error_of_an_unknown_kind_is_refused() -> None:
+    frame = wire.pack(wire.Accepted(1, OverloadedError("full")))
+    unknown = frame.replace(b"OverloadedError", b"OverheatedError")
+    assert len(unknown) == len(frame)
+    assert unknown != frame
+    with pytest.raises(wire.WireError, match="cannot be read"):
+        list(wire.Frames(wire.answers).feed(unknown))

@@ -86,6 +86,7 @@ def test_this_machine_has_its_measured_limits(
         ({"device": "L4", "output": 1 << 40}, "output", "1048576"),
         ({"device": "L4", "streams": 1 << 15}, "streams", "16384"),
         ({"device": "L4", "count": 0}, "count", "from 1 to 1,024"),
+        ({"device": "L4", "count": 10**400}, "count", "from 1 to 1,024"),
         ({"device": "L4", "cached": 1}, "cached", "below 1"),
         ({"device": "L4", "tpot_s": -1}, "tpot_s", "greater than 0"),
         ({"device": "L4", "prompt": "many"}, "prompt", "integer"),

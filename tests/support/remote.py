@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,14 @@ from twostroke.core.config import (
 )
 from twostroke.core.request import NO_HINTS
 from twostroke.core.sampling import SamplingParams
+from twostroke.engine import wire
+from twostroke.engine.build import build
 from twostroke.engine.client import Caller
+from twostroke.engine.process import _ready
 from twostroke.engine.remote import RemoteEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from twostroke.engine.output import Output
     from twostroke.engine.served import Reading, ServedEngine, ServedOutputs
@@ -38,6 +42,63 @@ def options(**batch: Any) -> EngineOptions:
         SpeculationOptions("off"),  # how tokens come together then depends on time
         accept_quality=True,  # its weights are random
     )
+
+
+class FakeProcess:
+    """Stands in for an engine's process: the test holds its end of the socket, `theirs`."""
+
+    pid = 0
+    began_s = 0.0
+
+    def __init__(self) -> None:
+        self.socket, self.theirs = socket.socketpair()
+        self.frames = wire.Frames(wire.answers)
+        self.is_killed = False
+
+    def say(self, message: wire.Answer) -> None:
+        self.theirs.sendall(wire.pack(message))
+
+    def is_asked(self) -> bool:
+        """Whether something was sent since the last look."""
+        self.theirs.setblocking(False)
+        try:
+            return bool(self.theirs.recv(1 << 16))
+        except BlockingIOError:
+            return False
+
+    def receive(self) -> Iterator[wire.Answer] | None:
+        data = self.socket.recv(1 << 20)
+        return self.frames.feed(data) if data else None
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def describe_end(self) -> str:
+        return "it was ended"
+
+    def close(self) -> None:
+        self.socket.close()
+        self.theirs.close()
+
+
+@asynccontextmanager
+async def faked(model: str) -> AsyncIterator[tuple[RemoteEngine, FakeProcess]]:
+    with build(model, options()) as engine:
+        card, ready = engine.client.card, _ready(engine)
+    process: Any = FakeProcess()
+    load = wire.Load(wire.VERSION, model, options(), "warning")
+    engine_ = RemoteEngine(load, card, process, ready)
+    engine_.life._num_failures = 1000  # no other process follows
+    engine_.attach(lambda: None)
+    try:
+        yield engine_, process
+    finally:
+        engine_.life._has_ended = True
+        for task in list(engine_.life._tasks):
+            task.cancel()
+        if not process.is_killed:
+            asyncio.get_running_loop().remove_reader(process.socket)
+        process.close()
 
 
 @asynccontextmanager

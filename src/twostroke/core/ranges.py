@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from twostroke.core.errors import UsageError
+
+_MAX_SHOWN: Final = 40  # digits of an integer, which may be too large for a float
 
 
 def check_range(owner: object, *fields: str, most: float, least: float | None = None) -> None:
@@ -25,7 +29,8 @@ def check_number(field: str, value: float, *, most: float, least: float | None =
     """
     if not (value > 0 if least is None else value >= least) or not value <= most:
         low = "greater than 0 and at most" if least is None else f"from {_text(least)} to"
-        raise UsageError(f"must be {low} {_text(most)}, got {value:.15g}.", field=field)
+        got = f"{value:.15g}" if isinstance(value, float) else str(value)[:_MAX_SHOWN]
+        raise UsageError(f"must be {low} {_text(most)}, got {got}.", field=field)
 
 
 def _text(bound: float) -> str:

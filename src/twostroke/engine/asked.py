@@ -72,6 +72,8 @@ class RemoteOutputs:
     def put(self, output: Output) -> None:
         """Take an output."""
         self.has_begun = True
+        if not self.accepted.done():  # a quick step's output overtakes the word that it was queued
+            self.accepted.set_result(None)
         self.num_open -= output.finish_reason is not None
         self._unread.put_nowait(output)
 

@@ -19,6 +19,7 @@ from twostroke.core.errors import (
     EngineKillerError,
     EngineStoppedError,
     OverloadedError,
+    RequestError,
     TwostrokeError,
 )
 from twostroke.core.hardware import memory_used
@@ -206,6 +207,7 @@ class RemoteEngine:
         self._check_running()
         self._check_harmless(message)
         self._full.check(message.caller)
+        _check_numbers(message)
         waiting = len(self._book.unsent)
         if waiting >= self.facts.config.max_waiting_requests:
             reason = f"{waiting} requests wait until the engine can take them."
@@ -257,8 +259,10 @@ class RemoteEngine:
             case wire.Accepted():
                 self._accepted(message)
             case wire.Compiled():
+                self._check_asked(message.id, wire.Compile)
                 self._reply(message.id, message.gaps, message.error)
             case wire.State():
+                self._check_asked(message.id, wire.Read)
                 self._reply(message.id, message.reading)
 
     def died(self) -> bool:
@@ -323,6 +327,11 @@ class RemoteEngine:
         elif not outputs.accepted.done():  # else an earlier process has accepted it
             outputs.accepted.set_result(None)
 
+    def _check_asked(self, id_: int, kind: type[wire.Request]) -> None:
+        """Raise WireError if the process answers what was asked as if it were something else."""
+        if id_ in self._asked and not isinstance(self._asked[id_][0], kind):
+            raise wire.WireError("The engine's answer does not fit what it was asked.")
+
     def _reply(self, id_: int, value: object, error: TwostrokeError | None = None) -> None:
         _, found = self._asked.get(id_, (None, None))
         if found is None or found.done():
@@ -331,3 +340,11 @@ class RemoteEngine:
             found.set_result(value)
         else:
             found.set_exception(error)
+
+
+def _check_numbers(message: wire.Generate | wire.Embed) -> None:
+    """Refuse a message that cannot be sent, before it waits among others."""
+    try:
+        wire.encode(message)
+    except OverflowError:
+        raise RequestError("A number of the request does not fit into 64 bits.") from None

@@ -156,7 +156,7 @@ class Supervisor:
                 log(message)
             case wire.Failed():
                 self._why = str(message.error)
-            case wire.Ready():
+            case wire.Ready() if not self.is_up:
                 self._begin(message)
                 self._guest.runs_again(message)
             case _:

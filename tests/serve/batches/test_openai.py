@@ -264,6 +264,19 @@ def test_wrong_uploads_are_refused(server: LiveServer) -> None:
     assert server.http.get("/v1/files").json()["data"] == []
 
 
+def test_heads_and_fields_of_forms_are_bounded(server: LiveServer) -> None:
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    for form, words in (
+        (b"--x\r\n" + b"h" * 10_000, "too long a head"),
+        (b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n' + b"b" * 10_000, "longer than"),
+        (b"--x" + b"\r\nX: y\r\n\r\n\r\n--x" * 20, "twice"),
+    ):
+        parts = (form[i : i + 500] for i in range(0, len(form), 500))
+        answer = server.http.post("/v1/files", content=parts, headers=headers)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+
+
 def test_boundary_is_found_wherever_the_form_is_cut(server: LiveServer) -> None:
     text = b"\r\n--b\r\n--bounda\r\n"
     head = b'Content-Disposition: form-data; name="'

@@ -45,6 +45,11 @@ def test_chunked_oversize_is_refused_while_it_is_read(strict: LiveServer) -> Non
     chunk = b"1000\r\n" + b" " * 0x1000 + b"\r\n"
     answer = talk(strict, head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 4)
     assert b"413" in answer.split(b"\r\n")[0]
+    head += "Connection: close\r\n"
+    for size, status in ((10_000, b"400"), (10_001, b"413")):
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size)
+        answer = talk(strict, head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+        assert status in answer.split(b"\r\n")[0]
 
 
 def test_body_at_the_limit_is_read(strict: LiveServer) -> None:
@@ -97,6 +102,27 @@ def test_too_many_headers_are_refused(strict: LiveServer) -> None:
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: " + b"b" * 3000
     assert b"431" in talk(strict, head + b"\r\n\r\n").split(b"\r\n")[0]
     assert b"400" in talk(strict, head).split(b"\r\n")[0]
+
+
+def test_a_chunk_ends_with_a_line_break(strict: LiveServer) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for end in (b"XX", b"\n\n", b""):
+        answer = talk(strict, head.encode() + b"2\r\n{}" + end + b"0\r\n\r\n")
+        assert b"400" in answer.split(b"\r\n")[0]
+        assert b"invalid_request" not in answer  # nobody has read it
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b"Chunked", b"chunked "])
+def test_a_body_with_two_lengths_is_refused_and_the_rest_is_not_read(
+    strict: LiveServer, coding: bytes
+) -> None:
+    hidden = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    lengths = b"Content-Length: %d\r\nTransfer-Encoding: %b\r\n" % (5 + len(hidden), coding)
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    answer = talk(strict, head.encode() + lengths + b"\r\n0\r\n\r\n" + hidden)
+    assert b"400" in answer.split(b"\r\n")[0]
+    assert b"ambiguous_length" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from twostroke.serve.error_forms import error_form
-from twostroke.serve.http.errors import HeaderSizeError, report, to_response
+from twostroke.serve.http.errors import FramingError, HeaderSizeError, report, to_response
 from twostroke.serve.http.inside import sender_of
 from twostroke.serve.http.limits import check_headers
 from twostroke.serve.ignored import HEADER, header_of
@@ -76,7 +76,7 @@ class Boundary:
         try:
             check_headers(scope, self._limits)
             await self._app(scope, receive, send_with_headers)
-        except HeaderSizeError as error:
+        except (HeaderSizeError, FramingError) as error:
             await to_response(error, scope)(scope, receive, send_with_headers)
         except Exception as error:  # noqa: BLE001 the outermost boundary: a fault costs one request, not the server
             known = report(error, scope)

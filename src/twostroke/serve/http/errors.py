@@ -92,6 +92,13 @@ class HeaderSizeError(TwostrokeError):
     code = "headers_too_large"
 
 
+class FramingError(TwostrokeError):
+    """The headers give two ends of the body: a proxy may take the rest for another request."""
+
+    http_status = 400
+    code = "ambiguous_length"
+
+
 class BodyTimeoutError(TwostrokeError):
     """The body came too slowly."""
 
@@ -173,7 +180,7 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
     headers, status = {}, form.status(error)
     if status in RETRY_STATUSES:
         headers["retry-after"] = retry_after(error)
-    if status in {408, 413, 431}:  # the rest of the request may be long
+    if status in {408, 413, 431} or isinstance(error, FramingError):  # the rest may be long
         headers["connection"] = "close"
     naming = partial(_rename, names=served.field_names)
     body = form.body(error, served.request_id, naming)

@@ -12,6 +12,7 @@ from twostroke.serve.http.errors import (
     BodyTimeoutError,
     ClientGoneError,
     ContentTypeError,
+    FramingError,
     HeaderSizeError,
 )
 
@@ -29,18 +30,21 @@ _FROM_BROWSERS: Final = ("origin", "sec-fetch-site")  # one of them comes with e
 
 
 def check_headers(scope: Scope, limits: Limits) -> None:
-    """Check the size of the path and the headers.
+    """Check the size of the path and the headers, and that the body has one length.
 
-    The HTTP parser only checks headers that come in several pieces.
+    The HTTP parser only checks the size of headers that come in several pieces.
 
     Raises:
         HeaderSizeError: over the limit.
+        FramingError: the body has a length, and is sent in chunks.
     """
     size = len(scope["path"]) + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size > limits.max_header_bytes:
         message = f"Path and headers are larger than {limits.max_header_bytes} bytes."
         raise HeaderSizeError(message)
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+        raise FramingError("Send Content-Length or Transfer-Encoding, not both.")
 
 
 async def read_json(request: Request, limits: Limits) -> bytes:
