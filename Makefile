@@ -16,6 +16,7 @@ DURABLE_KILLS ?= 300
 FORMS ?=
 MUTANTS ?=
 API_ARGS ?=
+MALFORMED_ARGS ?=
 FUZZ_ARGS ?=
 CLIENTS ?=
 LEVEL ?=
@@ -46,7 +47,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine soak test-speculation test-forms test-calls test-clients test-durable test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -166,6 +167,9 @@ test-durable: build ## Let each write fail or lose power, and kill a server, whi
 test-api: build pull ## Generate requests from the OpenAPI document (API_ARGS="--model smollm2").
 	@$(MAKE) --no-print-directory .venv-api/.ready
 	@$(BIN)/python tests/api/run.py --schemathesis .venv-api/bin/schemathesis $(API_ARGS)
+
+test-malformed: build ## Send malformed requests, raw bytes and frames, 100,000 of each (MALFORMED_ARGS="--http 1000").
+	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/malformed/run.py $(MALFORMED_ARGS)
 
 test-page: build pull ## Test the page in a browser (CHROMIUM=).
 	@test -n "$(CHROMIUM)" || { echo "This needs a browser: apt-get install chromium, or set CHROMIUM=/path/to/it"; exit 1; }
