@@ -165,6 +165,18 @@ def test_links_in_the_documents_have_targets() -> None:
     assert not broken
 
 
+def test_tests_that_the_page_on_security_names_exist() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`( P)?", page)
+    assert len(named) == page.count("tests/") - page.count("tests/mutants/faults.toml") - 1
+    faults = tomllib.loads((ROOT / "tests" / "mutants" / "faults.toml").read_text())["fault"]
+    planted = tuple(test for fault in faults for test in fault["tests"].split())
+    for file, test, is_planted in named:
+        assert f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
+        has_fault = f"{file}::{test}".startswith(planted)
+        assert has_fault or not is_planted, f"no fault is planted for {file}::{test}"
+
+
 def test_every_decision_is_listed() -> None:
     folder = ROOT / "docs" / "adr"
     listed = set(re.findall(r"\]\((0[^)]+)\)", (folder / "README.md").read_text()))
