@@ -25,7 +25,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from goals import SMOLLM2
-from pipe import Worker
 from quiet import MAX_SHARE, Watch, busy_s
 from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
@@ -39,12 +38,11 @@ from twostroke.engine.loading import build_tokenizer, load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_HERE = Path(__file__).parent
 _FILE, _ENGINE = "twostroke batch", "engine"
 _ALONE, _BESIDE = "alone", "beside a full batch"
 _ASKED = 0.97  # of the engine's tokens
-_PROMPT, _ANSWER = 100, 16  # tokens of the client
-_PERIOD_S = 0.5  # between its requests, on average
+_PROMPT, _ANSWER = 100, 6  # tokens of the client
+_PAUSE_S = 0.3  # between its requests, at most
 _SUMMARY = re.compile(r"lines in ([\d.]+) s: (\d+) tokens")
 
 
@@ -97,7 +95,7 @@ def _arguments() -> argparse.Namespace:
     for name, default, about in (
         ("lines", 64, "of the file"),
         ("tokens", 32, "of each answer to a line"),
-        ("requests", 50, "of the client in a round"),
+        ("requests", 40, "of the client in a round"),
         ("rounds", 5, ""),
         ("threads", 2, ""),
     ):
@@ -158,7 +156,7 @@ def _answer(given: argparse.Namespace) -> None:
 
 
 class _Bench:
-    """A server with records, and a client that asks it now and then."""
+    """A server with records, and a client that asks it, one request after the other."""
 
     def __init__(
         self,
@@ -169,32 +167,36 @@ class _Bench:
     ) -> None:
         self._given, self._folder, self._prompts = given, folder, prompts
         self._random = random.Random(7)
-        command = [sys.executable, str(_HERE / "load.py")]
-        self._client = Worker("client", command, folder / "load.log")
-        stack.callback(self._client.close)
         ours = (*our_command(given.model, given.threads), "--records", str(folder / "records"))
         self._server = Server("Twostroke", ours, folder, stack)
 
     def run(self, name: str) -> dict[str, Any]:
         """Let the client ask; return its waits for first tokens, and its time between tokens."""
-        count = self._given.requests
         batch = self._begin() if name == _BESIDE else None
-        times_s = [(at + self._random.random() / 2) * _PERIOD_S for at in range(count)]
-        watch = Watch(self._server.pid, self._client.pid)
-        answer = self._client.ask(
-            "replay", port=self._server.port, model=MODEL_NAME, times_s=times_s,
-            prompts=[self._prompts.take(_PROMPT) for _ in times_s],
-            num_tokens=[_ANSWER] * count,
-        )  # fmt: skip
+        watch = Watch(self._server.pid)
+        waits = [self._ask() for _ in range(self._given.requests)]
         others_share = watch.others_share()
         if batch is not None:
             self._end(batch)
-        found = answer["requests"]
-        return {
-            "ttft_s": [one["first_s"] - one["sent_s"] for one in found],
-            "step_s": [(one["last_s"] - one["first_s"]) / (_ANSWER - 1) for one in found],
-            "others_share": others_share,
-        }
+        ttfts_s, steps_s = zip(*waits, strict=True)
+        return {"ttft_s": ttfts_s, "step_s": steps_s, "others_share": others_share}
+
+    def _ask(self) -> tuple[float, float]:
+        """Ask at any moment of a step; return the time to the first token, and to the next ones."""
+        time.sleep(self._random.uniform(0.0, _PAUSE_S))
+        body = {"model": MODEL_NAME, "prompt": self._prompts.take(_PROMPT), "max_tokens": _ANSWER}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+        url = f"http://127.0.0.1:{self._server.port}/v1/completions"
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        began_s, stamps = time.monotonic(), list[float]()
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            stamps.extend(
+                time.monotonic()
+                for line in answer
+                if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]
+            )
+        return stamps[0] - began_s, (stamps[-1] - stamps[0]) / (_ANSWER - 1)
 
     def _begin(self) -> str:
         """Begin a batch that lasts longer than the client, and wait until the engine is full."""
