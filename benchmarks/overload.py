@@ -34,9 +34,9 @@ _PARTS = ("load", "trickle", "shares")
 _LOAD = 20  # times what fits
 _PROMPT, _ANSWER = 128, 32  # tokens
 _TRICKLE_PROMPT, _TRICKLE_ANSWER = 512, 4
-_BETWEEN_S = 3.0  # requests of the trickle
-_WARM_S = 8.0
-_BURST_S = 1.5  # of the clients that come back
+_BETWEEN_S = 2.4  # requests of the trickle
+_WARM_S = 5.0
+_BURST_S = 1.0  # of the clients that come back
 
 
 def main() -> None:
@@ -103,9 +103,9 @@ class _Bench:
 
     def load(self, result: dict[str, Any]) -> list[tuple[str, ...]]:
         """Find what fits, then send 20 times as much."""
-        peak = self._run(_WARM_S + 15, loops=[self._loop("light", self._given.running + 8)])
-        fits = sum(peak["tokens"][1][int(_WARM_S) :]) / 15 / (_PROMPT + _ANSWER)
-        rate, seconds = _LOAD * fits, 25.0
+        peak = self._run(_WARM_S + 12, loops=[self._loop("light", self._given.running + 8)])
+        fits = sum(peak["tokens"][1][int(_WARM_S) :]) / 12 / (_PROMPT + _ANSWER)
+        rate, seconds = _LOAD * fits, 20.0
         flood = self._run(seconds, [self._request(i / rate) for i in range(int(rate * seconds))])
         tries = [tries[0] for tries in flood["requests"]]
         refused = [1000 * (one["end_s"] - one["sent_s"]) for one in tries if one["status"] != 200]
@@ -147,8 +147,8 @@ class _Bench:
         """Let one tenant trickle, alone and while another floods."""
         rows: list[tuple[str, ...]] = []
         for length in (_TRICKLE_PROMPT, _PROMPT):
-            alone = self._ttfts(length, 15, [])
-            flooded = self._ttfts(length, 30, [self._loop("flood", 4 * self._given.running)])
+            alone = self._ttfts(length, 12, [])
+            flooded = self._ttfts(length, 24, [self._loop("flood", 4 * self._given.running)])
             p99s = [_percentile(ttfts, 99) for ttfts in (alone, flooded)]
             result[f"trickle-{length}"] = {"alone_s": alone, "flooded_s": flooded}
             what = f"TTFT p99 of a trickle, {length} tokens each ({len(flooded)} requests)"
