@@ -117,6 +117,15 @@ def test_one_death_alone_after_two_is_enough_and_innocents_are_not_refused() -> 
     assert not suspects.must_run_alone(asked(5, 9))
 
 
+def test_what_was_asked_several_times_has_seen_one_death() -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        suspects.note([asked(number, 7) for number in range(4)])
+    assert suspects.num_deaths(asked(9, 7)) == 2
+    suspects.note([asked(1, 7), asked(2, 7)])
+    assert suspects.is_refused(asked(9, 7))  # nothing else was there
+
+
 def test_four_deaths_among_others_are_enough() -> None:
     suspects = Suspects()
     for _ in range(3):

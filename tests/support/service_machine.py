@@ -102,7 +102,7 @@ class ServiceMachine:
         harm = rng.choice((*(None,) * 30, POISON, KILLER))
         prompts, params, caller = self.question(harm)
         key = str((prompts, params))
-        outputs = None
+        outputs, num_deaths = None, self.engine.num_deaths
         try:
             outputs = await self.engine.generate(prompts, params, caller, rng.choice(_HINTS))
             self.open[me] = outputs
@@ -114,10 +114,13 @@ class ServiceMachine:
                 elif output.finish_reason is not None:
                     self.check_answer(prompts, params, caller, output.index, found)
             self.counts["cancelled" if me in self.cancelled else "answered"] += 1
-            if me not in self.cancelled:
+            if me in self.cancelled:
+                self.deaths[key] += self.engine.num_deaths > num_deaths
+            else:
                 self.deaths.pop(key, None)
                 assert harm is None, "harm was not done"
         except asyncio.CancelledError:
+            self.deaths[key] += self.engine.num_deaths > num_deaths
             self.counts["left"] += 1
         except OverloadedError:
             self.counts["refused"] += 1

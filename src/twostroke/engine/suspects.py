@@ -40,11 +40,11 @@ class Suspects:
 
     def note(self, running: Sequence[wire.Request]) -> None:
         """Note a death while `running` were computed."""
-        for message in running:
-            key = _key(message)
+        keys = set(map(_key, running))  # the same may have been asked several times
+        for key in keys:
             record = self._known(key) or _Record()
             record.num_deaths += 1
-            record.was_alone = len(running) == 1
+            record.was_alone = len(keys) == 1
             record.died_s = self._clock()
             self._records[key] = record
             self._records.move_to_end(key)
