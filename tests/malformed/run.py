@@ -98,7 +98,9 @@ class Campaign:
             await asyncio.sleep(0.2)
         self.faults += [f"still held: {held}"] if held else []
         self._asker.close()
-        await asyncio.sleep(1.0)  # connections end
+        deadline = time.monotonic() + _IDLE_S  # which rests of bodies may take to be given up
+        while self._num_files() > self.files and time.monotonic() < deadline:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.2)
         if (left := self._num_files() - self.files) > 0:
             self.faults.append(f"{left} descriptors more than before")
         if self._engines() != self.engines:
