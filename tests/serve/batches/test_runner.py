@@ -62,10 +62,14 @@ class Bench:
     """A runner over the records in a folder, and one batch."""
 
     def __init__(
-        self, records: Records, app: App, may_run: Callable[[str], bool] = lambda _tenant: True
+        self,
+        records: Records,
+        app: App,
+        may_run: Callable[[str], bool] = lambda _tenant: True,
+        num_together: int = 8,
     ) -> None:
         self.records, self.app = records, app
-        self.runner = Runner(records, FORMS, Limits(), lambda: 8, may_run)
+        self.runner = Runner(records, FORMS, Limits(), lambda: num_together, may_run)
 
     async def begin(self, num_lines: int, protocol: str = openai.PROTOCOL) -> Batch:
         """Run lines whose custom_id is their place."""
@@ -200,6 +204,26 @@ def test_refused_lines_pause_together_and_say_so_once(
     assert sum(app.sent.values()) == 48
     [said] = [record.getMessage() for record in caplog.records if "paus" in record.getMessage()]
     assert "refused with status 429 (overloaded)" in said
+
+
+def test_a_line_that_waited_for_room_minds_a_pause(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.serve.batches.valve._MOST_PAUSE_S", 0.4)
+    times_s: list[float] = []
+
+    def fail(_id: str, _times: int) -> TwostrokeError | None:
+        times_s.append(time.monotonic())
+        return OverloadedError("Full.") if len(times_s) == 1 else None
+
+    bench = Bench(records, App(fail), num_together=1)
+
+    async def go() -> Batch:
+        await bench.begin(3)
+        return await bench.ended()
+
+    assert asyncio.run(go()).completed == 3
+    assert times_s[1] - times_s[0] > 0.2
 
 
 def test_fewer_lines_are_sent_while_few_are_taken(records: Records) -> None:

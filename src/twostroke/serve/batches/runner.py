@@ -286,12 +286,15 @@ class Runner:
         A line that pauses leaves its room to other batches.
         """
         answer: inside.Answer | None = None
+        valve = self._valves[batch.id]
         while answer is None:
-            sent_s = await self._valves[batch.id].enter()
+            await valve.wait()
             await self._enter()
-            has_room.set()
             try:
-                answer = await self._try(batch, line, sent_s)
+                if not valve.is_open:  # others were refused while this one waited for room
+                    continue
+                has_room.set()
+                answer = await self._try(batch, line, valve.send())
                 if answer is not None:
                     await self._keep(batch, line, answer)
             finally:

@@ -32,13 +32,22 @@ class Valve:
         self._began_s = self._until_s = 0.0  # the pause
         self._changed = asyncio.Event()
 
-    async def enter(self) -> float:
-        """Wait until a line may be sent, and return the time for `leave`."""
-        while (left_s := self._until_s - time.monotonic()) > 0 or self._num_sent >= self._most:
+    @property
+    def is_open(self) -> bool:
+        """Whether a line may be sent now."""
+        return self._num_sent < self._most and time.monotonic() >= self._until_s
+
+    async def wait(self) -> None:
+        """Wait until it is open; another line may be quicker then."""
+        while not self.is_open:
+            left_s = self._until_s - time.monotonic()
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s if left_s > 0 else None):
                     await self._changed.wait()
+
+    def send(self) -> float:
+        """Note that a line is sent, and return the time for `leave`."""
         self._num_sent += 1
         return time.monotonic()
 
