@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from contextlib import closing
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,6 +56,38 @@ def test_failed_write_is_undone_alone(tmp_path: Path) -> None:
         assert str(mine) == "mine"
         assert isinstance(twice, RecordsError)  # the same line again
         assert asyncio.run(records.read(count)) == 2
+
+
+def test_caller_that_leaves_stops_neither_its_write_nor_later_ones(tmp_path: Path) -> None:
+    has_begun, may_end = Event(), Event()
+
+    def slow(db: sqlite3.Connection) -> None:
+        has_begun.set()
+        may_end.wait(10)
+        db.execute(_INSERT, ("a", 1, b""))
+
+    async def work(records: Records) -> int:
+        waiting = asyncio.ensure_future(asyncio.wrap_future(records.post(slow)))
+        await asyncio.to_thread(has_begun.wait, 10)
+        later = asyncio.ensure_future(asyncio.wrap_future(records.post(insert("a", 2))))
+        await asyncio.sleep(0)
+        for one in (waiting, later):
+            one.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        return await asyncio.wait_for(records.write(count), 10)
+
+    with closing(Records(tmp_path)) as records:
+        assert asyncio.run(work(records)) == 2
+
+
+def test_records_in_a_folder_that_was_there_are_for_their_owner_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with closing(Records(tmp_path)) as records:
+        asyncio.run(records.write(insert("a", 1)))
+        modes = {one.name: one.stat().st_mode & 0o077 for one in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(modes, 0)
+    assert {"records.db", "records.db-wal", "files"} <= modes.keys()
 
 
 def test_reader_cannot_write(tmp_path: Path) -> None:

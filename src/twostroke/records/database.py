@@ -12,6 +12,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import msgspec
+
 from twostroke.records.errors import RecordsError
 from twostroke.records.folder import Folder, explain
 from twostroke.records.schema import migrate
@@ -26,6 +28,7 @@ T = TypeVar("T")
 
 _BUSY_S: Final = 5.0  # how long to wait for another program that has locked the database
 _MOST_TOGETHER: Final = 256  # writes in one transaction
+_FAULTS: Final = (sqlite3.Error, msgspec.MsgspecError)  # of the file, and of JSON in it
 
 
 class Records:
@@ -70,11 +73,12 @@ class Records:
         Raises:
             RecordsError: the changes could not be written; none was made.
         """
-        return await asyncio.shield(asyncio.wrap_future(self.post(work)))
+        return await asyncio.wrap_future(self.post(work))
 
     def post(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
         """As `write`, without waiting; works are done in the order in which they are posted."""
         done: Future[T] = Future()
+        done.set_running_or_notify_cancel()  # so that nobody can cancel it
         self._writes.put((work, done))
         return done
 
@@ -95,7 +99,7 @@ class Records:
 
         try:
             return await asyncio.to_thread(alone)
-        except sqlite3.Error as error:
+        except _FAULTS as error:
             raise _explain(error, self.path) from None
 
     def close(self) -> None:
@@ -111,7 +115,7 @@ class Records:
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
             return work(self._reader)
-        except sqlite3.Error as error:
+        except _FAULTS as error:
             raise _explain(error, self.path) from None
 
     def _run(self) -> None:
@@ -146,8 +150,8 @@ class Records:
                 done.set_exception(_explain(error, self.path))
             return
         for done, fault in failed:
-            is_sql = isinstance(fault, sqlite3.Error)
-            done.set_exception(_explain(fault, self.path) if is_sql else fault)
+            is_ours = isinstance(fault, _FAULTS)
+            done.set_exception(_explain(fault, self.path) if is_ours else fault)
         for done, result in results:
             done.set_result(result)
 
@@ -177,21 +181,24 @@ def beside(
             db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             yield db
             db.execute("COMMIT")
-    except sqlite3.Error as error:
+    except _FAULTS as error:
         raise _explain(error, file) from None
     except PermissionError as error:
         raise explain(error, file) from None
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    with suppress(OSError):  # if it is there, or cannot be made, which SQLite says
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     return connection
 
 
-def _explain(error: sqlite3.Error, path: Path) -> RecordsError:
-    kind = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest is detail
+def _explain(error: sqlite3.Error | msgspec.MsgspecError, path: Path) -> RecordsError:
+    is_json = isinstance(error, msgspec.MsgspecError)
+    kind = sqlite3.SQLITE_CORRUPT if is_json else getattr(error, "sqlite_errorcode", 0) & 0xFF
     why = {
         sqlite3.SQLITE_CORRUPT: "is damaged: move it away, or restore a backup",
         sqlite3.SQLITE_NOTADB: "is damaged: move it away, or restore a backup",

@@ -19,7 +19,7 @@ class Folder:
     """The files of a records folder, by id. Its owner makes ids; they never come from clients."""
 
     def __init__(self, path: Path) -> None:
-        """Use the folder `path`, which is made if it is not there; only its owner may read it.
+        """Use the folder `path`, which is made if it is not there; only its owner may read files.
 
         Raises:
             RecordsError: it cannot be made.

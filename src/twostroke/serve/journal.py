@@ -77,15 +77,14 @@ class Journal:
     async def load(self, store: Store) -> None:
         """Put what was kept into an empty store, within its bounds; the log says if that fails."""
         try:
-            rows = await self._records.read_long(lambda db: db.execute(_ALL).fetchall())
+            rows = await self._records.read_long(_rows)
         except RecordsError as error:
             _logger.error("Stored answers are not there: %s", error)  # noqa: TRY400 the sentence is enough
             return
         known: dict[str, Kept] = {}
-        for id_, tenant, kind, previous, is_found, items, asked, answer in rows:
+        for id_, tenant, kind, previous, is_found, item_ids, asked, answer in rows:
             if previous is not None and previous not in known:
                 continue  # the disk failed when that was written
-            item_ids = msgspec.json.decode(items, type=tuple[str, ...])
             kept = Kept(id_, asked, answer, item_ids, known.get(previous), kind)
             known[id_] = kept
             if is_found and store.max_answers:
@@ -107,3 +106,11 @@ class Journal:
             return
         self._said_s = time.monotonic()
         _logger.error("Stored answers will be missing after a restart: %s", error)
+
+
+def _rows(db: Connection) -> list[tuple[Any, ...]]:
+    """Return all answers, the oldest first, with the ids of their items."""
+    return [
+        (*facts, msgspec.json.decode(items, type=tuple[str, ...]), asked, answer)
+        for *facts, items, asked, answer in db.execute(_ALL)
+    ]

@@ -237,3 +237,22 @@ def test_damaged_locked_and_missing_databases_are_named(
     (damaged / "records.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(RecordsError, match="is damaged"):
         add(damaged)
+
+
+def test_damaged_key_is_named_and_the_others_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    key, text = add(folder)
+    with keyed_server(folder, tmp_path) as server:
+        with beside(folder, writes=True) as db:
+            damage = "UPDATE keys SET body = ?, change = change + 1 WHERE id = ?"
+            db.execute(damage, (b'{"tenant"', key.id))
+        with pytest.raises(RecordsError, match=r"records\.db is damaged"), beside(folder) as db:
+            kept.all_keys(db)
+        time.sleep(0.6)  # the server has looked
+        assert status(server, text) == 200
+        with beside(folder, writes=True) as db:
+            db.execute("DELETE FROM keys")
+        _, other = add(folder, "other", "ben")
+        with beside(folder, writes=True) as db:
+            db.execute("UPDATE keys SET change = 9")
+        wait_for(lambda: status(server, other) == 200, 2)
