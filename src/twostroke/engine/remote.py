@@ -289,7 +289,9 @@ class RemoteEngine:
     def runs_again(self, ready: wire.Ready) -> None:
         """Ask the new process for what still waits, in the order in which it came."""
         self.facts = ready.facts
-        _logger.info("The engine runs again; %d requests had waited for it.", len(self._book.open))
+        count = len(self._book.open)
+        noun = "request" if count == 1 else "requests"
+        _logger.info("The engine runs again; %d %s had waited for it.", count, noun)
         self._book.is_up = True
         self._book.send_waiting()
         for message, _ in self._asked.values():

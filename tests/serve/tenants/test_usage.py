@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,22 @@ def test_request_that_its_client_left_counts_and_one_that_failed_does_not(tmp_pa
     [amount] = used(tmp_path)
     assert (amount.requests, amount.output) == (1, 0)
     assert amount.input > 0
+
+
+def test_request_that_its_timeout_stopped_counts_what_was_generated(tmp_path: Path) -> None:
+    with counting(tmp_path) as server:
+        body = {"prompt": "hello", "max_tokens": 6, "stream": True, "ignore_eos": True}
+        headers = {"x-request-timeout": "0.5"}
+        with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as told:
+            lines = told.iter_lines()
+            assert "text" in next(lines)
+            server.backend.gate.clear()
+            time.sleep(0.6)
+            server.backend.gate.set()
+            assert "deadline_exceeded" in "".join(lines)
+    [amount] = used(tmp_path)
+    assert amount.requests == 1
+    assert 0 < amount.output < 6
 
 
 def test_usage_is_written_while_the_server_runs_and_added_up(tmp_path: Path) -> None:

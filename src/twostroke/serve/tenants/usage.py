@@ -6,6 +6,7 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from twostroke.core.errors import DeadlineError
 from twostroke.core.service import BATCH_SERVICE
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class Amount(NamedTuple):
 class UsageBook:
     """Adds up, as an observer of requests, what is not in the records yet.
 
-    Counted are requests that were answered, or left by their client. Those that the server failed,
-    and those that it refused, are not.
+    Counted are requests that were answered, left by their client, or stopped by its timeout. Those
+    that the server failed, and those that it refused or did not run, are not.
     """
 
     def __init__(self, model: str) -> None:
@@ -65,7 +66,10 @@ class UsageBook:
     def observe(self, served: ServedRequest) -> None:
         """Count a request that is over."""
         used = served.used
-        if used is None or (served.error is not None and not served.is_client_gone):
+        if used is None:
+            return
+        is_late = served.error == DeadlineError.code and used.completion_tokens > 0
+        if served.error is not None and not (served.is_client_gone or is_late):
             return
         id_ = served.key.id if served.key is not None else ""
         is_batch = served.service == BATCH_SERVICE
