@@ -215,3 +215,73 @@ def test_server_says_when_to_ask_again(
     for prompt, times in _Busy.seen.items():
         assert len(times) == 2
         assert times[1] - times[0] >= (1 if prompt != "cut" else 0.2)
+
+
+class _Odd(BaseHTTPRequestHandler):
+    """Answers as proxies, other servers and web sites do."""
+
+    ANSWERS: ClassVar = {
+        "proxy": (413, b"<html>\n<h1>Too large</h1>\n</html>"),
+        "pretty": (200, b'{\n  "usage": "unknown"\n}'),
+        "key": (401, b'{"error": {"message": "no"}}'),
+        "page": (200, b"<html></html>"),
+    }
+
+    def do_POST(self) -> None:
+        prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
+        status, data = self.ANSWERS[prompt]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def odd() -> Iterator[str]:
+    """Yield the address of an odd server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Odd)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients leave
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_a_proxy_says_is_one_line(cli: Cli, tmp_path: Path, odd: str) -> None:
+    given = write(tmp_path / "in.jsonl", *(line(one, prompt=one) for one in ("proxy", "pretty")))
+    out, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    ran = cli("batch", given, "-o", str(out), "--url", odd, "-q")
+    assert ran.code == 1
+    assert (ids(out), ids(errors)) == (["pretty"], ["proxy"])
+    said = json.loads(errors.read_text())["response"]
+    assert said["status_code"] == 413
+    assert "Too large" in said["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize(("prompt", "said"), [("key", "refuses the key"), ("page", "no server of")])
+def test_server_that_answers_no_line_ends_the_run(
+    cli: Cli, tmp_path: Path, odd: str, prompt: str, said: str
+) -> None:
+    given = write(tmp_path / "in.jsonl", *(line(f"{one}", prompt=prompt) for one in range(100)))
+    ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert said in ran.err
+
+
+def test_line_waits_as_long_as_the_queue_is_full(
+    cli: Cli, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twostroke.serve.http import inside
+
+    answer, number = inside.post, [0]
+
+    async def post(*given: Any) -> inside.Answer:
+        number[0] += 1
+        return inside.Answer(429, {}, b"{}") if number[0] < 3000 else await answer(*given)
+
+    monkeypatch.setattr(inside, "post", post)
+    monkeypatch.setattr("twostroke.cli.batch._LOOK_S", 0)
+    given = write(tmp_path / "in.jsonl", line("a"))
+    ran = cli("batch", given, "-o", str(tmp_path / "o"), "--model", tiny, *SMALL, "-q")
+    assert ran.code == 0, ran.err

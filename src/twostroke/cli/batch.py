@@ -166,10 +166,8 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
             ease_collector()
 
             async def send(line: Line) -> Answer:
-                answer = await post(app, line.url, line.body, sender)
-                if answer.status == _FULL:
+                while (answer := await post(app, line.url, line.body, sender)).status == _FULL:  # noqa: ASYNC110 nobody tells when there is room
                     await asyncio.sleep(_LOOK_S)
-                    return await send(line)
                 if answer.status >= 500 and loop.health is Health.STOPPED:
                     raise EngineStoppedError("The engine has stopped.")
                 return answer

@@ -172,7 +172,7 @@ def test_locked_records_leave_the_keys_as_they_are(
     asyncio.run(look())
     assert keys is not None
     assert keys.are_required
-    assert caplog.text.count("Keys stay as they are, and usage waits: The database is locked") == 1
+    assert caplog.text.count("Keys stay as they are: The database is locked") == 1
 
 
 def test_names_are_free_again_once_revoked_and_changes_grow(tmp_path: Path) -> None:

@@ -146,7 +146,9 @@ def test_usage_is_written_while_the_server_runs_and_added_up(tmp_path: Path) -> 
             wait_for(partial(has_requests, tmp_path, number), 4)
 
 
-def test_usage_waits_for_records_that_cannot_be_written(tmp_path: Path) -> None:
+def test_usage_waits_for_records_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     records = Records(tmp_path)
     book = UsageBook("tiny")
     owner = Owner("2026-11-26", "0123abcd", "anna", "tiny", is_batch=False)
@@ -161,7 +163,10 @@ def test_usage_waits_for_records_that_cannot_be_written(tmp_path: Path) -> None:
     async def work() -> None:
         failing = Upkeep(Failing(), None, book)  # type: ignore[arg-type]
         await failing.start()
+        for writes in (True, False, True):  # a read that succeeds between is not the end of it
+            await failing._look(failing._records, writes=writes)  # type: ignore[arg-type]
         await failing.stop()
+        assert caplog.text.count("Usage waits: The disk is full.") == 1
         book.put_back({owner: [1, 1, 1, 1]})
         good = Upkeep(records, None, book)
         await good.start()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
@@ -191,5 +191,8 @@ async def run(
 
 
 def _num_tokens(answer: Answer) -> int:
-    usage: Any = msgspec.json.decode(answer.body, type=_Answered).usage
+    try:
+        usage = msgspec.json.decode(answer.body, type=_Answered).usage
+    except msgspec.ValidationError:  # another server's form
+        return 0
     return 0 if usage is None else usage.completion_tokens + usage.output_tokens

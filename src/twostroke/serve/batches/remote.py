@@ -8,8 +8,12 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec.structs import replace
 
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.serve.http.inside import Answer
@@ -22,6 +26,7 @@ _MOST_TRIES: Final = 10  # that one line takes without an answer
 _MOST_PAUSE_S: Final = 60.0
 _TIMEOUT_S: Final = 3600.0  # one answer may take long on a busy server
 _CONNECT_S: Final = 10.0
+_MOST_SHOWN: Final = 1000  # bytes of what is not JSON
 
 
 class Remote:
@@ -49,12 +54,14 @@ class Remote:
         self._local = threading.local()
         self._open: set[http.client.HTTPConnection] = set()
         self._threads = ThreadPoolExecutor(concurrency, "twostroke-remote")
+        self._has_answered = False
 
     async def send(self, line: Line) -> Answer:
         """Return the response to a line; waits and tries again where the server asks for it.
 
         Raises:
             EngineStoppedError: the server cannot be reached.
+            UsageError: it refuses the key, or is another kind of server.
         """
         loop = asyncio.get_running_loop()
         num_tries = 0
@@ -63,17 +70,34 @@ class Remote:
                 answer = await loop.run_in_executor(self._threads, self._post, line)
             except (OSError, http.client.HTTPException) as error:
                 num_tries += 1
-                if num_tries == _MOST_TRIES or isinstance(error, socket.gaierror):
+                is_wrong = not self._has_answered and isinstance(error, ConnectionRefusedError)
+                if is_wrong or num_tries == _MOST_TRIES or isinstance(error, socket.gaierror):
                     why = getattr(error, "strerror", None) or error
                     message = f"The server at {self._url} cannot be reached: {why}."
                     raise EngineStoppedError(message) from None
                 pause_s = 2.0**num_tries / 8
             else:
+                self._has_answered = True
                 if answer.status not in _LATER:
-                    return answer
+                    return self._checked(answer)
                 num_tries = 0  # it is there
                 pause_s = _seconds(answer.headers.get("retry-after", ""))
             await asyncio.sleep(min(pause_s, _MOST_PAUSE_S))
+
+    def _checked(self, answer: Answer) -> Answer:
+        """Return an answer whose body is one line of JSON, as a proxy's need not be."""
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            message = f"The server at {self._url} refuses the key: set TWOSTROKE_API_KEY."
+            raise UsageError(message)
+        try:
+            body = msgspec.json.format(answer.body, indent=-1)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            if answer.status < 400:
+                message = f"{self._url} is no server of OpenAI's protocol: it does not answer JSON."
+                raise UsageError(message) from None
+            text = answer.body[:_MOST_SHOWN].decode(errors="replace")
+            body = msgspec.json.encode({"error": {"message": text}})
+        return replace(answer, body=body)
 
     def close(self) -> None:
         """End all connections, also of requests that wait for an answer."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.records import RecordsError
 from twostroke.serve.tenants.key import all_keys, newest_change, note_use
 from twostroke.serve.tenants.usage import add
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
     from sqlite3 import Connection
 
     from twostroke.records import Records
@@ -34,7 +35,7 @@ class Upkeep:
         """Keep `keys` and `usage` in `records`; without records nothing happens."""
         self._records, self._keys, self._usage = records, keys, usage
         self._change = -1
-        self._fault = ""
+        self._faults: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -58,18 +59,25 @@ class Upkeep:
             await self._look(records, writes=number % _LOOKS == 0)
 
     async def _look(self, records: Records, *, writes: bool = False) -> None:
+        await self._try("Keys stay as they are", self._read(records))
+        if writes:
+            await self._try("Usage waits", self._write(records))
+
+    async def _try(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do one part; if it fails as it did the last time, nothing is said."""
         try:
-            if self._keys is not None and (found := await records.read(self._changed)) is not None:
-                self._change, keys = found
-                self._keys.keep(keys)
-            if writes:
-                await self._write(records)
+            await work
         except RecordsError as error:
-            if str(error) != self._fault:
-                _logger.error("Keys stay as they are, and usage waits: %s", error)  # noqa: TRY400
-            self._fault = str(error)
+            if str(error) != self._faults.get(what):
+                _logger.error("%s: %s", what, error)  # noqa: TRY400
+            self._faults[what] = str(error)
         else:
-            self._fault = ""
+            self._faults.pop(what, None)
+
+    async def _read(self, records: Records) -> None:
+        if self._keys is not None and (found := await records.read(self._changed)) is not None:
+            self._change, keys = found
+            self._keys.keep(keys)
 
     async def _write(self, records: Records) -> None:
         uses = self._keys.take_uses() if self._keys is not None else {}
