@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 _BUSY_S: Final = 5.0  # how long to wait for another program that has locked the database
 _MOST_TOGETHER: Final = 256  # writes in one transaction
-_FAULTS: Final = (sqlite3.Error, msgspec.MsgspecError)  # of the file, and of JSON in it
+_DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError)  # of JSON in the database
+_FAULTS: Final = (sqlite3.Error, *_DAMAGE)
 
 
 class Records:
@@ -196,8 +197,8 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _explain(error: sqlite3.Error | msgspec.MsgspecError, path: Path) -> RecordsError:
-    is_json = isinstance(error, msgspec.MsgspecError)
+def _explain(error: Exception, path: Path) -> RecordsError:
+    is_json = isinstance(error, _DAMAGE)
     kind = sqlite3.SQLITE_CORRUPT if is_json else getattr(error, "sqlite_errorcode", 0) & 0xFF
     why = {
         sqlite3.SQLITE_CORRUPT: "is damaged: move it away, or restore a backup",

@@ -239,13 +239,14 @@ def test_damaged_locked_and_missing_databases_are_named(
         add(damaged)
 
 
-def test_damaged_key_is_named_and_the_others_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [b'{"tenant"', b'{"\xc8": 1}', b"\xc8"])
+def test_damaged_key_is_named_and_the_others_stay(tmp_path: Path, damage: bytes) -> None:
     folder = tmp_path / "records"
     key, text = add(folder)
     with keyed_server(folder, tmp_path) as server:
         with beside(folder, writes=True) as db:
-            damage = "UPDATE keys SET body = ?, change = change + 1 WHERE id = ?"
-            db.execute(damage, (b'{"tenant"', key.id))
+            change = "UPDATE keys SET body = ?, change = change + 1 WHERE id = ?"
+            db.execute(change, (damage, key.id))
         with pytest.raises(RecordsError, match=r"records\.db is damaged"), beside(folder) as db:
             kept.all_keys(db)
         time.sleep(0.6)  # the server has looked
