@@ -341,17 +341,3 @@ def test_clients_are_answered_while_the_disk_is_full(
     assert "/records" not in refused.text
     keeping._records.write = write
     assert ended(server, batch)["request_counts"]["completed"] == 3
-
-
-def test_file_without_a_record_is_removed(
-    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def full(_records: Records, _work: Any) -> Any:
-        raise RecordsError("/records/records.db cannot be written: the disk is full.")
-
-    monkeypatch.setattr(Records, "write", full)
-    assert upload(server, line())["error"]["code"] == "records_unavailable"
-    one = {"custom_id": "a", "params": {"max_tokens": 1}}
-    found = server.http.post("/v1/messages/batches", json={"requests": [one]})
-    assert found.status_code in {503, 529}
-    assert list((tmp_path / "records" / "files").iterdir()) == []

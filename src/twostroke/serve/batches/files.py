@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -14,7 +13,6 @@ from starlette.responses import FileResponse
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
-from twostroke.records import RecordsError
 from twostroke.serve.dialect import to_json
 from twostroke.serve.http.errors import BodySizeError, UnsupportedFieldError
 from twostroke.serve.http.explain import MAX_NAME_LENGTH
@@ -23,7 +21,7 @@ from twostroke.serve.observe.served import served_of
 from twostroke.serve.openai.responses.routes import query_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from sqlite3 import Connection
 
     from starlette.requests import Request
@@ -106,8 +104,7 @@ def routes(records: Callable[[], Records], limits: Limits) -> list[Route]:
             fields = await read_form(request, file.write, most, limits.file_timeout_s)
             body = _uploaded(fields, file.num_bytes)
             await asyncio.to_thread(file.keep, body.id)
-            with unless_kept(kept, body.id):
-                await kept.write(partial(insert, file=body, tenant=tenant))
+            await kept.write(partial(insert, file=body, tenant=tenant))
         return to_json(body)
 
     async def several(request: Request) -> Response:
@@ -137,16 +134,6 @@ def routes(records: Callable[[], Records], limits: Limits) -> list[Route]:
         Route(ONE, one, methods=["GET", "DELETE"], name=ONE),
         Route(f"{ONE}/content", content, methods=["GET"], name=f"{ONE}/content"),
     ]
-
-
-@contextmanager
-def unless_kept(records: Records, id_: str) -> Iterator[None]:
-    """Remove a file again if the block, which keeps its record, fails."""
-    try:
-        yield
-    except RecordsError:
-        records.files.remove(id_)
-        raise
 
 
 async def room(records: Records, tenant: str, most: int, limits: Limits) -> int:

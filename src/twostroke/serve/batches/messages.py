@@ -150,8 +150,7 @@ class MessageBatches:
             await asyncio.to_thread(lines.keep, file_id)
             file = files.new_file(file_id, lines.num_bytes, f"{id_}.jsonl", files.HIDDEN)
         batch = _new(id_, served, file_id, total)
-        with files.unless_kept(db, file_id):
-            await runner.add(batch, file)
+        await runner.add(batch, file)
         return to_json(body_of(batch, None, request))
 
     async def several(self, request: Request) -> Response:
