@@ -258,13 +258,13 @@ class Runner:
     async def _send_all(self, batch: Batch, done: set[int]) -> None:
         """Run the lines that have no result."""
         path, most = self._records.files.path(batch.input_file), self._limits.max_body_bytes
-        left = (one for one in read_lines(path, most) if one[0] not in done)
         async with asyncio.TaskGroup() as group:
-            while (found := await asyncio.to_thread(next, left, None)) is not None:
-                has_room = asyncio.Event()
-                line = parse(*found, self._limits)
-                group.create_task(self._send(batch, line, has_room))
-                await has_room.wait()
+            for number, text in read_lines(path, most):
+                if number not in done:
+                    has_room = asyncio.Event()
+                    line = parse(number, text, self._limits)
+                    group.create_task(self._send(batch, line, has_room))
+                    await has_room.wait()
 
     async def _enter(self) -> None:
         """Wait until there is room for a line, and take it."""
