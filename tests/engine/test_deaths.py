@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -56,6 +57,24 @@ def test_an_engine_that_dies_before_it_listens_is_an_error(
     monkeypatch.setattr(child, "_ENTRY", "twostroke.no_such_module")
     with pytest.raises(EngineStoppedError, match="did not start: its process ended with exit"):
         RemoteEngine.start(model, options(), "warning", lambda *_: None)
+
+
+def read_environment(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_an_engine_does_not_have_the_key_of_clients(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_API_KEY", "sk-of-clients")
+
+    async def run() -> None:
+        async with started(model) as engine:
+            environment = read_environment(engine.life.pid)
+            assert b"PATH=" in environment
+            assert b"sk-of-clients" not in environment
+
+    asyncio.run(run())
 
 
 def test_what_was_cancelled_is_not_asked_of_the_next_process(model: str) -> None:

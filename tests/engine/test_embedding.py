@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from support.engines import tiny_client
 from support.native import native_dir
@@ -83,13 +82,13 @@ def test_embedded_texts_are_not_counted_as_answers(tmp_path: Path) -> None:
     assert {found.count for found in totals.latencies.values()} == {0}
 
 
-def test_a_full_queue_refuses_a_caller_without_a_text_in_it(
-    gated: tuple[Client, GatedBackend],
-) -> None:
-    client, backend = gated
+def test_a_full_queue_refuses_a_caller_without_a_text_in_it(tmp_path: Path) -> None:
+    with tiny_client(tmp_path, max_waiting_requests=1) as (client, backend):
+        refuse_when_full(client, backend)
+
+
+def refuse_when_full(client: Client, backend: GatedBackend) -> None:
     backend.gate.clear()
-    scheduler = client.loop._scheduler
-    scheduler.config = replace(scheduler.config, max_waiting_requests=1)
     first = client.generate([5, 6], SamplingParams(max_tokens=1))
     wait_for(lambda: client.loop.snapshot().scheduler.num_running == 1)
     second = client.generate([5, 6], SamplingParams(max_tokens=1))

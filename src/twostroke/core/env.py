@@ -89,6 +89,11 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def engine_environment() -> dict[str, str]:
+    """Return this process's environment for its engine, which needs no client's key."""
+    return {name: value for name, value in os.environ.items() if name != "TWOSTROKE_API_KEY"}
+
+
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with `changes`, for a program that it starts."""
     return {**os.environ, **changes}

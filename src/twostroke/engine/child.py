@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core import env
 from twostroke.core.errors import BackendError, EngineStoppedError
 from twostroke.engine import wire
 
@@ -44,6 +45,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(number,),
+                env=env.engine_environment(),
                 start_new_session=True,
             )
         except OSError as error:
