@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from report import caption, machine_facts, note, positive, save, spread, table
 from twostroke.engine.output import Usage
+from twostroke.http import key as kept
+from twostroke.http.errors import OPENAI
+from twostroke.http.key import KeyLimits
+from twostroke.http.keys import ApiKeys, KeyCheck
+from twostroke.http.served import STATE_KEY, ServedRequest, served_of
+from twostroke.http.tenants.limits import LimitCheck
+from twostroke.http.tenants.upkeep import Upkeep
+from twostroke.http.tenants.usage import UsageBook
 from twostroke.records import Records, beside
-from twostroke.serve.http.errors import OPENAI
-from twostroke.serve.http.keys import ApiKeys, KeyCheck
-from twostroke.serve.observe.served import STATE_KEY, ServedRequest, served_of
-from twostroke.serve.tenants import key as kept
-from twostroke.serve.tenants.key import KeyLimits
-from twostroke.serve.tenants.limits import LimitCheck
-from twostroke.serve.tenants.upkeep import Upkeep
-from twostroke.serve.tenants.usage import UsageBook
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

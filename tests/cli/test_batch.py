@@ -272,7 +272,7 @@ def test_server_that_answers_no_line_ends_the_run(
 def test_line_waits_as_long_as_the_queue_is_full(
     cli: Cli, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twostroke.serve.http import inside
+    from twostroke.http import inside
 
     answer, number = inside.post, [0]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from twostroke.http.keys import ApiKeys
 from twostroke.records import Records
-from twostroke.serve.http.keys import ApiKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable

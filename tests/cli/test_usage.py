@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from twostroke.http import key as kept
+from twostroke.http.tenants.usage import Owner, add
 from twostroke.records import beside
-from twostroke.serve.tenants import key as kept
-from twostroke.serve.tenants.usage import Owner, add
 
 if TYPE_CHECKING:
     from collections.abc import Callable

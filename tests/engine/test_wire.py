@@ -18,7 +18,7 @@ from twostroke.core.step import TokenLogprobs
 from twostroke.engine import wire
 from twostroke.engine.client import Caller
 from twostroke.engine.output import Output, Timings, Usage
-from twostroke.serve.http.errors import ServerStoppingError
+from twostroke.http.errors import ServerStoppingError
 
 PARAMS = SamplingParams(
     max_tokens=5,

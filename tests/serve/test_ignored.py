@@ -10,8 +10,8 @@ import pytest
 
 from support.refusals import refused
 from support.servers import chat_body, live_server
-from twostroke.serve.http.decode import BodyDecoder
-from twostroke.serve.ignored import MAX_IGNORED
+from twostroke.http.ignored import MAX_IGNORED
+from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.openai.chat import ChatRequest
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server, wait_for
+from twostroke.http.keys import ApiKeys
 from twostroke.records import Records, RecordsError
-from twostroke.serve.http.keys import ApiKeys
 from twostroke.serve.journal import Journal
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.store import Kept, Store, Tenant

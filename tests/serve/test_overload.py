@@ -11,7 +11,7 @@ import pytest
 
 from support.servers import chat_body, events, live_server, num_unfinished, wait_for
 from twostroke.core.errors import OverloadedError
-from twostroke.serve.http.waiting import Returns, retry_after
+from twostroke.http.waiting import Returns, retry_after
 from twostroke.serve.observe.objectives import Objective
 from twostroke.serve.options import ServeOptions
 

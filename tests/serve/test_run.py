@@ -20,7 +20,7 @@ import pytest
 
 from support.servers import chat_body, post_bytes, wait_for
 from twostroke.core.errors import PortInUseError, UsageError
-from twostroke.serve.run import bind
+from twostroke.http.server import bind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

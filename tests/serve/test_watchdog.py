@@ -6,14 +6,16 @@ import asyncio
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from serve.test_run import served
 from twostroke.core import env
 from twostroke.engine.health import Health
-from twostroke.serve.watchdog import Watchdog
+from twostroke.http.watchdog import Watchdog
+from twostroke.serve.health import HealthReports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +47,9 @@ def heard(listener: socket.socket) -> list[bytes]:
 
 def feed_for(health: Health, seconds: float) -> None:
     async def run() -> None:
-        watchdog = Watchdog(lambda: health)
+        engine: Any = SimpleNamespace(health=health)
+        vitals = HealthReports(engine, "tiny", lambda: False)
+        watchdog = Watchdog(lambda: vitals.is_well)
         watchdog.begin()
         await asyncio.sleep(seconds)
         watchdog.end()

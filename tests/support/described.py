@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
-from twostroke.serve.paths import ALIASES
+from twostroke.http.paths import ALIASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

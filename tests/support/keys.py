@@ -7,17 +7,17 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from support.servers import live_server
+from twostroke.http import key as kept
+from twostroke.http.keys import ApiKeys
 from twostroke.records import Records, beside
-from twostroke.serve.http.keys import ApiKeys
 from twostroke.serve.options import ServeOptions
-from twostroke.serve.tenants import key as kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.serve.tenants.key import Key
+    from twostroke.http.key import Key
 
 
 def add(folder: Path, name: str = "app", tenant: str = "anna", **facts: Any) -> tuple[Key, str]:

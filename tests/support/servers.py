@@ -14,8 +14,9 @@ from support.described import CheckedClient, Description
 from support.engines import tiny_client
 from twostroke.core.frozen import Frozen
 from twostroke.engine.served import LocalEngine
-from twostroke.serve import run
+from twostroke.http.server import Server, bind
 from twostroke.serve.app import Api
+from twostroke.serve.layers import build_app
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -81,14 +82,14 @@ def live_server(
     **engine: Any,
 ) -> Iterator[LiveServer]:
     """Yield a server of a tiny model; `engine` goes to `tiny_client`."""
-    listener = run.bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with tiny_client(folder, **engine) as (client, backend):
         served = LocalEngine(client)
         api = Api(served, options or ServeOptions(drain_s=1), None, records)
         up = threading.Event()
-        server = run._Server(run._config(api), up.set)
+        server = Server(build_app(api), api, up.set)
         serving = server.serve(sockets=[listener])
         thread = threading.Thread(target=lambda: asyncio.run(serving))
         thread.start()

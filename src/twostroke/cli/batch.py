@@ -22,10 +22,10 @@ from twostroke.core.errors import EngineStoppedError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from twostroke.http.inside import Answer
+    from twostroke.http.limits import Limits
     from twostroke.serve.batches.lines import Line
     from twostroke.serve.batches.offline import Progress, Send
-    from twostroke.serve.http.inside import Answer
-    from twostroke.serve.options import Limits
 
 _WAITING: Final = 32  # lines that wait in the engine, so that no step waits for the next
 _FULL: Final = 429  # long prompts fill the queue sooner than many
@@ -69,8 +69,8 @@ def command(**given: Any) -> int:
     command is interrupted, the same command goes on: lines with a result are not run again. Exits
     with 1 if some lines failed; they are in the file of errors.
     """
+    from twostroke.http.limits import Limits
     from twostroke.serve.batches.offline import Files, Progress, Results, run
-    from twostroke.serve.options import Limits
 
     path, output, model, url = (given.pop(name) for name in ("file", "output", "model", "url"))
     errors = given.pop("errors") or output.with_suffix(f".errors{output.suffix}")
@@ -152,8 +152,8 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
     from twostroke.engine.collector import ease_collector
     from twostroke.engine.health import Health
     from twostroke.engine.served import LocalEngine
+    from twostroke.http.inside import Sender, post
     from twostroke.serve.app import Api
-    from twostroke.serve.http.inside import Sender, post
     from twostroke.serve.layers import build_app
     from twostroke.serve.options import ServeOptions
 

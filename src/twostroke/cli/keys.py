@@ -15,9 +15,9 @@ from msgspec.structs import asdict, replace
 from twostroke.cli.help import Group, WordOr, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
+from twostroke.http import key as kept
+from twostroke.http.key import Key, KeyLimits
 from twostroke.records import beside
-from twostroke.serve.tenants import key as kept
-from twostroke.serve.tenants.key import Key, KeyLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

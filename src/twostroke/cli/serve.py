@@ -136,10 +136,11 @@ def command(**given: Any) -> int:
     Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
     """
     from twostroke.engine.collector import ease_collector
-    from twostroke.serve.observe.logs import logging_to
+    from twostroke.http.logs import logging_to
+    from twostroke.http.server import bind
     from twostroke.serve.observe.objectives import limits_of, parse_objective
     from twostroke.serve.observe.traces import check_endpoint
-    from twostroke.serve.run import bind, run_server
+    from twostroke.serve.run import run_server
 
     objectives = tuple(map(parse_objective, given["objectives"]))
     limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
@@ -174,7 +175,7 @@ def command(**given: Any) -> int:
 
 def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeOptions:
     """Return the server's options; its records are open."""
-    from twostroke.serve.http.keys import ApiKeys
+    from twostroke.http.keys import ApiKeys
     from twostroke.serve.options import ServeOptions
 
     return ServeOptions(

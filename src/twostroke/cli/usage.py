@@ -14,16 +14,16 @@ import click
 from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
+from twostroke.http.key import all_keys
+from twostroke.http.tenants.prices import read_prices
+from twostroke.http.tenants.usage import amounts
 from twostroke.records import beside
-from twostroke.serve.tenants.key import all_keys
-from twostroke.serve.tenants.prices import read_prices
-from twostroke.serve.tenants.usage import amounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.serve.tenants.prices import Prices
-    from twostroke.serve.tenants.usage import Amount
+    from twostroke.http.tenants.prices import Prices
+    from twostroke.http.tenants.usage import Amount
 
 _BY: Final = ("key", "tenant", "day", "model")
 _FIRST: Final = "0000-01-01"

@@ -16,44 +16,45 @@ from starlette.routing import Route
 
 from twostroke.core.service import BATCH_SERVICE, SERVICES
 from twostroke.engine.health import Health
+from twostroke.http import errors
+from twostroke.http.disconnect import while_connected
+from twostroke.http.ignored import IgnoredFields
+from twostroke.http.limits import read_json
+from twostroke.http.logs import AccessLog
+from twostroke.http.paths import wants_page
+from twostroke.http.served import served_of
+from twostroke.http.tenants.upkeep import Upkeep
+from twostroke.http.tenants.usage import UsageBook
+from twostroke.http.waiting import Returns, timeout_of
 from twostroke.schema.verify import Verifier
 from twostroke.serve import plans
 from twostroke.serve.about import VERSION, AboutBody
 from twostroke.serve.batches import messages
 from twostroke.serve.batches import openai as openai_batches
 from twostroke.serve.batches.keeping import Keeping
+from twostroke.serve.body.decode import BodyDecoder, meant
 from twostroke.serve.checking import AnswerChecks
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
 from twostroke.serve.dialect import Reply, encode_json, to_json
 from twostroke.serve.health import HealthReports
-from twostroke.serve.http import errors
-from twostroke.serve.http.decode import BodyDecoder, meant
-from twostroke.serve.http.errors import ServerStoppingError
-from twostroke.serve.http.limits import read_json
-from twostroke.serve.http.stream import EventStream, while_connected
-from twostroke.serve.http.waiting import Returns, timeout_of
-from twostroke.serve.ignored import IgnoredFields
 from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.journal import Journal
 from twostroke.serve.llama_server.info import info_routes
 from twostroke.serve.models import model_routes
 from twostroke.serve.names import ModelNames
-from twostroke.serve.observe.logs import AccessLog
 from twostroke.serve.observe.metrics import Metrics
-from twostroke.serve.observe.served import served_of
 from twostroke.serve.observe.state import State
 from twostroke.serve.observe.traces import Traces, exporter
 from twostroke.serve.ollama.models import ollama_routes
 from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.routes import kept_routes
-from twostroke.serve.page.site import Site, wants_page
+from twostroke.serve.page.site import Site
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
-from twostroke.serve.tenants.upkeep import Upkeep
-from twostroke.serve.tenants.usage import UsageBook
+from twostroke.serve.stream import EventStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,10 +63,10 @@ if TYPE_CHECKING:
 
     from twostroke.engine.limits import Limits
     from twostroke.engine.served import ServedEngine
+    from twostroke.http.served import Observer, ServedRequest
     from twostroke.records import Records
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
-    from twostroke.serve.observe.served import Observer, ServedRequest
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.running import Open
 
@@ -123,7 +124,7 @@ class Api:
             lambda: engine.health is not Health.RECOVERING,
         )
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
-        self._health = HealthReports(engine, self.names[0], lambda: self.is_draining)
+        self.vitals = HealthReports(engine, self.names[0], lambda: self.is_draining)
         journal = Journal(records) if records is not None else None
         self.answers = Store(options.max_stored, options.max_stored_bytes, journal)
         self.keeping = Keeping(records, options.limits, self._room, options.api_keys)
@@ -136,7 +137,7 @@ class Api:
         """Return all routes."""
         gets = {
             "/": self.root,
-            **self._health.routes(),
+            **self.vitals.routes(),
             "/metrics": self.scrape,
             "/openapi.json": self.openapi,
             STATE_PATH: self.state,
@@ -233,9 +234,8 @@ class Api:
     async def state(self, request: Request) -> Response:
         """Return the dashboard's state, its past with `?past`; UnknownPathError if it is off."""
         self.options.check_dashboard()
-        headers = {"content-type": "application/json", "cache-control": "no-store"}
-        body = await self._state.body(self._health.status, has_past="past" in request.query_params)
-        return Response(body, headers=headers)
+        body = await self._state.body(self.vitals.status, has_past="past" in request.query_params)
+        return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     @property
     def _max_choices(self) -> int:
@@ -365,7 +365,7 @@ class Api:
         """
         if self.is_draining:
             reason = "The server is stopping and takes no new requests."
-            raise ServerStoppingError(reason, room_s=self._drained_by_s - time.monotonic())
+            raise errors.ServerStoppingError(reason, room_s=self._drained_by_s - time.monotonic())
         served_of(request.scope).timeout_s = timeout_of(request.scope)
         body = await read_json(request, self.options.limits)
         if not is_long and len(body) <= _LARGE_BODY_BYTES:

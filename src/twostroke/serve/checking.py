@@ -9,19 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.request import FinishReason
+from twostroke.http.logs import FIGURES
 from twostroke.schema.verify import UncheckedError
 from twostroke.serve.events import BlockKind, Closed, ContentBlock, Ended
-from twostroke.serve.observe.logs import FIGURES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from twostroke.http.served import ServedRequest
     from twostroke.schema.verify import Verifier
     from twostroke.serve.dialect import Reply
     from twostroke.serve.events import Event, EventReader
     from twostroke.serve.job import Encoded
     from twostroke.serve.observe.metrics import Metrics
-    from twostroke.serve.observe.served import ServedRequest
 
 _MAX_WAITING: Final = 256  # texts; more are counted as unchecked
 _logger = logging.getLogger("twostroke.serve")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from twostroke.chat.reader import PLAIN, Reading
 from twostroke.core.frozen import Frozen
 from twostroke.serve.events import EventReader
-from twostroke.serve.http.stream import SSE, Framing
+from twostroke.serve.stream import SSE, Framing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.health import Health
+from twostroke.http.waiting import RETRY_AFTER_S
 from twostroke.serve.about import HealthBody, ProgressBody
 from twostroke.serve.dialect import to_json
-from twostroke.serve.http.waiting import RETRY_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,15 @@ class HealthReports:
         """Report on a server that calls its model `name`."""
         self._engine, self._name, self._is_draining = engine, name, is_draining
         self._last = Health.READY.value
+
+    @property
+    def is_well(self) -> bool:
+        """Whether requests are computed, or will be: while another engine starts, they wait."""
+        return self._engine.health in {Health.READY, Health.RECOVERING}
+
+    def attach(self, on_end: Callable[[], None]) -> None:
+        """Call `on_end` in the running event loop if the engine ends by itself."""
+        self._engine.attach(on_end)
 
     @property
     def status(self) -> str:

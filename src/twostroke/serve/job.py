@@ -22,7 +22,7 @@ from twostroke.engine.prompts import (
     ending_gaps,
     to_hints,
 )
-from twostroke.serve.ignored import Ignored
+from twostroke.http.ignored import Ignored
 from twostroke.tokenize import TooManyTokensError
 
 if TYPE_CHECKING:

@@ -10,16 +10,16 @@ from starlette.exceptions import HTTPException
 
 from twostroke.core.errors import TwostrokeError, nearest
 from twostroke.engine.served import LocalEngine
+from twostroke.http import errors
+from twostroke.http.boundary import Boundary
+from twostroke.http.keys import KeyCheck
+from twostroke.http.origins import OriginCheck, Origins
+from twostroke.http.served import LATER, served_of
+from twostroke.http.tenants.limits import LimitCheck
 from twostroke.serve.app import Api
-from twostroke.serve.http import errors
-from twostroke.serve.http.boundary import Boundary
-from twostroke.serve.http.explain import MAX_NAME_LENGTH
-from twostroke.serve.http.keys import KeyCheck
-from twostroke.serve.http.origins import OriginCheck, Origins
-from twostroke.serve.observe.served import LATER, served_of
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
-from twostroke.serve.tenants.limits import LimitCheck
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -94,5 +94,5 @@ def build_app(api: Api) -> ASGIApp:
     keys, origins = api.options.api_keys, Origins(api.options)
     limited = LimitCheck(app, (*DIALECTS, *EMBEDDINGS, *INQUIRIES))
     guarded = OriginCheck(app if keys is None else KeyCheck(limited, keys), origins)
-    whole = Boundary(guarded, api.metrics, api.options.limits, origins, api.observers)
+    whole = Boundary(guarded, api.metrics.responses, api.options.limits, origins, api.observers)
     return whole

@@ -6,7 +6,7 @@ from typing import Final
 
 from twostroke.core.errors import ModelNotFoundError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.serve.http.explain import MAX_NAME_LENGTH
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 
 _LATEST: Final = ":latest"  # which Ollama's clients add
 _MAX_ECHO_LENGTH: Final = 200  # of a name that responses repeat

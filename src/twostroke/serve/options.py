@@ -8,59 +8,13 @@ from msgspec import field
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.serve.http.errors import UnknownPathError
-from twostroke.serve.http.origins import ANY, is_loopback, parse_host, parse_origin
+from twostroke.http.errors import UnknownPathError
+from twostroke.http.limits import Limits
+from twostroke.http.origins import check_access, is_loopback
 
 if TYPE_CHECKING:
-    from twostroke.serve.http.keys import ApiKeys
+    from twostroke.http.keys import ApiKeys
     from twostroke.serve.observe.objectives import Objective
-
-_MAX_DRAIN_S = 86_400
-
-
-class Limits(Frozen):
-    """Limits for one client: sizes, and how slowly it may send and read.
-
-    Attributes:
-        max_body_bytes: a longer request body is refused (413).
-        max_dropped_bytes: this much of a refused request's body is still read, so that clients that
-            keep sending read the error.
-        max_json_depth: lists and objects nested deeper are refused (400).
-        max_header_bytes: request line and headers together.
-        header_timeout_s: from the first byte of a request to the end of its headers.
-        body_timeout_s: from the headers to the end of the body (408), also of a refused request.
-        idle_timeout_s: how long a connection may stay open between two requests; longer than the
-            timeouts of proxies (60 s is common), which otherwise meet closed connections.
-        reader_timeout_s: how long a stream may stay blocked because its client does not read.
-        max_unread: how many outputs a stream may be behind the engine.
-        max_choices: prompts times n of one request.
-        max_inputs: texts to embed of one request.
-        max_file_bytes: an uploaded file.
-        max_files_bytes: all files of a tenant together.
-        file_timeout_s: from the headers of an upload to its end.
-        max_batch_lines: lines of a batch.
-        max_batch_bytes: the body of Anthropic's batches, which has all their requests.
-        compile_timeout_s: for a new schema or grammar (400); one is compiled at a time, and the
-            time of waiting does not count.
-    """
-
-    max_body_bytes: int = 8 * 1024 * 1024
-    max_dropped_bytes: int = 64 * 1024 * 1024
-    max_json_depth: int = 64
-    max_header_bytes: int = 32 * 1024
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    idle_timeout_s: float = 75.0
-    reader_timeout_s: float = 30.0
-    max_unread: int = 4096
-    max_choices: int = 1024
-    max_inputs: int = 2048
-    max_file_bytes: int = 200 * 1024 * 1024
-    max_files_bytes: int = 10 * 1024**3
-    file_timeout_s: float = 600.0
-    max_batch_lines: int = 50_000
-    max_batch_bytes: int = 64 * 1024 * 1024
-    compile_timeout_s: float = 5.0
 
 
 class ServeOptions(Frozen):
@@ -121,17 +75,7 @@ class ServeOptions(Frozen):
             if not name.strip() or not name.isprintable():
                 reason = "must have printable characters, got {value!r}."
                 raise UsageError(reason, field="model_names", value=name)
-        for origin in self.cors_origins:
-            if origin != ANY:
-                parse_origin(origin)
-            elif not self.has_keys:
-                reason = "allows every web page only on a server with keys: name the origins."
-                raise UsageError(reason, field="cors_origins")
-        for host in self.allowed_hosts:
-            parse_host(host)
-        if not 0 <= self.drain_s <= _MAX_DRAIN_S:  # NaN fails, too
-            reason = f"must be from 0 to {_MAX_DRAIN_S} seconds, got {self.drain_s}."
-            raise UsageError(reason, field="drain_s")
+        check_access(self)
 
     @property
     def has_keys(self) -> bool:

@@ -12,12 +12,12 @@ from msgspec import Meta
 from starlette.routing import Route
 
 from twostroke.core.errors import OverloadedError, RequestError, nearest
+from twostroke.http.disconnect import while_connected
+from twostroke.http.limits import read_json
+from twostroke.http.served import served_of
+from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.describe import field
 from twostroke.serve.dialect import to_json
-from twostroke.serve.http.decode import BodyDecoder
-from twostroke.serve.http.limits import read_json
-from twostroke.serve.http.stream import while_connected
-from twostroke.serve.observe.served import served_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from twostroke.engine.client import ModelCard
     from twostroke.engine.limits import Limits
+    from twostroke.http.ignored import Ignored
+    from twostroke.http.served import ServedRequest
     from twostroke.planner import Device, Plan, PlannedModel
-    from twostroke.serve.ignored import Ignored
-    from twostroke.serve.observe.served import ServedRequest
     from twostroke.serve.options import ServeOptions
 
     Note = Callable[[list[Ignored], ServedRequest], None]

@@ -8,7 +8,6 @@ from typing import Any, Final
 from twostroke.serve.anthropic import messages
 from twostroke.serve.anthropic.reply import MessageEncoder
 from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
-from twostroke.serve.http.stream import NDJSON
 from twostroke.serve.llama_server import completion, infill
 from twostroke.serve.llama_server import embeddings as llama_embeddings
 from twostroke.serve.llama_server.fields import names as llama_names
@@ -22,6 +21,7 @@ from twostroke.serve.openai.fields import other_names
 from twostroke.serve.openai.responses import exchange as responses
 from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.request import ResponsesRequest
+from twostroke.serve.stream import NDJSON
 
 DIALECTS: Final[dict[str, Dialect[Any]]] = {
     "/v1/chat/completions": Dialect(

@@ -19,14 +19,14 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.embedding import Embedding
 from twostroke.engine.health import Health
 from twostroke.engine.output import Timings, Usage, join
-from twostroke.serve.http.errors import ServerStoppingError
+from twostroke.http.errors import ServerStoppingError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from twostroke.engine.output import Completion, Output
     from twostroke.engine.served import ServedEngine, ServedOutputs
-    from twostroke.serve.http.waiting import Returns
+    from twostroke.http.waiting import Returns
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.observe.metrics import Metrics
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server, wait_for
+from twostroke.http.keys import ApiKeys
+from twostroke.http.limits import Limits
 from twostroke.records import Records, RecordsError
-from twostroke.serve.http.keys import ApiKeys
-from twostroke.serve.options import Limits, ServeOptions
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,15 +13,15 @@ import pytest
 from msgspec.structs import replace
 
 from twostroke.core.errors import EngineDiedError, OverloadedError, TwostrokeError
+from twostroke.http.error_forms import error_form
+from twostroke.http.errors import to_response
+from twostroke.http.limits import Limits
+from twostroke.http.served import STATE_KEY, ServedRequest
 from twostroke.records import Records
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import deadline, files, messages, openai
 from twostroke.serve.batches.batch import Batch
 from twostroke.serve.batches.runner import Runner
-from twostroke.serve.error_forms import error_form
-from twostroke.serve.http.errors import to_response
-from twostroke.serve.observe.served import STATE_KEY, ServedRequest
-from twostroke.serve.options import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
-from twostroke.serve.http.connection import BodyReader
-from twostroke.serve.http.keys import ApiKeys
-from twostroke.serve.options import Limits, ServeOptions
+from twostroke.http.connection import BodyReader
+from twostroke.http.keys import ApiKeys
+from twostroke.http.limits import Limits
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

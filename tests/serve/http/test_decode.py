@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.core.errors import RequestError
-from twostroke.serve.http.decode import BodyDecoder, depth_exceeds
+from twostroke.serve.body.decode import BodyDecoder, depth_exceeds
 from twostroke.serve.openai.chat import ChatRequest
 from twostroke.serve.openai.completions import CompletionRequest
 

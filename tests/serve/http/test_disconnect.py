@@ -15,14 +15,15 @@ from support.tiny import Tiny
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.served import LocalEngine
+from twostroke.http.limits import Limits
 from twostroke.serve.dialect import Reply
-from twostroke.serve.http.stream import EventStream
 from twostroke.serve.job import Encoded, Job
 from twostroke.serve.layers import create_app
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.openai.completions_reply import CompletionEncoder
-from twostroke.serve.options import Limits, ServeOptions
+from twostroke.serve.options import ServeOptions
 from twostroke.serve.running import Answers
+from twostroke.serve.stream import EventStream
 
 if TYPE_CHECKING:
     from pathlib import Path

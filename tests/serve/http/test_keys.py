@@ -10,9 +10,9 @@ import pytest
 from support.servers import LiveServer, live_server
 from twostroke.core import env
 from twostroke.core.errors import UsageError
-from twostroke.serve.http.keys import ApiKeys
+from twostroke.http.key import MAX_LENGTH
+from twostroke.http.keys import ApiKeys
 from twostroke.serve.options import ServeOptions
-from twostroke.serve.tenants.key import MAX_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
-from twostroke.serve.options import Limits, ServeOptions
+from twostroke.http.limits import Limits
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     import socket

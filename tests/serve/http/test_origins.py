@@ -9,9 +9,10 @@ import pytest
 
 from support.servers import LiveServer, live_server
 from twostroke.core.errors import UsageError
-from twostroke.serve.http.keys import ApiKeys
-from twostroke.serve.http.origins import ForbiddenError, Origins
-from twostroke.serve.options import Limits, ServeOptions
+from twostroke.http.keys import ApiKeys
+from twostroke.http.limits import Limits
+from twostroke.http.origins import ForbiddenError, Origins
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from support.servers import live_server, post_bytes, read_all, wait_for
+from twostroke.http.keys import ApiKeys
 from twostroke.serve.about import FINGERPRINT
-from twostroke.serve.http.keys import ApiKeys
 from twostroke.serve.llama_server.info import _Places
 from twostroke.serve.options import ServeOptions
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server, post_bytes, wait_for
-from twostroke.serve.observe.logs import logging_to
+from twostroke.http.logs import logging_to
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from support.servers import live_server
 from twostroke.backends import RankFacts, RankState
 from twostroke.core.service import SERVICES
 from twostroke.engine.limits import Limits
-from twostroke.serve.ignored import IgnoredFields
+from twostroke.http.ignored import IgnoredFields
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.objectives import Objective
 from twostroke.serve.options import ServeOptions

@@ -12,7 +12,8 @@ import pytest
 
 from support.servers import live_server, post_bytes, wait_for
 from twostroke.core.errors import OverloadedError
-from twostroke.serve.options import Limits, ServeOptions
+from twostroke.http.limits import Limits
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

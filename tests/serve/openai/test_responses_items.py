@@ -12,7 +12,7 @@ import pytest
 from support.engines import tiny_client
 from support.servers import live_server
 from support.tiny import Tiny
-from twostroke.serve.http.keys import ApiKeys
+from twostroke.http.keys import ApiKeys
 from twostroke.serve.layers import create_app
 from twostroke.serve.options import ServeOptions
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import events, live_server
-from twostroke.serve.http.keys import ApiKeys
+from twostroke.http.keys import ApiKeys
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import regex
 from support.refusals import refused
 from support.servers import events, live_server, wait_for
 from twostroke.core.constraint import Constraint
-from twostroke.serve.options import Limits, ServeOptions
+from twostroke.http.limits import Limits
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

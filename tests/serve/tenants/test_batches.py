@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from support.keys import add, keyed_server
 from support.servers import wait_for
+from twostroke.http.key import KeyLimits
+from twostroke.http.tenants.usage import amounts
 from twostroke.records import beside
-from twostroke.serve.tenants.key import KeyLimits
-from twostroke.serve.tenants.usage import amounts
 
 if TYPE_CHECKING:
     from pathlib import Path

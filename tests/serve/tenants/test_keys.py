@@ -18,14 +18,14 @@ import pytest
 from support.keys import add, keyed_server, revoke
 from support.servers import wait_for
 from twostroke.core.errors import UsageError
+from twostroke.http import key as kept
+from twostroke.http.key import KeyLimits
+from twostroke.http.keys import ApiKeys
+from twostroke.http.logs import FIGURES
+from twostroke.http.tenants.upkeep import Upkeep
+from twostroke.http.tenants.usage import UsageBook
 from twostroke.records import RecordsError, beside
 from twostroke.records.schema import MIGRATIONS
-from twostroke.serve.http.keys import ApiKeys
-from twostroke.serve.observe.logs import FIGURES
-from twostroke.serve.tenants import key as kept
-from twostroke.serve.tenants.key import KeyLimits
-from twostroke.serve.tenants.upkeep import Upkeep
-from twostroke.serve.tenants.usage import UsageBook
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,18 +13,18 @@ import httpx
 import pytest
 
 from support.servers import live_server, post_bytes, wait_for
-from twostroke.serve.http.keys import ApiKeys
-from twostroke.serve.http.waiting import retry_after
+from twostroke.http.key import Key, KeyLimits, digest
+from twostroke.http.keys import ApiKeys
+from twostroke.http.tenants.limits import Account, RateLimitError
+from twostroke.http.waiting import retry_after
 from twostroke.serve.options import ServeOptions
-from twostroke.serve.tenants.key import Key, KeyLimits, digest
-from twostroke.serve.tenants.limits import Account, RateLimitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.serve.tenants.limits import Spending
+    from twostroke.http.tenants.limits import Spending
 
 KEY = "sk-limited"
 BODY = {"prompt": "hello", "max_tokens": 4, "ignore_eos": True}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from support.keys import add, keyed_server
 from support.servers import LiveServer, post_bytes, wait_for
+from twostroke.http.tenants import usage
+from twostroke.http.tenants.upkeep import Upkeep
+from twostroke.http.tenants.usage import Amount, Owner, UsageBook, amounts
 from twostroke.records import Records, RecordsError, beside
-from twostroke.serve.tenants import usage
-from twostroke.serve.tenants.upkeep import Upkeep
-from twostroke.serve.tenants.usage import Amount, Owner, UsageBook, amounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.core.request import FinishReason
+from twostroke.http.forms.anthropic import ANTHROPIC
 from twostroke.serve import events
-from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.dialect import named_sse
 from twostroke.serve.openai.usage import TimingsBody, timings_body
 

@@ -13,11 +13,11 @@ from starlette.responses import FileResponse
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.http.errors import BodySizeError, UnsupportedFieldError
+from twostroke.http.multipart import read_form
+from twostroke.http.served import served_of
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.dialect import to_json
-from twostroke.serve.http.errors import BodySizeError, UnsupportedFieldError
-from twostroke.serve.http.explain import MAX_NAME_LENGTH
-from twostroke.serve.http.multipart import read_form
-from twostroke.serve.observe.served import served_of
 from twostroke.serve.openai.responses.routes import query_of
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from twostroke.http.limits import Limits
     from twostroke.records import Records
-    from twostroke.serve.options import Limits
 
 PATH: Final = "/v1/files"
 ONE: Final = f"{PATH}/{{file_id}}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from twostroke.http.errors import UnknownPathError
 from twostroke.serve.batches import files, messages, openai
 from twostroke.serve.batches.runner import Runner
-from twostroke.serve.http.errors import UnknownPathError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from starlette.routing import Route
     from starlette.types import ASGIApp
 
+    from twostroke.http.ignored import Ignored
+    from twostroke.http.keys import ApiKeys
+    from twostroke.http.limits import Limits
+    from twostroke.http.served import ServedRequest
     from twostroke.records import Records
-    from twostroke.serve.http.keys import ApiKeys
-    from twostroke.serve.ignored import Ignored
-    from twostroke.serve.observe.served import ServedRequest
-    from twostroke.serve.options import Limits
 
 FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 

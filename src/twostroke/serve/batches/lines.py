@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.frozen import Frozen
+from twostroke.http.errors import one_line
 from twostroke.serve.batches.batch import LineError
-from twostroke.serve.http.decode import depth_exceeds
-from twostroke.serve.http.errors import one_line
+from twostroke.serve.body.decode import depth_exceeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from twostroke.serve.options import Limits
+    from twostroke.http.limits import Limits
 
 _MAX_ID_LENGTH: Final = 512
 _MAX_ERRORS: Final = 100  # that a batch lists

@@ -15,6 +15,9 @@ from starlette.responses import FileResponse
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError
+from twostroke.http.errors import BodySyntaxError
+from twostroke.http.limits import receive_json
+from twostroke.http.served import served_of
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
 from twostroke.serve.batches.batch import Batch, Status
@@ -23,9 +26,6 @@ from twostroke.serve.batches.lines import WrongLineError, parse
 from twostroke.serve.batches.openai import find
 from twostroke.serve.batches.results import Form
 from twostroke.serve.dialect import encode_json, to_json
-from twostroke.serve.http.errors import BodySyntaxError
-from twostroke.serve.http.limits import receive_json
-from twostroke.serve.observe.served import served_of
 from twostroke.serve.openai.responses.routes import query_of
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from twostroke.http.inside import Answer
+    from twostroke.http.limits import Limits
+    from twostroke.http.served import ServedRequest
     from twostroke.records import Records, Temporary
     from twostroke.serve.batches.runner import Pace, Runner
-    from twostroke.serve.http.inside import Answer
-    from twostroke.serve.observe.served import ServedRequest
-    from twostroke.serve.options import Limits
 
 ENDPOINT: Final = "/v1/messages"
 PATH: Final = f"{ENDPOINT}/batches"

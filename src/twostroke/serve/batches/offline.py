@@ -18,9 +18,9 @@ from twostroke.serve.batches.openai import FORM
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
+    from twostroke.http.inside import Answer
+    from twostroke.http.limits import Limits
     from twostroke.serve.batches.lines import Line
-    from twostroke.serve.http.inside import Answer
-    from twostroke.serve.options import Limits
 
     Send = Callable[[Line], Awaitable[Answer]]
 

@@ -12,17 +12,17 @@ import msgspec
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.http.limits import read_json
+from twostroke.http.served import served_of
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
 from twostroke.serve.batches.batch import Batch, Status
 from twostroke.serve.batches.files import page_size
 from twostroke.serve.batches.results import Form
+from twostroke.serve.body.decode import BodyDecoder
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
 from twostroke.serve.dialect import encode_json, to_json
-from twostroke.serve.http.decode import BodyDecoder
-from twostroke.serve.http.explain import MAX_NAME_LENGTH
-from twostroke.serve.http.limits import read_json
-from twostroke.serve.observe.served import served_of
 from twostroke.serve.openai.fields import Pairs
 from twostroke.serve.openai.responses.routes import query_of
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from twostroke.http.ignored import Ignored
+    from twostroke.http.inside import Answer
+    from twostroke.http.limits import Limits
+    from twostroke.http.served import ServedRequest
     from twostroke.records import Records
     from twostroke.serve.batches.runner import Pace, Runner
-    from twostroke.serve.http.inside import Answer
-    from twostroke.serve.ignored import Ignored
-    from twostroke.serve.observe.served import ServedRequest
-    from twostroke.serve.options import Limits
 
 PATH: Final = "/v1/batches"
 ONE: Final = f"{PATH}/{{batch_id}}"

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.core.errors import EngineStoppedError, UsageError
-from twostroke.serve.http.inside import Answer
+from twostroke.http.inside import Answer
 
 if TYPE_CHECKING:
     from twostroke.serve.batches.lines import Line

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
     from sqlite3 import Connection
 
+    from twostroke.http.inside import Answer
+    from twostroke.http.limits import Limits
     from twostroke.records import Records, Temporary
     from twostroke.serve.batches.batch import Batch, Status
-    from twostroke.serve.http.inside import Answer
-    from twostroke.serve.options import Limits
 
 
 class Form(Frozen):

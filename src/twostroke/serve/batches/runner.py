@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import EngineDiedError, EngineKillerError
 from twostroke.core.service import BATCH_SERVICE
+from twostroke.http import inside
+from twostroke.http.served import LATER
 from twostroke.records import RecordsError
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
@@ -21,20 +23,18 @@ from twostroke.serve.batches.deadline import anchored, seconds_left
 from twostroke.serve.batches.lines import check, parse, read_lines
 from twostroke.serve.batches.results import finish
 from twostroke.serve.batches.valve import Valve
-from twostroke.serve.http import inside
-from twostroke.serve.observe.served import LATER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
     from starlette.types import ASGIApp
 
+    from twostroke.http.limits import Limits
     from twostroke.records import Records
     from twostroke.serve.batches.batch import Batch, Status
     from twostroke.serve.batches.files import FileBody
     from twostroke.serve.batches.lines import Line
     from twostroke.serve.batches.results import Form
-    from twostroke.serve.options import Limits
 
 _MOST_DEATHS: Final = 3  # of engines that computed a line, which is then not run again
 _NO_KEY: Final = LineError(

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from twostroke.serve.http.inside import Answer
+    from twostroke.http.inside import Answer
 
 _MOST_PAUSE_S: Final = 30.0
 _logger = logging.getLogger("twostroke.serve")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from twostroke.core.errors import RequestError
+from twostroke.http import errors
 from twostroke.records import RecordsError
 from twostroke.serve.batches import files, messages, openai
 from twostroke.serve.describe.operation import BODY, HELLO, TEXT, Operation, parameter
-from twostroke.serve.http import errors
 
 _TAG: Final = "OpenAI"
 _ANTHROPIC: Final = "Anthropic"

@@ -10,26 +10,26 @@ from msgspec import inspect
 
 from twostroke.core.errors import DeadlineError
 from twostroke.core.frozen import Frozen
+from twostroke.http.error_forms import FORMS, error_form
+from twostroke.http.errors import OPENAI, RETRY_STATUSES
+from twostroke.http.ignored import HEADER
+from twostroke.http.keys import OPEN_PATHS, KeyMissingError
+from twostroke.http.tenants.limits import RateLimitError
+from twostroke.http.waiting import RETRY_AFTER_S, TIMEOUT_FORM, TIMEOUT_HEADER
+from twostroke.serve.body.explain import parts
 from twostroke.serve.describe.field import NEUTRAL, WRONG_IS_IGNORED, Fact, reference
 from twostroke.serve.describe.operation import ANYWHERE, BODY, parameter
 from twostroke.serve.describe.operations import OPERATIONS
-from twostroke.serve.error_forms import FORMS, error_form
-from twostroke.serve.http.errors import OPENAI, RETRY_STATUSES
-from twostroke.serve.http.explain import parts
-from twostroke.serve.http.keys import OPEN_PATHS, KeyMissingError
-from twostroke.serve.http.stream import NDJSON
-from twostroke.serve.http.waiting import RETRY_AFTER_S, TIMEOUT_FORM, TIMEOUT_HEADER
-from twostroke.serve.ignored import HEADER
 from twostroke.serve.openai.responses.items import UNTYPED, Item
-from twostroke.serve.tenants.limits import RateLimitError
+from twostroke.serve.stream import NDJSON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from starlette.routing import Route
 
+    from twostroke.http.served import ErrorForm
     from twostroke.serve.describe.operation import Operation
-    from twostroke.serve.http.errors import ErrorForm
 
     Bodies = Mapping[str, type[msgspec.Struct]]
     Parts = dict[str, Any]

@@ -15,8 +15,8 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.frozen import Frozen
-from twostroke.serve.http import errors
-from twostroke.serve.http.origins import ForbiddenError
+from twostroke.http import errors
+from twostroke.http.origins import ForbiddenError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,9 +12,11 @@ from twostroke.core.errors import (
     OverloadedError,
     RequestError,
 )
+from twostroke.http import errors
+from twostroke.http.forms.anthropic import ANTHROPIC
+from twostroke.http.forms.llama_server import LLAMA_SERVER
 from twostroke.serve.about import AboutBody, HealthBody, ModelBody, ModelList, ProgressBody
 from twostroke.serve.anthropic import messages, reply
-from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.describe import batches, ollama, stored
 from twostroke.serve.describe.operation import (
     BODY,
@@ -26,10 +28,8 @@ from twostroke.serve.describe.operation import (
     Operation,
     parameter,
 )
-from twostroke.serve.http import errors
 from twostroke.serve.llama_server import info
 from twostroke.serve.llama_server.embeddings import LlamaEmbedding
-from twostroke.serve.llama_server.errors import LLAMA_SERVER
 from twostroke.serve.llama_server.reply import LlamaCompletion, LlamaPiece
 from twostroke.serve.openai import chat_reply, completions_reply, embeddings, tokens
 from twostroke.serve.openai.responses import stream_events

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from starlette.routing import Route
 
 from twostroke.core.errors import OverloadedError
+from twostroke.http.errors import UnknownPathError
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import to_json
-from twostroke.serve.http.errors import UnknownPathError
 from twostroke.serve.llama_server.fields import TextFields, to_params
 from twostroke.serve.llama_server.settings import GenerationSettings, settings_of
 

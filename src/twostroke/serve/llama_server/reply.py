@@ -10,10 +10,10 @@ from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
 from twostroke.core.request import FinishReason
+from twostroke.http.forms.llama_server import LLAMA_SERVER
 from twostroke.serve import events
 from twostroke.serve.dialect import Reply, encode_json, sse
 from twostroke.serve.llama_server.completion import LlamaJob
-from twostroke.serve.llama_server.errors import LLAMA_SERVER
 from twostroke.serve.llama_server.fields import num_predict
 from twostroke.serve.llama_server.settings import GenerationSettings, settings_of
 from twostroke.serve.timings import (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
     from twostroke.engine.output import Timings
-    from twostroke.serve.observe.served import ServedRequest
+    from twostroke.http.served import ServedRequest
 
 _PATH: Final = "/v1/traces"
 _TIMEOUT_S: Final = 5.0

@@ -11,9 +11,9 @@ import msgspec
 from starlette.routing import Route
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.http.errors import UnknownPathError
 from twostroke.serve.describe import field
 from twostroke.serve.dialect import to_json
-from twostroke.serve.http.errors import UnknownPathError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

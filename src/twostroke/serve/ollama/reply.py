@@ -10,10 +10,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.core.request import FinishReason
+from twostroke.http.forms.ollama import OLLAMA
 from twostroke.serve import events
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.job import Conversation
-from twostroke.serve.ollama.errors import OLLAMA
 from twostroke.serve.openai.logprobs import TokenLogprob, chat_logprobs
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from msgspec import Meta
 from twostroke.chat.messages import ROLES
 from twostroke.chat.reasoning import AS_IT_IS, EFFORTS, Thinking
 from twostroke.core.errors import RequestError
+from twostroke.http.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.serve.describe import field
-from twostroke.serve.http.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.serve.job import MAX_MESSAGES, Conversation
 from twostroke.serve.openai.fields import (
     CommonFields,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
 from twostroke.core.errors import RequestError
+from twostroke.http.errors import UnsupportedFieldError
 from twostroke.serve.describe import field
-from twostroke.serve.http.errors import UnsupportedFieldError
 from twostroke.serve.openai.fields import (
     CommonFields,
     check_combinations,

@@ -22,9 +22,9 @@ from twostroke.core.sampling import (
 )
 from twostroke.core.service import DEFAULT_SERVICE, SERVICES
 from twostroke.engine.client import Caller
+from twostroke.http.errors import UnsupportedFieldError
+from twostroke.http.ignored import Ignored
 from twostroke.serve.describe import field
-from twostroke.serve.http.errors import UnsupportedFieldError
-from twostroke.serve.ignored import Ignored
 from twostroke.serve.job import Job
 from twostroke.serve.openai.structure import (
     ChoiceForm,

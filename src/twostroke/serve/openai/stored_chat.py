@@ -11,13 +11,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.http.limits import read_json
+from twostroke.http.served import served_of
 from twostroke.serve import events
+from twostroke.serve.body.decode import BodyDecoder
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
 from twostroke.serve.dialect import encode_json, to_json
-from twostroke.serve.http.decode import BodyDecoder
-from twostroke.serve.http.explain import MAX_NAME_LENGTH
-from twostroke.serve.http.limits import read_json
-from twostroke.serve.observe.served import served_of
 from twostroke.serve.openai import chat
 from twostroke.serve.openai.chat_reply import ChatCompletion, ChatEncoder
 from twostroke.serve.openai.fields import Pairs
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from twostroke.http.ignored import Ignored
+    from twostroke.http.limits import Limits
+    from twostroke.http.served import ServedRequest
     from twostroke.serve.dialect import Encoder, Reply
-    from twostroke.serve.ignored import Ignored
     from twostroke.serve.job import Job
-    from twostroke.serve.observe.served import ServedRequest
     from twostroke.serve.openai.chat import ChatRequest
-    from twostroke.serve.options import Limits
     from twostroke.serve.store import Tenant
 
 LIST_PATH: Final = "/v1/chat/completions"

@@ -9,10 +9,10 @@ from msgspec import Meta
 
 from twostroke.core.constraint import MAX_CONSTRAINT, Constraint
 from twostroke.core.errors import RequestError
+from twostroke.http.errors import MissingFieldError
 from twostroke.sample.grammar import MAX_CHOICES
 from twostroke.schema.prepare import ANY_OBJECT
 from twostroke.serve.describe import field
-from twostroke.serve.http.errors import MissingFieldError
 from twostroke.serve.tools import Text
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.core.request import FinishReason
+from twostroke.http.errors import OPENAI
 from twostroke.serve.dialect import encode_json, sse
-from twostroke.serve.http.errors import OPENAI
 from twostroke.serve.timings import LlamaTimings, final_timings
 
 if TYPE_CHECKING:

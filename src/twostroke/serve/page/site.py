@@ -103,11 +103,6 @@ class Site:
         return Response(found.body, headers=headers, media_type=found.media_type)
 
 
-def wants_page(request: Request) -> bool:
-    """Whether the request comes from a browser rather than a program."""
-    return "text/html" in request.headers.get("accept", "").lower()
-
-
 def _file(name: str, text: str) -> _File:
     body = text.encode()
     return _File(body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', MEDIA_TYPES[_suffix(name)])

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 import msgspec
 
 from twostroke.core.errors import RequestError
+from twostroke.serve.body.decode import convert
 from twostroke.serve.describe import field
-from twostroke.serve.http.decode import convert
 from twostroke.serve.openai.responses.recall import recall
 from twostroke.serve.tools import arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.serve.ignored import Ignored
+    from twostroke.http.ignored import Ignored
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.store import Tenant
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 from msgspec import Meta
 
 from twostroke.core.errors import RequestError, nearest
+from twostroke.http.errors import UnsupportedFieldError
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
-from twostroke.serve.http.errors import UnsupportedFieldError
-from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.openai.chat import ReasoningEffort
 from twostroke.serve.openai.fields import (
     CommonFields,

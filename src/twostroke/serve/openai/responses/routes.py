@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError, nearest
+from twostroke.http.errors import UnknownFieldError, UnknownPathError, UnsupportedFieldError
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.dialect import to_json
-from twostroke.serve.http.errors import UnknownFieldError, UnknownPathError, UnsupportedFieldError
-from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import unknown_parts
 

@@ -10,8 +10,8 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError, nearest
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
-from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.tools import (
     MAX_TOOLS,
     FreeText,

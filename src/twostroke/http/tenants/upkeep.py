@@ -6,18 +6,18 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.http.key import all_keys, newest_change, note_use
+from twostroke.http.tenants.usage import add
 from twostroke.records import RecordsError
-from twostroke.serve.tenants.key import all_keys, newest_change, note_use
-from twostroke.serve.tenants.usage import add
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
     from sqlite3 import Connection
 
+    from twostroke.http.key import Key
+    from twostroke.http.keys import ApiKeys
+    from twostroke.http.tenants.usage import Rows, UsageBook
     from twostroke.records import Records
-    from twostroke.serve.http.keys import ApiKeys
-    from twostroke.serve.tenants.key import Key
-    from twostroke.serve.tenants.usage import Rows, UsageBook
 
 _LOOK_S: Final = 0.5  # a revoked key is refused a little later than this, at the latest
 _LOOKS: Final = 4  # after so many, usage is written: what a kill may lose

@@ -6,14 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
-from twostroke.serve.error_forms import error_form
-from twostroke.serve.observe.served import STATE_KEY
+from twostroke.http.error_forms import error_form
+from twostroke.http.served import STATE_KEY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Scope
 
     from twostroke.core.errors import TwostrokeError
-    from twostroke.serve.observe.served import ServedRequest
+    from twostroke.http.served import ServedRequest
 
 _INSIDE: Final = "twostroke.inside"  # in `scope["extensions"]`, which no client can set
 

@@ -12,7 +12,7 @@ from twostroke.core.service import BATCH_SERVICE
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-    from twostroke.serve.observe.served import ServedRequest
+    from twostroke.http.served import ServedRequest
 
     Rows = dict["Owner", list[int]]  # requests, input, cached and output tokens
 

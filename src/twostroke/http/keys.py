@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final, Self
 from starlette.requests import Request
 
 from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.http.errors import to_response
+from twostroke.http.inside import sender_of
+from twostroke.http.key import FORM, WORD, Key, all_keys, digest
+from twostroke.http.paths import wants_page
+from twostroke.http.served import served_of
 from twostroke.records import beside
-from twostroke.serve.http.errors import to_response
-from twostroke.serve.http.inside import sender_of
-from twostroke.serve.observe.served import served_of
-from twostroke.serve.page.site import wants_page
-from twostroke.serve.tenants.key import FORM, WORD, Key, all_keys, digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

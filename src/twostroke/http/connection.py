@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from twostroke.serve.http.errors import ServerStoppingError
-from twostroke.serve.http.stream import ABORT
+from twostroke.http.disconnect import ABORT
+from twostroke.http.errors import ServerStoppingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from uvicorn.config import Config
     from uvicorn.server import ServerState
 
-    from twostroke.serve.options import Limits
+    from twostroke.http.limits import Limits
 
 _MOMENT_S: Final = 0.5  # for bytes that were sent already
 _CLOSE: Final = (b"connection", b"close")

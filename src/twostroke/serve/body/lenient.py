@@ -10,9 +10,9 @@ import msgspec
 from msgspec import inspect
 from msgspec.structs import replace
 
-from twostroke.serve.http.errors import UnknownFieldError
-from twostroke.serve.http.explain import explain, extra_of, join, parts, type_of, unknown_field
-from twostroke.serve.ignored import MAX_IGNORED, Ignored
+from twostroke.http.errors import UnknownFieldError
+from twostroke.http.ignored import MAX_IGNORED, Ignored
+from twostroke.serve.body.explain import explain, extra_of, join, parts, type_of, unknown_field
 from twostroke.serve.well_known import KNOWN_HINTS, has_meaning
 
 if TYPE_CHECKING:

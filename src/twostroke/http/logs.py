@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from twostroke.serve.http.errors import one_line
-from twostroke.serve.http.keys import OPEN_PATHS
+from twostroke.http.errors import one_line
+from twostroke.http.keys import OPEN_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.serve.observe.served import ServedRequest
+    from twostroke.http.served import ServedRequest
 
 _MAX_PATH_LENGTH: Final = 200
 _POLLED: Final = (*OPEN_PATHS, "/metrics", "/api/state", "/api/plan")  # often, by programs

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from prometheus_client import Counter
 
 from twostroke.core.frozen import Frozen
-from twostroke.serve.http.errors import one_line
+from twostroke.http.errors import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from twostroke.core.errors import RequestError
-    from twostroke.serve.observe.served import ServedRequest
+    from twostroke.http.served import ServedRequest
 
 HEADER: Final = "twostroke-ignored"
 OTHER: Final = "other"  # the label of names that clients invent

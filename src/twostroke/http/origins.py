@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import re
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from starlette.responses import Response
 
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.serve.http.errors import to_response
-from twostroke.serve.http.inside import sender_of
+from twostroke.http.errors import to_response
+from twostroke.http.inside import sender_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from twostroke.serve.options import ServeOptions
-
     Headers = list[tuple[bytes, bytes]]
 
 ANY: Final = "*"
+_MAX_DRAIN_S: Final = 86_400
 
 _NAME: Final = r"[a-z0-9_](?:[a-z0-9._-]{0,251}[a-z0-9_])?"  # an IPv4 address is one, too
 _HOST: Final = re.compile(rf"(?P<name>{_NAME}|\[[0-9a-f:.]{{2,45}}\])\.?(?::(?P<port>\d{{0,5}}))?")
@@ -56,12 +55,56 @@ class ForbiddenHostError(ForbiddenError):
     code = "forbidden_host"
 
 
+class Access(Protocol):
+    """The options of a server that say who may use it, and how long it drains."""
+
+    @property
+    def host(self) -> str:
+        """The address that it listens on."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need a key now."""
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """The web origins whose pages may use it; "*" allows all."""
+
+    @property
+    def allowed_hosts(self) -> tuple[str, ...]:
+        """Names by which clients may reach it, besides its address."""
+
+    @property
+    def drain_s(self) -> float:
+        """How long running requests may take when it stops."""
+
+
+def check_access(options: Access) -> None:
+    """Check what a server's user chose.
+
+    Raises:
+        UsageError: an origin or a host is malformed, all origins are allowed without keys, or
+            `drain_s` is over a day.
+    """
+    for origin in options.cors_origins:
+        if origin != ANY:
+            parse_origin(origin)
+        elif not options.has_keys:
+            reason = "allows every web page only on a server with keys: name the origins."
+            raise UsageError(reason, field="cors_origins")
+    for host in options.allowed_hosts:
+        parse_host(host)
+    if not 0 <= options.drain_s <= _MAX_DRAIN_S:  # NaN fails, too
+        reason = f"must be from 0 to {_MAX_DRAIN_S} seconds, got {options.drain_s}."
+        raise UsageError(reason, field="drain_s")
+
+
 class Origins:
     """The rules of one server."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: Access) -> None:
         """Read the rules from options that have been checked; keys that come later relax none."""
-        self._is_private = options.is_private
+        self._is_private = is_loopback(options.host)
         self._checks_hosts = not options.has_keys or bool(options.allowed_hosts)
         self._is_keyless = not options.has_keys
         self._hosts = {options.host.lower(), *map(parse_host, options.allowed_hosts)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.requests import ClientDisconnect
 
 from twostroke.core.errors import RequestError
-from twostroke.serve.http.errors import (
+from twostroke.http.errors import (
     BodySizeError,
     BodyTimeoutError,
     ClientGoneError,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.serve.anthropic.errors import ANTHROPIC
-from twostroke.serve.http.errors import OPENAI
-from twostroke.serve.llama_server.errors import LLAMA_SERVER
-from twostroke.serve.ollama.errors import OLLAMA
+from twostroke.http.errors import OPENAI
+from twostroke.http.forms.anthropic import ANTHROPIC
+from twostroke.http.forms.llama_server import LLAMA_SERVER
+from twostroke.http.forms.ollama import OLLAMA
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-    from twostroke.serve.http.errors import ErrorForm
+    from twostroke.http.served import ErrorForm
 
 _ANTHROPIC_HEADER: Final = b"anthropic-version"  # which Anthropic's SDKs always send
 _LLAMA_PATHS: Final = """

@@ -15,7 +15,7 @@ from twostroke.core.ranges import check_range
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.serve.tenants.usage import Amount
+    from twostroke.http.tenants.usage import Amount
 
 
 class Price(Frozen, forbid_unknown_fields=True, kw_only=True):

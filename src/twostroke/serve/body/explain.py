@@ -10,7 +10,7 @@ import msgspec
 from msgspec import inspect
 
 from twostroke.core.errors import RequestError, nearest
-from twostroke.serve.http.errors import MissingFieldError, UnknownFieldError
+from twostroke.http.errors import MissingFieldError, UnknownFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

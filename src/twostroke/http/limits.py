@@ -1,4 +1,4 @@
-"""Checks headers, and reads request bodies, within limits of size and time."""
+"""Limits for one client, and what checks headers and reads bodies within them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.requests import ClientDisconnect
 
-from twostroke.serve.http.errors import (
+from twostroke.core.frozen import Frozen
+from twostroke.http.errors import (
     BodySizeError,
     BodyTimeoutError,
     ClientGoneError,
@@ -22,11 +23,53 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Scope
 
-    from twostroke.serve.options import Limits
-
-
 _FROM_PROGRAMS: Final = ("", "application/x-www-form-urlencoded")
 _FROM_BROWSERS: Final = ("origin", "sec-fetch-site")  # one of them comes with every POST
+
+
+class Limits(Frozen):
+    """Limits for one client: sizes, and how slowly it may send and read.
+
+    Attributes:
+        max_body_bytes: a longer request body is refused (413).
+        max_dropped_bytes: this much of a refused request's body is still read, so that clients that
+            keep sending read the error.
+        max_json_depth: lists and objects nested deeper are refused (400).
+        max_header_bytes: request line and headers together.
+        header_timeout_s: from the first byte of a request to the end of its headers.
+        body_timeout_s: from the headers to the end of the body (408), also of a refused request.
+        idle_timeout_s: how long a connection may stay open between two requests; longer than the
+            timeouts of proxies (60 s is common), which otherwise meet closed connections.
+        reader_timeout_s: how long a stream may stay blocked because its client does not read.
+        max_unread: how many outputs a stream may be behind the engine.
+        max_choices: prompts times n of one request.
+        max_inputs: texts to embed of one request.
+        max_file_bytes: an uploaded file.
+        max_files_bytes: all files of a tenant together.
+        file_timeout_s: from the headers of an upload to its end.
+        max_batch_lines: lines of a batch.
+        max_batch_bytes: the body of Anthropic's batches, which has all their requests.
+        compile_timeout_s: for a new schema or grammar (400); one is compiled at a time, and the
+            time of waiting does not count.
+    """
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_dropped_bytes: int = 64 * 1024 * 1024
+    max_json_depth: int = 64
+    max_header_bytes: int = 32 * 1024
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    idle_timeout_s: float = 75.0
+    reader_timeout_s: float = 30.0
+    max_unread: int = 4096
+    max_choices: int = 1024
+    max_inputs: int = 2048
+    max_file_bytes: int = 200 * 1024 * 1024
+    max_files_bytes: int = 10 * 1024**3
+    file_timeout_s: float = 600.0
+    max_batch_lines: int = 50_000
+    max_batch_bytes: int = 64 * 1024 * 1024
+    compile_timeout_s: float = 5.0
 
 
 def check_headers(scope: Scope, limits: Limits) -> None:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 from msgspec import inspect
 
-from twostroke.serve.describe.field import Effect
-from twostroke.serve.http.errors import (
+from twostroke.http.errors import (
     BodySyntaxError,
     MissingFieldError,
     UnknownFieldError,
     UnsupportedFieldError,
 )
-from twostroke.serve.http.explain import explain, extra_of, join, parts, type_of
-from twostroke.serve.http.lenient import drop_unknown
-from twostroke.serve.ignored import MAX_IGNORED, Ignored
+from twostroke.http.ignored import MAX_IGNORED, Ignored
+from twostroke.serve.body.explain import explain, extra_of, join, parts, type_of
+from twostroke.serve.body.lenient import drop_unknown
+from twostroke.serve.describe.field import Effect
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

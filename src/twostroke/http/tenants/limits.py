@@ -8,18 +8,18 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.serve.anthropic.errors import ANTHROPIC
-from twostroke.serve.http.errors import to_response
-from twostroke.serve.http.waiting import whole
-from twostroke.serve.observe.served import served_of
+from twostroke.http.errors import to_response
+from twostroke.http.forms.anthropic import ANTHROPIC
+from twostroke.http.served import served_of
+from twostroke.http.waiting import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from twostroke.serve.observe.served import ServedRequest
-    from twostroke.serve.tenants.key import Key, KeyLimits
+    from twostroke.http.key import Key, KeyLimits
+    from twostroke.http.served import ServedRequest
 
     Refusal = tuple[str, float]  # why, and the seconds to wait
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
+from twostroke.http.disconnect import drop, until_gone
+from twostroke.http.errors import report
+from twostroke.http.served import served_of
 from twostroke.serve.events import Failed
-from twostroke.serve.http.errors import ClientGoneError, report
-from twostroke.serve.observe.served import served_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine
+    from collections.abc import AsyncGenerator
 
     from starlette.types import Receive, Scope, Send
 
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from twostroke.serve.events import EventReader
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.running import Answers
-
-T = TypeVar("T")
-
-ABORT: Final = "twostroke.abort"  # the ASGI extension that closes a connection at once
 
 _HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -73,7 +70,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond. Raises errors that happen before the first byte, or while sending."""
         pump = asyncio.create_task(self._pump(scope, send))
-        gone = asyncio.create_task(_until_gone(receive))
+        gone = asyncio.create_task(until_gone(receive))
         tasks = [pump, gone]
         limits = self._options.limits
         tick_s = min(self._options.keep_alive_s, limits.reader_timeout_s) / 2
@@ -83,7 +80,7 @@ class EventStream:
                     (pump, gone), timeout=tick_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 if self._is_stuck():
-                    await _drop(scope)
+                    await drop(scope)
                     break
                 if self._is_silent():  # a task, since sending may block
                     tasks[2:] = [asyncio.create_task(self._send(send, self._framing.keep_alive))]
@@ -138,35 +135,3 @@ class EventStream:
     def _is_silent(self) -> bool:
         elapsed_s = time.monotonic() - self._last_sent_s
         return self._sending_since_s is None and elapsed_s >= self._options.keep_alive_s
-
-
-async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
-    """Return what `work` returns, unless the client leaves first.
-
-    Raises:
-        ClientGoneError: it left; `work` was cancelled.
-    """
-    working = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_until_gone(receive))
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return await working
-        raise ClientGoneError("The client left before its answer was ready.")
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _drop(scope: Scope) -> None:
-    """Close the connection at once, without the data that the client has not read."""
-    abort = scope.get("extensions", {}).get(ABORT)
-    if abort is not None:
-        abort()
-        await asyncio.sleep(0)  # the server notices in the loop's next round

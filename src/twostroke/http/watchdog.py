@@ -11,12 +11,10 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core import env
-from twostroke.engine.health import Health
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_FED_BY: Final = (Health.READY, Health.RECOVERING)  # while another engine starts, requests wait
 _TIMES: Final = 3  # in the time that systemd waits
 _logger = logging.getLogger("twostroke.serve")
 
@@ -24,9 +22,9 @@ _logger = logging.getLogger("twostroke.serve")
 class Watchdog:
     """Tells systemd how a server is; does nothing where systemd did not start it."""
 
-    def __init__(self, health: Callable[[], Health]) -> None:
-        """Feed the watchdog as long as `health` says that requests are computed, or will be."""
-        self._health = health
+    def __init__(self, is_well: Callable[[], bool]) -> None:
+        """Feed the watchdog as long as `is_well` says that requests are answered, or will be."""
+        self._is_well = is_well
         self._address = env.notify_socket()
         self._interval_s = env.watchdog_s() if self._address else None
         self._feeding: asyncio.Task[None] | None = None
@@ -48,7 +46,7 @@ class Watchdog:
 
     async def _feed(self, interval_s: float) -> None:
         while True:
-            if self._health() in _FED_BY:
+            if self._is_well():
                 self._tell("WATCHDOG=1")
             await asyncio.sleep(interval_s / _TIMES)
 

@@ -18,13 +18,12 @@ from twostroke.core.errors import (
     RequestError,
     TwostrokeError,
 )
-from twostroke.core.frozen import Frozen
+from twostroke.http.served import ErrorForm, served_of
+from twostroke.http.waiting import retry_after
 from twostroke.records import RecordsError
-from twostroke.serve.http.waiting import retry_after
-from twostroke.serve.observe.served import served_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from starlette.types import Scope
 
@@ -137,22 +136,6 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """OpenAI's error object, as a response body or as the data of a stream's event."""
 
     error: ErrorDetail
-
-
-class ErrorForm(Frozen):
-    """How a protocol reports errors.
-
-    Attributes:
-        status: returns the HTTP status of an error.
-        body: returns the JSON, from the error, the request's id and the names of fields.
-        struct: the type of that JSON.
-        id_header: a second header for the request's id.
-    """
-
-    status: Callable[[TwostrokeError], int]
-    body: Callable[[TwostrokeError, str, Naming], bytes]
-    struct: type[msgspec.Struct]
-    id_header: bytes | None = None
 
 
 def to_message(error: TwostrokeError, naming: Naming = str) -> str:

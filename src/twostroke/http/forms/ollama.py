@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError
-from twostroke.serve.http.errors import ErrorForm, one_line, to_message
+from twostroke.http.errors import one_line, to_message
+from twostroke.http.served import ErrorForm
 
 if TYPE_CHECKING:
     from twostroke.core.errors import Naming

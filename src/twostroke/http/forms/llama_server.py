@@ -8,7 +8,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.core.errors import ContextLengthError
-from twostroke.serve.http.errors import ErrorForm, to_message
+from twostroke.http.errors import to_message
+from twostroke.http.served import ErrorForm
 
 if TYPE_CHECKING:
     from twostroke.core.errors import Naming, TwostrokeError

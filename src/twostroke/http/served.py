@@ -7,19 +7,67 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from twostroke.core.frozen import Frozen
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import msgspec
     from starlette.types import Scope
 
-    from twostroke.engine.output import Usage
-    from twostroke.serve.http.errors import ErrorForm
-    from twostroke.serve.running import Running
-    from twostroke.serve.tenants.key import Key
+    from twostroke.core.errors import Naming, TwostrokeError
+    from twostroke.http.key import Key
 
 STATE_KEY: Final = "served"  # in the state of the ASGI scope
 LATER: Final = frozenset((408, 429, 503, 529))  # the same request may succeed later
 _CLIENT_GONE: Final = 499  # nginx's status for a client that left before its response
+
+
+class ErrorForm(Frozen):
+    """How a protocol reports errors.
+
+    Attributes:
+        status: returns the HTTP status of an error.
+        body: returns the JSON, from the error, the request's id and the names of fields.
+        struct: the type of that JSON.
+        id_header: a second header for the request's id.
+    """
+
+    status: Callable[[TwostrokeError], int]
+    body: Callable[[TwostrokeError, str, Naming], bytes]
+    struct: type[msgspec.Struct]
+    id_header: bytes | None = None
+
+
+class Used(Protocol):
+    """The tokens that were taken for a request; `cached_tokens` are a part of its prompt's."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed again."""
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answers."""
+
+
+class Work(Protocol):
+    """What is done for a request: by an engine, or by another server."""
+
+    @property
+    def num_open(self) -> int:
+        """How many answers have not ended."""
+
+    @property
+    def used(self) -> Used:
+        """The tokens that were taken so far."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures so far for logs and traces."""
 
 
 @dataclass(slots=True)
@@ -43,7 +91,7 @@ class ServedRequest:
         status: 0 until a response begins.
         error: the code of the error that ended the request.
         model, response_id: as the response has them.
-        running: the work that the engine does for the request, if any.
+        running: the work that is done for the request, if any.
         reserve: to be called with the most tokens that the request may need, before it is computed;
             raises if its key may not have them now.
         trace_id: empty without traces.
@@ -68,7 +116,7 @@ class ServedRequest:
     error: str | None = None
     model: str = ""
     response_id: str = ""
-    running: Running | None = None
+    running: Work | None = None
     reserve: Callable[[int], None] = lambda _num_tokens: None
     is_client_gone: bool = False
     trace_id: str = ""
@@ -83,7 +131,7 @@ class ServedRequest:
         return self.service is not None and self.status in LATER
 
     @property
-    def used(self) -> Usage | None:
+    def used(self) -> Used | None:
         """The tokens that were taken for the request so far; None if there is no work for it."""
         return None if self.running is None else self.running.used
 

@@ -7,23 +7,23 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Final
 
-from twostroke.serve.error_forms import error_form
-from twostroke.serve.http.errors import FramingError, HeaderSizeError, report, to_response
-from twostroke.serve.http.inside import sender_of
-from twostroke.serve.http.limits import check_headers
-from twostroke.serve.ignored import HEADER, header_of
-from twostroke.serve.observe.served import STATE_KEY, ServedRequest
-from twostroke.serve.paths import ALIASES
+from twostroke.http.error_forms import error_form
+from twostroke.http.errors import FramingError, HeaderSizeError, report, to_response
+from twostroke.http.ignored import HEADER, header_of
+from twostroke.http.inside import sender_of
+from twostroke.http.limits import check_headers
+from twostroke.http.paths import ALIASES
+from twostroke.http.served import STATE_KEY, ServedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from prometheus_client import Counter
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from twostroke.serve.http.origins import Origins
-    from twostroke.serve.observe.metrics import Metrics
-    from twostroke.serve.observe.served import Observer
-    from twostroke.serve.options import Limits
+    from twostroke.http.limits import Limits
+    from twostroke.http.origins import Origins
+    from twostroke.http.served import Observer
 
 _ID_HEADER: Final = b"x-request-id"
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
@@ -40,14 +40,14 @@ class Boundary:
     def __init__(
         self,
         app: ASGIApp,
-        metrics: Metrics,
+        responses: Counter,
         limits: Limits,
         origins: Origins,
         observers: Sequence[Observer] = (),
     ) -> None:
         """Wrap `app`, count its responses, and report each request to the observers at its end."""
         self._app = app
-        self._metrics = metrics
+        self._responses = responses
         self._limits = limits
         self._origins = origins
         self._observers = observers
@@ -70,7 +70,7 @@ class Boundary:
                 message["headers"] = [*message["headers"], *added]
                 if served.ignored and served.status < 400:
                     message["headers"].append((HEADER.encode(), header_of(served.ignored)))
-                self._metrics.responses.labels(served.endpoint, str(served.status)).inc()
+                self._responses.labels(served.endpoint, str(served.status)).inc()
             await send(message)
 
         try:

@@ -1,0 +1,1 @@
+"""The forms of errors in each protocol but OpenAI's."""
