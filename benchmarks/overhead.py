@@ -61,6 +61,10 @@ class FreeBackend:
             len(facts.windows), facts.page_size, max_pages, one_arithmetic=facts.one_arithmetic
         )
 
+    @property
+    def pages(self) -> None:
+        """None: its pages contain nothing."""
+
     def run(self, plan: StepPlan) -> StepResult:
         """Write the plan into arrays, and read results of which tokens come from elsewhere."""
         self.began_s.append(time.thread_time())

@@ -14,7 +14,7 @@ using ts::WeightType;
 namespace {
 
 // Raised whenever a struct or a function that crosses this interface changes.
-constexpr int32_t kInterfaceVersion = 21;
+constexpr int32_t kInterfaceVersion = 22;
 
 }  // namespace
 
@@ -107,6 +107,12 @@ TS_EXPORT void ts_plan_times(Plan* plan, double* pairs) { plan->take_times(pairs
 /// Lets one of the plan's pages hold what another does; no step may be running.
 TS_EXPORT void ts_plan_copy_page(Plan* plan, int32_t from, int32_t to) {
   plan->copy_page({from, to}, 0, 1);
+}
+
+/// The plan's pages, one after another; null if it has none. Sets the bytes of all of them.
+TS_EXPORT void* ts_plan_pages(Plan* plan, int64_t* num_bytes) {
+  *num_bytes = plan->cache_bytes;
+  return plan->cache;
 }
 
 /// Ends the waits of all ranks that share this memory, now and until it is reset. From any process.

@@ -23,6 +23,10 @@ def test_any_order_of_operations_keeps_pages_tokens_and_progress():
         assert counts[what] > NUM_OPERATIONS // 500, f"too few of {what}"
     for what in ("end in flight", "branches", "moves", "lose", "recall", "expire", "stop late"):
         assert counts[what] > NUM_OPERATIONS // 10_000, f"too few {what}"
+    for what in ("transfers", "leased pages"):
+        assert counts[what] > NUM_OPERATIONS // 1000, f"too few {what}"
+    for what in ("arrived pages", "dropped transfers"):
+        assert counts[what] > NUM_OPERATIONS // 4000, f"too few {what}"
     for what in (
         "preemptions",
         "hit tokens",

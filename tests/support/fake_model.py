@@ -65,6 +65,14 @@ class FakeModel:
         states = [self._states(piece) for piece in plan.slices if piece.num_pooled]
         return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
 
+    def content(self, page: int) -> list[int]:
+        """Return the numbers of a page."""
+        return self._slots[page * self._page_size : (page + 1) * self._page_size]
+
+    def fill(self, page: int, content: Sequence[int]) -> None:
+        """Write all numbers of a page."""
+        self._slots[page * self._page_size : (page + 1) * self._page_size] = content
+
     def clear(self) -> None:
         """Lose all numbers."""
         self._slots = [-1] * len(self._slots)
@@ -184,12 +192,12 @@ class FakePipeline:
 
     def __init__(self, stages: Sequence[FakeModel], rng: random.Random) -> None:
         assert len(stages) > 1
-        self._stages = stages
+        self.stages = stages
         self._rng = rng
         self._queues: list[deque[tuple[StepPlan, StepResult]]] = [deque() for _ in stages[1:]]
 
     def start(self, plan: StepPlan) -> None:
-        self._queues[0].append((plan, self._stages[0].run(plan)))
+        self._queues[0].append((plan, self.stages[0].run(plan)))
         for stage in range(1, len(self._queues)):
             while self._queues[stage - 1] and self._rng.random() < 0.5:
                 self._move(stage)
@@ -199,7 +207,7 @@ class FakePipeline:
             if not self._queues[stage]:
                 self._move(stage)
         plan, before = self._queues[-1].popleft()
-        result = self._stages[-1].run(plan)
+        result = self.stages[-1].run(plan)
         _check_same(result, before)
         return result
 
@@ -207,13 +215,13 @@ class FakePipeline:
         """Forget all steps in flight, and all numbers."""
         for queue in self._queues:
             queue.clear()
-        for stage in self._stages:
+        for stage in self.stages:
             stage.clear()
 
     def _move(self, stage: int) -> None:
         """Run the oldest step that a stage in the middle has not run yet."""
         plan, before = self._queues[stage - 1].popleft()
-        _check_same(self._stages[stage].run(plan), before)
+        _check_same(self.stages[stage].run(plan), before)
         self._queues[stage].append((plan, before))
 
 

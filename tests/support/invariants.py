@@ -43,13 +43,16 @@ def check_index(index: PrefixIndex) -> None:
     assert kept == set(index._keys), f"indexed {set(index._keys)}, kept {kept}"
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
-    """Assert that pages, queues, requests and steps in flight agree."""
+def check_scheduler(scheduler: Scheduler, moved: Iterable[Sequence[int]] = ()) -> None:
+    """Assert that pages, queues, requests and steps in flight agree.
+
+    `moved` are the pages of each transfer and lease.
+    """
     waiting, running, ended = scheduler._waiting, scheduler._running, scheduler._ended
     flights = [part for plan, _ in scheduler._flights for part in plan.slices]
     holders = [held(ticket.request.pages) for ticket in (*running, *ended)]
     holders += [branch.own_pages for part in flights for branch in part.branches]
-    check_pool(scheduler._pool, holders)
+    check_pool(scheduler._pool, [*holders, *moved])
     for ticket in (*running, *ended):
         check_flights(ticket.request, flights)
     assert all(ticket.request.is_in_flight and not ticket.is_running for ticket in ended)
@@ -63,8 +66,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(running) <= scheduler.config.max_running
     for ticket in running:
         check_pages(scheduler._pool, ticket.request)
-    if not running:
-        assert not scheduler.prefixes._claims, "a claim outlived its owner"
+    owners = scheduler.prefixes._claims.values()
+    claiming = [*running, *scheduler.prefixes.transfers._claiming]
+    assert all(owner in claiming for owner in owners), "a claim outlived its owner"
 
 
 def check_flights(request: Request, flights: Iterable[Slice]) -> None:

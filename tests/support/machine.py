@@ -22,6 +22,7 @@ from support.fake_model import (
 )
 from support.guesses import add_guesses
 from support.invariants import check_index, check_pool, check_scheduler
+from support.movers import Movers
 from support.requests import random_request, random_windows
 from twostroke.cache import PageGroups, PagePool, PrefixIndex
 from twostroke.core.embedding import Pooling
@@ -82,9 +83,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             for _ in range(max(2, 1 + self.steps_ahead))
         ]
         self.model = FakePipeline(stages, rng)
-        self.room = PageGroups(page_size, windows).most_tokens(num_pages, 48)
+        context_length = rng.choice((48, 30, 20))  # a short one leaves pages for transfers
+        self.room = PageGroups(page_size, windows).most_tokens(num_pages, context_length)
         config = SchedulerConfig(
-            context_length=48,
+            context_length=context_length,
             max_running=max_running,
             token_budget=max_running + rng.choice((0, 1, 20, 40)),
             most_scored=rng.choice((1, 5, 128)),
@@ -96,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         batch = rng.randint(1, max_running)
         policy = rng.choice((Continuous(), Continuous(), Batched(batch, 1.0), Batched(batch)))
         self.scheduler = Scheduler(config, self.pool, self.index, policy, self.clock)
+        self.movers = Movers(self.scheduler, self.model, self.counts)
 
     def clock(self) -> float:
         return self.now_s
@@ -126,7 +129,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.counted("refuse")
                 continue
             self.live[request.id] = (request, output, reason)
+            self.movers.expect(rng, request)
             self.counted("add")
+
+    @rule(seed=_SEEDS, count=st.integers(1, 5))
+    def move(self, seed: int, count: int) -> None:
+        """Let transfers and leases go on."""
+        for _ in range(count):
+            self.movers.move(self.chance(seed))
+            self.counted("move")
 
     @precondition(lambda self: self.live)
     @rule(seed=_SEEDS, count=st.integers(1, 3))
@@ -237,6 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.flights.clear()
         self.num_started = 0
+        self.movers.end_all()
         self.scheduler.preempt_all()
         self.model.lose()
         assert self.pool.num_free == self.pool.num_pages
@@ -269,6 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whatever happened, everyone ends within a bounded number of steps and gives back."""
         if not hasattr(self, "scheduler"):
             return
+        self.movers.end_all()
         for _ in range((len(self.live) + 1) * (self.room + 1) * (self.steps_ahead + 1)):
             self.scheduler.flush()
             self.steps(1, 0.0)
@@ -344,7 +357,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_done += 1
         self.counts["operations"] += 1
         self.counts[operation] += 1
-        check_scheduler(self.scheduler)
+        check_scheduler(self.scheduler, self.movers.held())
+        self.movers.check()
         self.check_pages()
         if self.index is not None:
             check_index(self.index)

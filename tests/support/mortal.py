@@ -48,6 +48,10 @@ class Backend:
         self.is_broken = False
         self._model = FakeModel(num_pages, page_size)
 
+    @property
+    def pages(self) -> None:
+        """None: its pages contain nothing."""
+
     def run(self, plan: StepPlan) -> StepResult:
         self.computed.update(piece.request.id for piece in plan.slices)
         tokens = [piece.request.prompt for piece in plan.slices]

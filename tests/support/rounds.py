@@ -52,6 +52,7 @@ def _operate(machine: SchedulerMachine, rng: random.Random) -> None:
     possible: list[Callable[[], None]] = [
         machine.flush,
         lambda: machine.add(seed=seed, count=rng.randint(1, 8)),
+        lambda: machine.move(seed=seed, count=rng.randint(1, 9)),
         lambda: machine.steps(count=rng.randint(1, 25), dt_s=dt_s, guesses=guesses),
     ]
     if machine.live:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from twostroke.backends.memory import PageMemory
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
 
@@ -89,6 +90,10 @@ class Runner(Protocol):
     @property
     def facts(self) -> BackendFacts:
         """Sizes and abilities, fixed for the backend's life."""
+
+    @property
+    def pages(self) -> PageMemory | None:
+        """The bytes of its pages; None if they are not all in this process's memory."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""

@@ -10,9 +10,10 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from twostroke.cache.pool import PagePool
+    from twostroke.cache.tiers import PageKey
 
 
 class PrefixChain:
@@ -119,6 +120,49 @@ class PrefixIndex:
             )
         ]
         return PrefixHit(pages, num_known if runs else num_places)
+
+    @property
+    def num_groups(self) -> int:
+        """How many cache groups there are."""
+        return len(self._pages)
+
+    def knows(self, key: PageKey) -> bool:
+        """Whether the page of a group's key is indexed."""
+        group, chain = key
+        return chain in self._pages[group]
+
+    def find(self, key: PageKey) -> int:
+        """Return the page of a group's key, or `NO_PAGE`."""
+        group, chain = key
+        return self._pages[group].get(chain, NO_PAGE)
+
+    def reachable(
+        self, keys: Sequence[bytes], first: int, exists: Callable[[PageKey], bool]
+    ) -> tuple[int, list[int]]:
+        """Return how many `keys` a request could start after with what exists elsewhere.
+
+        `keys` are those of its places from `first` on; earlier places are known. Also returns the
+        first place that is then read in each group.
+        """
+        groups, size = self._pool.groups, self._pool.page_size
+        num = len(keys)
+        for group, window in enumerate(groups.windows):
+            if window is None:
+                has = (self.knows((group, k)) or exists((group, k)) for k in keys[:num])
+                num = next((at for at, is_there in enumerate(has) if not is_there), num)
+        at = total = num
+        firsts = groups.first_seen((first + total) * size)
+        while at > max(0, min(firsts) - first) and groups.has_windows:
+            at -= 1
+            for group, start in enumerate(firsts):
+                key = group, keys[at]
+                if groups.windows[group] is None or start > first + at:
+                    continue
+                if not (self.knows(key) or exists(key)):
+                    total = at  # a longer prefix would read this page
+                    firsts = groups.first_seen((first + total) * size)
+                    break
+        return total, firsts
 
     def insert(self, group: int, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         """Index full, computed, referenced pages of a group, unless their `keys` have others."""

@@ -15,6 +15,7 @@ from twostroke.engine.counters import Counters
 from twostroke.engine.delivery import deliver
 from twostroke.engine.faults import find_unusable, run_each
 from twostroke.engine.health import Health, Vitals
+from twostroke.engine.pages import Pages
 from twostroke.engine.view import View, take_view
 from twostroke.program import BatchShape
 
@@ -78,6 +79,7 @@ class EngineLoop:
         self._vitals = Vitals()
         self._num_losses = 0  # since a step succeeded
         self.on_step: Callable[[StepPlan], None] | None = None  # before a step is computed
+        self.pages = Pages(scheduler, backend.pages, self._condition)
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
@@ -97,9 +99,10 @@ class EngineLoop:
                 for listener in listeners:
                     listener.request.arrival_s = time.monotonic() - waited_s
                     listener.counter = self._counters.services[listener.service]
-                    self._scheduler.add(listener.request)
+                    ticket = self._scheduler.add(listener.request)
                     self._listeners[listener.request.id] = listener
                     added.append(listener)
+                    self.pages.submitted(ticket)
             except BaseException:  # an interrupt must not leave requests that nobody reads
                 for listener in added:
                     self._forget(listener, FinishReason.CANCEL)
@@ -133,10 +136,7 @@ class EngineLoop:
             return self._counters.snapshot()
 
     def span(self, seconds: int, ago_s: int = 0) -> Span[Snapshot]:
-        """Return snapshots of both ends of some whole seconds that ended `ago_s` seconds ago.
-
-        Only the last `MAX_SECONDS` are known.
-        """
+        """Return snapshots of both ends of whole seconds that ended `ago_s` ago, if known."""
         with self._condition:
             return self._counters.seconds.span(seconds, ago_s)
 
@@ -189,6 +189,7 @@ class EngineLoop:
                 self._ranks.give_up()
         self._thread.join(timeout=_END_S)
         if not self._thread.is_alive():
+            self.pages.close()
             self.speculator.close()
             self._backend.close()
 
@@ -240,10 +241,7 @@ class EngineLoop:
             self._listeners.clear()
 
     def _step(self) -> bool:
-        """Start a step if more may be in flight, else finish the oldest; False to stop.
-
-        Without either, wait for work.
-        """
+        """Start a step if more may be in flight, else finish the oldest, else wait; False: stop."""
         with self._condition:
             self._tell_ended()
             if self._stopping:

@@ -208,6 +208,10 @@ class ParallelBackend:
         own = [astuple(one) for one in cast("CpuBackend", self.own).times()]
         return [RankTimes(own, *self._clock.take()), *(others[rank] for rank in sorted(others))]
 
+    @property
+    def pages(self) -> None:
+        """None: each rank has a part of every page."""
+
     def forget(self, request: Request) -> None:
         """Drop all that is kept for a finished request."""
         self.own.forget(request)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from twostroke.cache import PrefixHit
 from twostroke.core.request import NO_PAGE
 from twostroke.schedule.holdings import held
+from twostroke.schedule.transfers import Transfer, Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from twostroke.cache import PagePool, PrefixChain, PrefixIndex
     from twostroke.core.request import Request
     from twostroke.schedule.ticket import Ticket
+    from twostroke.schedule.waiting import WaitingLine
 
 
 class Prefixes:
@@ -22,14 +24,16 @@ class Prefixes:
 
     A request whose next missing page is claimed by a running request of better rank waits for it
     instead of computing it twice. That cannot deadlock: a claim ends with its owner, and running
-    requests make progress in order of rank. Without an index there is no prefix cache.
+    requests make progress in order of rank. A claim can also belong to a transfer, which brings
+    the page from elsewhere. Without an index there is no prefix cache.
     """
 
     def __init__(self, index: PrefixIndex | None, pool: PagePool) -> None:
         self._index = index
         self._pool, self._page_size = pool, pool.page_size
         self._num_groups = len(pool.groups.windows)
-        self._claims: dict[bytes, Ticket] = {}
+        self._claims: dict[bytes, Ticket | Transfer] = {}
+        self.transfers = Transfers(index, pool, self._claims)
 
     def chain(self, salt: bytes) -> PrefixChain | None:
         """Start the keys of a request."""
@@ -50,6 +54,18 @@ class Prefixes:
         num_found = hit.num_places
         ticket.awaited = ticket.chain.keys[num_found] if num_found < num_useful else None
         return None if self._is_claimed(ticket, ticket.awaited) else hit
+
+    def wait_s(self, waiting: WaitingLine) -> float | None:
+        """Seconds until a waiting request may start if none runs and only time changes.
+
+        A request that is ready then waits for a transfer, whose end is another change.
+        """
+        ready = waiting.ready
+        owners = [self._claims.get(ticket.awaited or b"") for ticket in ready]
+        late_s = [owner.late_s for owner in owners if isinstance(owner, Transfer)]
+        if not ready or len(late_s) < len(ready):
+            return waiting.wait_s
+        return self.transfers.until(min(late_s))
 
     def num_hit(self, request: Request, chain: PrefixChain) -> int:
         """Return how many tokens of a new request the index knows, and extend its `chain`."""
@@ -109,6 +125,8 @@ class Prefixes:
 
     def _is_claimed(self, ticket: Ticket, key: bytes | None) -> bool:
         owner = self._claims.get(key) if key is not None else None
+        if isinstance(owner, Transfer):
+            return not self.transfers.is_late(owner)
         return owner is not None and owner.rank < ticket.rank
 
     def _drop_claims(self, keys: Sequence[bytes], ticket: Ticket) -> None:

@@ -47,7 +47,7 @@ class Scheduler:
     may be added and finished at any time, but pages stay where they are until all steps that use
     them are committed, so a request is preempted only while no step is in flight.
 
-    `prefixes` knows what the prefix cache holds, and takes in what another engine computed.
+    `prefixes` knows what the prefix cache holds, and takes in what comes from elsewhere.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Scheduler:
         self._holdings = Holdings(pool, config.token_budget)
         self._drafting = Drafting(pool, self._holdings)
         self._most_tokens = pool.groups.most_tokens(pool.num_pages, config.context_length)
+        self.prefixes.transfers.limit(self._most_tokens, config.token_budget, clock)
         self._tickets: dict[str, Ticket] = {}
         self._waiting = WaitingLine(config, policy, clock)
         self._deadlines = Deadlines()
@@ -75,10 +76,8 @@ class Scheduler:
         self._ended: list[Ticket] = []  # with pages that steps in flight use
         self._flights: deque[tuple[StepPlan, list[Ticket]]] = deque()  # with the slices' owners
         self._must_land = False  # steps in flight, because a request waits for the pages of others
-        self._num_prompt_tokens = 0
-        self._num_hit_tokens = 0
-        self._num_preemptions = 0
-        self._num_recoveries = 0
+        self._num_prompt_tokens = self._num_hit_tokens = 0
+        self._num_preemptions = self._num_recoveries = 0
 
     @property
     def has_work(self) -> bool:
@@ -90,12 +89,12 @@ class Scheduler:
         """Seconds until `plan` or `overdue` may return something if only time changes."""
         if self._running:
             return 0.0
-        due_s = self._deadlines.next_s
-        waits = [self._waiting.wait_s, None if due_s is None else max(0.0, due_s - self._clock())]
+        due_s, start_s = self._deadlines.next_s, self.prefixes.wait_s(self._waiting)
+        waits = [start_s, None if due_s is None else max(0.0, due_s - self._clock())]
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
-    def add(self, request: Request) -> None:
-        """Queue a request; stamps `arrival_s` unless the caller did.
+    def add(self, request: Request) -> Ticket:
+        """Queue a request, return its ticket; stamps `arrival_s` unless the caller did.
 
         Raises:
             RequestError: no prompt, or the id of another request that has not ended.
@@ -111,6 +110,7 @@ class Scheduler:
         self._tickets[request.id] = ticket
         self._waiting.add(ticket)
         self._deadlines.add(ticket, len(self._tickets))
+        return ticket
 
     def overdue(self) -> list[tuple[Request, DeadlineError]]:
         """Return, once, the requests whose time is over, with an error each; `finish` them now."""
@@ -228,7 +228,7 @@ class Scheduler:
         return deltas
 
     def quiet(self, most: int) -> tuple[list[Request], int]:
-        """Return the running requests, by rank, and how many quiet steps are next (`num_quiet`)."""
+        """Return the running requests, by rank, and how many quiet steps are next."""
         if self._flights or self.config.steps_ahead or len(self._waiting):
             return [], 0
         num_steps = num_quiet(self._running, self._pool, most)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from twostroke.backends.cpu.lowered import Lowered
     from twostroke.backends.cpu.plan import OpTime
     from twostroke.backends.frame import StepFrame
+    from twostroke.backends.memory import PageMemory
     from twostroke.backends.share import Share
     from twostroke.core.precision import Bits
     from twostroke.core.request import Request
@@ -122,6 +123,11 @@ class CpuBackend:
         )
         tapped_width = 0 if tapped is None else program.value_widths[tapped]
         self._steps = self._step_arrays(tapped_width, returns_tapped=tapped_value is not None)
+
+    @property
+    def pages(self) -> PageMemory | None:
+        """The bytes of its pages, unless other ranks have parts of them."""
+        return self._plan.page_memory() if self._share is None else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""

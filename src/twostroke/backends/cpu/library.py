@@ -20,7 +20,7 @@ from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 
-INTERFACE_VERSION = 21  # as in native/c_interface.cpp
+INTERFACE_VERSION = 22  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
@@ -53,6 +53,7 @@ _SIGNATURES = {
     "ts_step": (c_int32, (c_void_p, POINTER(StepRecord))),
     "ts_plan_times": (None, (c_void_p, POINTER(c_double))),
     "ts_plan_copy_page": (None, (c_void_p, c_int32, c_int32)),
+    "ts_plan_pages": (c_void_p, (c_void_p, POINTER(c_int64))),
     "ts_link_abort": (None, (c_void_p,)),
     "ts_link_is_aborted": (c_int32, (c_void_p,)),
     "ts_link_reset": (None, (c_void_p,)),

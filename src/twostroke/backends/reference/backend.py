@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from twostroke.backends.memory import PageMemory
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.program import Program
@@ -79,6 +80,11 @@ class ReferenceBackend:
             weight_bytes=sum(weight.nbytes for weight in weights.values()),
             cache_bytes=num_pages * sum(p.page_bytes(page_size, FORMATS["f32"]) for p in programs),
         )
+
+    @property
+    def pages(self) -> PageMemory | None:
+        """The bytes of its pages, if there is one rank."""
+        return self._caches[0].bytes if len(self._caches) == 1 else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""

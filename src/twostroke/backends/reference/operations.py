@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.backends.memory import PageMemory
 from twostroke.backends.spans import PageMap
 from twostroke.core.frozen import Frozen
 from twostroke.program import Activation, ops
@@ -214,6 +215,12 @@ class PagedCache:
         """Reserve `num_pages` pages of `page_size` tokens of one group."""
         self._map = PageMap(program, page_size)
         self._memory = np.zeros((num_pages * self._map.page_slots, self._map.width), np.float32)
+        self._num_pages = num_pages
+
+    @property
+    def bytes(self) -> PageMemory:
+        """The bytes of all pages."""
+        return PageMemory(memoryview(self._memory.data).cast("B"), self._num_pages)
 
     def copy_pages(self, spans: Sequence[Span]) -> None:
         """Copy the first pages of branches from their requests."""

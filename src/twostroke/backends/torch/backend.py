@@ -144,6 +144,10 @@ class TorchBackend:
             traced = self._model.run(state, self._here(values), program)
             return {name: value.cpu().numpy() for name, value in traced.items()}
 
+    @property
+    def pages(self) -> None:
+        """None: its pages may lie in a GPU's memory."""
+
     def forget(self, request: Request) -> None:
         """Drop what other ranks need to know of a finished request."""
         if self._steps is not None:

@@ -1,0 +1,102 @@
+"""`Pages`: what threads that move pages do with an engine's pool and prefix cache."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterable, Sequence
+
+    from twostroke.backends.memory import PageMemory
+    from twostroke.cache.tiers import PageKey
+    from twostroke.schedule import Scheduler
+    from twostroke.schedule.ticket import Ticket
+    from twostroke.schedule.transfers import Lease, Transfer
+
+
+class Pages:
+    """Transfers into an engine's pages and leases of them; any thread may call its methods.
+
+    A transfer goes through these steps. A function in `on_submit` calls `expect` for a request that
+    was just queued, which claims its missing pages before it can start. `narrow` says which pages
+    to bring. `take` gives some of them to fill through `memory`, `arrive` publishes those that are
+    filled, and so on; each page that arrives is of use at once. `end` must follow, whatever
+    happened. `give_up` lets requests compute what has not arrived, while a peer may still write.
+
+    Attributes:
+        memory: None if pages cannot be moved; then nothing else may be called.
+        on_submit: called under the loop's lock, so they must be quick.
+        on_close: called before the pages are gone, to end all transfers.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, memory: PageMemory | None, changed: threading.Condition
+    ) -> None:
+        """Use the loop's lock, `changed`; its loop is woken when a request may start."""
+        self.memory = memory
+        self.on_submit: list[Callable[[Ticket], None]] = []
+        self.on_close: list[Callable[[], None]] = []
+        self._changed, self._transfers = changed, scheduler.prefixes.transfers
+
+    @property
+    def most_held(self) -> int:
+        """How many pages all transfers and leases can hold together; 0 if nothing can be moved."""
+        return self._transfers.most_held if self.memory is not None else 0
+
+    def submitted(self, ticket: Ticket) -> None:
+        """Tell those who may bring pages of a request that was queued."""
+        for look in self.on_submit:
+            look(ticket)
+
+    def close(self) -> None:
+        """End all transfers and leases."""
+        for end in self.on_close:
+            end()
+
+    def expect(self, ticket: Ticket, within_s: float = math.inf) -> Transfer | None:
+        """See `Transfers.begin`."""
+        with self._changed:
+            return self._transfers.begin(ticket, within_s)
+
+    def narrow(self, transfer: Transfer, exists: Callable[[PageKey], bool]) -> list[PageKey]:
+        """See `Transfers.narrow`."""
+        with self._changed:
+            wanted = self._transfers.narrow(transfer, exists)
+            self._changed.notify_all()
+        return wanted
+
+    def take(self, transfer: Transfer, wanted: Sequence[PageKey]) -> list[int]:
+        """See `Transfers.take`; there may be no room now."""
+        with self._changed:
+            return self._transfers.take(transfer, wanted)
+
+    def arrive(self, transfer: Transfer, arrived: Iterable[PageKey]) -> None:
+        """See `Transfers.arrive`."""
+        with self._changed:
+            self._transfers.arrive(transfer, arrived)
+            self._changed.notify_all()
+
+    def give_up(self, transfer: Transfer) -> None:
+        """See `Transfers.drop`."""
+        with self._changed:
+            self._transfers.drop(transfer)
+            self._changed.notify_all()
+
+    def end(self, transfer: Transfer) -> None:
+        """See `Transfers.end`."""
+        with self._changed:
+            self._transfers.end(transfer)
+            self._changed.notify_all()
+
+    def lease(self, wanted: Iterable[PageKey]) -> Lease:
+        """See `Transfers.lease`."""
+        with self._changed:
+            return self._transfers.lease(wanted)
+
+    def release(self, lease: Lease) -> None:
+        """See `Transfers.release`."""
+        with self._changed:
+            self._transfers.release(lease)
+            self._changed.notify_all()

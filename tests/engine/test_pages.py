@@ -1,0 +1,109 @@
+"""Pages that move between backends: bytes of one are read by the other, token for token."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.invariants import check_scheduler
+from support.tiny import tiny_of, write_tiny_gguf
+from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.models import build_program
+from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.backends import Backend
+
+NUM_PAGES, SIZE, PROMPT = 96, 16, 150
+
+
+class Machine:
+    """A backend and its scheduler."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.pool = PagePool(NUM_PAGES, SIZE, backend.facts.windows)
+        config = SchedulerConfig(256, max_running=4, token_budget=48)
+        self.scheduler = Scheduler(config, self.pool, PrefixIndex(self.pool), Continuous())
+        self.transfers = self.scheduler.prefixes.transfers
+
+    def run(self) -> None:
+        while self.scheduler.has_work:
+            plan = self.scheduler.plan()
+            assert plan is not None
+            self.scheduler.commit(plan, self.backend.run(plan))
+        check_scheduler(self.scheduler)
+
+
+def request(seed: int) -> Request:
+    tokens = [random.Random(seed).randrange(3, 250) for _ in range(PROMPT)]
+    return Request("r", tokens, PROMPT, SamplingParams(max_tokens=8, temperature=0.0), seed)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "f16"), ("llama", "int8"), ("gemma3", "bf16"), ("gemma3", "int8"), ("gemma3", "")],
+)
+def test_pages_of_one_backend_serve_another(tmp_path: Path, family: str, kind: str) -> None:
+    loaded = load_path(write_tiny_gguf(tmp_path / "m.gguf", tiny_of(family)))
+    program = build_program(loaded.spec)
+
+    def make(num_threads: int) -> Machine:
+        parts = program, loaded.tensors, NUM_PAGES, SIZE
+        if not kind:
+            return Machine(ReferenceBackend(*parts))
+        return Machine(CpuBackend(*parts, num_threads, kv_format=kind))
+
+    first, second = make(1), make(2)
+    for seed in range(3):
+        asked, again = request(seed), request(seed)
+        first.scheduler.add(asked)
+        first.run()
+        ticket = second.scheduler.add(again)
+        transfer = second.transfers.begin(ticket)
+        assert transfer is not None
+        index = first.scheduler.prefixes._index
+        assert index is not None
+        wanted = second.transfers.narrow(transfer, index.knows)
+        lease = first.transfers.lease(wanted)
+        assert set(lease.pages) == set(wanted)
+        sources, targets = first.backend.pages, second.backend.pages
+        assert sources is not None
+        assert targets is not None
+        for key in wanted:
+            (page,) = second.transfers.take(transfer, [key])
+            targets[page][:] = sources[lease.pages[key]]
+            second.transfers.arrive(transfer, [key])
+        second.transfers.end(transfer)
+        first.transfers.release(lease)
+        second.run()
+        assert again.num_cached == (PROMPT - 1) // SIZE * SIZE
+        assert again.output == asked.output
+        assert first.pool.num_referenced == second.pool.num_referenced == 0
+    second.backend.close()
+    first.backend.close()
+
+
+def test_a_page_s_bytes_are_its_own(tmp_path: Path) -> None:
+    loaded = load_path(write_tiny_gguf(tmp_path / "m.gguf"))
+    program = build_program(loaded.spec)
+    backend = CpuBackend(program, loaded.tensors, 4, SIZE, 1)
+    pages = backend.pages
+    assert pages is not None
+    assert len(pages.memory) == backend.facts.cache_bytes
+    for page in range(4):
+        pages[page][:] = bytes([page + 1]) * pages.page_bytes
+    backend.copy_page(2, 0)
+    assert [bytes(pages[page]) for page in range(4)] == [
+        bytes([value]) * pages.page_bytes for value in (3, 2, 3, 4)
+    ]
+    backend.close()

@@ -1,0 +1,231 @@
+"""Pages that come from elsewhere: who waits for them, until when, and what they leave to others."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.invariants import check_pool
+from support.requests import make_request, random_windows
+from support.steps import Steps
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.schedule import Continuous, Scheduler
+
+if TYPE_CHECKING:
+    from support.fake_model import FakeModel
+    from twostroke.schedule.transfers import Transfer
+
+
+def begin(steps: Steps, request_id: str, within_s: float = 10.0) -> Transfer:
+    transfers = steps.scheduler.prefixes.transfers
+    transfer = transfers.begin(steps.scheduler._tickets[request_id], within_s)
+    assert transfer is not None
+    return transfer
+
+
+def bring(steps: Steps, source: FakeModel, pages: list[int], transfer: Transfer) -> None:
+    """Bring the next page of a transfer from where another model has it."""
+    transfers = steps.scheduler.prefixes.transfers
+    key = next((0, key) for key in transfer.keys if (0, key) in transfer.wanted)
+    (page,) = transfers.take(transfer, [key])
+    place = transfer.first_place + transfer.keys.index(key[1])
+    steps.model.fill(page, source.content(pages[place]))
+    transfers.arrive(transfer, [key])
+
+
+def computed(prompt: int) -> tuple[FakeModel, list[int], list[int]]:
+    """Return a model that has computed a prompt, its pages, and the answer."""
+    steps = Steps()
+    request = steps.add("a", prompt, max_tokens=3)
+    steps.step()
+    pages = list(request.pages[0])
+    steps.finish()
+    return steps.model, pages, request.output
+
+
+def test_a_request_waits_for_its_transfer_and_computes_the_rest() -> None:
+    source, pages, output = computed(14)
+    steps = Steps()
+    request = steps.add("b", 14, max_tokens=3)
+    transfer = begin(steps, "b")
+    steps.scheduler.prefixes.transfers.narrow(transfer, lambda _: True)
+    for _ in range(3):
+        assert steps.scheduler.plan() is None
+        assert steps.scheduler.wait_s == 10.0
+        bring(steps, source, pages, transfer)
+    steps.scheduler.prefixes.transfers.end(transfer)
+    assert steps.step() == {"b": 2}
+    steps.finish()
+    assert (request.num_cached, request.output) == (12, output)
+
+
+def test_pages_that_arrived_before_a_transfer_failed_are_used() -> None:
+    source, pages, output = computed(14)
+    steps = Steps()
+    request = steps.add("b", 14, max_tokens=3)
+    transfer = begin(steps, "b")
+    steps.scheduler.prefixes.transfers.narrow(transfer, lambda _: True)
+    bring(steps, source, pages, transfer)
+    steps.scheduler.prefixes.transfers.end(transfer)
+    assert steps.step() == {"b": 10}
+    steps.finish()
+    assert request.output == output
+
+
+def test_a_late_transfer_is_not_waited_for_and_its_pages_stay_apart() -> None:
+    now = [0.0]
+    steps = Steps(num_pages=32)
+    steps.scheduler = Scheduler(
+        steps.scheduler.config, steps.pool, steps.index, Continuous(), lambda: now[0]
+    )
+    transfers = steps.scheduler.prefixes.transfers
+    request = steps.add("b", 14, max_tokens=3)
+    transfer = begin(steps, "b", 0.5)
+    (taken,) = transfers.take(transfer, transfers.narrow(transfer, lambda _: True)[:1])
+    assert steps.scheduler.plan() is None
+    now[0] = 0.5
+    plan = steps.scheduler.plan()
+    assert plan is not None, "a late transfer was waited for"
+    assert taken not in request.pages[0], "a page was handed out that may still be written"
+    steps.scheduler.commit(plan, steps.model.run(plan))
+    transfers.arrive(transfer, list(transfer.pages))  # what was computed meanwhile has its key
+    transfers.end(transfer)
+    while steps.scheduler.has_work:
+        plan = steps.plan()
+        steps.land(plan)
+    assert request.output == computed(14)[2]
+    check_pool(steps.pool)
+
+
+def test_what_is_not_there_is_not_waited_for() -> None:
+    steps = Steps()
+    steps.add("b", 14)
+    transfers = steps.scheduler.prefixes.transfers
+    transfer = begin(steps, "b")
+    first = transfer.keys[0]
+    assert transfers.narrow(transfer, {(0, first)}.__contains__) == [(0, first)]
+    transfers.end(transfer)
+    assert steps.step() == {"b": 14}
+
+
+def test_others_with_the_same_prompt_wait_for_one_transfer() -> None:
+    steps = Steps()
+    steps.add("b", 14)
+    begin(steps, "b")
+    steps.add("c", 14)
+    transfers = steps.scheduler.prefixes.transfers
+    assert transfers.begin(steps.scheduler._tickets["c"]) is None
+    assert steps.scheduler.plan() is None
+
+
+def test_transfers_and_leases_leave_the_pages_of_the_longest_request() -> None:
+    steps = Steps(num_pages=20)  # of which the longest needs 16
+    transfers = steps.scheduler.prefixes.transfers
+    assert transfers.most_held == 4
+    long = steps.add("a", 60, max_tokens=4)
+    steps.step()
+    steps.add("b", [9] * 40, max_tokens=1)
+    transfer = begin(steps, "b")
+    wanted = transfers.narrow(transfer, lambda _: True)
+    assert len(transfers.take(transfer, wanted)) == 4
+    assert not transfers.take(transfer, wanted[4:])
+    lease = transfers.lease([(0, key) for key in steps.scheduler._tickets["a"].chain.keys])
+    assert not lease.pages
+    while not long.is_finished:
+        assert "a" in steps_of(steps, transfer)
+    transfers.end(transfer)
+    steps.finish()
+
+
+def steps_of(steps: Steps, transfer: Transfer) -> set[str]:
+    """Do a step while a transfer holds pages; return who computed."""
+    plan = steps.scheduler.plan()
+    assert plan is not None
+    steps.scheduler.commit(plan, steps.model.run(plan))
+    check_pool(steps.pool, [*_held(steps), list(transfer.pages.values())])
+    return {piece.request.id for piece in plan.slices}
+
+
+def _held(steps: Steps) -> list[list[int]]:
+    return [page for ticket in steps.scheduler._running for page in ticket.request.pages]
+
+
+def test_arrived_pages_are_let_go_to_bring_more() -> None:
+    source, pages, output = computed(40)
+    steps = Steps(num_pages=18)
+    transfers = steps.scheduler.prefixes.transfers
+    assert transfers.most_held == 2
+    request = steps.add("b", 40, max_tokens=3)
+    transfer = begin(steps, "b")
+    transfers.narrow(transfer, lambda _: True)
+    for _ in transfer.keys:
+        bring(steps, source, pages, transfer)
+        assert transfers.num_held <= 2
+    transfers.end(transfer)
+    steps.finish()
+    assert (request.num_cached, request.output) == (36, output)
+
+
+@pytest.mark.seeds(20)
+def test_a_leased_page_keeps_its_content(seed: int) -> None:
+    rng = random.Random(seed)
+    steps = Steps(num_pages=24, context_length=32)
+    transfers = steps.scheduler.prefixes.transfers
+    request = steps.add("a", 13, max_tokens=1)
+    keys = steps.scheduler._tickets[request.id].chain.keys
+    steps.finish()
+    lease = transfers.lease([(0, key) for key in keys])
+    content = {page: steps.model.content(page) for page in lease.pages.values()}
+    assert len(content) == 3
+    for number in range(6):
+        steps.scheduler.add(make_request(f"r{number}", [rng.randrange(50) for _ in range(25)]))
+    while steps.scheduler.has_work:
+        plan = steps.scheduler.plan()
+        assert plan is not None
+        steps.scheduler.commit(plan, steps.model.run(plan))
+    assert content == {page: steps.model.content(page) for page in content}
+    transfers.release(lease)
+    check_pool(steps.pool)
+
+
+@pytest.mark.seeds(200)
+def test_what_can_be_brought_is_what_a_plain_search_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    windows, size = random_windows(rng), rng.choice((1, 2, 4))
+    pool = PagePool(200, size, windows)
+    index = PrefixIndex(pool)
+    keys = [bytes([place]) for place in range(rng.randint(1, 12))]
+    first = rng.randint(0, 8)
+    share = rng.choice((0.5, 0.9, 1.0))
+    there = {(g, key) for g in range(len(windows)) for key in keys if rng.random() < share}
+    for group in range(len(windows)):
+        known = [key for key in keys if rng.random() < 0.3]
+        index.insert(group, known, pool.allocate(len(known)))
+
+    def is_whole(count: int) -> bool:
+        """Whether a row after `count` keys finds all that it reads of them."""
+        return all(
+            index.knows((group, keys[at])) or (group, keys[at]) in there
+            for group, start in enumerate(pool.groups.first_seen((first + count) * size))
+            for at in range(max(0, start - first), count)
+        )
+
+    found, firsts = index.reachable(keys, first, there.__contains__)
+    assert found == max(count for count in range(len(keys) + 1) if is_whole(count))
+    assert firsts == pool.groups.first_seen((first + found) * size)
+
+
+def test_nothing_is_brought_without_room_or_a_prefix_cache() -> None:
+    for steps in (Steps(num_pages=16), Steps(cache=False)):
+        steps.add("a", 14)
+        transfers = steps.scheduler.prefixes.transfers
+        assert transfers.begin(steps.scheduler._tickets["a"]) is None
+        assert steps.step() == {"a": 14}
+
+
+def test_a_request_that_reports_on_its_prompt_waits_for_nothing() -> None:
+    steps = Steps()
+    steps.add("a", 14, prompt_logprobs=0)
+    assert steps.scheduler.prefixes.transfers.begin(steps.scheduler._tickets["a"]) is None

@@ -1,0 +1,114 @@
+"""Random transfers into a scheduler's pages and leases of them, as disks and other engines make."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import random
+    from collections import Counter
+    from collections.abc import Iterable, Sequence
+
+    from support.fake_model import FakePipeline
+    from twostroke.cache.tiers import PageKey
+    from twostroke.core.request import Request
+    from twostroke.schedule import Scheduler
+    from twostroke.schedule.transfers import Lease, Transfer
+
+
+class Movers:
+    """Reads what leases keep, and brings it back when requests miss it."""
+
+    def __init__(self, scheduler: Scheduler, model: FakePipeline, counts: Counter[str]) -> None:
+        self.scheduler, self._model, self._counts = scheduler, model, counts
+        self._all = scheduler.prefixes.transfers
+        self._stored: dict[PageKey, list[int]] = {}
+        self._transfers: list[tuple[Transfer, list[PageKey]]] = []  # with what is still to come
+        self._leases: list[tuple[Lease, dict[PageKey, list[int]]]] = []
+
+    def expect(self, rng: random.Random, request: Request) -> None:
+        """Perhaps begin a transfer for a request that was just added."""
+        ticket = self.scheduler._tickets[request.id]
+        if rng.random() < 0.3:
+            self._store_known()
+            self.scheduler._pool.evict_all()
+        if rng.random() < 0.2:
+            return
+        transfer = self._all.begin(ticket, rng.choice((1.0, 5.0, math.inf)))
+        if transfer is not None:
+            lost = rng.random() * 0.2
+            there = {key for key in self._stored if rng.random() >= lost}
+            wanted = self._all.narrow(transfer, there.__contains__)
+            self._transfers.append((transfer, wanted))
+            self._counts["transfers"] += 1
+
+    def move(self, rng: random.Random) -> None:
+        """Let one transfer or lease go on, give up, or end; or read pages."""
+        if self._transfers and rng.random() < 0.6:
+            self._go_on(rng, rng.randrange(len(self._transfers)))
+        elif self._leases and rng.random() < 0.5:
+            self._release(self._leases.pop(rng.randrange(len(self._leases))))
+        else:
+            self._lease(rng)
+
+    def end_all(self) -> None:
+        """End all transfers and leases."""
+        while self._transfers:
+            self._all.end(self._transfers.pop()[0])
+        while self._leases:
+            self._release(self._leases.pop())
+
+    def held(self) -> Iterable[Sequence[int]]:
+        """Return the pages of each transfer and lease."""
+        yield from (list(transfer.pages.values()) for transfer, _ in self._transfers)
+        yield from (list(lease.pages.values()) for lease, _ in self._leases)
+
+    def check(self) -> None:
+        """Assert that claims have owners, and that there is room for the longest request."""
+        open_ = [transfer for transfer, _ in self._transfers]
+        assert all(one in open_ for one in self._all._claiming), "a claim outlived its owner"
+        num_held = sum(map(len, self.held()))
+        assert num_held == self._all.num_held <= self._all.most_held, "too many pages are held"
+
+    def _go_on(self, rng: random.Random, number: int) -> None:
+        transfer, wanted = self._transfers[number]
+        if rng.random() < 0.1:
+            self._all.drop(transfer)
+            self._counts["dropped transfers"] += 1
+        if not wanted or rng.random() < 0.1:
+            self._transfers.pop(number)
+            self._all.end(transfer)
+            return
+        part = wanted[: rng.randint(1, 4)]
+        pages = self._all.take(transfer, part)
+        part = part[: len(pages)]
+        rng.shuffle(part)
+        for key in part:
+            for stage in self._model.stages:
+                stage.fill(transfer.pages[key], self._stored[key])
+            if rng.random() < 0.95:  # else it is damaged
+                self._all.arrive(transfer, [key])
+                self._counts["arrived pages"] += 1
+        del wanted[: len(part)]
+
+    def _lease(self, rng: random.Random) -> None:
+        if known := self._store_known():
+            lease = self._all.lease(rng.sample(known, min(len(known), rng.choice((1, 4, 20)))))
+            self._leases.append((lease, self._read(lease)))
+            self._counts["leased pages"] += len(lease.pages)
+
+    def _store_known(self) -> list[PageKey]:
+        """Read all pages that the index knows; return their keys."""
+        index = self.scheduler.prefixes._index
+        known = {} if index is None else {key: page for page, key in index._keys.items()}
+        self._stored.update({k: self._model.stages[0].content(p) for k, p in known.items()})
+        return sorted(known)
+
+    def _release(self, leased: tuple[Lease, dict[PageKey, list[int]]]) -> None:
+        lease, content = leased
+        assert self._read(lease) == content, "a page changed while it was leased"
+        self._all.release(lease)
+
+    def _read(self, lease: Lease) -> dict[PageKey, list[int]]:
+        return {key: self._model.stages[0].content(page) for key, page in lease.pages.items()}
