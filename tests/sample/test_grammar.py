@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.sample.grammar import GrammarMatcher
+    from twostroke.schema.deadline import Deadline
     from twostroke.tokenize import Tokenizer
 
 UNUSED = 7  # rows of the model that no token has
@@ -250,10 +251,10 @@ def test_a_known_constraint_does_not_wait_for_others_to_compile(
     grammars.matcher(known)
     compile_, began, may_go_on = grammars._compile, threading.Event(), threading.Event()
 
-    def slow(constraint: Constraint) -> GrammarMatcher:
+    def slow(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
         began.set()
         assert may_go_on.wait(20)
-        return compile_(constraint)
+        return compile_(constraint, deadline)
 
     monkeypatch.setattr(grammars, "_compile", slow)
     found = []

@@ -1,9 +1,11 @@
-"""Constraints are compiled one at a time, each with its own time, and beside everything else."""
+"""Constraints are compiled one at a time, tenants in turn, and beside everything else."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -13,14 +15,17 @@ from support.byte_tokenizer import byte_tokenizer
 from support.servers import chat_body, live_server, post_bytes, wait_for
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import OverloadedError, RequestError
+from twostroke.http.limits import Limits
 from twostroke.sample.grammar import Grammars
 from twostroke.serve.compiler import MAX_WAITING, Compiler
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from twostroke.sample.grammar import GrammarMatcher
+    from twostroke.schema.deadline import Deadline
 
 SLOW = Constraint("regex", "slow")
 
@@ -33,11 +38,11 @@ class SlowGrammars(Grammars):
         super().__init__(tokenizer, tokenizer.vocab_size)
         self.has_begun, self.may_end = threading.Event(), threading.Event()
 
-    def compile(self, constraint: Constraint) -> GrammarMatcher:
+    def compile(self, constraint: Constraint, limit_s: float = math.inf) -> GrammarMatcher:
         if constraint == SLOW:
             self.has_begun.set()
             assert self.may_end.wait(20)
-        return super().compile(constraint)
+        return super().compile(constraint, limit_s)
 
 
 @pytest.fixture
@@ -54,9 +59,9 @@ def compiling(
     """Return a compiler that has one thread, as an engine has."""
     thread = ThreadPoolExecutor(1)
 
-    async def compile_(constraint: Constraint) -> tuple[str, ...]:
+    async def compile_(constraint: Constraint, limit_s: float) -> tuple[str, ...]:
         loop = asyncio.get_running_loop()
-        return (await loop.run_in_executor(thread, grammars.compile, constraint)).gaps
+        return (await loop.run_in_executor(thread, grammars.compile, constraint, limit_s)).gaps
 
     return Compiler(compile_, limit_s, is_ready)
 
@@ -95,11 +100,11 @@ def test_queue_of_constraints_is_bounded_and_drops_clients_that_left(
 ) -> None:
     async def ask() -> None:
         compiler = compiling(grammars, limit_s=20)
-        others = [Constraint("regex", f"x{i}") for i in range(MAX_WAITING - 1)]
-        tasks = [asyncio.create_task(compiler.compile(one)) for one in (SLOW, *others)]
+        others = [Constraint("regex", f"x{i}") for i in range(MAX_WAITING)]
+        tasks = [asyncio.create_task(compiler.compile(one, "a")) for one in (SLOW, *others)]
         await asyncio.to_thread(grammars.has_begun.wait, 20)
-        with pytest.raises(OverloadedError, match="64 requests wait"):
-            await compiler.compile(Constraint("regex", "c"))
+        with pytest.raises(OverloadedError, match="64 requests of this tenant wait"):
+            await compiler.compile(Constraint("regex", "c"), "a")
         for task in tasks[2:]:
             task.cancel()
         await asyncio.gather(*tasks[2:], return_exceptions=True)
@@ -113,6 +118,47 @@ def test_queue_of_constraints_is_bounded_and_drops_clients_that_left(
     asyncio.run(ask())
 
 
+def test_a_tenant_waits_for_one_constraint_of_another_and_not_for_all(
+    grammars: SlowGrammars,
+) -> None:
+    async def ask() -> None:
+        compiler, ended = compiling(grammars, limit_s=20), list[str]()
+
+        async def one(tenant: str, text: str) -> None:
+            await compiler.compile(SLOW if text == "slow" else Constraint("regex", text), tenant)
+            ended.append(text)
+
+        flood = [asyncio.create_task(one("flood", text)) for text in ("slow", "x1", "x2", "x3")]
+        await asyncio.to_thread(grammars.has_begun.wait, 20)
+        others = [asyncio.create_task(one("other", text)) for text in ("y1", "y2")]
+        await asyncio.sleep(0.1)  # which the flood has used
+        grammars.may_end.set()
+        await asyncio.gather(*flood, *others)
+        assert ended == ["slow", "y1", "y2", "x1", "x2", "x3"]
+
+    asyncio.run(ask())
+
+
+def test_turn_of_a_constraint_that_takes_too_long_ends(tmp_path: Path) -> None:
+    """Each definition needs the one before it, which takes ten seconds to find out."""
+    names = [f"d{i}" for i in range(2000)]
+    references = [{"$ref": f"#/$defs/{name}"} for name in names]
+    named = [{"type": "array", "minItems": 1, "items": one} for one in references]
+    schema = {
+        "$defs": dict(zip(names, [{"const": 1}, *named], strict=False)),
+        "properties": dict(zip(names, references, strict=True)),
+        "required": names,
+    }
+    options = ServeOptions(limits=Limits(compile_timeout_s=0.3))
+    with live_server(tmp_path, options=options) as server:
+        response = server.chat(guided_json=schema, max_tokens=5)
+        assert response.status_code == 400
+        assert "took longer than 0.3 s to compile" in response.json()["error"]["message"]
+        began_s = time.monotonic()
+        assert server.chat(guided_regex="a", max_tokens=5).status_code == 200
+        assert time.monotonic() - began_s < 2
+
+
 def test_server_never_compiles_on_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,12 +167,12 @@ def test_server_never_compiles_on_the_event_loop(
         grammars, threads = server.client.grammars, list[str]()
         compile_ = grammars._compile
 
-        def noted(constraint: Constraint) -> GrammarMatcher:
+        def noted(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
             threads.append(threading.current_thread().name)
-            return compile_(constraint)
+            return compile_(constraint, deadline)
 
-        def compile_and_forget(constraint: Constraint) -> GrammarMatcher:
-            found = Grammars.compile(grammars, constraint)
+        def compile_and_forget(constraint: Constraint, limit_s: float = 1.0) -> GrammarMatcher:
+            found = Grammars.compile(grammars, constraint, limit_s)
             grammars._known.clear()
             return found
 
@@ -146,17 +192,17 @@ def test_client_that_leaves_while_others_are_compiled_is_not_answered(
         grammars, began, may_end = server.client.grammars, threading.Event(), threading.Event()
         compile_ = grammars._compile
 
-        def slow(constraint: Constraint) -> GrammarMatcher:
+        def slow(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
             began.set()
             assert may_end.wait(20)
-            return compile_(constraint)
+            return compile_(constraint, deadline)
 
         monkeypatch.setattr(grammars, "_compile", slow)
         connection = server.connect()
         connection.sendall(post_bytes("/v1/chat/completions", chat_body(guided_regex="a+")))
         assert began.wait(20)
         connection.close()
-        wait_for(lambda: server.api._compiler._num_waiting == 0)
+        wait_for(lambda: not server.api._open)
         may_end.set()
         server.wait_idle()
         assert server.backend.num_steps == 0

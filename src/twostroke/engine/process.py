@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import select
 import signal
@@ -217,16 +218,18 @@ class Desk:
 
     def _compile(self, message: wire.Compile) -> None:
         try:
-            gaps = self._grammar(message.id, message.constraint).gaps
+            gaps = self._grammar(message.id, message.constraint, message.limit_s).gaps
         except BaseException as error:  # noqa: BLE001 the server waits for an answer, whatever fails
             self._wire.send(wire.Compiled(message.id, (), _told(error)))
         else:
             self._wire.send(wire.Compiled(message.id, gaps))
 
-    def _grammar(self, id_: int, constraint: Constraint) -> GrammarMatcher:
+    def _grammar(
+        self, id_: int, constraint: Constraint, limit_s: float = math.inf
+    ) -> GrammarMatcher:
         """Compile a constraint; if that kills the process, what asked for it is to blame."""
         self._wire.send(wire.Began([id_]))
-        return self._client.grammars.compile(constraint)
+        return self._client.grammars.compile(constraint, limit_s)
 
     # The engine's thread, or the one that cancels, calls these.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from typing import TYPE_CHECKING, Any, Self
 
 from msgspec.structs import replace
@@ -166,9 +167,9 @@ class RemoteEngine:
         tokens = [list(text) for text in texts]
         return await self._ask(wire.Embed(next(self._ids), tokens, params, caller), len(tokens))
 
-    async def compile(self, constraint: Constraint) -> tuple[str, ...]:
+    async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
         """Compile a constraint in the engine's process."""
-        message = wire.Compile(next(self._ids), constraint)
+        message = wire.Compile(next(self._ids), constraint, limit_s)
         self._check_harmless(message)
         gaps: tuple[str, ...] = await self._inquire(message)
         self._book.suspects.clear(message)

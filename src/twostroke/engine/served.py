@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
@@ -97,11 +98,11 @@ class ServedEngine(Protocol):
     ) -> ServedOutputs:
         """Queue texts; errors as `Client.embed_async`."""
 
-    async def compile(self, constraint: Constraint) -> tuple[str, ...]:
+    async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
         """Compile a constraint, and return its `gaps`; requests with it then start at once.
 
         Raises:
-            RequestError: it cannot be used.
+            RequestError: it cannot be used, or takes longer than `limit_s`.
             EngineStoppedError: the engine no longer runs.
         """
 
@@ -168,9 +169,9 @@ class LocalEngine:
         """Queue texts."""
         return self._client.embed_async(texts, params, caller)
 
-    async def compile(self, constraint: Constraint) -> tuple[str, ...]:
+    async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
         """Compile a constraint in another thread, one at a time."""
-        return (await self._matcher(constraint)).gaps
+        return (await self._matcher(constraint, limit_s)).gaps
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> Reading:
         """Return counts and spans as of now."""
@@ -183,10 +184,10 @@ class LocalEngine:
     def attach(self, on_end: Callable[[], None]) -> None:
         """Do nothing: the engine has its own thread."""
 
-    async def _matcher(self, constraint: Constraint) -> GrammarMatcher:
+    async def _matcher(self, constraint: Constraint, limit_s: float = math.inf) -> GrammarMatcher:
         compile_ = self._client.grammars.compile
         return await asyncio.get_running_loop().run_in_executor(
-            self._compiler, compile_, constraint
+            self._compiler, compile_, constraint, limit_s
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ that came in one.
 
 from __future__ import annotations
 
+import math
 import struct
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -31,7 +32,7 @@ from twostroke.program.pages import CacheFormat
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VERSION: Final = 1  # raise it when a message changes
+VERSION: Final = 2  # raise it when a message changes
 MAX_FRAME: Final = 256 << 20  # bytes of a body
 
 _HEAD: Final = struct.Struct("<I")
@@ -97,10 +98,11 @@ class Cancel(Frozen, array_like=True, tag=4):
 
 
 class Compile(Frozen, array_like=True, tag=5):
-    """A constraint to compile, and to keep for requests that have it."""
+    """A constraint to compile within a time, and to keep for requests that have it."""
 
     id: int
     constraint: Constraint
+    limit_s: float = math.inf
 
 
 class Read(Frozen, array_like=True, tag=6):

@@ -7,10 +7,11 @@ to steps with drafts.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import OrderedDict
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
 from twostroke.sample.large_stack import on_large_stack
 from twostroke.sample.lark import NO_FORCING, after_preface, either, with_prepared_schemas
+from twostroke.schema.deadline import Deadline
 from twostroke.schema.prepare import JSON_FORM, prepare
 from twostroke.schema.size import MOST_FORCED, forces_little, pattern_size
 from twostroke.schema.verify import UncheckedError, Verifier
@@ -79,12 +81,15 @@ class Grammars:
         """Return a matcher for a new request; raises as `compile`."""
         return self.compile(constraint).another(constraint)
 
-    def compile(self, constraint: Constraint) -> GrammarMatcher:
+    def compile(self, constraint: Constraint, limit_s: float = math.inf) -> GrammarMatcher:
         """Return the matcher that new requests copy (`another`).
 
+        Once it is under way it looks at the time between the stages of its work and in those that
+        are not llguidance's, which has limits of work (`_LIMITS`).
+
         Raises:
-            RequestError: the constraint is not valid, not supported or too complex; the message
-                says why.
+            RequestError: the constraint is not valid, not supported or too complex, or takes
+                longer than `limit_s`; the message says why.
         """
         if not self.ends:
             reason = "needs an end token, which this model lacks."
@@ -92,7 +97,7 @@ class Grammars:
         found = self._find(constraint)
         if found is None:
             with self._compiling:
-                found = self._find(constraint) or self._try(constraint)
+                found = self._find(constraint) or self._try(constraint, Deadline(limit_s))
         if isinstance(found, str):
             raise _error(constraint, found)
         return found
@@ -130,11 +135,13 @@ class Grammars:
                 self._known.move_to_end(constraint)
             return found
 
-    def _try(self, constraint: Constraint) -> GrammarMatcher | str:
+    def _try(self, constraint: Constraint, deadline: Deadline) -> GrammarMatcher | str:
         """Compile a constraint, or find out why it cannot be; remember either."""
         found: GrammarMatcher | str
         try:
-            found = on_large_stack(self._compile, constraint)
+            found = on_large_stack(partial(self._compile, deadline=deadline), constraint)
+        except TimeoutError as error:  # not remembered: another time it may be quicker
+            raise RequestError(str(error), field=constraint.param) from None
         except RequestError as error:
             found = str(error.facts["why"])
         with self._lock:
@@ -143,24 +150,26 @@ class Grammars:
                 self._known.popitem(last=False)
         return found
 
-    def _compile(self, constraint: Constraint) -> GrammarMatcher:
+    def _compile(self, constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        (text, gaps), limits = self._read(constraint), LLParserLimits(**_LIMITS)
+        (text, gaps), limits = self._read(constraint, deadline), LLParserLimits(**_LIMITS)
         if constraint.alternative is not None:
-            other, more = self._read(constraint.alternative)
+            other, more = self._read(constraint.alternative, deadline)
             text, gaps = either(text, other), gaps + more
         if constraint.preface is not None:
             text = after_preface(constraint.preface, text, self._tokenizer)
+        deadline.check()
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         matcher = GrammarMatcher(compiled, self, constraint, gaps)
+        deadline.check()
         # The first mask is the most work, and is not done again.
         matcher.masks((), (), (), np.zeros((1, matcher.num_words), np.uint32))
         return matcher
 
-    def _read(self, constraint: Constraint) -> tuple[str, tuple[str, ...]]:
+    def _read(self, constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
         """Do as `_limited`; refuse a schema that can be neither held nor checked."""
-        text, gaps = _limited(constraint)
+        text, gaps = _limited(constraint, deadline)
         if gaps and constraint.notation == "json_schema":
             try:
                 self._checks_schemas.check_schema(constraint.text)
@@ -298,7 +307,7 @@ def _mask(matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
     matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
 
-def _limited(constraint: Constraint) -> tuple[str, tuple[str, ...]]:
+def _limited(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
     """Return a constraint in llguidance's own form, and what it does not hold.
 
     It does not force text without a limit.
@@ -306,10 +315,11 @@ def _limited(constraint: Constraint) -> tuple[str, tuple[str, ...]]:
     from llguidance import LLMatcher
 
     if constraint.notation != "json_schema":
-        text, gaps = _grammar(constraint)
+        text, gaps = _grammar(constraint, deadline)
         return (text if _may_force(constraint) else _without_forcing(text)), gaps
     try:
-        prepared, form = prepare(constraint.text), cast("Any", dict(JSON_FORM))
+        prepared, form = prepare(constraint.text, deadline), cast("Any", dict(JSON_FORM))
+        deadline.check()
         text = LLMatcher.grammar_from_json_schema(prepared.text, overrides=form)
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None
@@ -317,7 +327,7 @@ def _limited(constraint: Constraint) -> tuple[str, tuple[str, ...]]:
     return (text if is_little else _without_forcing(text)), prepared.gaps
 
 
-def _grammar(constraint: Constraint) -> tuple[str, tuple[str, ...]]:
+def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
     """Return a constraint that is not one schema in llguidance's own form, as `_limited` does."""
     from llguidance import grammar_from
 
@@ -330,7 +340,7 @@ def _grammar(constraint: Constraint) -> tuple[str, tuple[str, ...]]:
         if notation in {"grammar", "lark"} and text.lstrip().startswith("{"):
             raise _refusal(constraint, "no rule begins with '{'")  # JSON would be read as objects
         if notation == "lark":
-            text, gaps = with_prepared_schemas(text)
+            text, gaps = with_prepared_schemas(text, deadline)
         return grammar_from(cast("GrammarFormat", notation), text), gaps
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None

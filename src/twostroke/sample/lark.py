@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from twostroke.core.preface import Preface
+    from twostroke.schema.deadline import Deadline
     from twostroke.tokenize import Tokenizer
 
 # Where text can go on in one way only, llguidance does not look how far.
@@ -65,13 +66,14 @@ def either(first: str, second: str) -> str:
     return json.dumps({"grammars": [whole, *_named("first", first), *_named("second", second)]})
 
 
-def with_prepared_schemas(rules: str) -> tuple[str, tuple[str, ...]]:
+def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
     """Return rules in which each JSON schema is prepared, and what those do not hold.
 
     A schema is a rule of its own; with `x-guidance` it says how JSON is written.
 
     Raises:
         ValueError: a schema cannot be followed.
+        TimeoutError: the deadline is over.
     """
     parts: list[str] = []
     gaps: list[str] = []
@@ -79,7 +81,7 @@ def with_prepared_schemas(rules: str) -> tuple[str, tuple[str, ...]]:
     has_forcing = False
     for found in _SCHEMA.finditer(rules):
         schema, after = json.JSONDecoder().raw_decode(rules, found.end())
-        prepared = prepare(json.dumps(schema))
+        prepared = prepare(json.dumps(schema), deadline)
         text = json.loads(prepared.text)
         has_forcing = has_forcing or not forces_little(text)
         form = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}

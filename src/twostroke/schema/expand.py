@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from twostroke.schema.branch import Scope, State
+    from twostroke.schema.deadline import Deadline
     from twostroke.schema.document import Document, Node
 
     AnySchema = dict[str, Any] | bool
@@ -50,9 +51,9 @@ _SAYS: Final = (
 class Expander:
     """Finds the branches of states, each once."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, deadline: Deadline) -> None:
         """Begin with nothing known."""
-        self.document = document
+        self.document, self._deadline = document, deadline
         self.work = 0
         self._known: dict[State, list[Branch]] = {}
         self._started: dict[State, Branch] = {}
@@ -382,5 +383,6 @@ class Expander:
 
     def _spend(self, count: int = 1) -> None:
         self.work += count
+        self._deadline.check()
         if self.work > _MOST_WORK:
             raise ValueError("it is too large, or has too many alternatives")

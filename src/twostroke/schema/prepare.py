@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.core.frozen import Frozen
 from twostroke.schema.arrays import arrays
 from twostroke.schema.branch import KINDS, Branch, Item
+from twostroke.schema.deadline import Deadline
 from twostroke.schema.document import Document
 from twostroke.schema.expand import Expander
 from twostroke.schema.objects import objects
@@ -47,6 +48,7 @@ _MOST_KNOWN: Final = 32  # schemas that are kept prepared
 _DEEPEST: Final = 24  # schemas in one another, before they get names
 _SMALL: Final = 200  # characters of a schema that is repeated rather than named
 _MOST_GAPS: Final = 20
+_ENDLESS: Final = Deadline()
 _REPEATED: Final = "additionalProperties (names that repeat)"
 
 
@@ -63,15 +65,16 @@ class Prepared(Frozen):
 
 
 @lru_cache(_MOST_KNOWN)
-def prepare(text: str) -> Prepared:
+def prepare(text: str, deadline: Deadline = _ENDLESS) -> Prepared:
     """Return a JSON schema, rewritten for llguidance.
 
     Raises:
         ValueError: it is not a schema, cannot be followed, or no value fits; the sentence says why.
+        TimeoutError: the deadline is over.
     """
     try:
         document = Document(text)
-        rewriter = _Rewriter(document)
+        rewriter = _Rewriter(document, deadline)
         schema = rewriter.whole()
         found = json.dumps(schema, ensure_ascii=False)
     except RecursionError:
@@ -84,9 +87,9 @@ def prepare(text: str) -> Prepared:
 class _Rewriter:
     """Rewrites states as schemas, in which the number of another state stands for it."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, deadline: Deadline) -> None:
         self.gaps: dict[str, None] = {}
-        self._expander = Expander(document)
+        self._expander, self._deadline = Expander(document, deadline), deadline
         self._root = document.root
         self._numbers: dict[State, int] = {}
         self._schemas: list[Schema | bool] = []
@@ -171,6 +174,7 @@ class _Rewriter:
         while len(empty) < num_before:
             num_before = len(empty)
             for number in sorted(empty, reverse=True):
+                self._deadline.check()
                 if not _is_empty(self._schemas[number], empty):
                     empty.remove(number)
         for number in empty:

@@ -275,11 +275,9 @@ class Api:
             job, encoded, name = found
             served_of(request.scope).reserve(encoded.most_tokens(self.engine.card.context_length))
             with Accepting(job.caller.service, self._open, self._returns):
-                if (constraint := encoded.params.constraint) is not None:
-                    compiling = self._compiler.compile(encoded.calls or constraint)
-                    compiled = await while_connected(request.receive, compiling)
-                    encoded.gaps = compiled[1]
-                    encoded.params = replace(encoded.params, constraint=compiled[0])
+                if encoded.params.constraint is not None:
+                    compiling = self._compiler.complete(encoded, job.caller.tenant)
+                    await while_connected(request.receive, compiling)
                 answers = await Answers.start(self.engine, job, encoded, self.metrics, self._open)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),

@@ -1,12 +1,19 @@
-"""Has the constraints of requests compiled, outside the event loop and the engine's steps."""
+"""Has the constraints of requests compiled, outside the event loop and the engine's steps.
+
+Tenants take turns by the time that their constraints took (start-time fair queueing, as in
+`schedule/fair.py`): one that sends many or slow ones waits for itself, not others for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from twostroke.chat.tool_form import ToolForm
 from twostroke.core.errors import OverloadedError, RequestError
@@ -15,11 +22,68 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from twostroke.core.constraint import Constraint
+    from twostroke.serve.job import Encoded
 
     Found = tuple[Constraint, tuple[str, ...]]
 
-MAX_WAITING: Final = 64
+MAX_WAITING: Final = 64  # requests of one tenant
 _MAX_KNOWN: Final = 256
+
+
+class Turns:
+    """Turns of tenants, one at a time: the next is of the one that has used the least time.
+
+    It belongs to the event loop.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nobody."""
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # of tenants that wait
+        self._used_s: dict[str, float] = {}  # on a clock that is at `_now_s`
+        self._now_s = 0.0
+        self._taken_by: str | None = None
+        self._began_s = 0.0
+
+    def num_waiting(self, tenant: str) -> int:
+        """Return how many of a tenant wait."""
+        return len(self._lines.get(tenant, ()))
+
+    async def take(self, tenant: str) -> None:
+        """Wait for a turn; `end` ends it. A caller that is cancelled meanwhile has none."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if tenant not in self._lines:
+            self._lines[tenant] = deque()
+            self._used_s[tenant] = max(self._now_s, self._used_s.get(tenant, 0.0))
+        self._lines[tenant].append(turn)
+        self._next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.end()
+            raise
+
+    def end(self) -> None:
+        """End the turn, and begin the next."""
+        assert self._taken_by is not None
+        self._used_s[self._taken_by] += time.monotonic() - self._began_s
+        self._taken_by = None
+        self._next()
+
+    def _next(self) -> None:
+        """Begin a turn if none is taken and somebody waits."""
+        while self._taken_by is None and self._lines:
+            tenant = min(self._lines, key=self._used_s.__getitem__)
+            line = self._lines[tenant]
+            turn = line.popleft()
+            if not line:
+                del self._lines[tenant]
+            if not turn.cancelled():
+                turn.set_result(None)
+                self._taken_by, self._began_s = tenant, time.monotonic()
+                self._now_s = self._used_s[tenant]
+        if self._taken_by is None:
+            self._used_s.clear()  # nobody owes anything to those who were not there
 
 
 class Compiler:
@@ -27,7 +91,7 @@ class Compiler:
 
     def __init__(
         self,
-        compile_: Callable[[Constraint], Awaitable[tuple[str, ...]]],
+        compile_: Callable[[Constraint, float], Awaitable[tuple[str, ...]]],
         limit_s: float,
         is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -37,65 +101,66 @@ class Compiler:
         """
         self._compile = compile_
         self._limit_s, self._is_ready = limit_s, is_ready
-        self._turn = asyncio.Lock()
-        self._num_waiting = 0
+        self._turns = Turns()
         # What a constraint's grammar does not hold, or why it is refused.
         self._known: OrderedDict[Constraint, tuple[str, ...] | str] = OrderedDict()
 
-    async def compile(self, asked: Constraint | ToolForm) -> Found:
-        """Return the constraint that was compiled, and its gaps.
+    async def complete(self, encoded: Encoded, tenant: str) -> None:
+        """Have the constraint of a job compiled; raises as `compile`."""
+        if (constraint := encoded.params.constraint) is not None:
+            found, encoded.gaps = await self.compile(encoded.calls or constraint, tenant)
+            encoded.params = replace(encoded.params, constraint=found)
+
+    async def compile(self, asked: Constraint | ToolForm, tenant: str = "") -> Found:
+        """Return the constraint that was compiled, and its gaps; it waits for a turn of `tenant`.
 
         Tools whose schema cannot be compiled may have any JSON object as arguments.
 
         Raises:
             RequestError: the constraint cannot be compiled, or takes too long.
-            OverloadedError: too many other constraints are waiting.
+            OverloadedError: too many other constraints of the tenant are waiting.
             EngineStoppedError: the engine no longer runs.
         """
         if not isinstance(asked, ToolForm):
-            return asked, await self._gaps(asked)
+            return asked, await self._gaps(asked, tenant)
         asked = asked.without_refused(self._refusal)
         constraint = asked.constraint()
         try:
-            return constraint, await self._gaps(constraint)
+            return constraint, await self._gaps(constraint, tenant)
         except RequestError:
             if constraint.alternative is not None:
-                await self._gaps(constraint.alternative)  # its error names its field
+                await self._gaps(constraint.alternative, tenant)  # its error names its field
             for function in asked.tools.functions:
                 with suppress(RequestError):
-                    await self._gaps(function.constraint())
+                    await self._gaps(function.constraint(), tenant)
             free = asked.without_refused(self._refusal)
             if free is asked:
                 raise
             constraint = free.constraint()
-            return constraint, await self._gaps(constraint)
+            return constraint, await self._gaps(constraint, tenant)
 
-    async def _gaps(self, constraint: Constraint) -> tuple[str, ...]:
+    async def _gaps(self, constraint: Constraint, tenant: str) -> tuple[str, ...]:
         found = self._known.get(constraint)
         if isinstance(found, tuple):
             self._known.move_to_end(constraint)
             return found
-        if self._num_waiting >= MAX_WAITING:
-            message = f"{self._num_waiting} requests wait for their schemas to be compiled."
-            raise OverloadedError(message)
-        self._num_waiting += 1
-        try:
-            await self._turn.acquire()  # a client that leaves while it waits is not compiled for
-            work = asyncio.ensure_future(self._compile(constraint))
-            work.add_done_callback(partial(self._done, constraint))
-            was_ready = False
-            while not (was_ready and self._is_ready()):
-                was_ready = self._is_ready()
-                with suppress(TimeoutError):
-                    return await asyncio.wait_for(asyncio.shield(work), self._limit_s)
-            reason = f"took longer than {self._limit_s:g} s to compile: simplify it."
-            raise RequestError(reason, field=constraint.param)
-        finally:
-            self._num_waiting -= 1
+        if (count := self._turns.num_waiting(tenant)) >= MAX_WAITING:
+            reason = f"{count} requests of this tenant wait for their schemas to be compiled."
+            raise OverloadedError(reason)
+        await self._turns.take(tenant)  # a client that leaves meanwhile is not compiled for
+        work = asyncio.ensure_future(self._compile(constraint, self._limit_s))
+        work.add_done_callback(partial(self._done, constraint))
+        was_ready = False
+        while not (was_ready and self._is_ready()):
+            was_ready = self._is_ready()
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(asyncio.shield(work), self._limit_s)
+        reason = f"took longer than {self._limit_s:g} s to compile: simplify it."
+        raise RequestError(reason, field=constraint.param)
 
     def _done(self, constraint: Constraint, work: asyncio.Future[tuple[str, ...]]) -> None:
         """Let the next constraint have its turn, even if nobody waits for this one any more."""
-        self._turn.release()
+        self._turns.end()
         error = None if work.cancelled() else work.exception()
         if isinstance(error, RequestError) and "why" in error.facts:
             self._known[constraint] = str(error.facts["why"])

@@ -10,8 +10,7 @@ import pytest
 import regex
 
 from support.refusals import refused
-from support.servers import events, live_server, wait_for
-from twostroke.core.constraint import Constraint
+from support.servers import events, live_server
 from twostroke.http.limits import Limits
 from twostroke.serve.options import ServeOptions
 
@@ -123,9 +122,6 @@ def test_a_schema_that_takes_too_long_is_refused(tmp_path: Path) -> None:
         response = server.chat(guided_regex="(a|b){3}")
         assert response.status_code == 400
         assert "took longer than 0 s" in response.json()["error"]["message"]
-        server.wait_idle()
-        wait_for(lambda: bool(server.client.grammars.known(Constraint("regex", "(a|b){3}"))))
-        assert server.chat(guided_regex="(a|b){3}").status_code == 200  # known by then
 
 
 def test_long_chains_of_rules_do_no_harm(server: LiveServer) -> None:
