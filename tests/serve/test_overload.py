@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from twostroke.serve.observe.objectives import Objective
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from support.servers import LiveServer
@@ -99,6 +101,36 @@ def test_a_running_answer_ends_at_its_timeout(tmp_path: Path) -> None:
         assert whole.json()["error"]["message"] == sentence
         *_, failed, _ = events(stream.text)
         assert failed["error"]["message"] == sentence
+        server.wait_idle()
+
+
+def test_a_timeout_counts_from_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow body is part of it, and so is a constraint that is compiled, and a late start."""
+    with live_server(tmp_path) as server:
+        body = json.dumps(chat_body(max_tokens=3)).encode()
+        headers = {"content-type": "application/json", _HEADER: "0.3"}
+
+        def slow_body() -> Iterator[bytes]:
+            yield body[:10]
+            time.sleep(0.5)
+            yield body[10:]
+
+        path = "/v1/chat/completions"
+        answer = server.http.post(path, content=slow_body(), headers=headers)
+        compile_, found = server.client.grammars.compile, [answer]
+        slow = lambda *asked: time.sleep(0.5) or compile_(*asked)  # noqa: E731
+        monkeypatch.setattr(server.client.grammars, "compile", slow)
+        found.append(_ask(server, "0.3", guided_regex="a", max_tokens=3))
+        for one in found:
+            assert one.status_code == 504
+            sentence = "The request was stopped: it took longer than its timeout of 0.3 s."
+            assert one.json()["error"]["message"] == sentence
+        server.backend.pause_s = 0.1
+        begun_s = time.monotonic()
+        late = _ask(server, "1.5", guided_regex="b{90}", max_tokens=40)
+        assert late.status_code == 504
+        assert "its timeout of 1.5 s" in late.json()["error"]["message"]
+        assert time.monotonic() - begun_s < 1.9
         server.wait_idle()
 
 

@@ -61,7 +61,7 @@ class Request:
         prompt_field: the caller's name of the prompt, for errors, such as "messages".
         cuts_limit: whether a `max_tokens` above what fits is lowered to that, and not refused.
         start_within_s, timeout_s: seconds after its arrival by which it must have begun to be
-            computed, and have ended.
+            computed, and have ended; `spent_s` of the latter were over when it arrived.
         hints: how its next tokens may be guessed.
         matcher: tells which tokens keep its output within `params.constraint`, if it has one.
         pooling: the hidden states to return for an embedding; no token is drawn then.
@@ -97,6 +97,7 @@ class Request:
     cuts_limit: bool = False
     start_within_s: float = math.inf
     timeout_s: float = math.inf
+    spent_s: float = 0.0
     hints: Hints = NO_HINTS
     matcher: Matcher | None = None
     pooling: Pooling | None = None
@@ -127,12 +128,17 @@ class Request:
     @property
     def start_by_s(self) -> float:
         """Until when it must have started, on the engine's monotonic clock."""
-        return self.arrival_s + min(self.start_within_s, self.timeout_s)
+        return self.arrival_s + min(self.start_within_s, self.left_s)
 
     @property
     def end_by_s(self) -> float:
         """Until when it must have ended."""
-        return self.arrival_s + self.timeout_s
+        return self.arrival_s + self.left_s
+
+    @property
+    def left_s(self) -> float:
+        """The seconds of its timeout that were left when it arrived."""
+        return self.timeout_s - self.spent_s
 
     @property
     def num_output(self) -> int:

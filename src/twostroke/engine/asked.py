@@ -191,12 +191,12 @@ class Book:
         """End what is past its timeout, though the engine has not done so."""
         now_s = time.monotonic() - _GRACE_S
         for id_, outputs in list(self.open.items()):
-            timeout_s = outputs.message.caller.timeout_s
-            if outputs.asked_s + timeout_s < now_s:
+            caller = outputs.message.caller
+            if outputs.asked_s + caller.timeout_s - caller.spent_s < now_s:
                 if id_ not in self.unsent:
                     self._send(wire.Cancel(id_))
                 self.drop(outputs)
-                outputs.fail(DeadlineError.of_timeout(timeout_s))
+                outputs.fail(DeadlineError.of_timeout(caller.timeout_s))
 
     def end_all(self, error: TwostrokeError) -> None:
         """End everything: no process follows."""

@@ -73,7 +73,8 @@ class Caller(Frozen):
     `prompt_field` is what errors call the prompt: "prompt", "messages" for a conversation, or
     "input" for texts to embed. `service` is the class of service that requests are counted under,
     one of `core.service.SERVICES`. `cuts_limit` lowers a `max_tokens` above what fits. A request is
-    refused, or ended, if it does not start within `start_within_s` or end within `timeout_s`.
+    refused, or ended, if it does not start within `start_within_s` or end within `timeout_s`, of
+    which `spent_s` are over.
     """
 
     priority: int = 0
@@ -84,6 +85,7 @@ class Caller(Frozen):
     weight: float = 1.0
     start_within_s: float = math.inf
     timeout_s: float = math.inf
+    spent_s: float = 0.0
 
 
 _ANYONE: Final = Caller()
@@ -296,5 +298,6 @@ def _new_request(
         cuts_limit=caller.cuts_limit,
         start_within_s=caller.start_within_s,
         timeout_s=caller.timeout_s,
+        spent_s=caller.spent_s,
         pooling=pooling,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from twostroke.http.errors import ClientGoneError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable
 
     from starlette.types import Receive, Scope
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 ABORT: Final = "twostroke.abort"  # the ASGI extension that closes a connection at once
 
 
-async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """Return what `work` returns, unless the client leaves first.
 
     Raises:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import re
 import time
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import RequestError
+from twostroke.core.errors import DeadlineError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from starlette.types import Scope
 
     from twostroke.core.errors import OverloadedError, TwostrokeError
+    from twostroke.http.served import ServedRequest
 
 TIMEOUT_HEADER: Final = "x-request-timeout"
 TIMEOUT_FORM: Final = r"^[0-9]{1,9}(\.[0-9]{1,9})?$"
@@ -42,6 +45,24 @@ def timeout_of(scope: Scope) -> float:
                 raise RequestError(reason, field=TIMEOUT_HEADER)
             return timeout_s
     return math.inf
+
+
+@asynccontextmanager
+async def in_time(served: ServedRequest) -> AsyncIterator[None]:
+    """Run a block within what is left of a request's own timeout, which began with the request.
+
+    Raises:
+        DeadlineError: it is over; the block was cancelled.
+    """
+    left_s = served.began_s + served.timeout_s - time.monotonic()
+    limit = asyncio.timeout(left_s if left_s < math.inf else None)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineError.of_timeout(served.timeout_s) from None
 
 
 class Returns:

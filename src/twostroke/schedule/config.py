@@ -199,7 +199,7 @@ def check_deadline(request: Request, waited_s: float, outlook: Outlook) -> None:
     Raises:
         OverloadedError: what waits before it takes too long.
     """
-    left_s = min(request.start_within_s, request.timeout_s) - waited_s
+    left_s = min(request.start_within_s, request.left_s) - waited_s
     if outlook.wait_s and outlook.wait_s > left_s > 0:
         raise OverloadedError(
             f"The work that waits takes about {outlook.wait_s:.1f} s, and this request may wait "

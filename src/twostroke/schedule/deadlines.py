@@ -37,7 +37,7 @@ class Deadlines:
         """Watch a request, one of `num_open`."""
         request = ticket.request
         self._timeouts.add(request.end_by_s, ticket, num_open)
-        if request.start_within_s < request.timeout_s:
+        if request.start_within_s < request.left_s:
             self._turns.add(request.start_by_s, ticket, num_open)
 
     def pop(self, now_s: float) -> list[tuple[Request, DeadlineError]]:

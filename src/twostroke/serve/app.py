@@ -25,7 +25,7 @@ from twostroke.http.paths import wants_page
 from twostroke.http.served import served_of
 from twostroke.http.tenants.upkeep import Upkeep
 from twostroke.http.tenants.usage import UsageBook
-from twostroke.http.waiting import Returns, timeout_of
+from twostroke.http.waiting import Returns, in_time, timeout_of
 from twostroke.schema.verify import Verifier
 from twostroke.serve import plans
 from twostroke.serve.about import VERSION, AboutBody
@@ -52,7 +52,7 @@ from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.page.site import Site
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
-from twostroke.serve.running import Accepting, Answers, Vectors
+from twostroke.serve.running import Accepting, Answers, Vectors, begun
 from twostroke.serve.store import Store, Tenant
 from twostroke.serve.stream import EventStream
 
@@ -272,12 +272,14 @@ class Api:
             found = await self._read(request, prepare, is_long=dialect.recalls)
             if isinstance(found, Response):
                 return found
-            job, encoded, name = found
-            served_of(request.scope).reserve(encoded.most_tokens(self.engine.card.context_length))
+            (job, encoded, name), served = found, served_of(request.scope)
+            served.reserve(encoded.most_tokens(self.engine.card.context_length))
             with Accepting(job.caller.service, self._open, self._returns):
                 if encoded.params.constraint is not None:
                     compiling = self._compiler.complete(encoded, job.caller.tenant)
-                    await while_connected(request.receive, compiling)
+                    async with in_time(served):
+                        await while_connected(request.receive, compiling)
+                job = begun(job, served)
                 answers = await Answers.start(self.engine, job, encoded, self.metrics, self._open)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
@@ -288,7 +290,6 @@ class Api:
                 tokenizer=self.engine.card.tokenizer,
                 reading=encoded.reading,
             )
-            served = served_of(request.scope)
             served.running, served.model, served.response_id = answers, name, reply.id
             encoder, reader = dialect.encoder(reply), self._checks.reader(reply, encoded, served)
             if job.stream:
@@ -321,11 +322,11 @@ class Api:
             found = await self._read(request, prepare)
             if isinstance(found, Response):
                 return found
-            job, texts, name = found
-            served_of(request.scope).reserve(sum(map(len, texts)))
+            (job, texts, name), served = found, served_of(request.scope)
+            job = begun(job, served)
+            served.reserve(sum(map(len, texts)))
             with Accepting(job.caller.service, self._open, self._returns):
                 vectors = await Vectors.start(self.engine, job, texts, self.metrics, self._open)
-            served = served_of(request.scope)
             served.running, served.model = vectors, name
             try:
                 parts = await while_connected(request.receive, vectors.whole())
@@ -360,20 +361,20 @@ class Api:
         Raises:
             ServerStoppingError: the server drains.
             RequestError: its header with a timeout is wrong.
+            DeadlineError: its timeout is over.
         """
         if self.is_draining:
             reason = "The server is stopping and takes no new requests."
             raise errors.ServerStoppingError(reason, room_s=self._drained_by_s - time.monotonic())
-        served_of(request.scope).timeout_s = timeout_of(request.scope)
-        body = await read_json(request, self.options.limits)
-        if not is_long and len(body) <= _LARGE_BODY_BYTES:
-            return work(body, request)
-
-        async def in_turn() -> T:
+        served = served_of(request.scope)
+        served.timeout_s = timeout_of(request.scope)
+        async with in_time(served):
+            body = await read_json(request, self.options.limits)
+            if not is_long and len(body) <= _LARGE_BODY_BYTES:
+                return work(body, request)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._readers, work, body, request)
-
-        return await while_connected(request.receive, in_turn())
+            working = loop.run_in_executor(self._readers, work, body, request)
+            return await while_connected(request.receive, working)
 
     def _room(self) -> int:
         """How many lines of batches may be in the engine: all that clients leave, and some wait."""
