@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over an OpenAI-compatible API.",
+    "route": "Put one address before many servers.",
     "batch": "Run a file of requests.",
     "keys": "Make, limit and revoke the API keys of a server.",
     "usage": "Show what keys and tenants have used of a server, and what it costs.",

@@ -151,7 +151,7 @@ def command(**given: Any) -> int:
     with ExitStack() as stack:
         records = stack.enter_context(_records(given["records"]))
         serving = _serving(given, objectives)
-        _allow_connections()
+        allow_connections()
         # Bound before the weights are loaded, so that a port in use is reported at once.
         listener = stack.enter_context(bind(serving.host, serving.port))
         stack.enter_context(logging_to(sys.stderr, form, given["log_level"]))
@@ -168,7 +168,7 @@ def command(**given: Any) -> int:
             listener=listener,
             limits=limits,
             on_ready=on_ready,
-            on_stop=partial(_say_stop, form=form),
+            on_stop=partial(say_stop, form=form),
             records=records,
         )
 
@@ -226,7 +226,7 @@ def _in_its_own(given: dict[str, Any], options: EngineOptions) -> Iterator[Opene
         yield engine, engine.limits, engine.draft
 
 
-def _allow_connections() -> None:
+def allow_connections() -> None:
     """Raise the soft limit of open files, which shells set low, to what the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
@@ -273,7 +273,8 @@ def _announce(
     )
 
 
-def _say_stop(num_running: int, *, form: str) -> None:
+def say_stop(num_running: int, *, form: str) -> None:
+    """Say that the server stops, once the running answers are out."""
     text = "Stopping."
     if num_running:
         answers = "1 running answer" if num_running == 1 else f"{num_running} running answers"

@@ -44,6 +44,11 @@ def api_key() -> str | None:
     return os.environ.get("TWOSTROKE_API_KEY")
 
 
+def replica_key() -> str | None:
+    """Return the key that a router shows to its replicas, from `TWOSTROKE_REPLICA_KEY`."""
+    return os.environ.get("TWOSTROKE_REPLICA_KEY")
+
+
 def launcher() -> dict[str, str]:
     """Return what a launcher of ranks, such as torchrun or mpirun, has set of its variables."""
     names = (

@@ -123,6 +123,10 @@ class ServerStoppingError(EngineStoppedError):
     """The server was told to stop: it takes no new requests, and in the end cuts off the rest."""
 
 
+class GatewayError(TwostrokeError):
+    """Another server, which this one asks, cannot answer; clients may read the sentence."""
+
+
 class ErrorDetail(msgspec.Struct, frozen=True):
     """The inside of OpenAI's error object."""
 
@@ -145,7 +149,7 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
     """
     if error.http_status < 500:
         return one_line(error.sentence(naming))
-    if isinstance(error, DeadlineError):
+    if isinstance(error, (DeadlineError, GatewayError)):
         return str(error)
     if isinstance(error, RecordsError):
         return "The server's records are not available. Try again later."

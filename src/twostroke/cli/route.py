@@ -1,0 +1,145 @@
+"""`twostroke route`: one address before many servers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.serve import allow_connections, say_stop
+from twostroke.core import env
+
+_logger = logging.getLogger("twostroke.router")
+
+
+@click.command("route", cls=Command)
+@option(
+    "--replica",
+    "replicas",
+    multiple=True,
+    metavar="URL",
+    help="A server, such as http://10.0.0.7:8000: of twostroke, vLLM or llama-server; repeatable.",
+)
+@option(
+    "--discover",
+    metavar="NAME:PORT",
+    help="Use every address of this DNS name, such as a headless service of Kubernetes.",
+)
+@option("--host", default="127.0.0.1", help="Address to listen at.")
+@option("--port", type=int, default=8080, help="Port to listen at; 0 takes a free one.")
+@option(
+    "--policy",
+    type=OneOf(("prefix", "least-work", "two-choices", "round-robin")),
+    default="prefix",
+    help="How to choose a replica; prefix: where the first token comes soonest.",
+)
+@option(
+    "--api-keys",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Demand an API key, as `twostroke serve` does; keys are passed on to the replicas.",
+)
+@option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let web pages of this origin use the router; repeatable. '*' allows all, with keys.",
+)
+@option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Answer to this host name, too; repeatable.",
+)
+@option(
+    "--drain",
+    "drain_s",
+    type=float,
+    default=30.0,
+    help="Seconds, up to a day, that running requests may take when the router is stopped.",
+)
+@option(
+    "--wait",
+    "wait_s",
+    type=float,
+    default=5.0,
+    help="Seconds that a request waits if no replica is ready.",
+)
+@option(
+    "--eject-after",
+    "eject_s",
+    type=float,
+    default=5.0,
+    help="Seconds of silence after which a replica's requests are given up.",
+)
+@option(
+    "--mixed",
+    is_flag=True,
+    help="Accept replicas of one model whose versions or numerics differ.",
+)
+@option(
+    "--busy",
+    "busy_s",
+    type=float,
+    default=1.0,
+    help="Mean seconds of work of a replica above which /metrics wants more of them.",
+)
+@option(
+    "--dashboard/--no-dashboard",
+    default=None,
+    help="Serve /api/state [default: only on a loopback host].",
+)
+@option("--log-format", type=OneOf(("text", "json")), default="text", help="Log format.")
+@option(
+    "--log-level",
+    type=OneOf(("debug", "info", "warning", "error")),
+    default="info",
+    help="Lowest level that is logged.",
+)
+@option("--access-log/--no-access-log", default=True, help="Log a line for each request.")
+def command(**given: Any) -> int:
+    """Put one address before many servers, and send each request where it is answered soonest.
+
+    Ctrl-C or SIGTERM stops the router after the running requests; a second one cuts them off.
+    """
+    from twostroke.engine.collector import ease_collector
+    from twostroke.http.keys import ApiKeys
+    from twostroke.http.logs import logging_to
+    from twostroke.http.server import bind
+    from twostroke.router.options import RouteOptions
+    from twostroke.router.run import run_router
+
+    form, level = given.pop("log_format"), given.pop("log_level")
+    given["api_keys"] = ApiKeys.read(given["api_keys"], env.api_key())
+    options = RouteOptions(**given, replica_key=env.replica_key())
+    allow_connections()
+    with ExitStack() as stack:
+        listener = stack.enter_context(bind(options.host, options.port))
+        stack.enter_context(logging_to(sys.stderr, form, level))
+
+        def on_ready(url: str) -> None:
+            ease_collector()
+            _announce(url, options.policy, form=form)
+
+        return run_router(
+            options,
+            listener=listener,
+            on_ready=on_ready,
+            on_stop=lambda count: say_stop(count, form=form),
+        )
+
+
+def _announce(url: str, policy: str, *, form: str) -> None:
+    text = f"Twostroke routes requests at {url} by the policy {policy}."
+    if form == "json":
+        _logger.info(text)
+        return
+    with suppress(OSError):
+        click.echo(f"{text} Ctrl-C stops it.", err=True)

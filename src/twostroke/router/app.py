@@ -1,0 +1,313 @@
+"""The router's ASGI application: what it answers itself, and what it passes on, and where."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.http.boundary import Boundary
+from twostroke.http.errors import (
+    BodySizeError,
+    MethodError,
+    ServerStoppingError,
+    UnknownPathError,
+    report,
+    to_response,
+)
+from twostroke.http.keys import KeyCheck
+from twostroke.http.limits import read_json
+from twostroke.http.logs import AccessLog
+from twostroke.http.origins import OriginCheck, Origins
+from twostroke.http.served import served_of
+from twostroke.http.tenants.limits import LimitCheck
+from twostroke.router.fleet import Fleet, hash_of
+from twostroke.router.forward import Errand, Forwarder
+from twostroke.router.metrics import Metrics
+from twostroke.router.prompt import read_prompt
+from twostroke.router.response import LostError, ReplicaError
+from twostroke.router.state import fleet_state
+from twostroke.router.watch import Watch, fetch
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from twostroke.http.served import Observer
+    from twostroke.router.fleet import Replica
+    from twostroke.router.options import RouteOptions
+
+# Posts that compute: they go where the policy says, and may be tried again.
+COMPUTED: Final = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+    *("/completion", "/infill", "/embeddings", "/apply-template", "/tokenize", "/detokenize"),
+    *("/v1/rerank", "/rerank", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+)
+_TENANTS: Final = ("/v1/files", "/v1/batches", "/v1/messages/batches")  # one replica keeps them
+_STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,100})(?:/.*)?")
+
+
+class _Route:
+    """What the counts of responses call a path."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+_OTHER: Final = _Route("other")
+_ROUTES: Final = {path: _Route(path) for path in (*COMPUTED, *_TENANTS)}
+
+
+class Router:
+    """Answers requests with the replicas of a fleet."""
+
+    def __init__(self, options: RouteOptions) -> None:
+        """Know the replicas that the options name."""
+        self.options = options
+        self.fleet = Fleet(options)
+        self.watch = Watch(self.fleet)
+        self.metrics = Metrics(self.fleet)
+        self.observers: list[Observer] = [AccessLog()] if options.access_log else []
+        self.is_draining = False
+        self._forwarder = Forwarder(self.fleet)
+        self._own: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/": self._about,
+            "/health": self._ready,
+            "/health/ready": self._ready,
+            "/health/live": self._live,
+            "/health/progress": self._ready,
+            "/metrics": self._scrape,
+            "/api/state": self._state,
+            "/v1/models": self._models,
+        }
+        self._own_routes = {path: _Route(path) for path in self._own}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. A fault is answered in the form of the client's protocol."""
+        path, method = scope["path"], scope["method"]
+        try:
+            own = self._own.get(path)
+            if own is not None:
+                scope["route"] = self._own_routes[path]
+                if method not in {"GET", "HEAD"}:
+                    raise MethodError(f"{path} does not accept {method}, only GET.")
+                response = await own(Request(scope, receive))
+                await response(scope, receive, send)
+                return
+            scope["route"] = _ROUTES.get(path, _OTHER)
+            if self.is_draining:
+                raise ServerStoppingError("The router is stopping and takes no new requests.")
+            await self._pass(scope, receive, send)
+        except TwostrokeError as error:
+            served = served_of(scope)
+            if served.status:
+                raise
+            if error.http_status >= 500:
+                report(error, scope)
+            if isinstance(error, ReplicaError):
+                error = LostError("The server of this request was lost, and so were others.")
+            await to_response(error, scope)(scope, receive, send)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the replica that suits it."""
+        path, method, request = scope["path"], scope["method"], Request(scope, receive)
+        salt = _salt(scope)
+        if path in COMPUTED and method == "POST":
+            body = await read_json(request, self.options.limits)
+            prompt = read_prompt(body, salt)
+            errand = Errand(scope, receive, send, body)
+            if prompt.previous:
+                place = self._storing(prompt.previous, scope)
+                work: Any = self._at(errand, place)
+            else:
+                work = self._forwarder.run(errand, prompt.asked, prompt.model)
+            await self._forwarder.guard(errand, work)
+            return
+        stored = _STORED.fullmatch(path)
+        errand = Errand(scope, receive, send, await self._body(request))
+        errand.is_safe = method in {"GET", "HEAD"}
+        if stored is not None:
+            work = self._at(errand, self._storing(stored[1], scope))
+        elif any(path == one or path.startswith(f"{one}/") for one in _TENANTS):
+            work = self._forwarder.run_at(errand, self.fleet.home(hash_of(salt.hex())))
+        else:
+            asked = read_prompt(b"", salt).asked
+            work = self._forwarder.run(errand, asked, "")
+        await self._forwarder.guard(errand, work)
+
+    async def _at(self, errand: Errand, finding: Awaitable[Replica]) -> None:
+        await self._forwarder.run_at(errand, await finding)
+
+    async def _storing(self, id_: str, scope: Scope) -> Replica:
+        """Return the replica that stores an answer, asking all if it is not known.
+
+        If none does, any can say so.
+        """
+        known = self.fleet.storing(id_)
+        if known is not None:
+            return known
+        ready = self.fleet.ready
+        if not ready:
+            raise self.fleet.nothing()
+        kind = "chat/completions" if id_.startswith("chatcmpl-") else "responses"
+        headers = [pair for pair in scope["headers"] if pair[0] in {b"authorization", b"x-api-key"}]
+        path = f"/v1/{kind}/{id_}"
+        asked = [fetch(one, path, headers) for one in ready]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for replica, answer in zip(ready, answers, strict=True):
+            if not isinstance(answer, BaseException) and answer[0] == 200:
+                self.fleet.store(id_, replica)
+                return replica
+        return ready[0]
+
+    async def _body(self, request: Request) -> bytes | AsyncIterator[bytes]:
+        """Return a body whole, or the pieces of a form, which may have a file."""
+        length = request.headers.get("content-length", "")
+        is_form = request.headers.get("content-type", "").startswith("multipart/")
+        limits = self.options.limits
+        if is_form:
+            if length.isdecimal() and int(length) > limits.max_file_bytes + 65536:
+                raise BodySizeError(f"The body is larger than {limits.max_file_bytes} bytes.")
+            return _pieces(request, limits.max_file_bytes + 65536)
+        if not length and "transfer-encoding" not in request.headers:
+            return b""
+        return await read_json(request, limits)
+
+    async def _about(self, _request: Request) -> Response:
+        urls = list(self.fleet.replicas)
+        paths = ["/v1/models", "/health", "/metrics", "/api/state", *COMPUTED]
+        return _json({"name": "twostroke route", "replicas": len(urls), "endpoints": paths})
+
+    async def _live(self, _request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _ready(self, _request: Request) -> Response:
+        """Say whether a request would be answered now."""
+        num_ready = len(self.fleet.ready)
+        status = "draining" if self.is_draining else "ok" if num_ready else "no replica"
+        body = {"status": status, "ready": num_ready, "replicas": len(self.fleet.replicas)}
+        return _json(body, 200 if status == "ok" else 503)
+
+    async def _scrape(self, request: Request) -> Response:
+        body, content_type = self.metrics.expose(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    async def _state(self, _request: Request) -> Response:
+        if not self.options.shows_dashboard:
+            raise UnknownPathError("The dashboard is off: start the router with --dashboard.")
+        return _json(fleet_state(self.fleet))
+
+    async def _models(self, request: Request) -> Response:
+        """Return all models that replicas have, each as the first of them describes it."""
+        headers = [
+            (name, value)
+            for name, value in request.scope["headers"]
+            if name in {b"authorization", b"x-api-key", b"anthropic-version"}
+        ]
+        ready = self.fleet.ready
+        if not ready:
+            raise self.fleet.nothing()
+        asked = [fetch(one, "/v1/models", headers) for one in ready]
+        whole: dict[str, Any] = {}
+        rows: dict[str, Any] = {}
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, BaseException) or answer[0] != 200:
+                continue
+            found = msgspec.json.decode(answer[1])
+            whole = whole or found
+            for row in found.get("data", []):
+                rows.setdefault(row["id"], row)
+        if not rows:
+            raise LostError("No replica lists its models.")
+        return _json(whole | {"data": list(rows.values())})
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests that are on their way."""
+        return len(self._forwarder.running)
+
+    @property
+    def vitals(self) -> Router:
+        """The router is always well, as far as it can say so."""
+        return self
+
+    @property
+    def is_well(self) -> bool:
+        """True: what runs the event loop answers."""
+        return True
+
+    def attach(self, on_end: Callable[[], None]) -> None:
+        """Do nothing: a router does not end by itself."""
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        self.is_draining = True
+
+    def abort(self) -> None:
+        """Cut off all requests."""
+        for errand in list(self._forwarder.running):
+            if errand.connection is not None:
+                errand.connection.fail(ServerStoppingError("The router is stopping."))
+
+    def close(self) -> None:
+        """Free what it holds."""
+        for observer in self.observers:
+            observer.close()
+
+
+def build_app(router: Router) -> ASGIApp:
+    """Return the ASGI application of a router, with the layers that a server has."""
+    options = router.options
+    keys, origins = options.api_keys, Origins(options)
+    limited = LimitCheck(router, COMPUTED)
+    guarded = OriginCheck(router if keys is None else KeyCheck(limited, keys), origins)
+    inner = Boundary(guarded, router.metrics.responses, options.limits, origins, router.observers)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(router, receive, send)
+        elif scope["type"] == "http":
+            await inner(scope, receive, send)
+
+    return app
+
+
+async def _live(router: Router, receive: Receive, send: Send) -> None:
+    await receive()
+    await router.watch.start()
+    await send({"type": "lifespan.startup.complete"})
+    await receive()
+    await router.watch.stop()
+    await send({"type": "lifespan.shutdown.complete"})
+
+
+async def _pieces(request: Request, most: int) -> AsyncIterator[bytes]:
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise BodySizeError(f"The body is larger than {most} bytes.")
+        if part:
+            yield part
+
+
+def _salt(scope: Scope) -> bytes:
+    """Return what tells tenants apart: their name, or else the key that they show."""
+    tenant = served_of(scope).tenant
+    if tenant:
+        return tenant.encode()
+    for name, value in scope["headers"]:
+        if name in {b"authorization", b"x-api-key"}:
+            return bytes(value)
+    return b""
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

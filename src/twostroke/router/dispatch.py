@@ -1,0 +1,215 @@
+"""Decides where requests go, and keeps the accounts that the decisions are made from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+from twostroke.router.known import Known
+from twostroke.router.policy import LOOKS_AT_PREFIXES, POLICIES, View, homes, least, mix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    import numpy.typing as npt
+
+MAX_BLOCKS: Final = 1_000_000
+_KEPT: Final = 0.95  # of the sums of a pace, at each first token
+_FIRST_PACE_S: Final = 1e-6  # for a unit, until something was measured
+_PRIOR: Final = 20_000  # units of the fleet's mean pace that each replica's begins with
+_OVERHEAD: Final = 2000  # units that the rest of a first token counts as
+_LATE: Final = 0.5  # of the work that should be done by now and is not
+
+
+class Asked(Frozen):
+    """What counts of a prompt: the keys of its blocks, its units, and the hash of its homes.
+
+    A unit is a byte of the prompt's text; a block has `block_size` of them.
+    """
+
+    keys: tuple[int, ...]
+    num_units: int
+    affinity: int
+
+
+class Ticket:
+    """A request at a replica. `hit` units of its prompt should be there, `best` are anywhere."""
+
+    __slots__ = ("at_s", "best", "has_begun", "hit", "is_over", "missing", "place", "units_ahead")
+
+    def __init__(self, place: int, at_s: float, hit: int, best: int, missing: int) -> None:
+        """Begin."""
+        self.place, self.at_s, self.hit, self.best, self.missing = place, at_s, hit, best, missing
+        self.units_ahead = 0.0
+        self.has_begun = self.is_over = False
+
+
+class Dispatcher:
+    """Counts, for each replica, the work that was sent there and has not brought a first token.
+
+    Work is counted in seconds: units that a replica must compute, times its pace, which follows
+    from the times of first tokens. `clock` returns seconds. It belongs to one thread.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        clock: Callable[[], float],
+        block_size: int,
+        most_blocks: int = MAX_BLOCKS,
+    ) -> None:
+        """Decide by the policy of this name, a key of `POLICIES`."""
+        self.known = Known(most_blocks)
+        self.pace_s: list[float] = []  # of a unit, by place
+        self.num_units = self.num_hit = self.num_best = 0  # of all prompts
+        self._decide, self._looks = POLICIES[policy], policy in LOOKS_AT_PREFIXES
+        self._clock, self._block_size = clock, block_size
+        self._number = 0
+        self._sums: list[tuple[float, float]] = []  # seconds and units, of each pace
+        self._all = (0.0, 0.0)  # of the fleet's
+        self._mean_pace_s = _FIRST_PACE_S
+        self._free_at_s = np.zeros(0)  # when the work that was sent should be done
+        self._pending = np.zeros(0)  # units without a first token
+        self._late_s = np.zeros(0)
+        self._num_open = np.zeros(0)
+        self._shut_s = np.zeros(0)  # 0, or inf where no request may go
+        self._salts = np.zeros(0, np.uint64)
+
+    def __len__(self) -> int:
+        return len(self.pace_s)
+
+    def join(self, name: str, place: int | None = None) -> int:
+        """Take in a replica, shut at first; return its place, `place` if one is free again."""
+        if place is None:
+            place = len(self.pace_s)
+            self.pace_s.append(self._mean_pace_s)
+            self._sums.append((0.0, 0.0))
+            for field in ("_free_at_s", "_pending", "_late_s", "_num_open", "_shut_s"):
+                setattr(self, field, np.append(getattr(self, field), 0.0))
+            self._salts = np.append(self._salts, np.uint64(0))
+        salt = 0
+        for byte in name.encode():
+            salt = mix(salt ^ byte)
+        self._salts[place] = salt
+        self._shut_s[place] = np.inf
+        self.restart(place)
+        return place
+
+    def restart(self, place: int) -> None:
+        """Note that a replica holds nothing, and computes nothing, of what was sent before."""
+        self.known.begin_epoch(place)
+        self._free_at_s[place] = self._pending[place] = self._late_s[place] = 0.0
+
+    def open(self, place: int, *, is_open: bool) -> None:
+        """Let a replica have new requests, or no more."""
+        self._shut_s[place] = 0.0 if is_open else np.inf
+
+    def report(self, place: int, work_s: float, horizon_s: float | None) -> None:
+        """Take in what a replica says: its queue, and the age of what it evicted last."""
+        now_s = self._clock()
+        self._free_at_s[place] = max(self._free_at_s[place], now_s + work_s)
+        if horizon_s is not None:
+            self.known.cut(place, now_s - horizon_s)
+
+    def wait_s(self, place: int) -> float:
+        """Return how long a new request would wait at a replica."""
+        return float(self._waits_s(self._clock())[place])
+
+    def num_open(self, place: int) -> int:
+        """Return how many requests a replica has that have not ended."""
+        return int(self._num_open[place])
+
+    def decide(
+        self, asked: Asked, among: npt.NDArray[np.bool_] | None = None, tried: Collection[int] = ()
+    ) -> Ticket | None:
+        """Choose a replica for a request and charge it; None if none is open.
+
+        `among` says by place which replicas suit it, `tried` are those that have failed.
+        """
+        now_s = self._clock()
+        wait_s = self._waits_s(now_s)
+        wait_s += self._shut_s
+        if among is not None:
+            wait_s[~among] = np.inf
+        for place in tried:
+            wait_s[place] = np.inf
+        nearest = least(wait_s, self._num_open)
+        if wait_s[nearest] == np.inf:
+            return None
+        longest, held = 0, dict[int, int]()
+        if self._looks:
+            longest, held = self._candidates(asked, wait_s, nearest)
+        size, total, pace_s = self._block_size, asked.num_units, self.pace_s
+        missing_s = {place: (total - size * num) * pace_s[place] for place, num in held.items()}
+        place = self._decide(View(self._number, wait_s, self._num_open, missing_s))
+        hit = size * held.get(place, 0)
+        ticket = Ticket(place, now_s, hit, size * longest, total - hit)
+        self._number += 1
+        self._charge(asked, ticket)
+        return ticket
+
+    def _candidates(
+        self, asked: Asked, wait_s: npt.NDArray[np.float64], nearest: int
+    ) -> tuple[int, dict[int, int]]:
+        """Return the blocks of the longest known prefix, and those that each candidate holds."""
+        keys = asked.keys
+        longest, holders = self.known.longest(keys)
+        held = {place: longest for place in holders if wait_s[place] != np.inf}
+        for place in (nearest, *homes(self._salts, asked.affinity, np.isinf(wait_s))):
+            if place not in held and wait_s[place] != np.inf:
+                held[place] = self.known.num_held(keys, longest, place)
+        return longest, held
+
+    def _charge(self, asked: Asked, ticket: Ticket) -> None:
+        place, now_s = ticket.place, ticket.at_s
+        ticket.units_ahead = float(self._pending[place])
+        self._pending[place] += ticket.missing
+        self._free_at_s[place] = (
+            max(now_s, self._free_at_s[place]) + ticket.missing * self.pace_s[place]
+        )
+        self._late_s[place] = _LATE * self._pending[place] * self.pace_s[place]
+        self._num_open[place] += 1
+        self.num_units += asked.num_units
+        self.num_hit += ticket.hit
+        self.num_best += ticket.best
+        if self._looks:
+            self.known.add(asked.keys, place, now_s)
+
+    def begin(self, ticket: Ticket) -> None:
+        """Note the first token of a request, from which its replica's pace is learned."""
+        if ticket.has_begun or ticket.is_over:
+            return
+        place, now_s = ticket.place, self._clock()
+        took_s = now_s - ticket.at_s
+        count = ticket.units_ahead + ticket.missing + _OVERHEAD
+        seconds, units = self._all = self._all[0] * _KEPT + took_s, self._all[1] * _KEPT + count
+        mean_s = self._mean_pace_s = seconds / units
+        own_s, own = self._sums[place]
+        own_s, own = self._sums[place] = own_s * _KEPT + took_s, own * _KEPT + count
+        self.pace_s[place] = (own_s + mean_s * _PRIOR) / (own + _PRIOR)
+        self._settle(ticket, now_s)
+
+    def end(self, ticket: Ticket) -> None:
+        """Note the end of a request, whether it was answered or not."""
+        if ticket.is_over:
+            return
+        if not ticket.has_begun:
+            self._settle(ticket, self._clock())
+        ticket.is_over = True
+        self._num_open[ticket.place] -= 1
+
+    def _settle(self, ticket: Ticket, now_s: float) -> None:
+        """Take a request's work from what is pending."""
+        ticket.has_begun = True
+        place, pace_s = ticket.place, self.pace_s[ticket.place]
+        left = max(0.0, float(self._pending[place]) - ticket.missing)
+        self._pending[place] = left
+        self._free_at_s[place] = now_s + left * pace_s
+        self._late_s[place] = _LATE * left * pace_s
+
+    def _waits_s(self, now_s: float) -> npt.NDArray[np.float64]:
+        waits: npt.NDArray[np.float64] = self._free_at_s - now_s
+        np.maximum(waits, self._late_s, out=waits)
+        return waits

@@ -1,0 +1,237 @@
+"""The replicas of a router: which are there, how they are, and what is stored where."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+from twostroke.http.errors import GatewayError
+from twostroke.router.dispatch import Dispatcher
+from twostroke.router.policy import mix
+from twostroke.router.prompt import BLOCK_BYTES
+from twostroke.router.upstream import Address, Pool
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from twostroke.router.options import RouteOptions
+
+_MOST_IDS: Final = 100_000
+_logger = logging.getLogger("twostroke.router")
+
+
+class NoReplicaError(GatewayError):
+    """No replica can answer the request now."""
+
+    http_status = 503
+    code = "no_replica"
+
+
+class State(StrEnum):
+    """How a replica is; only a ready one gets requests."""
+
+    NEW = "new"  # not asked yet
+    READY = "ready"
+    DRAINING = "draining"  # takes no more; what runs goes on
+    DOWN = "down"  # does not answer, or says that it cannot
+    REFUSED = "refused"  # answers, and does not suit the others
+
+
+class Facts(Frozen):
+    """What a replica says of itself; empty where it says nothing.
+
+    `numerics` is what must be equal for equal answers; `epoch` is another after each start.
+    """
+
+    models: tuple[str, ...] = ()
+    epoch: str = ""
+    version: str = ""
+    numerics: str = ""
+
+
+class Replica:
+    """One server.
+
+    Attributes:
+        place: its place in the dispatcher.
+        reason: why it is not ready, for people.
+        num_requests, num_failed, num_errors: sent there; lost there before the first byte, and
+            after it.
+    """
+
+    def __init__(self, address: Address, place: int) -> None:
+        """Begin as a stranger."""
+        self.address, self.place = address, place
+        self.pool = Pool(address)
+        self.state, self.reason = State.NEW, "It was not asked yet."
+        self.since_s = time.time()
+        self.facts = Facts()
+        self.is_listed = True  # by its user or by DNS
+        self.num_requests = self.num_failed = self.num_errors = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.work_s: float | None = None  # as it says
+        self.horizon_s: float | None = None
+        self.look = asyncio.Event()  # to be asked at once
+        self.was_asked = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        """Its URL, by which people call it."""
+        return self.address.url
+
+
+class Fleet:
+    """All replicas. It belongs to the event loop."""
+
+    def __init__(self, options: RouteOptions) -> None:
+        """Begin with none."""
+        self.options = options
+        self.replicas: dict[str, Replica] = {}  # by URL
+        self.dispatcher = Dispatcher(options.policy, time.monotonic, BLOCK_BYTES)
+        self._places: list[Replica] = []
+        self._free: list[int] = []
+        self._changed = asyncio.Event()
+        self._stored: OrderedDict[str, Replica] = OrderedDict()  # by the id of an answer
+        self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}
+
+    def add(self, address: Address) -> Replica:
+        """Take in a server, or list it again."""
+        known = self.replicas.get(address.url)
+        if known is not None:
+            known.is_listed = True
+            known.look.set()
+            return known
+        self._masks.clear()
+        place = self.dispatcher.join(address.url, self._free.pop() if self._free else None)
+        replica = Replica(address, place)
+        self.replicas[address.url] = replica
+        if place == len(self._places):
+            self._places.append(replica)
+        else:
+            self._places[place] = replica
+        return replica
+
+    def drop(self, replica: Replica) -> None:
+        """Forget a server that has no requests."""
+        self.dispatcher.open(replica.place, is_open=False)
+        replica.pool.close_idle()
+        del self.replicas[replica.url]
+        self._free.append(replica.place)
+        self._masks.clear()
+
+    def at(self, place: int) -> Replica:
+        """Return the replica at a place of the dispatcher."""
+        return self._places[place]
+
+    @property
+    def ready(self) -> list[Replica]:
+        """The replicas that get requests."""
+        return [one for one in self.replicas.values() if one.state is State.READY]
+
+    def set(self, replica: Replica, state: State, reason: str = "") -> None:
+        """Note how a replica is."""
+        if state is State.READY and not replica.is_listed:
+            state, reason = State.DRAINING, "It is not listed any more."
+        if state is not replica.state or reason != replica.reason:
+            is_news = state is not replica.state
+            replica.reason = reason
+            if is_news:
+                replica.since_s = time.time()
+                level = logging.INFO if state is State.READY else logging.WARNING
+                text = f" {reason}" if reason else ""
+                _logger.log(level, "Replica %s is %s.%s", replica.url, state.value, text)
+        replica.state = state
+        self.dispatcher.open(replica.place, is_open=state is State.READY)
+        if state is State.READY:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def learn(self, replica: Replica, facts: Facts) -> None:
+        """Note what a replica says of itself; one that was started again holds nothing."""
+        if facts.epoch != replica.facts.epoch or (not facts.epoch and replica.state is State.DOWN):
+            self.dispatcher.restart(replica.place)
+        if facts.models != replica.facts.models:
+            self._masks.clear()
+        replica.facts = facts
+
+    def stranger(self, replica: Replica, facts: Facts) -> str:
+        """Return why a replica does not suit those that are ready; empty if it does."""
+        if self.options.mixed:
+            return ""
+        for other in self.ready:
+            if other is replica or not set(other.facts.models) & set(facts.models):
+                continue
+            for name in ("version", "numerics"):
+                here, there = getattr(facts, name), getattr(other.facts, name)
+                if here and there and here != there:
+                    return (
+                        f"Its {name} {here} is not that of {other.url}, {there}: answers would "
+                        "differ (--mixed allows it)."
+                    )
+        return ""
+
+    def suits(self, model: str) -> npt.NDArray[np.bool_] | None:
+        """Return by place which replicas have a model; None if all, or none that is ready."""
+        if model not in self._masks:
+            having = [one.place for one in self.replicas.values() if model in one.facts.models]
+            mask = np.zeros(len(self._places), np.bool_)
+            mask[having] = True
+            is_split = 0 < len(having) < len(self.replicas)
+            if len(self._masks) > 1000:
+                self._masks.clear()  # names that clients invent
+            self._masks[model] = mask if is_split else None
+        return self._masks[model]
+
+    async def wait(self, until_s: float) -> bool:
+        """Wait until a replica becomes ready, or until a time of the loop; False if it is over."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def nothing(self) -> NoReplicaError:
+        """Return the error where no replica is ready."""
+        if not self.replicas:
+            return NoReplicaError("No replica is known: the name to discover has no address.")
+        states = Counter(one.state.value for one in self.replicas.values())
+        how = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        return NoReplicaError(f"No replica can answer now: of {len(self.replicas)}, {how}.")
+
+    def store(self, id_: str, replica: Replica) -> None:
+        """Note which replica stores an answer."""
+        self._stored[id_] = replica
+        self._stored.move_to_end(id_)
+        if len(self._stored) > _MOST_IDS:
+            self._stored.popitem(last=False)
+
+    def storing(self, id_: str) -> Replica | None:
+        """Return the replica that stores an answer; None if it is not known."""
+        found = self._stored.get(id_)
+        return found if found is not None and found.url in self.replicas else None
+
+    def home(self, affinity: int) -> Replica:
+        """Return the replica for what a tenant keeps: the same one as long as it is there.
+
+        Raises:
+            NoReplicaError: there is none.
+        """
+        if not self.replicas:
+            raise self.nothing()
+        return max(self.replicas.values(), key=lambda one: mix(affinity ^ hash_of(one.url)))
+
+
+def hash_of(text: str) -> int:
+    """Return 64 bits that follow from a text."""
+    found = 0
+    for byte in text.encode():
+        found = mix(found ^ byte)
+    return found

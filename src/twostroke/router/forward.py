@@ -1,0 +1,379 @@
+"""Passes a request on to a replica, and its response back as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.errors import OverloadedError, TwostrokeError
+from twostroke.core.frozen import Frozen
+from twostroke.http.disconnect import drop, until_gone
+from twostroke.http.errors import ClientGoneError, report
+from twostroke.http.forms.anthropic import ANTHROPIC
+from twostroke.http.served import served_of
+from twostroke.router.fleet import State
+from twostroke.router.response import LostError, ReplicaError
+from twostroke.router.upstream import request_head
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.types import Receive, Scope, Send
+
+    from twostroke.http.served import ServedRequest
+    from twostroke.router.dispatch import Asked, Ticket
+    from twostroke.router.fleet import Fleet, Replica
+    from twostroke.router.response import Head
+    from twostroke.router.upstream import Connection
+
+    Headers = list[tuple[bytes, bytes]]
+
+_MOST_TRIES: Final = 3  # at which a request may be lost: it may be what kills replicas
+_MOST_HELD: Final = 1 << 20  # of an event that is not complete
+_BUSY: Final = frozenset((429, 503, 529))  # another replica may have room
+_HOPS: Final = frozenset(
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
+    b"transfer-encoding upgrade".split()
+)
+_NOT_SENT: Final = _HOPS | frozenset(
+    b"host content-length expect origin x-request-id x-forwarded-for".split()
+)
+# The router has its own of these.
+_NOT_RETURNED: Final = _HOPS | frozenset(b"date server x-request-id request-id".split())
+_ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-)[A-Za-z0-9_-]{1,80})"')
+
+
+class _Used(Frozen):
+    """Tokens that nobody has counted."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+_NOTHING: Final = _Used()
+
+
+class Passage:
+    """A request on its way through the router, as logs and accounts see it."""
+
+    def __init__(self) -> None:
+        """Begin with no replica."""
+        self.num_open, self.num_tries = 1, 0
+        self.replica: Replica | None = None
+        self.used = _NOTHING
+
+    def figures(self) -> dict[str, Any]:
+        """Return where the request went."""
+        url = self.replica.url if self.replica is not None else None
+        return {"replica": url, "tries": self.num_tries}
+
+
+class Errand:
+    """One request to be passed on.
+
+    `body` is whole, or comes piece by piece from the client; then it can be sent only once. A
+    request that `is_safe` may be sent again after a replica has lost it.
+    """
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, body: bytes | AsyncIterator[bytes]
+    ) -> None:
+        """Pass on the request of a scope."""
+        self.scope, self.receive, self.send, self.body = scope, receive, send, body
+        self.passage = Passage()
+        self.served: ServedRequest = served_of(scope)
+        self.served.running = self.passage
+        self.is_safe = True
+        self.was_stale = False  # sent on a connection that had ended
+        self.has_begun = False  # the response to the client
+        self.connection: Connection | None = None
+        self.is_gone = False  # the client
+        self.media_type = b""  # of the response
+
+    def head_for(self, replica: Replica) -> bytes:
+        """Return the head of the request to a replica."""
+        scope = self.scope
+        named = {
+            token
+            for name, value in scope["headers"]
+            if name == b"connection"
+            for token in _tokens(value)
+        }
+        headers: Headers = [
+            pair for pair in scope["headers"] if pair[0] not in _NOT_SENT and pair[0] not in named
+        ]
+        headers.append((b"x-request-id", self.served.request_id.encode()))
+        client = scope.get("client")
+        before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
+        if client:
+            headers.append((b"x-forwarded-for", b", ".join([*before, client[0].encode()])))
+        length: int | None = None
+        if isinstance(self.body, bytes):
+            if self.body or scope["method"] not in {"GET", "HEAD", "DELETE", "OPTIONS"}:
+                length = len(self.body)
+        else:
+            given = next((v for n, v in scope["headers"] if n == b"content-length"), None)
+            length = int(given) if given is not None else None
+            if given is None:
+                headers.append((b"transfer-encoding", b"chunked"))
+        query = scope["query_string"]
+        target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
+        return request_head(replica.address, scope["method"], target, headers, length)
+
+
+class Forwarder:
+    """Passes requests on to the replicas of a fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        """Choose among `fleet`'s replicas."""
+        self._fleet = fleet
+        self.running: set[Errand] = set()
+
+    async def run(self, errand: Errand, asked: Asked, model: str) -> None:
+        """Pass a request on to where its first token comes soonest; elsewhere if that fails.
+
+        Raises:
+            NoReplicaError: no replica is ready for as long as it may wait.
+            ReplicaError: replicas have lost the request.
+        """
+        fleet, dispatcher = self._fleet, self._fleet.dispatcher
+        loop, tried = asyncio.get_running_loop(), set[int]()
+        until_s = loop.time() + fleet.options.wait_s
+        error: TwostrokeError | None = None
+        while True:
+            ticket = dispatcher.decide(asked, fleet.suits(model), tried)
+            if ticket is None:
+                busy = error if isinstance(error, _BusyError) else None
+                if (busy is not None and busy.is_full) or not await fleet.wait(until_s):
+                    if busy is not None:
+                        return await busy.pass_on(errand)
+                    raise error or fleet.nothing()
+                tried.clear()
+                continue
+            replica = fleet.at(ticket.place)
+            try:
+                return await self._try(errand, replica, ticket)
+            except (ReplicaError, _BusyError) as found:
+                if errand.has_begun:
+                    raise
+                error = found
+                tried.add(ticket.place)
+                if errand.passage.num_tries >= _MOST_TRIES or not errand.is_safe:
+                    raise
+            finally:
+                dispatcher.end(ticket)
+
+    async def run_at(self, errand: Errand, replica: Replica) -> None:
+        """Pass a request on to one replica, which alone can answer it. Raises as `run`."""
+        if replica.state is State.DOWN:
+            raise ReplicaError(f"{replica.url}, which stores this, is down: {replica.reason}")
+        try:
+            await self._try(errand, replica, None)
+        except _BusyError as error:
+            await error.pass_on(errand)
+
+    async def _try(self, errand: Errand, replica: Replica, ticket: Ticket | None) -> None:
+        """Send a request to a replica, and its response to the client."""
+        replica.num_requests += 1
+        errand.passage.replica = replica
+        try:
+            connection = await self._send(errand, replica)
+            try:
+                await self._answer(errand, replica, ticket, connection)
+            finally:
+                errand.connection = None
+                connection.release()
+        except ReplicaError:
+            if errand.has_begun:
+                replica.num_errors += 1
+            else:
+                replica.num_failed += 1
+            replica.look.set()
+            raise
+
+    async def _send(self, errand: Errand, replica: Replica) -> Connection:
+        """Return a connection on which the request was sent, and the response has begun."""
+        head, body = errand.head_for(replica), errand.body
+        is_head = errand.scope["method"] == "HEAD"
+        while True:
+            connection = await self._take(replica)
+            errand.connection = connection
+            if errand.is_gone:
+                connection.release()
+                raise ClientGoneError("The client left before its request was sent.")
+            try:
+                connection.send(head, body if isinstance(body, bytes) else b"", is_head=is_head)
+                if not isinstance(body, bytes):
+                    errand.is_safe = False
+                    await self._upload(errand, connection, body)
+                await connection.head()
+            except ReplicaError:
+                connection.release()
+                # It may have closed an idle connection before it knew of the request.
+                is_stale = connection.num_requests > 1 and not connection.has_answered
+                if is_stale and isinstance(body, bytes) and errand.is_safe and not errand.was_stale:
+                    errand.was_stale = True
+                    replica.pool.close_idle()
+                    continue
+                errand.passage.num_tries += 1
+                raise
+            except BaseException:
+                connection.release()
+                raise
+            return connection
+
+    async def _take(self, replica: Replica) -> Connection:
+        try:
+            return await replica.pool.take()
+        except ReplicaError as error:
+            self._fleet.set(replica, State.DOWN, str(error))
+            raise
+
+    async def _upload(
+        self, errand: Errand, connection: Connection, body: AsyncIterator[bytes]
+    ) -> None:
+        is_chunked = not any(name == b"content-length" for name, _ in errand.scope["headers"])
+        async for part in body:
+            await connection.write(b"%x\r\n%s\r\n" % (len(part), part) if is_chunked else part)
+        if is_chunked:
+            await connection.write(b"0\r\n\r\n")
+
+    async def _answer(
+        self, errand: Errand, replica: Replica, ticket: Ticket | None, connection: Connection
+    ) -> None:
+        """Pass the response on. Its head waits for its first byte, so that a loss costs nothing."""
+        head = await connection.head()
+        if head.status in _BUSY:
+            raise _BusyError(head, await _whole(connection))
+        try:
+            data = await connection.read()
+        except ReplicaError:
+            errand.passage.num_tries += 1
+            raise
+        if ticket is not None:
+            self._fleet.dispatcher.begin(ticket)
+        if head.status < 300 and (found := _ID.search(data, 0, 4096)):
+            self._fleet.store(found[1].decode(), replica)
+        await errand.send(
+            {
+                "type": "http.response.start",
+                "status": head.status,
+                "headers": _returned(head),
+            }
+        )
+        errand.has_begun = True
+        errand.media_type = head.media_type
+        if errand.media_type == b"text/event-stream":
+            await self._pass_events(errand, connection, data)
+        else:
+            while data:
+                await errand.send({"type": "http.response.body", "body": data, "more_body": True})
+                data = await connection.read()
+        errand.passage.num_open = 0
+        await errand.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pass_events(self, errand: Errand, connection: Connection, data: bytes) -> None:
+        """Pass whole events on, so that an error can follow."""
+        held = b""
+        while data:
+            if held:
+                data = held + data
+                held = b""
+            if not data.endswith((b"\n\n", b"\n\r\n")):
+                end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3, 2)
+                end = 0 if end == 2 else end
+                if len(data) - end < _MOST_HELD:
+                    data, held = data[:end], data[end:]
+            if data:
+                await errand.send({"type": "http.response.body", "body": data, "more_body": True})
+            data = await connection.read()
+        if held:
+            await errand.send({"type": "http.response.body", "body": held, "more_body": True})
+
+    async def guard(self, errand: Errand, work: Any) -> None:
+        """Do `work` for a client as long as it is there; end a response that has begun."""
+        gone: asyncio.Future[None] | None = None
+        if isinstance(errand.body, bytes):
+            gone = asyncio.ensure_future(until_gone(errand.receive))
+        self.running.add(errand)
+
+        def leave(_: object) -> None:
+            errand.is_gone = True
+            if errand.connection is not None:
+                errand.connection.fail(ClientGoneError("The client has left."))
+
+        if gone is not None:
+            gone.add_done_callback(leave)
+        try:
+            await work
+        except (ReplicaError, ClientGoneError) as error:
+            if not errand.has_begun or isinstance(error, ClientGoneError):
+                raise
+            await self._end(errand, error)
+        finally:
+            self.running.discard(errand)
+            if gone is not None:
+                gone.remove_done_callback(leave)
+                gone.cancel()
+                await asyncio.gather(gone, return_exceptions=True)
+
+    async def _end(self, errand: Errand, error: TwostrokeError) -> None:
+        """End a response after its begin: with an event where the protocol has one, or a cut."""
+        report(error, errand.scope)
+        if isinstance(error, ReplicaError):
+            error = LostError("The server that wrote this answer was lost.")
+        scope, form = errand.scope, errand.served.error_form
+        body = form.body(error, errand.served.request_id, str)
+        kind = errand.media_type
+        if kind == b"text/event-stream":
+            name = b"event: error\n" if form is ANTHROPIC else b""
+            body = name + b"data: " + body + b"\n\n"
+        elif kind == b"application/x-ndjson":
+            body += b"\n"
+        else:
+            await drop(scope)
+            return
+        await errand.send({"type": "http.response.body", "body": body, "more_body": True})
+        await errand.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _BusyError(OverloadedError):
+    """A replica has no room for a request; its response is kept, for the case that none has."""
+
+    def __init__(self, head: Head, body: bytes) -> None:
+        super().__init__("The replica has no room.")
+        self.head, self.body, self.is_full = head, body, head.status != 503
+
+    async def pass_on(self, errand: Errand) -> None:
+        """Let the client read the replica's own response."""
+        head = {"status": self.head.status, "headers": _returned(self.head)}
+        await errand.send({"type": "http.response.start", **head})
+        errand.has_begun = True
+        errand.passage.num_open = 0
+        await errand.send({"type": "http.response.body", "body": self.body, "more_body": False})
+
+
+async def _whole(connection: Connection) -> bytes:
+    body = bytearray()
+    while data := await connection.read():
+        body += data
+        if len(body) > _MOST_HELD:
+            raise ReplicaError("A replica's refusal is larger than 1 MiB.")
+    return bytes(body)
+
+
+def _returned(head: Head) -> Headers:
+    named = set(_tokens(head.value(b"connection")))
+    return [
+        pair
+        for pair in head.headers
+        if pair[0] not in _NOT_RETURNED
+        and pair[0] not in named
+        and not pair[0].startswith(b"access-control-")
+    ]
+
+
+def _tokens(value: bytes) -> list[bytes]:
+    return [part.strip().lower() for part in value.split(b",") if part.strip()]

@@ -1,0 +1,115 @@
+"""Which of several replicas a request goes to: pure functions of what is known of the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from twostroke.core.frozen import Frozen
+
+Floats = npt.NDArray[np.float64]
+WEIGHT: Final = 2.0  # of a second that is computed, beside one that is waited
+_CROWD: Final = 0.02  # by which each request that writes its answer slows the others
+_OPEN_S: Final = 1e-4  # what it costs those that wait for nothing
+_GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+_MASK: Final = (1 << 64) - 1
+
+
+class View(Frozen):
+    """What a router knows when a request comes; replicas have places from 0.
+
+    Attributes:
+        number: counts the requests.
+        wait_s: (replicas,) seconds until a new request would begin; inf where none may go. At
+            least one is finite.
+        num_open: (replicas,) requests that have not ended.
+        missing_s: seconds for the part of the prompt that a replica must compute, by place, of the
+            candidates; empty unless the policy is one of `LOOKS_AT_PREFIXES`.
+    """
+
+    number: int
+    wait_s: Floats
+    num_open: Floats
+    missing_s: Mapping[int, float] = {}
+
+
+Policy = Callable[[View], int]  # to the place of a replica whose wait is finite
+
+
+def prefix(view: View) -> int:
+    """Take the candidate with the soonest first token, where computing counts more than waiting.
+
+    A second that is computed also delays those that come later; one that is waited does not.
+    """
+    wait_s, num_open = view.wait_s, view.num_open
+    costs = {
+        place: (wait_s[place] + WEIGHT * missing_s) * (1 + _CROWD * num_open[place])
+        + _OPEN_S * num_open[place]
+        for place, missing_s in view.missing_s.items()
+    }
+    return min(costs, key=costs.__getitem__)
+
+
+def least_work(view: View) -> int:
+    """Take the replica with the shortest wait; of several, the one with the fewest requests."""
+    return least(view.wait_s, view.num_open)
+
+
+def two_choices(view: View) -> int:
+    """Take the one with the shorter wait of two random replicas (Mitzenmacher, 2001)."""
+    places = np.flatnonzero(np.isfinite(view.wait_s))
+    mixed = mix(view.number)
+    first = int(places[(mixed >> 32) % len(places)])
+    other = int(places[(mixed & 0xFFFFFFFF) % len(places)])
+    key = lambda place: (view.wait_s[place], view.num_open[place])  # noqa: E731
+    return min(first, other, key=key)
+
+
+def round_robin(view: View) -> int:
+    """Take the replicas in turn."""
+    places = np.flatnonzero(np.isfinite(view.wait_s))
+    return int(places[view.number % len(places)])
+
+
+POLICIES: Final[dict[str, Policy]] = {
+    "prefix": prefix,
+    "least-work": least_work,
+    "two-choices": two_choices,
+    "round-robin": round_robin,
+}
+LOOKS_AT_PREFIXES: Final = frozenset({"prefix"})
+
+
+def least(wait_s: Floats, num_open: Floats) -> int:
+    """Return the place of the least wait; of several, that with the fewest requests."""
+    place = int(wait_s.argmin())
+    if wait_s[place] > 0:
+        return place
+    return int(np.where(wait_s > 0, np.inf, num_open).argmin())
+
+
+def mix(number: int) -> int:
+    """Return 64 bits that look random and follow from a number (the finalizer of SplitMix64)."""
+    mixed = (number + 1) * _GOLDEN & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31
+
+
+def homes(salts: npt.NDArray[np.uint64], affinity: int, is_shut: npt.NDArray[Any]) -> list[int]:
+    """Return the places of the two highest rendezvous hashes of the replicas that are not shut.
+
+    When a replica leaves, only what it was a home of moves (Thaler and Ravishankar, 1998).
+    """
+    mixed = salts ^ np.uint64(affinity)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed[is_shut] = 0
+    first = int(mixed.argmax())
+    mixed[first] = 0
+    second = int(mixed.argmax())
+    return [first, second] if mixed[second] else [first]

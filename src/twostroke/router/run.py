@@ -1,0 +1,33 @@
+"""Runs a router."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from twostroke.http.server import bind, run
+from twostroke.router.app import Router, build_app
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from twostroke.router.options import RouteOptions
+
+
+def run_router(
+    options: RouteOptions,
+    *,
+    listener: socket.socket | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[int], None] | None = None,
+) -> int:
+    """Route until SIGINT or SIGTERM, and return the process's exit code, as a server does.
+
+    Raises:
+        UsageError: an option is wrong.
+        PortInUseError: the address cannot be bound.
+    """
+    router = Router(options)
+    listener = listener or bind(options.host, options.port)
+    return asyncio.run(run(build_app(router), router, listener, on_ready, on_stop))

@@ -1,0 +1,62 @@
+"""GET /api/state: a fleet at one moment, for people and for programs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from twostroke.router.fleet import Fleet
+
+
+def fleet_state(fleet: Fleet) -> dict[str, Any]:
+    """Return the replicas with their work in seconds, and the hit rate beside the best possible.
+
+    Rates are shares of the prompts' bytes; the best possible one has all that any replica holds.
+    """
+    dispatcher, now_s = fleet.dispatcher, time.time()
+    total = dispatcher.num_units
+    return {
+        "policy": fleet.options.policy,
+        "prompt_bytes": total,
+        "hit_rate": dispatcher.num_hit / total if total else None,
+        "best_hit_rate": dispatcher.num_best / total if total else None,
+        "known_blocks": len(dispatcher.known),
+        "wanted_replicas": wanted(fleet),
+        "replicas": [
+            {
+                "url": one.url,
+                "state": one.state.value,
+                "reason": one.reason,
+                "since_s": now_s - one.since_s,
+                "models": one.facts.models,
+                "version": one.facts.version,
+                "work_s": dispatcher.wait_s(one.place),
+                "running": dispatcher.num_open(one.place),
+                "pace_s_per_kb": 1000 * dispatcher.pace_s[one.place],
+                "horizon_s": one.horizon_s,
+                "requests": one.num_requests,
+                "lost_before_first_byte": one.num_failed,
+                "lost_after_first_byte": one.num_errors,
+                "prompt_tokens": one.num_prompt_tokens,
+                "cached_tokens": one.num_cached_tokens,
+            }
+            for one in fleet.replicas.values()
+        ],
+    }
+
+
+def wanted(fleet: Fleet) -> int:
+    """Return how many replicas would bring the mean wait to `busy_s`; at least one.
+
+    Fewer than there are only if half as many would still be enough.
+    """
+    ready, dispatcher = fleet.ready, fleet.dispatcher
+    work_s = sum(dispatcher.wait_s(one.place) for one in ready)
+    asked = -(-work_s // fleet.options.busy_s)
+    if asked > len(ready):
+        return int(asked)
+    num_open = sum(dispatcher.num_open(one.place) for one in ready)
+    if not num_open:
+        return 1
+    return max(1, len(ready) if 2 * asked > len(ready) else max(int(2 * asked), 1))

@@ -1,0 +1,203 @@
+"""Asks replicas how they are, ejects those that do not answer, and finds new ones by DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from twostroke.core.errors import UsageError
+from twostroke.router.fleet import Facts, State
+from twostroke.router.response import ReplicaError
+from twostroke.router.upstream import Address, request_head
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.router.fleet import Fleet, Replica
+
+_EVERY_S: Final = 0.5
+_PER_REPLICA_S: Final = 0.004  # so that a thousand take a fraction of a core
+_ANSWER_S: Final = 2.0
+_DISCOVER_S: Final = 2.0
+_MOST_BYTES: Final = 1 << 20
+_logger = logging.getLogger("twostroke.router")
+
+
+class Watch:
+    """Looks after the replicas of a fleet while a router runs."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        """Look after `fleet`, whose options name the replicas."""
+        self._fleet = fleet
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._discovering: asyncio.Task[None] | None = None
+        self._name = _split(fleet.options.discover) if fleet.options.discover else None
+        self._listed = [Address.of(url) for url in fleet.options.replicas]
+
+    async def start(self) -> None:
+        """Begin, and give the replicas a moment to answer."""
+        for address in self._listed:
+            self._follow(self._fleet.add(address))
+        if self._name is not None:
+            await self._find(*self._name)
+            self._discovering = asyncio.create_task(self._discover(*self._name))
+        asked = [one.was_asked.wait() for one in self._fleet.replicas.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                await asyncio.gather(*asked)
+
+    async def stop(self) -> None:
+        """Stop looking."""
+        tasks = [*self._tasks.values(), *([self._discovering] if self._discovering else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in self._fleet.replicas.values():
+            replica.pool.close_idle()
+
+    def _follow(self, replica: Replica) -> None:
+        if replica.url not in self._tasks:
+            self._tasks[replica.url] = asyncio.create_task(self._look_after(replica))
+
+    async def _look_after(self, replica: Replica) -> None:
+        """Ask a replica again and again, until it is neither listed nor busy nor there."""
+        fleet = self._fleet
+        replica.pool.has_heard()
+        while True:
+            replica.look.clear()
+            await self._look(replica)
+            replica.was_asked.set()
+            is_over = not fleet.dispatcher.num_open(replica.place)
+            if not replica.is_listed and is_over:
+                _logger.info("Replica %s has left.", replica.url)
+                fleet.drop(replica)
+                del self._tasks[replica.url]
+                return
+            pause_s = max(_EVERY_S, _PER_REPLICA_S * len(fleet.replicas))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await replica.look.wait()
+
+    async def _look(self, replica: Replica) -> None:
+        """Ask a replica once, and note what follows."""
+        fleet, pool = self._fleet, replica.pool
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                state, reason, facts = await self._ask(replica)
+        except TimeoutError:
+            silent_s = asyncio.get_running_loop().time() - pool.heard_s
+            if silent_s < _ANSWER_S:  # it sends answers, but not this one
+                return
+            reason = f"It has been silent for {silent_s:.0f} s."
+            fleet.set(replica, State.DOWN, reason)
+            if silent_s >= fleet.options.eject_s - _EVERY_S:
+                pool.fail(ReplicaError(f"{replica.url} has been silent for {silent_s:.0f} s."))
+        except ReplicaError as error:
+            fleet.set(replica, State.DOWN, str(error))
+        else:
+            if facts is not None:
+                if state is State.READY and (why := fleet.stranger(replica, facts)):
+                    state, reason = State.REFUSED, why
+                fleet.learn(replica, facts)
+            fleet.set(replica, state, reason)
+
+    async def _ask(self, replica: Replica) -> tuple[State, str, Facts | None]:
+        """Return how a replica says that it is, why, and what it is."""
+        key = self._fleet.options.replica_key
+        headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        status, body = await fetch(replica, "/health", headers)
+        said = _status(body)
+        if said == "draining":
+            return State.DRAINING, "It is stopping.", None
+        if status >= 400 and status != 404:  # 404: a server without it
+            return State.DOWN, f"It says {status}{f' ({said})' if said else ''}.", None
+        if replica.facts.models and replica.state is State.READY:
+            return State.READY, "", replica.facts
+        status, body = await fetch(replica, "/v1/models", headers)
+        if status == 401:
+            return State.DOWN, "It wants a key: set TWOSTROKE_REPLICA_KEY.", None
+        models = _models(body) if status == 200 else ()
+        if not models:
+            return State.DOWN, f"It is not a server of models: /v1/models gives {status}.", None
+        return State.READY, "", Facts(models)
+
+    async def _discover(self, name: str, port: int) -> None:
+        while True:
+            await asyncio.sleep(_DISCOVER_S)
+            await self._find(name, port)
+
+    async def _find(self, name: str, port: int) -> None:
+        """Take in the addresses of a name, and let go those that it has no more."""
+        loop, fleet = asyncio.get_running_loop(), self._fleet
+        try:
+            found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            why = error.strerror or str(error)
+            _logger.warning("The name %s has no address now: %s.", name, why)
+            return  # a name server that fails must not empty the fleet
+        urls = {f"http://{_host(one[4][0])}:{port}" for one in found}
+        listed = {address.url for address in self._listed}
+        for url in sorted(urls - set(fleet.replicas)):
+            self._follow(fleet.add(Address.of(url)))
+        for url, replica in fleet.replicas.items():
+            is_listed = url in urls or url in listed
+            if is_listed is not replica.is_listed:
+                replica.is_listed = is_listed
+                replica.look.set()
+
+
+async def fetch(
+    replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
+) -> tuple[int, bytes]:
+    """Return status and body of a GET; raises ReplicaError."""
+    connection = await replica.pool.take()
+    try:
+        connection.send(request_head(replica.address, "GET", path.encode(), headers, None))
+        head = await connection.head()
+        body = bytearray()
+        while data := await connection.read():
+            body += data
+            if len(body) > _MOST_BYTES:
+                raise ReplicaError(f"{replica.url}{path} is larger than {_MOST_BYTES} bytes.")
+        return head.status, bytes(body)
+    finally:
+        connection.release()
+
+
+def _status(body: bytes) -> str:
+    found = _decoded(body)
+    status = found.get("status")
+    return status if isinstance(status, str) else ""
+
+
+def _models(body: bytes) -> tuple[str, ...]:
+    data = _decoded(body).get("data")
+    rows = data if isinstance(data, list) else []
+    names = [row.get("id") for row in rows if isinstance(row, dict)]
+    return tuple(sorted({name for name in names if isinstance(name, str)}))
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _host(address: str | int) -> str:
+    return f"[{address}]" if ":" in str(address) else str(address)
+
+
+def _split(text: str) -> tuple[str, int]:
+    """Return a name and its port; raises UsageError."""
+    name, _, port = text.removeprefix("http://").rpartition(":")
+    if not name or not port.isdecimal() or not 0 < int(port) < 65536:
+        reason = "must be a DNS name and a port, such as replicas.local:8000, got {value}."
+        raise UsageError(reason, field="discover", value=repr(text))
+    return name.strip("[]"), int(port)

@@ -1,0 +1,293 @@
+"""Requests are passed on as they are, and lost ones are sent again before their first byte only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from support.replicas import Exchange, FakeReplica, Loop, hello, live_router
+from support.servers import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_CHAT = "/v1/chat/completions"
+_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+async def cut_in_head(exchange: Exchange) -> None:
+    await exchange.say(b"HTTP/1.1 200 OK\r\ncontent-ty")
+    exchange.cut()
+
+
+async def cut_before_first_byte(exchange: Exchange) -> None:
+    await exchange.begin_events()
+    await asyncio.sleep(0.05)
+    exchange.cut()
+
+
+async def cut_at_once(exchange: Exchange) -> None:
+    exchange.cut()
+
+
+async def nonsense(exchange: Exchange) -> None:
+    await exchange.say(b"hello, this is no HTTP\r\n\r\n")
+
+
+async def stopping(exchange: Exchange) -> None:
+    await exchange.answer({"error": {"message": "stopping"}}, 503)
+
+
+async def cut_in_body(exchange: Exchange) -> None:
+    await exchange.begin_events()
+    await exchange.chunk(b'data: {"n":1}\n\n')
+    await exchange.chunk(b'data: {"n":')
+    await asyncio.sleep(0.05)
+    exchange.cut()
+
+
+async def too_short(exchange: Exchange) -> None:
+    await exchange.say(
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    )
+    await asyncio.sleep(0.05)
+    exchange.writer.close()
+
+
+def post(url: str, body: object = _BODY, **options: Any) -> httpx.Response:
+    return httpx.post(url + _CHAT, json=body, timeout=20, trust_env=False, **options)
+
+
+@pytest.mark.parametrize(
+    "behaviour", [cut_in_head, cut_before_first_byte, cut_at_once, nonsense, stopping]
+)
+def test_a_request_that_is_lost_before_its_first_byte_is_sent_to_another(
+    behaviour: Callable[[Exchange], Any], fakes: Loop
+) -> None:
+    bad, good = fakes.start(FakeReplica()), fakes.start(FakeReplica())
+    bad.behaviour = behaviour
+    with live_router(bad.url, good.url, policy="round-robin") as router:
+        answers = [post(router.url) for _ in range(4)]
+    assert [one.status_code for one in answers] == [200] * 4
+    assert all(one.text.endswith("data: [DONE]\n\n") for one in answers)
+    assert bad.seen
+
+
+def test_what_is_lost_after_its_first_byte_ends_with_an_error_event(fakes: Loop) -> None:
+    bad, good = fakes.start(FakeReplica()), fakes.start(FakeReplica())
+    bad.behaviour = good.behaviour = cut_in_body
+    with live_router(bad.url, good.url) as router:
+        answer = post(router.url)
+    first, error, end = answer.text.split("\n\n")
+    assert (first, end) == ('data: {"n":1}', "")  # and no part of the second event
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_failed"
+    assert len(bad.seen) + len(good.seen) == 1
+
+
+def test_a_body_that_is_too_short_is_cut_off(fakes: Loop) -> None:
+    bad = fakes.start(FakeReplica())
+    bad.behaviour = too_short
+    with live_router(bad.url) as router, pytest.raises(httpx.RemoteProtocolError):
+        post(router.url)
+
+
+def test_a_request_that_replicas_lose_again_and_again_is_given_up(fakes: Loop) -> None:
+    replicas = [fakes.start(FakeReplica()) for _ in range(5)]
+    for one in replicas:
+        one.behaviour = cut_at_once
+    with live_router(*(one.url for one in replicas)) as router:
+        answer = post(router.url)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "replica_failed"
+    assert sum(len(one.seen) for one in replicas) <= 4  # it might be what kills them
+
+
+def test_headers_are_those_of_the_request_without_those_of_the_connection(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    with live_router(replica.url) as router:
+        headers = {
+            "authorization": "Bearer sk-1",
+            "x-request-id": "mine",
+            "connection": "keep-alive, x-secret",
+            "x-secret": "hop",
+            "te": "trailers",
+            "x-kept": "yes",
+        }
+        answer = post(router.url + "", headers=headers, params={"a": "b c"})
+    seen = replica.seen[0].headers
+    assert replica.seen[0].path == f"{_CHAT}?a=b+c"
+    assert (seen["authorization"], seen["x-request-id"], seen["x-kept"]) == (
+        "Bearer sk-1",
+        "mine",
+        "yes",
+    )
+    assert not {"x-secret", "te", "connection"} & set(seen)
+    assert seen["host"] == replica.url.removeprefix("http://")
+    assert seen["x-forwarded-for"] == "127.0.0.1"
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+    assert json.loads(replica.seen[0].body) == _BODY
+
+
+def test_a_client_that_leaves_ends_its_request(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    left: list[float] = []
+
+    async def endless(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        try:
+            while True:
+                await exchange.chunk(b"data: {}\n\n")
+                await asyncio.sleep(0.01)
+        except ConnectionError:
+            left.append(time.monotonic())
+            raise
+
+    replica.behaviour = endless
+    with live_router(replica.url) as router:
+        with httpx.stream("POST", router.url + _CHAT, json=_BODY, trust_env=False) as answer:
+            next(answer.iter_bytes())
+        wait_for(lambda: bool(left))
+        wait_for(lambda: router.router.num_running == 0)
+
+
+def test_a_reader_that_does_not_read_holds_its_replica_back(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    num_sent = [0]
+
+    async def much(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        while num_sent[0] < 100_000_000:
+            await exchange.chunk(b"data: " + b"x" * 100_000 + b"\n\n")
+            num_sent[0] += 100_000
+
+    replica.behaviour = much
+    with (
+        live_router(replica.url) as router,
+        socket.create_connection(("127.0.0.1", int(router.url.rpartition(":")[2]))) as client,
+    ):
+        body = json.dumps(_BODY).encode()
+        head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: num_sent[0] > 0)
+        time.sleep(0.5)
+        sent = num_sent[0]
+        time.sleep(0.3)
+        assert num_sent[0] == sent < 30_000_000
+
+
+def test_connections_are_kept(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    with live_router(replica.url) as router:
+        before = replica.num_connections
+        for _ in range(5):
+            assert post(router.url).status_code == 200
+        assert replica.num_connections <= before + 1
+
+
+def test_no_replica_is_said_in_a_sentence(fakes: Loop) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with live_router(url, wait_s=0.1) as router:
+        answer = post(router.url)
+        health = httpx.get(router.url + "/health", trust_env=False)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "No replica can answer now: of 1, 1 down."
+    assert (health.status_code, health.json()["status"]) == (503, "no replica")
+
+
+def test_a_request_waits_for_a_replica_that_comes_back(fakes: Loop) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with live_router(f"http://127.0.0.1:{port}", wait_s=10.0) as router:
+        threading.Timer(0.5, fakes.start, (FakeReplica(), port)).start()
+        assert post(router.url).status_code == 200
+
+
+def test_models_are_those_of_all_and_requests_go_to_who_has_theirs(fakes: Loop) -> None:
+    one, other = fakes.start(FakeReplica("a", "b")), fakes.start(FakeReplica("c"))
+    with live_router(one.url, other.url) as router:
+        found = httpx.get(router.url + "/v1/models", trust_env=False).json()
+        for _ in range(3):
+            assert post(router.url, _BODY | {"model": "c"}).status_code == 200
+    assert {row["id"] for row in found["data"]} == {"a", "b", "c"}
+    assert (len(one.seen), len(other.seen)) == (0, 3)
+
+
+def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> None:
+    replicas = [fakes.start(FakeReplica()) for _ in range(3)]
+    for number, one in enumerate(replicas):
+
+        async def answer(exchange: Exchange, number: int = number) -> None:
+            if exchange.method == "GET" and not exchange.path.endswith(f"resp_{number}"):
+                await exchange.answer({"error": {}}, 404)
+            else:
+                await exchange.answer({"id": f"resp_{number}", "by": number})
+
+        one.behaviour = answer
+    with live_router(*(one.url for one in replicas), policy="round-robin") as router:
+        ask = lambda **more: httpx.post(  # noqa: E731
+            router.url + "/v1/responses",
+            json={"model": "tiny", "input": "x", **more},
+            trust_env=False,
+        ).json()
+        first = ask()
+        for _ in range(4):
+            assert ask(previous_response_id=first["id"])["by"] == first["by"]
+        assert ask(previous_response_id="resp_2")["by"] == 2  # which this router never saw
+        found = httpx.get(router.url + "/v1/responses/resp_1", trust_env=False).json()
+        assert found["by"] == 1
+
+
+def test_a_replica_that_drains_gets_no_more(fakes: Loop) -> None:
+    one, other = fakes.start(FakeReplica()), fakes.start(FakeReplica())
+    with live_router(one.url, other.url, policy="round-robin") as router:
+        one.health = (503, {"status": "draining"})
+        wait_for(lambda: len(router.router.fleet.ready) == 1)
+        for _ in range(3):
+            assert post(router.url).status_code == 200
+        assert not one.seen
+        one.health = (200, {"status": "ok"})
+        wait_for(lambda: len(router.router.fleet.ready) == 2)
+
+
+def test_a_body_over_the_limit_is_refused(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    with live_router(replica.url) as router:
+        answer = post(router.url, _BODY | {"x": "y" * (9 << 20)})
+    assert answer.status_code == 413
+    assert not replica.seen
+
+
+def test_files_are_passed_on_piece_by_piece_to_one_replica(fakes: Loop) -> None:
+    replicas = [fakes.start(FakeReplica()) for _ in range(3)]
+
+    async def keep(exchange: Exchange) -> None:
+        await exchange.answer({"id": "file-1", "bytes": len(exchange.body)})
+
+    for one in replicas:
+        one.behaviour = keep
+    data = b"z" * (9 << 20)
+    with live_router(*(one.url for one in replicas)) as router:
+        for _ in range(2):
+            answer = httpx.post(
+                router.url + "/v1/files", files={"file": ("x.jsonl", data)}, trust_env=False
+            )
+            assert answer.json()["bytes"] > len(data)
+        httpx.get(router.url + "/v1/files/file-1", trust_env=False)
+    assert sorted(len(one.seen) for one in replicas) == [0, 0, 3]
+
+
+def test_the_default_answer_is_a_stream(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    assert replica.behaviour is hello
+    with live_router(replica.url) as router:
+        answer = post(router.url)
+    assert answer.headers["content-type"] == "text/event-stream"
+    assert answer.headers.get("transfer-encoding") == "chunked"

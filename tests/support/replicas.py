@@ -1,0 +1,175 @@
+"""Fake servers of models, which do what a test tells them, and routers before them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from twostroke.http.server import Server, bind
+from twostroke.router.app import Router, build_app
+from twostroke.router.options import RouteOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    Behaviour = Callable[["Exchange"], Awaitable[None]]
+
+
+class Exchange:
+    """One request at a fake server, and the means to answer it."""
+
+    def __init__(self, head: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        """Know the request."""
+        first, *lines = head.split("\r\n")
+        self.method, self.path, _ = first.split(" ")
+        pairs = [line.split(": ", 1) for line in lines if line]
+        self.headers = {name.lower(): value for name, value in pairs}
+        self.body, self.writer = body, writer
+
+    async def say(self, data: bytes) -> None:
+        """Send bytes."""
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self, value: object, status: int = 200, headers: str = "") -> None:
+        """Send a whole response of JSON."""
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n{headers}"
+        await self.say(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+
+    async def begin_events(self) -> None:
+        """Send the head of a stream."""
+        await self.say(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+
+    async def chunk(self, data: bytes) -> None:
+        """Send a chunk."""
+        await self.say(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def cut(self) -> None:
+        """Reset the connection."""
+        self.writer.transport.abort()
+
+
+class FakeReplica:
+    """A server whose behaviours a test sets by path; `seen` are the requests to others than these.
+
+    `models` are its own; `health` is its status.
+    """
+
+    def __init__(self, *models: str) -> None:
+        """Begin with the model `tiny`."""
+        self.models, self.health = models or ("tiny",), (200, {"status": "ok"})
+        self.behaviour: Behaviour = hello
+        self.seen: list[Exchange] = []
+        self.num_connections = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of a connection."""
+        self.num_connections += 1
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                length = next(
+                    (int(line[15:]) for line in head.lower().split("\r\n")
+                     if line.startswith("content-length:")), 0
+                )  # fmt: skip
+                exchange = Exchange(head, await reader.readexactly(length), writer)
+                await self._answer(exchange)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, exchange: Exchange) -> None:
+        if exchange.path == "/health":
+            await exchange.answer(self.health[1], self.health[0])
+        elif exchange.path == "/v1/models":
+            rows = [{"id": name, "object": "model"} for name in self.models]
+            await exchange.answer({"object": "list", "data": rows})
+        elif exchange.path == "/api/load":
+            await exchange.answer({"error": "unknown"}, 404)
+        else:
+            self.seen.append(exchange)
+            await self.behaviour(exchange)
+
+
+async def hello(exchange: Exchange) -> None:
+    """Answer as a short stream."""
+    await exchange.begin_events()
+    await exchange.chunk(b'data: {"id":"chatcmpl-1"}\n\n')
+    await exchange.chunk(b"data: [DONE]\n\n")
+    await exchange.say(b"0\r\n\r\n")
+
+
+class Loop:
+    """An event loop in a thread, for fake servers."""
+
+    def __init__(self) -> None:
+        """Begin."""
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._servers: list[asyncio.Server] = []
+        self._thread.start()
+
+    def start(self, replica: FakeReplica, port: int = 0) -> FakeReplica:
+        """Let a replica listen; sets its URL."""
+
+        async def listen() -> asyncio.Server:
+            return await asyncio.start_server(replica.serve, "127.0.0.1", port)
+
+        server = asyncio.run_coroutine_threadsafe(listen(), self.loop).result(10)
+        self._servers.append(server)
+        replica.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return replica
+
+    def close(self) -> None:
+        """End all."""
+
+        async def end() -> None:
+            for server in self._servers:
+                server.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+class LiveRouter:
+    """A router that runs in a thread."""
+
+    def __init__(self, url: str, router: Router) -> None:
+        """Know its URL."""
+        self.url, self.router = url, router
+
+
+@contextmanager
+def live_router(*urls: str, **options: Any) -> Iterator[LiveRouter]:
+    """Yield a router before servers."""
+    options = {"drain_s": 1.0, "wait_s": 1.0, **options}
+    router = Router(RouteOptions(replicas=urls, **options))
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    up = threading.Event()
+    server = Server(build_app(router), router, up.set)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    assert up.wait(10)
+    try:
+        yield LiveRouter(f"http://127.0.0.1:{port}", router)
+    finally:
+        server.should_exit = True
+        thread.join(15)
+        router.close()
+        assert not thread.is_alive()
