@@ -182,3 +182,30 @@ def test_path_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with folder.begin() as file, pytest.raises(RecordsError, match="No space left") as caught:
         file.keep("a")
     assert str(tmp_path) in str(caught.value)
+
+
+def test_changes_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.records.database._MOST_WAITING", 3)
+    with closing(Records(tmp_path)) as records:
+        has_begun, may_end = Event(), Event()
+
+        def slow(_: sqlite3.Connection) -> None:
+            has_begun.set()
+            assert may_end.wait(20)
+
+        first = records.post(slow)
+        assert has_begun.wait(20)
+        waiting = [records.post(lambda _: None) for _ in range(3)]
+        with pytest.raises(RecordsError, match="cannot keep up: 3 changes wait to be written"):
+            records.post(lambda _: None).result(0)
+        may_end.set()
+        assert [one.result(20) for one in (first, *waiting)] == [None] * 4
+
+
+def test_database_of_an_older_version_is_closed_to_others(tmp_path: Path) -> None:
+    Records(tmp_path).close()
+    path = tmp_path / "records.db"
+    path.chmod(0o644)
+    with closing(Records(tmp_path)) as records:
+        records.post(lambda db: db.execute("DELETE FROM files")).result(20)
+        assert {one.stat().st_mode & 0o777 for one in tmp_path.glob("records.db*")} == {0o600}

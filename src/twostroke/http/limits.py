@@ -18,11 +18,12 @@ from twostroke.http.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from starlette.requests import Request
     from starlette.types import Scope
 
+_PIECE_BYTES: Final = 1 << 20
 _FROM_PROGRAMS: Final = ("", "application/x-www-form-urlencoded")
 _FROM_BROWSERS: Final = ("origin", "sec-fetch-site")  # one of them comes with every POST
 
@@ -93,12 +94,35 @@ def check_headers(scope: Scope, limits: Limits) -> None:
 async def read_json(request: Request, limits: Limits) -> bytes:
     """Return the request's body; raises as `receive_json`."""
     body = bytearray()
-    await receive_json(request, body.extend, limits.max_body_bytes, limits.body_timeout_s)
+
+    async def take(chunk: bytes) -> None:
+        body.extend(chunk)
+
+    await receive_json(request, take, limits.max_body_bytes, limits.body_timeout_s)
     return bytes(body)
 
 
+class Spool:
+    """Writes bytes in a thread, a mebibyte at a time, since a disk may be slow."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        """Write with `write`."""
+        self._write, self._piece = write, bytearray()
+
+    async def take(self, chunk: bytes) -> None:
+        """Take the next bytes; raises what `write` raises."""
+        self._piece += chunk
+        if len(self._piece) >= _PIECE_BYTES:
+            await self.end()
+
+    async def end(self) -> None:
+        """Write what is left."""
+        piece, self._piece = bytes(self._piece), bytearray()
+        await asyncio.to_thread(self._write, piece)
+
+
 async def receive_json(
-    request: Request, take: Callable[[bytes], object], max_bytes: int, timeout_s: float
+    request: Request, take: Callable[[bytes], Awaitable[None]], max_bytes: int, timeout_s: float
 ) -> None:
     """Give the request's body, whose Content-Type must be JSON, to `take`, piece by piece.
 
@@ -130,7 +154,7 @@ async def receive_json(
                 num_bytes += len(chunk)
                 if num_bytes > max_bytes:
                     raise too_large
-                take(chunk)
+                await take(chunk)
     except TimeoutError:
         message = f"The body took longer than {timeout_s:g} s to arrive."
         raise BodyTimeoutError(message) from None

@@ -16,6 +16,7 @@ from twostroke.http.errors import (
     ContentTypeError,
     MissingFieldError,
 )
+from twostroke.http.limits import Spool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ _MAX_PARTS: Final = 16
 async def read_form(
     request: Request, write: Callable[[bytes], None], max_bytes: int, timeout_s: float
 ) -> dict[str, str]:
-    """Return the fields, and the name of the file under `file`; `write` takes the file's bytes.
+    """Return the fields, and the name of the file under `file`; `write` takes the file's bytes,
+    in a thread.
 
     Raises:
         ContentTypeError: the body is not multipart/form-data.
@@ -47,10 +49,12 @@ async def read_form(
     if not kind.lower().startswith("multipart/form-data") or boundary is None:
         raise ContentTypeError("The Content-Type must be multipart/form-data with a boundary.")
     form = _Form(f"\r\n--{boundary[1] or boundary[2]}".encode(), write, max_bytes)
+    spool = Spool(form.feed)
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
-                form.feed(chunk)
+                await spool.take(chunk)
+            await spool.end()
     except TimeoutError:
         raise BodyTimeoutError(f"The file took longer than {timeout_s:g} s to arrive.") from None
     except ClientDisconnect:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 _BUSY_S: Final = 5.0  # how long to wait for another program that has locked the database
 _MOST_TOGETHER: Final = 256  # writes in one transaction
+_MOST_WAITING: Final = 4096
 _DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError)  # of JSON in the database
 _FAULTS: Final = (sqlite3.Error, *_DAMAGE)
 
@@ -77,9 +78,16 @@ class Records:
         return await asyncio.wrap_future(self.post(work))
 
     def post(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
-        """As `write`, without waiting; works are done in the order in which they are posted."""
+        """As `write`, without waiting; works are done in the order in which they are posted.
+
+        They are refused where too many wait, as for a database that is locked.
+        """
         done: Future[T] = Future()
         done.set_running_or_notify_cancel()  # so that nobody can cancel it
+        if self._writes.qsize() >= _MOST_WAITING:
+            reason = f"cannot keep up: {_MOST_WAITING:,} changes wait to be written"
+            done.set_exception(RecordsError(f"The database {self.path} {reason}."))
+            return done
         self._writes.put((work, done))
         return done
 
@@ -189,8 +197,13 @@ def beside(
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    with suppress(OSError):  # if it is there, or cannot be made, which SQLite says
+    try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError:  # it is there, perhaps from an older version, or cannot be made, as SQLite says
+        for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+            with suppress(OSError):
+                one = path.with_name(name)
+                one.chmod(one.stat().st_mode & 0o700)
     connection = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")

@@ -25,6 +25,7 @@ class Folder:
             RecordsError: it cannot be made.
         """
         self._files, self._unfinished = path / "files", path / "unfinished"
+        self.doubtful: set[str] = set()  # whose records may not have been kept
         try:
             for one in (path, self._files, self._unfinished):
                 one.mkdir(mode=0o700, parents=True, exist_ok=True)

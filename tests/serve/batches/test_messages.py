@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
-from support.servers import live_server, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.http.limits import Limits
-from twostroke.records import Records, RecordsError
-from twostroke.serve.options import ServeOptions
+from support.servers import wait_for
+from twostroke.records import RecordsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    import pytest
 
     from support.servers import LiveServer
 
 PATH = "/v1/messages/batches"
-KEYS = ApiKeys({"k": "anna", "other": "ben"})
 OTHER = {"authorization": "Bearer other"}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[LiveServer]:
-    """A server with empty records, for two tenants."""
-    limits = Limits(max_batch_lines=60, max_body_bytes=4000, max_batch_bytes=20_000)
-    options = ServeOptions(drain_s=1, api_keys=KEYS, limits=limits)
-    with (
-        closing(Records(tmp_path / "records")) as records,
-        live_server(tmp_path, options, records=records) as live,
-    ):
-        live.http.headers["authorization"] = "Bearer k"
-        yield live
-        live.backend.gate.set()
-        wait_for(lambda: live.num_busy == 0)
 
 
 def one(id_: object = "a", **params: Any) -> dict[str, Any]:

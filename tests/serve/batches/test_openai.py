@@ -10,34 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server, wait_for
-from twostroke.http.keys import ApiKeys
-from twostroke.http.limits import Limits
 from twostroke.records import Records, RecordsError
-from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from support.servers import LiveServer
 
 CHAT = "/v1/chat/completions"
-KEYS = ApiKeys({"k": "anna", "other": "ben"})
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[LiveServer]:
-    """A server with empty records, for two tenants."""
-    limits = Limits(max_batch_lines=60, max_file_bytes=100_000, max_files_bytes=250_000)
-    options = ServeOptions(drain_s=1, api_keys=KEYS, limits=limits)
-    with (
-        closing(Records(tmp_path / "records")) as records,
-        live_server(tmp_path, options, records=records) as live,
-    ):
-        live.http.headers["authorization"] = "Bearer k"
-        yield live
-        live.backend.gate.set()
-        wait_for(lambda: live.num_busy == 0)
 
 
 def line(id_: object = "a", url: str = CHAT, **fields: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -16,19 +17,20 @@ from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.http.errors import BodySizeError, UnsupportedFieldError
 from twostroke.http.multipart import read_form
 from twostroke.http.served import served_of
+from twostroke.records import RecordsError
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.responses.routes import query_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from sqlite3 import Connection
 
     from starlette.requests import Request
     from starlette.responses import Response
 
     from twostroke.http.limits import Limits
-    from twostroke.records import Records
+    from twostroke.records import Records, Temporary
 
 PATH: Final = "/v1/files"
 ONE: Final = f"{PATH}/{{file_id}}"
@@ -103,8 +105,8 @@ def routes(records: Callable[[], Records], limits: Limits) -> list[Route]:
         with kept.files.begin() as file:
             fields = await read_form(request, file.write, most, limits.file_timeout_s)
             body = _uploaded(fields, file.num_bytes)
-            await asyncio.to_thread(file.keep, body.id)
-            await kept.write(partial(insert, file=body, tenant=tenant))
+            add = partial(insert_new, file=body, tenant=tenant, limits=limits)
+            await keep(kept, file, body.id, lambda: kept.write(add))
         return to_json(body)
 
     async def several(request: Request) -> Response:
@@ -119,14 +121,13 @@ def routes(records: Callable[[], Records], limits: Limits) -> list[Route]:
         if request.method != "DELETE":
             return to_json(await kept.read(partial(find, id_=id_, tenant=tenant)))
         await kept.write(partial(_delete, id_=id_, tenant=tenant))
-        kept.files.remove(id_)
+        await asyncio.to_thread(kept.files.remove, id_)
         return to_json(DeletedFile(id=id_))
 
     async def content(request: Request) -> Response:
         kept, tenant = records(), served_of(request.scope).tenant
         file = await kept.read(partial(find, id_=request.path_params["file_id"], tenant=tenant))
-        path = kept.files.path(file.id)
-        return FileResponse(path, media_type="application/jsonl", filename=file.filename)
+        return content_of(kept, file.id, "application/jsonl", file.filename)
 
     return [
         Route(PATH, upload, methods=["POST"], name=f"POST {PATH}"),
@@ -136,13 +137,72 @@ def routes(records: Callable[[], Records], limits: Limits) -> list[Route]:
     ]
 
 
+def content_of(records: Records, id_: str, media_type: str, filename: str) -> Response:
+    """Return a file; raises NoSuchFileError if only its record is there."""
+    path = records.files.path(id_)
+    if not path.is_file():
+        raise NoSuchFileError(f"The content of '{id_}' is missing from the server's records.")
+    return FileResponse(path, media_type=media_type, filename=filename)
+
+
+async def keep(
+    records: Records, file: Temporary, id_: str, record: Callable[[], Awaitable[object]]
+) -> None:
+    """Give a file its name, and keep its record: both or none, also if the client leaves.
+
+    Where a disk fails, nobody knows whether the record is there. Then the file stays until another
+    record is kept, after which that is known.
+    """
+
+    async def both() -> None:
+        doubtful = records.files.doubtful
+        before = tuple(doubtful)
+        try:
+            await asyncio.to_thread(file.keep, id_)
+            await record()
+        except RecordsError:
+            doubtful.add(id_)
+            raise
+        except BaseException:
+            await asyncio.to_thread(records.files.remove, id_)
+            raise
+        with suppress(RecordsError):
+            for one in before:
+                is_kept = await records.read(partial(_is_kept, id_=one))
+                doubtful.discard(one)
+                if not is_kept:
+                    await asyncio.to_thread(records.files.remove, one)
+
+    work = asyncio.create_task(both())
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait((work,))
+        raise
+
+
 async def room(records: Records, tenant: str, most: int, limits: Limits) -> int:
     """Return how large a tenant's new file may be, at most `most`; raises BodySizeError for 0."""
     used = await records.read(partial(_num_bytes, tenant=tenant))
     if used >= limits.max_files_bytes:
-        message = f"Your files have {limits.max_files_bytes} bytes, which is the limit."
-        raise BodySizeError(f"{message} Delete some.")
+        raise _full(limits)
     return min(most, limits.max_files_bytes - used)
+
+
+def insert_new(db: Connection, file: FileBody, tenant: str, limits: Limits) -> None:
+    """Keep the record of a tenant's new file; raises BodySizeError if others took its room."""
+    if _num_bytes(db, tenant) + file.bytes > limits.max_files_bytes:
+        raise _full(limits)
+    insert(db, file, tenant)
+
+
+def _full(limits: Limits) -> BodySizeError:
+    message = f"Your files have {limits.max_files_bytes} bytes, which is the limit."
+    return BodySizeError(f"{message} Delete some.")
+
+
+def _is_kept(db: Connection, id_: str) -> bool:
+    return db.execute("SELECT 1 FROM files WHERE id = ?", (id_,)).fetchone() is not None
 
 
 def _uploaded(fields: dict[str, str], num_bytes: int) -> FileBody:

@@ -12,13 +12,22 @@ from twostroke.serve.batches.batch import LineError
 from twostroke.serve.body.decode import depth_exceeds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
     from pathlib import Path
 
     from twostroke.http.limits import Limits
 
 _MAX_ID_LENGTH: Final = 512
 _MAX_ERRORS: Final = 100  # that a batch lists
+_MOST_LINES: Final = 64  # that are read at a time
+_MOST_BYTES: Final = 1 << 20
+
+
+class Place(Frozen):
+    """How far a file is read: the number of its last line, and the bytes up to there."""
+
+    number: int = 0
+    num_bytes: int = 0
 
 
 class Line(Frozen):
@@ -50,12 +59,37 @@ def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
     A line is cut after `max_bytes`, so that it does not fill the memory. Raises OSError.
     """
+    for place, text in _read(path, max_bytes, Place()):
+        yield place.number, text
+
+
+def next_lines(
+    path: Path, start: Place, done: Container[int], limits: Limits
+) -> tuple[list[Line], Place | None]:
+    """Return the next lines of a checked file whose numbers are not in `done`, some at a time.
+
+    Also returns where to go on; None at the end. Raises OSError.
+    """
+    lines: list[Line] = []
+    num_bytes = 0
+    for place, text in _read(path, limits.max_body_bytes, start):
+        if place.number not in done:
+            lines.append(parse(place.number, text, limits))
+            num_bytes += len(text)
+            if num_bytes > _MOST_BYTES or len(lines) == _MOST_LINES:
+                return lines, place
+    return lines, None
+
+
+def _read(path: Path, max_bytes: int, start: Place) -> Iterator[tuple[Place, bytes]]:
+    """Yield each line that is not blank, and where it ends."""
     with path.open("rb") as file:
-        number, is_rest = 0, False
+        file.seek(start.num_bytes)
+        number, is_rest = start.number, False
         while text := file.readline(max_bytes + 2):
             number += not is_rest
             if not is_rest and text.strip():
-                yield number, text
+                yield Place(number, file.tell()), text
             is_rest = not text.endswith(b"\n")
 
 

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.responses import FileResponse
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError
 from twostroke.http.errors import BodySyntaxError
-from twostroke.http.limits import receive_json
+from twostroke.http.limits import Spool, receive_json
 from twostroke.http.served import served_of
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
@@ -141,16 +140,17 @@ class MessageBatches:
         served = served_of(request.scope)
         most = await files.room(db, served.tenant, limits.max_batch_bytes, limits)
         with db.files.begin() as body, db.files.begin() as lines:
-            await receive_json(request, body.write, most, limits.file_timeout_s)
+            spool = Spool(body.write)
+            await receive_json(request, spool.take, most, limits.file_timeout_s)
+            await spool.end()
             if not body.num_bytes:
                 raise BodySyntaxError("The body is empty: send a JSON object of fields.")
             async with self._decoding:
                 total = await asyncio.to_thread(_write_lines, body.read(), lines, limits)
             id_, file_id = f"msgbatch_{secrets.token_hex(12)}", files.new_id()
-            await asyncio.to_thread(lines.keep, file_id)
             file = files.new_file(file_id, lines.num_bytes, f"{id_}.jsonl", files.HIDDEN)
-        batch = _new(id_, served, file_id, total)
-        await runner.add(batch, file)
+            batch = _new(id_, served, file_id, total)
+            await files.keep(db, lines, file_id, lambda: runner.add(batch, file))
         return to_json(body_of(batch, None, request))
 
     async def several(self, request: Request) -> Response:
@@ -185,7 +185,7 @@ class MessageBatches:
             raise RequestError("has not ended: cancel it first.", field="batch_id")
         await db.write(partial(kept.delete, batch=batch))
         for id_ in filter(None, (batch.input_file, batch.output_file)):
-            db.files.remove(id_)
+            await asyncio.to_thread(db.files.remove, id_)
         return to_json(DeletedMessageBatch(id=batch.id))
 
     async def cancel(self, request: Request) -> Response:
@@ -200,11 +200,13 @@ class MessageBatches:
         """Return the results of a batch that has ended."""
         db, _ = self._records()
         batch = await find(db, request, PROTOCOL)
+        if batch.output_file is None and batch.errors:
+            raise RequestError(batch.errors[0].message)
         if batch.output_file is None or batch.is_open:
             reason = "has not ended: there are results once its processing_status is ended."
             raise RequestError(reason, field="batch_id")
-        path = db.files.path(batch.output_file)
-        return FileResponse(path, media_type="application/x-jsonl", filename=f"{batch.id}.jsonl")
+        name = f"{batch.id}.jsonl"
+        return files.content_of(db, batch.output_file, "application/x-jsonl", name)
 
 
 def body_of(batch: Batch, pace: Pace | None, request: Request) -> MessageBatch:

@@ -16,7 +16,7 @@ from twostroke.serve.batches import files
 from twostroke.serve.batches.lines import parse, read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from sqlite3 import Connection
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from twostroke.http.limits import Limits
     from twostroke.records import Records, Temporary
     from twostroke.serve.batches.batch import Batch, Status
+
+_OK, _FAILED, _UNRUN = range(3)  # what became of a line
 
 
 class Form(Frozen):
@@ -104,20 +106,33 @@ def _write(
     limits: Limits,
 ) -> tuple[int, int, int]:
     """Write a result for each line, in order; return how many succeeded, failed, were not run."""
-    results, counts = kept.results(db, batch.id), [0, 0, 0]
-    following = next(results, None)
-    assert batch.ends_as is not None
+    counts = [0, 0, 0]
     try:
-        for number, text in read_lines(path, limits.max_body_bytes):
-            is_ok, kind = False, 2
-            if following is not None and following[0] == number:
-                _, is_ok, body = following
-                kind, following = 0 if is_ok else 1, next(results, None)
-            else:
-                body = form.unrun(parse(number, text, limits).custom_id, batch.ends_as)
-            (output if is_ok or not form.has_error_file else failures).write(body + b"\n")
+        for kind, body in _outcomes(db, batch, form, path, limits):
+            is_output = kind == _OK or not form.has_error_file
+            (output if is_output else failures).write(body + b"\n")
             counts[kind] += 1
     except OSError as error:
         message = f"The input of {batch.id} cannot be read: {error.strerror}."
         raise RecordsError(message) from None
-    return counts[0], counts[1], counts[2]
+    num_lost = batch.total - sum(counts)  # with the input
+    return counts[_OK], counts[_FAILED] + num_lost, counts[_UNRUN]
+
+
+def _outcomes(
+    db: Connection, batch: Batch, form: Form, path: Path, limits: Limits
+) -> Iterator[tuple[int, bytes]]:
+    """Yield what became of each line, and its result; without the input, of those that ended."""
+    results, ends_as = kept.results(db, batch.id), batch.ends_as
+    assert ends_as is not None
+    if not path.is_file():
+        yield from ((_OK if is_ok else _FAILED, body) for _, is_ok, body in results)
+        return
+    following = next(results, None)
+    for number, text in read_lines(path, limits.max_body_bytes):
+        if following is not None and following[0] == number:
+            _, is_ok, body = following
+            following = next(results, None)
+            yield _OK if is_ok else _FAILED, body
+        else:
+            yield _UNRUN, form.unrun(parse(number, text, limits).custom_id, ends_as)

@@ -20,12 +20,13 @@ from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
 from twostroke.serve.batches.batch import LineError
 from twostroke.serve.batches.deadline import anchored, seconds_left
-from twostroke.serve.batches.lines import check, parse, read_lines
+from twostroke.serve.batches.lines import Place, check, next_lines
 from twostroke.serve.batches.results import finish
 from twostroke.serve.batches.valve import Valve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
+    from pathlib import Path
 
     from starlette.types import ASGIApp
 
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 _MOST_DEATHS: Final = 3  # of engines that computed a line, which is then not run again
 _NO_KEY: Final = LineError(
     "no_valid_key", "The batch was cancelled: its tenant has no API key that is still valid."
+)
+_NO_INPUT: Final = LineError(
+    "input_file_missing", "The input file is missing from the server's records: upload it again."
 )
 _LOOK_AGAIN_S: Final = 60.0  # at the time left: no timer counts the machine's sleep
 _DISK_PAUSE_S: Final = 10.0  # after records could not be written
@@ -126,6 +130,7 @@ class Runner:
 
         Raises:
             NoSuchFileError: the tenant has no such input.
+            BodySizeError: other files of the tenant have taken its room.
             RecordsError: the batch could not be kept.
         """
         batch = anchored(batch)
@@ -134,7 +139,7 @@ class Runner:
             if file is None:
                 files.find(db, batch.input_file, batch.tenant)
             else:
-                files.insert(db, file, batch.tenant)
+                files.insert_new(db, file, batch.tenant, self._limits)
             kept.insert(db, batch)
 
         await self._records.write(keep)
@@ -180,6 +185,10 @@ class Runner:
                     batch = await steps[batch.status](batch)
                 except RecordsError as error:
                     await self._wait_for_disk(error)
+                except FileNotFoundError:
+                    _logger.error("Batch %s ends: its input file is missing.", batch.id)  # noqa: TRY400
+                    end = {"ends_as": "failed", "errors": (_NO_INPUT,), "num_errors": 1}
+                    batch = await self._move(batch, "finalizing", **end)
         except Exception:
             _logger.exception("Batch %s stopped; a restart tries again.", batch.id)
         finally:
@@ -192,8 +201,10 @@ class Runner:
             total, errors, num_errors = await asyncio.to_thread(
                 check, path, batch.endpoint, self._limits
             )
+        except FileNotFoundError:
+            raise
         except OSError as error:
-            raise RecordsError(f"{path} cannot be read: {error.strerror}.") from None
+            raise _unreadable(path, error) from None
         changes = {"total": total, "errors": tuple(errors), "num_errors": num_errors}
         return await self._move(batch, "failed" if num_errors else "in_progress", **changes)
 
@@ -207,7 +218,7 @@ class Runner:
         self._valves[batch.id] = Valve(batch.id)
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         running = asyncio.create_task(self._send_all(batch, done))
-        is_open = has_key = True
+        is_open, faults = True, list[Exception]()
         try:
             while is_open and (left_s := seconds_left(batch)) > 0:
                 ended, _ = await asyncio.wait(
@@ -218,13 +229,17 @@ class Runner:
                 is_open = not ended
             if running.done():
                 await running
-        except* _NoKeyError:
-            has_key = False
+        except* (_NoKeyError, OSError) as errors:
+            faults = list(errors.exceptions)
         finally:
             for task in (running, cancelled):
                 task.cancel()
             await asyncio.gather(running, cancelled, return_exceptions=True)
-        if not has_key:
+        if faults and isinstance(fault := faults[0], OSError):
+            is_missing = isinstance(fault, FileNotFoundError)
+            path = self._records.files.path(batch.input_file)
+            raise fault if is_missing else _unreadable(path, fault) from None
+        if faults:
             why = {"errors": (_NO_KEY,), "num_errors": 1}
             return await self._move(batch, "cancelling", ends_as="cancelled", **why)
         if self._cancelled[batch.id].is_set():
@@ -257,12 +272,13 @@ class Runner:
 
     async def _send_all(self, batch: Batch, done: set[int]) -> None:
         """Run the lines that have no result."""
-        path, most = self._records.files.path(batch.input_file), self._limits.max_body_bytes
+        path = self._records.files.path(batch.input_file)
+        place: Place | None = Place()
         async with asyncio.TaskGroup() as group:
-            for number, text in read_lines(path, most):
-                if number not in done:
+            while place is not None:
+                lines, place = await asyncio.to_thread(next_lines, path, place, done, self._limits)
+                for line in lines:
                     has_room = asyncio.Event()
-                    line = parse(number, text, self._limits)
                     group.create_task(self._send(batch, line, has_room))
                     await has_room.wait()
 
@@ -345,6 +361,10 @@ class Runner:
             self._disk_said_s = now_s
             _logger.error("Batches wait: %s", error)
         await asyncio.sleep(_DISK_PAUSE_S)
+
+
+def _unreadable(path: Path, error: OSError) -> RecordsError:
+    return RecordsError(f"{path} cannot be read: {error.strerror}.")
 
 
 def _moved(batch: Batch, status: Status, **changes: Any) -> Batch:

@@ -1,0 +1,47 @@
+"""A server with empty records, for two tenants; its clients are the first one's."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.servers import live_server, wait_for
+from twostroke.http.keys import ApiKeys
+from twostroke.http.limits import Limits
+from twostroke.records import Records
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+LIMITS = Limits(
+    max_batch_lines=60,
+    max_body_bytes=4000,
+    max_batch_bytes=20_000,
+    max_file_bytes=100_000,
+    max_files_bytes=250_000,
+)
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[Records]:
+    """The records of `server`."""
+    with closing(Records(tmp_path / "records")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def server(tmp_path: Path, records: Records) -> Iterator[LiveServer]:
+    """Start it, and wait at the end until it is idle."""
+    keys = ApiKeys({"k": "anna", "other": "ben"})
+    options = ServeOptions(drain_s=1, api_keys=keys, limits=LIMITS)
+    with live_server(tmp_path, options, records=records) as live:
+        live.http.headers["authorization"] = "Bearer k"
+        yield live
+        live.backend.gate.set()
+        wait_for(lambda: live.num_busy == 0)

@@ -1,0 +1,160 @@
+"""Files that are missing, or have no record; and none is read or written on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from support.servers import live_server, wait_for
+from twostroke.records import Records, RecordsError
+from twostroke.records.folder import Temporary
+from twostroke.serve.batches import files, lines, runner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+    from httpx import Response
+
+    from support.servers import LiveServer
+
+MISSING = "The input file is missing from the server's records: upload it again."
+MESSAGES = "/v1/messages/batches"
+SAID = {"max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+
+
+def line(number: int) -> str:
+    chat = {"custom_id": f"{number}", "method": "POST", "url": "/v1/chat/completions"}
+    return json.dumps({**chat, "body": SAID}) + "\n"
+
+
+def upload(server: LiveServer, text: str) -> Response:
+    form = {"file": ("in.jsonl", text.encode())}
+    return server.http.post("/v1/files", data={"purpose": "batch"}, files=form)
+
+
+def begin(server: LiveServer, file_id: str) -> Any:
+    asked = {"input_file_id": file_id, "endpoint": "/v1/chat/completions"}
+    return server.http.post("/v1/batches", json={**asked, "completion_window": "24h"}).json()
+
+
+def ended(server: LiveServer, path: str, status: str = "status") -> Any:
+    last = {"failed", "completed", "ended"}
+    wait_for(lambda: server.http.get(path).json()[status] in last)
+    return server.http.get(path).json()
+
+
+def names(records: Records) -> set[str]:
+    return {path.name for path in records.files.path("x").parent.iterdir()}
+
+
+def test_batch_whose_input_is_missing_fails_with_a_sentence(
+    server: LiveServer, records: Records
+) -> None:
+    file_id = upload(server, line(0)).json()["id"]
+    records.files.remove(file_id)
+    batch = ended(server, f"/v1/batches/{begin(server, file_id)['id']}")
+    assert batch["status"] == "failed"
+    assert [error["message"] for error in batch["errors"]["data"]] == [MISSING]
+    content = server.http.get(f"/v1/files/{file_id}/content")
+    assert content.status_code == 404
+    assert "is missing from the server's records" in content.json()["error"]["message"]
+
+
+def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path: Path) -> None:
+    asked = {"requests": [{"custom_id": f"{i}", "params": SAID} for i in range(40)]}
+    with (
+        closing(Records(tmp_path / "records")) as records,
+        live_server(tmp_path, records=records) as first,
+    ):
+        file_id = upload(first, "".join(map(line, range(40)))).json()["id"]
+        first.backend.pause_s = 0.1
+        chats = begin(first, file_id)["id"]
+        messages = first.http.post(MESSAGES, json=asked).json()["id"]
+        wait_for(lambda: _num_completed(first, chats) > 0)
+    for name in names(records):
+        records.files.remove(name)
+    with (
+        closing(Records(tmp_path / "records")) as records,
+        live_server(tmp_path, records=records) as second,
+    ):
+        batch = ended(second, f"/v1/batches/{chats}")
+        assert batch["status"] == "failed"
+        assert batch["errors"]["data"][0]["message"] == MISSING
+        counts = batch["request_counts"]
+        assert counts["completed"] > 0
+        assert counts["completed"] + counts["failed"] == counts["total"] == 40
+        results = second.http.get(f"/v1/files/{batch['output_file_id']}/content").text
+        assert len(results.splitlines()) == counts["completed"]
+        counts = ended(second, f"{MESSAGES}/{messages}", "processing_status")["request_counts"]
+        assert (counts["succeeded"] + counts["errored"], counts["processing"]) == (40, 0)
+        results = second.http.get(f"{MESSAGES}/{messages}/results")
+        assert results.status_code == (200 if counts["succeeded"] else 400)
+        assert counts["succeeded"] or MISSING in results.text
+
+
+def _num_completed(server: LiveServer, batch_id: str) -> int:
+    found = server.http.get(f"/v1/batches/{batch_id}").json()
+    return int(found["request_counts"]["completed"])
+
+
+def test_uploads_at_the_same_time_have_one_bound(
+    server: LiveServer, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def all_of_it(*_: object) -> int:
+        return 100_000  # as if none of the others had come
+
+    monkeypatch.setattr(files, "room", all_of_it)
+    text = line(0) * (95_000 // len(line(0)))
+    codes = [upload(server, text).status_code for _ in range(3)]
+    assert codes == [200, 200, 413]
+    assert len(names(records)) == 2
+
+
+def test_file_whose_record_failed_goes_with_the_next_that_is_kept(
+    server: LiveServer, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RecordsError("/records/records.db cannot be written: the disk is full.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "write", fail)
+        assert upload(server, line(0)).status_code == 503
+    assert len(names(records)) == 1, "its record may be on the disk"
+    file_id = upload(server, line(0)).json()["id"]
+    wait_for(lambda: names(records) == {file_id})
+
+
+def test_nothing_is_read_or_written_on_the_event_loop(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, read, num_works = Temporary.write, lines.next_lines, [0, 0]
+
+    def is_on_loop() -> bool:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        return True
+
+    def noted_write(file: Temporary, data: bytes) -> None:
+        assert not is_on_loop()
+        num_works[0] += 1
+        write(file, data)
+
+    def noted_read(*given: Any) -> Any:
+        assert not is_on_loop()
+        num_works[1] += 1
+        return read(*given)
+
+    monkeypatch.setattr(Temporary, "write", noted_write)
+    monkeypatch.setattr(runner, "next_lines", noted_read)
+    batch = begin(server, upload(server, line(0) + line(1)).json()["id"])
+    assert ended(server, f"/v1/batches/{batch['id']}")["status"] == "completed"
+    asked = {"requests": [{"custom_id": "a", "params": SAID}]}
+    made = server.http.post(MESSAGES, json=asked)
+    assert made.status_code == 200
+    ended(server, f"{MESSAGES}/{made.json()['id']}", "processing_status")
+    assert min(num_works) >= 2
