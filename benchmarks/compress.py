@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -25,8 +23,10 @@ import twin
 from goals import SMOLLM2
 from llama_tokens import agreement, library_path
 from report import ROOT, caption, machine_facts, note, save, table
+from twostroke.compress.allocate import Goal
 from twostroke.compress.calibrate import own_pieces
 from twostroke.compress.mixes import MIXES, formats_of, is_rounded
+from twostroke.compress.quantize import quantize
 from twostroke.compress.report import bits_of
 from twostroke.compress.walk import Stream
 from twostroke.core.config import CacheOptions, ComputeOptions
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     Rounder = Callable[[str, Floats, str], QuantTensor]  # name, weight and format of a product
 
 _FOLDER = ROOT / "build" / "compress"
-_COLUMNS = ("file", "bits", "KL", "largest KL", "same top", "llama.cpp reads", "seconds", "MB")
+_COLUMNS = ("file", "bits", "KL", "largest KL", "same top", "llama.cpp reads", "seconds")
 
 
 def main() -> None:
@@ -81,34 +81,22 @@ def _measure(model: str, formats: list[str], num_tokens: int) -> list[tuple[str,
     text = "\n".join(map(build_tokenizer(loaded).decode, pieces))
     _check_differ(text, choosing_text(), held_out_text())
     llama = _Llama(source, pieces)
-    made: dict[Path, tuple[float, float]] = {}  # files, with seconds and peak memory of each
+    made: dict[Path, float] = {}  # files, and the seconds that each took
     for name in formats:
         is_goal = name not in MIXES
         for maker in ("twostroke",) if is_goal else ("plain", "llama.cpp", "twostroke"):
             began, out = time.perf_counter(), folder / f"{maker} {name} {num_tokens}.gguf"
-            taken = out.with_suffix(".taken")
-            if not taken.exists():
+            seconds = out.with_suffix(".seconds")
+            if not seconds.exists():
                 note(f"Making {out.name}")
-                peak_mb = 0.0
                 if maker == "twostroke":
-                    goal = "--bits" if is_goal else "--to"
-                    peak_mb = _quantize(source, (goal, name, "--tokens", str(num_tokens)), out)
+                    wanted = Goal(bits=float(name)) if is_goal else name
+                    quantize(str(source), wanted, out, None, num_tokens, note)
                 else:
                     _write(source, out, MIXES[name], llama.rounded if maker != "plain" else _plain)
-                taken.write_text(json.dumps((time.perf_counter() - began, peak_mb)))
-            made[out] = json.loads(taken.read_text())
+                seconds.write_text(str(time.perf_counter() - began))
+            made[out] = float(seconds.read_text())
     return list(_scored(source, made))
-
-
-def _quantize(source: Path, options: tuple[str, ...], out: Path) -> float:
-    """Run the command in a process of its own; return its peak of memory in MB."""
-    command = (sys.executable, "-m", "twostroke", "quantize", str(source), "--out", str(out))
-    silent = ((os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),)
-    child = os.posix_spawn(sys.executable, (*command, *options), os.environ, file_actions=silent)
-    _, status, used = os.wait4(child, 0)
-    if status:
-        sys.exit(f"{out.name} could not be made.")
-    return used.ru_maxrss * 1024 / 1e6
 
 
 def _kept_pieces(path: Path, loaded: LoadedModel, num_tokens: int) -> list[list[int]]:
@@ -191,7 +179,7 @@ def _mean_squares(source: Path, pieces: list[list[int]]) -> dict[str, Floats]:
     return found
 
 
-def _scored(source: Path, made: dict[Path, tuple[float, float]]) -> Iterator[tuple[str, ...]]:
+def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each file; rows are kept beside the files."""
     rows = {path: path.with_suffix(".row") for path in made}
     missing = [path for path, row in rows.items() if not row.exists()]
@@ -207,8 +195,7 @@ def _scored(source: Path, made: dict[Path, tuple[float, float]]) -> Iterator[tup
         tensors = read_gguf(path).tensors
         bits, score = bits_of({key: tensors[key] for key in products}), report.comparison
         figures = f"{score.mean_kl:.4f}", f"{score.max_kl:.2f}", f"{score.top1_agreement:.1%}"
-        taken = (f"{figure:.0f}" if figure else "" for figure in made[path])
-        shown = path.stem, f"{bits:.2f}", *figures, f"{agreement(path):.1%}", *taken
+        shown = path.stem, f"{bits:.2f}", *figures, f"{agreement(path):.1%}", f"{made[path]:.0f}"
         note("  ".join(shown))
         rows[path].write_text(json.dumps(shown))
     for row in rows.values():

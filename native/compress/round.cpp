@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -29,8 +29,7 @@ struct Coding {
   Row loss;
 };
 
-/// Some outputs of a matrix on their way from values to codes. Only the constructor makes room for
-/// them; it throws std::bad_alloc.
+/// Some outputs of a matrix on their way from values to codes.
 class Chunk {
  public:
   Chunk(const Grid& grid, const RoundRecord& matrix)
@@ -39,7 +38,6 @@ class Chunk {
         group_(grid.record().group),
         right_(matrix.num_inputs),
         left_(matrix.num_inputs),
-        slopes_(matrix.num_inputs),
         levels_(matrix.num_inputs),
         lines_(matrix.num_inputs / group_),
         tops_(lines_.size() / grid.record().num_groups),
@@ -82,12 +80,12 @@ class Chunk {
   int count_ = 0;
   std::vector<Row> right_;   // the values
   std::vector<Row> left_;    // the values that columns should have, then those that they have
-  std::vector<Row> slopes_;  // of the loss, at each input
   std::vector<Row> levels_;  // of each input
   std::vector<Line> lines_;  // of each group
   std::vector<Row> tops_;    // of each super-block
   std::vector<Row> bottoms_;
   std::vector<float> weights_;  // of errors of each input, once the later ones have made up for it
+  std::vector<Row> slopes_;
   Coding tried_, best_;
 };
 
@@ -150,7 +148,7 @@ void Chunk::fit_super_block(int64_t group) {
 
 void Chunk::compensate() {
   const int64_t width = matrix_.num_inputs;
-  std::copy(right_.begin(), right_.end(), left_.begin());
+  left_ = right_;
   for (size_t group = 0; group < lines_.size(); ++group) {
     const int64_t start = static_cast<int64_t>(group) * group_;
     if (grid_.has_shares() && group % grid_.record().num_groups == 0) fit_super_block(group);
@@ -163,8 +161,8 @@ void Chunk::compensate() {
 }
 
 void Chunk::sweep() {
-  const int64_t square = group_ * group_;
-  std::fill(slopes_.begin(), slopes_.end(), Row{});
+  const int64_t width = matrix_.num_inputs, square = group_ * group_;
+  slopes_.assign(width, Row{});
   Row wanted[kMaxGroup], held[kMaxGroup], changes[kMaxGroup];
   for (size_t group = 0; group < lines_.size(); ++group) {
     const Line& line = lines_[group];
@@ -290,35 +288,28 @@ void Chunk::write() const {
 
 }  // namespace rounding
 
-bool round_matrix(const GridRecord& record, const RoundRecord& matrix, int num_threads) {
+void round_matrix(const GridRecord& record, const RoundRecord& matrix, int num_threads) {
   const rounding::Grid grid(record);
   std::atomic<int64_t> next{0};
   const auto work = [&] {
-    std::unique_ptr<rounding::Chunk> chunk;
-    try {
-      chunk = std::make_unique<rounding::Chunk>(grid, matrix);
-    } catch (const std::exception&) {
-      return;  // others, if they have room, do the same
-    }
+    const auto chunk = std::make_unique<rounding::Chunk>(grid, matrix);
     int64_t first;
     while ((first = next.fetch_add(rounding::kLanes)) < matrix.num_outputs) chunk->round(first);
   };
   std::vector<std::thread> threads;
   try {
     while (static_cast<int>(threads.size()) < num_threads - 1) threads.emplace_back(work);
-  } catch (const std::exception&) {
+  } catch (const std::system_error&) {
     // Fewer threads do the same.
   }
   work();
   for (auto& thread : threads) thread.join();
-  return next >= matrix.num_outputs;
 }
 
 }  // namespace ts
 
-/// 0; 1 if there is not enough memory.
-extern "C" __attribute__((visibility("default"))) int32_t ts_round(const ts::GridRecord* grid,
-                                                                   const ts::RoundRecord* matrix,
-                                                                   int32_t num_threads) {
-  return ts::round_matrix(*grid, *matrix, num_threads) ? 0 : 1;
+extern "C" __attribute__((visibility("default"))) void ts_round(const ts::GridRecord* grid,
+                                                                const ts::RoundRecord* matrix,
+                                                                int32_t num_threads) {
+  ts::round_matrix(*grid, *matrix, num_threads);
 }

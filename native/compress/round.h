@@ -40,8 +40,7 @@ struct RoundRecord {
 
 constexpr int kMaxGroup = 128;
 
-/// Rounds with up to `num_threads` threads, of which the result does not depend. Returns false, and
-/// has written nothing, if there is no room even for one.
-bool round_matrix(const GridRecord& grid, const RoundRecord& matrix, int num_threads);
+/// Rounds with up to `num_threads` threads, of which the result does not depend.
+void round_matrix(const GridRecord& grid, const RoundRecord& matrix, int num_threads);
 
 }  // namespace ts

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 
 from support.plain_rounding import plain_rounding
-from twostroke.backends.cpu.library import choose_level, load_library
-from twostroke.compress import round as module
 from twostroke.compress.grids import GRIDS
 from twostroke.compress.round import moments_of, round_matrix, squares_of
-from twostroke.core.errors import MemoryLimitError
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.gguf import read_gguf
 from twostroke.weights.write_gguf import write_gguf
@@ -65,21 +61,6 @@ def test_kernels_round_as_their_definition_does_with_any_number_of_threads() -> 
                 for off in (found - weight, right - weight)
             ]
             assert abs(losses[0] / losses[1] - 1) < 0.02, name
-
-
-def test_a_lack_of_memory_is_an_error_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, weight = case(np.random.default_rng(0), 64, 70)
-    kernels = load_library(choose_level(None).level)
-
-    class Huge:
-        @staticmethod
-        def ts_round(grid: Any, record: Any, num_threads: int) -> int:
-            record._obj.num_inputs = 1 << 40  # more than an address space holds
-            return int(kernels.ts_round(grid, record, num_threads))
-
-    monkeypatch.setattr(module, "load_library", lambda _: Huge)
-    with pytest.raises(MemoryLimitError, match="too little memory to round a matrix of 70 x 64"):
-        round_matrix(weight, moments_of(squares_of(inputs)), "Q4_0", 3)
 
 
 def test_a_written_file_has_the_metadata_and_tensors_it_was_given(tmp_path: Path) -> None:

@@ -99,6 +99,23 @@ def test_a_late_transfer_is_not_waited_for_and_its_pages_stay_apart() -> None:
     check_pool(steps.pool)
 
 
+@pytest.mark.parametrize("windows", [(None, 4), (4,)])
+def test_a_request_waits_for_the_pages_that_its_windows_see(windows: tuple[int | None]) -> None:
+    steps = Steps(windows=windows)
+    request = steps.add("b", 26)
+    transfer = begin(steps, "b")
+    transfers = steps.scheduler.prefixes.transfers
+    wanted = transfers.narrow(transfer, lambda _: True)
+    assert len(wanted) < len(windows) * len(transfer.keys), "hidden pages are brought"
+    for key in wanted:
+        assert steps.scheduler.plan() is None, "it started before all that it sees was there"
+        transfers.take(transfer, [key])
+        transfers.arrive(transfer, [key])
+    transfers.end(transfer)
+    assert steps.scheduler.plan() is not None
+    assert request.num_cached == 24
+
+
 def test_what_is_not_there_is_not_waited_for() -> None:
     steps = Steps()
     steps.add("b", 14)

@@ -14,6 +14,7 @@ from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
 if TYPE_CHECKING:
     from typing import Any
 
+    from support.fake_model import Windows
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 class Steps:
     """Runs a continuous scheduler over pages of 4 tokens and checks it after every step."""
 
-    def __init__(self, num_pages: int = 64, *, cache: bool = True, **limits: int) -> None:
+    def __init__(
+        self, num_pages: int = 64, windows: Windows = (None,), *, cache: bool = True, **limits: int
+    ) -> None:
         limits = {"context_length": 64, "max_running": 8, "token_budget": 64, **limits}
-        self.pool = PagePool(num_pages, 4)
+        self.pool = PagePool(num_pages, 4, windows)
         self.index = PrefixIndex(self.pool) if cache else None
-        self.model = FakeModel(num_pages, 4)
+        self.model = FakeModel(num_pages, 4, windows)
         self.scheduler = Scheduler(
             SchedulerConfig(**limits), self.pool, self.index, Continuous(), lambda: 0.0
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +11,7 @@ import msgspec
 
 from twostroke.cli.help import Command, ListOf, OneOf, TextFile, option
 from twostroke.cli.options import PARALLEL, parallel_options
-from twostroke.cli.terminal import Bar, printable, show_table
+from twostroke.cli.terminal import printable, show_table
 from twostroke.core.config import (
     ACTIVATION_BITS,
     AUTO_BITS,
@@ -100,16 +99,10 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     models = [model] if against == model else [model, against]
     pieces = measured.pieces_of(text, models, given["length"], given["tokens"])
 
-    with Bar(counts=True) as bar:
-        reports = list(
-            measured.compare_subjects(
-                right,
-                subjects,
-                pieces,
-                lambda name: bar.say(f"Reading with {name}"),
-                partial(bar.show, "Tokens read"),
-            )
-        )
+    def notice(name: str) -> None:
+        click.echo(f"Reading with {name}", err=True)
+
+    reports = list(measured.compare_subjects(right, subjects, pieces, notice))
     num_tokens = sum(map(len, pieces))
     if as_json:
         result = {"model": model, "against": against, "right": given["right"]}

@@ -35,9 +35,8 @@ def command(
 ) -> None:
     """Train a smaller model on TEACHER's answers, such as a draft for speculation.
 
-    Its tokens' probabilities learn from TEACHER's; with another vocabulary it learns the text. It
-    is written as a GGUF file, or as a safetensors folder if it begins as one. Ctrl-C stops the
-    training and saves the student; the same command continues it.
+    Its tokens' probabilities learn from TEACHER's; with another vocabulary it learns the text.
+    Ctrl-C stops the training and saves the student; the same command continues it.
     """
     from twostroke.train.options import DistillOptions
 

@@ -27,6 +27,12 @@ from twostroke.core.config import (
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import Field, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.handover_options import (
+    DEFAULT_PEER_ADDRESS,
+    DISAGGREGATE,
+    ROLES,
+    HandoverOptions,
+)
 from twostroke.core.sampling import BOUNDS, SamplingParams
 
 T = TypeVar("T", bound=Frozen)
@@ -41,6 +47,7 @@ _machine = partial(Option, section="Machine")
 _dividing = partial(Option, section="Several processes, GPUs or machines")
 _guessing = partial(Option, section="Speculation")
 _batching = partial(Option, section="Batching")
+_handing = partial(Option, section="Prefill and decode apart")
 _observing = partial(Option, section="Observing")
 
 # The fields of `SamplingParams`.
@@ -212,6 +219,35 @@ BATCHING: Final = [
     ),
 ]
 
+# The fields of `HandoverOptions`.
+HANDOVER: Final = [
+    _handing(
+        ["--role"],
+        type=OneOf(ROLES),
+        default="mixed",
+        help="prefill: also read prompts for decode engines; decode: let prefill engines read "
+        "prompts, and fetch the pages.",
+    ),
+    _handing(
+        ["--peer-address"],
+        metavar="HOST:PORT",
+        help=f"Where a prefill engine waits for decode engines [default: {DEFAULT_PEER_ADDRESS}]. "
+        "Those of other users or machines need the same TWOSTROKE_PEER_SECRET.",
+    ),
+    _handing(
+        ["--prefill-peer", "prefill_peers"],
+        multiple=True,
+        metavar="HOST:PORT",
+        help="The --peer-address of a prefill engine; repeatable.",
+    ),
+    _handing(
+        ["--disaggregate"],
+        type=OneOf(DISAGGREGATE),
+        default="auto",
+        help="Which prompts prefill engines read; auto: those for which it saves time.",
+    ),
+]
+
 # What the operators of a server see: logs, objectives, traces, the dashboard.
 OBSERVING: Final = [
     _observing(
@@ -284,6 +320,7 @@ def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
         _taken(SpeculationOptions, given),
         _taken(ParallelOptions, given),
         given.pop("accept_quality", False),
+        _taken(HandoverOptions, given),
     )
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
         from twostroke.parallel.start import follow_if_launched

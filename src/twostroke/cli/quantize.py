@@ -15,7 +15,7 @@ from twostroke.core.errors import UsageError
 
 @click.command("quantize", cls=Command)
 @click.argument("model")
-@option("--to", "target", help="Format of the weights, such as q4_k_m, iq4_nl or w4a16.")
+@option("--to", "target", help="Format of the weights, such as q4_k_m or iq4_nl.")
 @option(
     "--bits",
     type=click.FloatRange(1, 16),
@@ -64,16 +64,15 @@ def command(
     num_tokens: int,
     tuning_minutes: float,
 ) -> None:
-    """Write MODEL with fewer bits for each weight: a GGUF file, or a folder for vLLM.
+    """Write MODEL with fewer bits for each weight, as a GGUF file.
 
-    w4a16 and w8a16 are folders, all else is a GGUF file, made from a GGUF file. Rounding is
-    calibrated on text: without --text, on MODEL's answers to many prompts. What was written is read
-    back and scored on other text before it gets its name. It holds a report of how it scored:
-    twostroke report FILE.
+    Rounding is calibrated on text: without --text, on MODEL's answers to many prompts. The file is
+    read back and scored on other text before it gets its name. A report of how it scored stands in
+    the file: twostroke report FILE.
     """
     from twostroke.cli.report import show_report
     from twostroke.compress.allocate import Goal
-    from twostroke.compress.quantize import TARGETS, check_place, quantize
+    from twostroke.compress.quantize import TARGETS, quantize
 
     if sum(given is not None for given in (target, bits, size, kl)) != 1:
         raise UsageError("Give one of --to, --bits, --size and --kl.")
@@ -81,7 +80,6 @@ def command(
     if tuning_minutes:
         with needing_torch("--tune"):
             import twostroke.train.tune  # noqa: F401
-    check_place(wanted, out)
     fetch(model)
     done = quantize(
         model,

@@ -16,6 +16,7 @@ import click
 from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.options import (
     BATCHING,
+    HANDOVER,
     MACHINE,
     OBSERVING,
     PARALLEL,
@@ -46,7 +47,10 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
 @click.command(
     "serve",
     cls=Command,
-    params=[*MACHINE.values(), *PARALLEL, *speculation(draft="auto"), *BATCHING, *OBSERVING],
+    params=[
+        *(*MACHINE.values(), *PARALLEL, *speculation(draft="auto")),
+        *(*BATCHING, *HANDOVER, *OBSERVING),
+    ],
 )
 @click.argument("model")
 @option("--host", default="127.0.0.1", help="Address to listen at.")

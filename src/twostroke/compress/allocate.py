@@ -6,10 +6,8 @@ Divergences of matrices add up. The knapsack is solved by dynamic programming, a
 
 from __future__ import annotations
 
-from math import ceil
 from typing import TYPE_CHECKING, Final
 
-from twostroke.compress.mixes import formats_for
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.disk import megabytes
@@ -18,8 +16,6 @@ from twostroke.quant import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from twostroke.quant import QuantTensor
 
     Measure = Mapping[str, Mapping[str, float]]  # by matrix and format
 
@@ -46,71 +42,29 @@ class Goal(Frozen):
         return megabytes(self.num_bytes or 0)
 
 
-class Menu(Frozen):
-    """The formats of each matrix, with the bytes that it then has.
+def within_size(
+    kl: Measure, num_values: Mapping[str, int], goal: Goal, other_bytes: int
+) -> dict[str, str]:
+    """Return the formats with the least divergence; `other_bytes` of the file are not matrices.
 
-    The matrices have `num_values` together; a file has `other_bytes` besides them.
+    Raises:
+        UsageError: no choice is that small.
     """
-
-    sizes: dict[str, dict[str, float]]
-    num_values: int
-    other_bytes: int
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, QuantTensor], other_bytes: int) -> Menu:
-        """Return the menu of these matrices."""
-        sizes = {
-            name: {
-                fmt: float(FORMATS[fmt].num_bytes(tensor.num_values))
-                for fmt in formats_for(tensor.shape[-1])
-            }
-            for name, tensor in tensors.items()
-        }
-        return cls(sizes, sum(tensor.num_values for tensor in tensors.values()), other_bytes)
-
-    def limit(self, goal: Goal) -> float:
-        """Return how many bytes the matrices may have together; for a KL, how many they must have.
-
-        Raises:
-            UsageError: no mix is that small.
-        """
-        sizes = [each.values() for each in self.sizes.values()]
-        least, most = sum(map(min, sizes)), sum(map(max, sizes))
-        if goal.bits is not None:
-            limit, bits = goal.bits * self.num_values / 8, 8 / self.num_values
-            if limit < least:
-                raise UsageError(
-                    f"must be at least {ceil(least * bits * 100) / 100:g}: mixes of formats for "
-                    f"this model have from {least * bits:.2f} to {most * bits:.2f} bits for each "
-                    "weight of a layer.",
-                    field="bits",
-                )
-            return min(limit, most)
-        if goal.num_bytes is None:
-            return least
-        limit = goal.num_bytes - self.other_bytes
-        if limit < least:
-            smallest, largest = (_rounded_up(size + self.other_bytes) for size in (least, most))
-            raise UsageError(
-                f"must be at least {smallest}: files of this model have from {smallest} to "
-                f"{largest}, {megabytes(self.other_bytes)} of it for what is not chosen.",
-                field="size",
-            )
-        return min(limit, most)
+    sizes = _sizes(kl, num_values)
+    total = sum(num_values[name] for name in kl)
+    limit = goal.bits * total / 8 if goal.bits else (goal.num_bytes or 0) - other_bytes
+    least = sum(min(each.values()) for each in sizes.values())
+    if least > limit and goal.bits is not None:
+        message = f"no mix of formats has {goal.bits:g} bits for each weight; the smallest has "
+        raise UsageError(f"{message}{8 * least / total:.2f}.", field="bits")
+    if least > limit:
+        shown = megabytes(int(least) + other_bytes)
+        message = f"no mix of formats is that small; the smallest takes {shown}."
+        raise UsageError(message, field="size")
+    return _chosen(kl, sizes, limit)
 
 
-def _rounded_up(num_bytes: float) -> str:
-    """Return a size as people read it that is no smaller."""
-    unit = 10**8 if num_bytes >= 10**10 else 10**6 if num_bytes >= 10**6 else 10**3
-    return megabytes(ceil(num_bytes / unit) * unit)
-
-
-def within_size(kl: Measure, menu: Menu, limit: float) -> dict[str, str]:
-    """Return the formats of at most `limit` bytes with the least divergence; see `Menu.limit`."""
-    return _chosen(kl, menu.sizes, limit)
-
-
-def within_kl(kl: Measure, menu: Menu, limit: float) -> dict[str, str]:
+def within_kl(kl: Measure, num_values: Mapping[str, int], limit: float) -> dict[str, str]:
     """Return the smallest formats whose divergences sum to at most `limit`.
 
     Raises:
@@ -118,9 +72,16 @@ def within_kl(kl: Measure, menu: Menu, limit: float) -> dict[str, str]:
     """
     least = sum(min(each.values()) for each in kl.values())
     if least > limit:
-        message = f"must be higher: the nearest mix of formats has a KL of some {least:.1g}."
+        message = f"no mix of formats is that near; the nearest has a KL of some {least:.1g}."
         raise UsageError(message, field="kl")
-    return _chosen(menu.sizes, kl, limit)
+    return _chosen(_sizes(kl, num_values), kl, limit)
+
+
+def _sizes(kl: Measure, num_values: Mapping[str, int]) -> Measure:
+    return {
+        name: {fmt: float(FORMATS[fmt].num_bytes(num_values[name])) for fmt in each}
+        for name, each in kl.items()
+    }
 
 
 def _chosen(minimized: Measure, limited: Measure, limit: float) -> dict[str, str]:

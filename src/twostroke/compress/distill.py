@@ -1,11 +1,13 @@
-"""Makes a smaller model that answers like a larger one, and writes it."""
+"""Makes a smaller model that answers like a larger one, and writes it as a GGUF file."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import struct
+from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.backends.torch import TorchModel
-from twostroke.compress.student import Student
+from twostroke.compress.quantize import stored
+from twostroke.compress.unfinished import need, unfinished
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
@@ -13,27 +15,44 @@ from twostroke.engine.build import build
 from twostroke.engine.guessers import has_same_tokens
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.models import build_program
+from twostroke.quant import FORMATS, QuantTensor
 from twostroke.tokenize.translation import Translation
 from twostroke.train.answers import collect
 from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.train.descent import Descent, train
 from twostroke.train.imitate import Imitator
-from twostroke.train.shorten import choose_layers
+from twostroke.train.shorten import choose_layers, kept_names, shortened
 from twostroke.train.teach import Teacher, other_tokens, same_tokens
 from twostroke.weights import target_identity
+from twostroke.weights.write_gguf import write_gguf
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from twostroke.models import ModelSpec
     from twostroke.train.descent import Report
     from twostroke.train.imitate import Likeness
     from twostroke.train.options import DistillOptions
     from twostroke.train.record import Answer
     from twostroke.train.teach import Example
     from twostroke.weights import LoadedModel
+    from twostroke.weights.write_gguf import Value
 
+FILE_NAME: Final = "student.gguf"
 _ABOUT_FILE, _LAYERS_FILE = "about.json", "layers.json"
+_MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
 _CHOOSING_ANSWERS, _CHOOSING_TOKENS = 4, 128  # of each, by which layers are chosen
+_ARRAY, _BOOL = 9, 7  # types of GGUF values
+
+
+class Student(Frozen):
+    """A model to be trained: the metadata of its file, its facts and its first weights."""
+
+    metadata: dict[str, Value]
+    fixed: dict[str, QuantTensor]
+    spec: ModelSpec
+    tensors: Mapping[str, QuantTensor]
 
 
 def distill(
@@ -47,19 +66,18 @@ def distill(
     """Train `student`, or else `num_layers` layers of the teacher, on the teacher's answers.
 
     Answers, weights and the optimizer's state are kept in `folder`, and the student as it is by
-    then; the same call continues. Returns the student's file, or its folder if it begins as one.
+    then; the same call continues. Returns the student's file.
 
     Raises:
         UsageError: the student is no smaller than its teacher or has another text, the folder
             holds other training, or the prompts cannot be read.
         QualityError: the student writes garbage.
-        TwostrokeError: a model cannot be loaded, the student cannot be written, or the disk is
-            full.
+        TwostrokeError: a model cannot be loaded or is no GGUF file, or the disk is full.
     """
     loaded = load(teacher)
     base = loaded if student is None else load(student)
     _check_smaller(base, loaded, num_layers)
-    begun = Student.of(base)
+    metadata, fixed = stored(base)
     translation = _translation(loaded, base)
     about = {
         "teacher": target_identity(loaded.tensors),
@@ -72,8 +90,9 @@ def distill(
     _claim(folder, about)
     saved = load_checkpoint(folder, about)
     answers = collect(teacher, loaded.spec, folder / "answers", options, report)
+    begun = Student(metadata, fixed, base.spec, base.tensors)
     if num_layers is not None:
-        begun = begun.shortened(_layers(loaded, answers, num_layers, folder, report))
+        begun = _shorter(begun, _layers(loaded, answers, num_layers, folder, report))
     examples = list(
         other_tokens(answers, translation, options.length)
         if translation
@@ -121,15 +140,20 @@ class _Run(Frozen):
 
     @property
     def path(self) -> Path:
-        """The student's file or folder."""
-        return self.folder / self.student.form.file_name
+        """The student's file."""
+        return self.folder / FILE_NAME
 
     def save(self) -> str:
         """Write the student and a checkpoint; return how well it does."""
-        imitator = self.imitator
+        imitator, student = self.imitator, self.student
         told = _told(imitator.test(), is_same=imitator.teacher is not None)
-        weights = {name: one.detach().numpy() for name, one in imitator.model.weights.items()}
-        self.student.form.write(self.path, weights)
+        tensors = dict(student.fixed)
+        for name, weight in imitator.model.weights.items():
+            fmt = _VECTOR if weight.ndim == 1 else _MATRIX
+            tensors[name] = QuantTensor.from_floats(weight.detach().numpy(), fmt)
+        with unfinished(self.path) as part:
+            need(part, sum(tensor.num_bytes for tensor in tensors.values()))
+            write_gguf(part, student.metadata | {"general.file_type": 1}, tensors)
         descent = imitator.descent
         arrays = descent.arrays()
         save_checkpoint(
@@ -188,25 +212,31 @@ def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | No
 def _layers(
     teacher: LoadedModel, answers: list[Answer], count: int, folder: Path, report: Report
 ) -> list[int]:
-    """Return the layers that the student keeps; they are chosen once, with what was measured."""
+    """Return the layers that the student keeps; they are chosen once."""
     path = folder / _LAYERS_FILE
-    found = read_json(path) if path.is_file() else {}
-    if "kept" in found:
-        return [int(layer) for layer in found["kept"]]
+    if path.is_file():
+        return [int(layer) for layer in read_json(path)["kept"]]
     texts = [
         [*answer.prompt, *map(int, answer.tokens)][-_CHOOSING_TOKENS:]
         for answer in answers[:_CHOOSING_ANSWERS]
     ]
-    losses: dict[str, float] = found.get("losses", {})
-
-    def keep() -> None:
-        write_json(path, {"losses": losses})
-
-    kept = choose_layers(
-        teacher.spec, teacher.tensors, texts, count, report, losses=losses, keep=keep
-    )
+    kept = choose_layers(teacher.spec, teacher.tensors, texts, count, report)
     write_json(path, {"kept": kept})
     return kept
+
+
+def _shorter(whole: Student, kept: list[int]) -> Student:
+    spec = shortened(whole.spec, kept)
+    names = kept_names(list(build_program(spec).weight_shapes), kept)
+    tensors = {own: whole.tensors[name] for own, name in names}
+    prefix = whole.spec.architecture
+    changed: dict[str, Value] = {f"{prefix}.block_count": len(kept)}
+    if spec.window is not None:
+        slides = bytes(spec.window.slides)
+        changed[f"{prefix}.attention.sliding_window_pattern"] = (
+            struct.pack("<IIQ", _ARRAY, _BOOL, len(slides)) + slides
+        )
+    return Student(whole.metadata | changed, whole.fixed, spec, tensors)
 
 
 def _told(likeness: Likeness, *, is_same: bool) -> str:

@@ -12,9 +12,8 @@ import numpy as np
 
 from twostroke.compress.grids import group_grid
 from twostroke.compress.hf_files import config_of, write_tokenizer
-from twostroke.compress.report import make_report, tell_if_no_finer
+from twostroke.compress.report import make_report
 from twostroke.compress.round import round_to
-from twostroke.compress.unfinished import need
 from twostroke.compress.walk import round_products, watched
 from twostroke.core.errors import ModelFormatError, TwostrokeError
 from twostroke.core.files import write_json, write_text
@@ -54,7 +53,7 @@ def write_folder(
         QualityError: the written model writes garbage.
     """
     config = config_of(source)
-    names = published_names(source)
+    names = _published_names(source)
     write_tokenizer(source, part)
     program = build_program(source.spec)
     products = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
@@ -66,17 +65,11 @@ def write_folder(
     def rounded(_: str, weight: Floats, moments: Moments) -> QuantTensor:
         return round_to(weight, moments, grid, fmt)
 
-    formats = {key: fmt if key in products else FORMATS[dtype] for key in source.tensors}
-    sizes = [formats[key].num_bytes(one.num_values) for key, one in source.tensors.items()]
-    need(part / "model.safetensors", sum(sizes))
-    tell_if_no_finer(source, fmt.bits_per_value, notice)
     tensors = {
-        key: source.tensors[key] if key in products else source.tensors[key].converted(one)
-        for key, one in formats.items()
+        key: QuantTensor.from_floats(tensor.dequantize(), FORMATS[dtype])
+        for key, tensor in source.tensors.items()
     }
-    matrices = round_products(
-        program, tensors, products, calibration.pieces, rounded, source.release
-    )
+    matrices = round_products(program, tensors, products, calibration.pieces, rounded)
     tensors |= watched(matrices, len(products), notice)
     tensors = {key: _reordered(source, key, tensor) for key, tensor in tensors.items()}
     stored: dict[str, QuantTensor | StoredArray] = {}
@@ -87,17 +80,17 @@ def write_folder(
     config["torch_dtype"] = "float16" if dtype == "F16" else "bfloat16"
     write_json(part / "config.json", config)
     _check(part, tensors)
-    report = make_report(source, part, target, calibration.facts, notice)
+    notice("Scoring the written folder on held-out text")
+    report = make_report(source, part, target, calibration.facts)
     write_text(part / REPORT_FILE, report.encode())
     load(str(part))
     return report
 
 
-def published_names(source: LoadedModel) -> dict[str, str]:
-    """Return the Hugging Face names of a model's weights; TwostrokeError if it has stacked ones."""
+def _published_names(source: LoadedModel) -> dict[str, str]:
     family = ARCHITECTURES[source.spec.architecture]
     if family.fused or source.spec.experts is not None:
-        raise TwostrokeError(f"{source.name} has stacked weights, which cannot be written yet.")
+        raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
     return {key: published_name(key, family.layer_names) for key in source.tensors}
 
 

@@ -97,15 +97,6 @@ def fitting(name: str, width: int) -> str:
     return FALLBACKS.get(name, name) if width % FORMATS[name].block_size else name
 
 
-def formats_for(width: int) -> list[str]:
-    """Return the formats that a mix may have for a matrix with rows of `width`."""
-    return [
-        name
-        for name in GRIDS
-        if fitting(name, width) == name and width % FORMATS[name].block_size == 0
-    ]
-
-
 def layer_of(key: str) -> int:
     """Return the number of the layer that a matrix belongs to."""
     return int(key.split(".")[1])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.compress.choose import Calibration, Chooser, rounded_to
 from twostroke.compress.folder import FOLDER_TARGETS, write_folder
 from twostroke.compress.mixes import MIXES, file_type_of, formats_of, is_rounded
-from twostroke.compress.report import FileReport, bits_of, make_report, tell_if_no_finer
+from twostroke.compress.report import FileReport, bits_of, make_report
 from twostroke.compress.tuning import tuned
 from twostroke.compress.unfinished import need, unfinished, unfinished_folder
 from twostroke.core.config import ComputeOptions
@@ -59,38 +59,26 @@ def quantize(
     too.
 
     Raises:
-        UsageError: `out` cannot be; the text is too short, or has parts of the held-out text; no
-            mix reaches the goal.
+        UsageError: the text is too short, or has parts of the held-out text; no mix reaches the
+            goal.
         QualityError: the written file would write garbage.
         TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
     """
-    check_place(wanted, out)
     is_folder = wanted in FOLDER_TARGETS
-    if is_folder and tuning_minutes:
-        raise UsageError("is for GGUF files, not for folders.", field="tuning_minutes")
+    if not is_folder and out.suffix != ".gguf":
+        raise UsageError(f"The file {out.name!r} must end with .gguf.", field="out")
     check_can_run(ComputeOptions(backend="cpu"))  # which scores the file
     source = load(model)
     if any(mapping.path.resolve() == out.resolve() for mapping in source.mappings):
         raise UsageError("must not be the source's file.", field="out")
     calibration = Calibration(source, text, num_tokens, notice)
     if isinstance(wanted, str) and is_folder:
+        if tuning_minutes:
+            raise UsageError("is for GGUF files, not for folders.", field="tune")
         with unfinished_folder(out) as part:
             return write_folder(source, wanted, part, calibration, notice)
     with unfinished(out) as part:
         return _write(source, wanted, part, calibration, notice, tuning_minutes)
-
-
-def check_place(wanted: str | Goal, out: Path) -> None:
-    """Raise UsageError if what is `wanted` cannot be called `out`."""
-    if isinstance(wanted, str) and wanted in FOLDER_TARGETS:
-        if out.suffix == ".gguf":
-            raise UsageError(f"must not end with .gguf: {wanted} is a folder.", field="out")
-        if out.exists():
-            raise UsageError(f"{str(out)!r} is there already.", field="out")
-    elif out.is_dir():
-        raise UsageError(f"is a folder: name a file, such as {out / 'model.gguf'}.", field="out")
-    elif out.suffix != ".gguf":
-        raise UsageError(f"The file {out.name!r} must end with .gguf.", field="out")
 
 
 def _write(
@@ -108,30 +96,29 @@ def _write(
     tensors = dict(source.tensors)
     rounded = {key: name for key, name in formats.items() if is_rounded(key, name)}
     for key in formats.keys() - rounded.keys():
-        tensors[key] = tensors[key].converted(FORMATS[formats[key]])
-    source.release(source.tensors.values())
+        tensors[key] = QuantTensor.from_floats(tensors[key].dequantize(), FORMATS[formats[key]])
     if isinstance(wanted, str):
-        tell_if_no_finer(source, _bits_in(source.tensors, formats), notice)
+        _tell_if_no_finer(source.tensors, formats, notice)
         need(part, _size(source.tensors, formats))
         file_type = mix.file_type
         if rounded:
-            pieces, release = calibration.pieces, source.release
-            tensors |= rounded_to(program, tensors, rounded, pieces, release, notice)
+            tensors |= rounded_to(program, tensors, rounded, calibration.pieces, notice)
     else:
+        chooser = Chooser(program, source, tensors, list(rounded), calibration.pieces, notice)
         other_bytes = _other_bytes(source, tensors, fixed, rounded)
-        chooser = Chooser(source, tensors, list(rounded), calibration, other_bytes, notice)
-        need(part, chooser.file_bytes(wanted))
-        tensors |= chooser.reach(wanted)
+        tensors |= chooser.reach(wanted, other_bytes)
         need(part, sum(tensor.num_bytes for tensor in tensors.values()))
-        tell_if_no_finer(source, bits_of({key: tensors[key] for key in rounded}), notice)
+        chosen = {key: tensors[key].format.name for key in rounded}
+        _tell_if_no_finer(source.tensors, chosen, notice)
         file_type = file_type_of(tensors[key] for key in rounded)
     if tuning_minutes:
         tensors |= tuned(source, tensors, tuning_minutes, notice)
     everything = tensors | fixed
     written: dict[str, Value] = {"general.file_type": file_type}
     write_gguf(part, metadata | written, everything)
+    notice("Scoring the written file on held-out text")
     target = wanted if isinstance(wanted, str) else wanted.describe()
-    report = make_report(source, part, target, calibration.facts, notice)
+    report = make_report(source, part, target, calibration.facts)
     part.unlink()  # it may still be mapped
     write_gguf(part, metadata | written | {REPORT_KEY: report.encode()}, everything)
     load(str(part))
@@ -160,22 +147,27 @@ def stored(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor
     """Return the metadata of a model's GGUF file, and the tensors that stay as they are."""
     held = source.tokenizer_source
     if not isinstance(held, GgufTokenizer) or not isinstance(held.metadata, Metadata):
-        raise TwostrokeError(
-            f"{source.name} is not a GGUF file, and only from one a GGUF file can be written: take "
-            f"--to {' or '.join(FOLDER_TARGETS)}."
-        )
+        raise TwostrokeError(f"{source.name} is not a GGUF file: only these can be quantized yet.")
     # A model in a folder is loaded from the one GGUF file there, or from the first of its parts.
     files = read_gguf_parts(source.mappings[0].path)
     fixed = {key: tensor for key, tensor in files.tensors.items() if key in ROPE_TABLES}
     if files.tensors.keys() - fixed.keys() != source.tensors.keys():
-        raise TwostrokeError(f"{source.name} has stacked weights, which cannot be written yet.")
+        raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
     raw: dict[str, Value] = {
         key: held.metadata.raw(key) for key in held.metadata if not key.startswith(_DROPPED)
     }
     return raw, fixed
 
 
-def _bits_in(tensors: Mapping[str, QuantTensor], formats: Mapping[str, str]) -> float:
-    """Return the bits for each weight of the layers in these formats."""
-    layers = {key: name for key, name in formats.items() if key.startswith("blk.")}
-    return 8 * _size(tensors, layers) / sum(tensors[key].num_values for key in layers)
+def _tell_if_no_finer(
+    tensors: Mapping[str, QuantTensor], formats: Mapping[str, str], notice: Notice
+) -> None:
+    products = {key: tensors[key] for key in formats if key.startswith("blk.")}
+    values = sum(tensor.num_values for tensor in products.values())
+    bits = bits_of(products)
+    wanted = 8 * _size(products, {key: formats[key] for key in products}) / values
+    if bits <= wanted:
+        notice(
+            f"The source already has {bits:.2f} bits for each weight, the result {wanted:.2f}: "
+            "figures against it say nothing about the original model."
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,14 +22,12 @@ from twostroke.measure.single_step import NUM_CYCLES, Shape, SingleStep
 from twostroke.models import build_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from twostroke.program import Program
     from twostroke.quant import QuantTensor
     from twostroke.weights import LoadedModel
-
-    Notice = Callable[[str], None]
 
 _PAGE_SIZE = 16
 _CONTEXT = 64  # tokens before the one whose time is measured
@@ -111,28 +108,25 @@ class FileReport(Frozen):
 
 
 def make_report(
-    source: LoadedModel, path: Path, target: str, calibration: TextFacts | None, notice: Notice
+    source: LoadedModel, path: Path, target: str, calibration: TextFacts | None
 ) -> FileReport:
     """Read the file at `path` back and score it against its source on held-out text.
-
-    The source's memory is released first.
 
     Raises:
         QualityError: it writes garbage.
     """
-    source.release(source.tensors.values())
     written, text = load(str(path)), held_out_text()
-    measured, scoring = _measure(written), _Scoring(source.name, notice)
+    measured = _measure(written)
     pieces = pieces_of(text, [str(source.path)])
     compute = ComputeOptions(backend="cpu")
     right, other = (Subject(str(one), compute, CacheOptions()) for one in (source.path, path))
-    (scored, *_) = compare_subjects(right, [other], pieces, scoring.begin, scoring.show)
+    (scored, *_) = compare_subjects(right, [other], pieces, lambda _: None)
     return FileReport(
         source=source.name,
         source_sha256=_files_sha256(source),
-        source_bits=bits_of(layer_matrices(source.tensors)),
+        source_bits=bits_of(_layers(source.tensors)),
         target=target,
-        bits=bits_of(layer_matrices(written.tensors)),
+        bits=bits_of(_layers(written.tensors)),
         kinds=_kinds(written.tensors),
         num_bytes=sum(tensor.num_bytes for tensor in written.tensors.values()),
         memory_bytes=measured.memory_bytes,
@@ -144,33 +138,6 @@ def make_report(
         machine=measured.machine,
         canary=measured.canary,
     )
-
-
-class _Scoring:
-    """Says how far scoring is."""
-
-    def __init__(self, source: str, notice: Notice) -> None:
-        self._names, self._notice = iter((source, "the written model")), notice
-
-    def begin(self, _: str) -> None:
-        """A model begins to be scored: the source, then what was written."""
-        self._notice(f"Scoring {next(self._names)} on held-out text")
-        self._began_s = time.perf_counter()
-
-    def show(self, done: int, total: int) -> None:
-        """So many of its tokens are scored."""
-        left_s = (time.perf_counter() - self._began_s) * (total / done - 1)
-        self._notice(f"Scored {done:,} of {total:,} tokens, {left_s:.0f} s left")
-
-
-def tell_if_no_finer(source: LoadedModel, bits: float, notice: Notice) -> None:
-    """Say so if `source` has no more than the `bits` of the result for each weight of a layer."""
-    found = bits_of(layer_matrices(source.tensors))
-    if found <= bits:
-        notice(
-            f"The source already has {found:.2f} bits for each weight, the result {bits:.2f}: "
-            "figures against it say nothing about the original model."
-        )
 
 
 def report_of(model: str) -> FileReport:
@@ -202,12 +169,7 @@ def _measure(loaded: LoadedModel) -> _Measured:
     shape = Shape.decode(1, min(_CONTEXT, program.context_length - NUM_CYCLES - 2))
     groups = PageGroups(_PAGE_SIZE, tuple(group.window for group in program.cache_groups))
     backend = CpuBackend(
-        program,
-        loaded.tensors,
-        shape.num_pages(groups),
-        _PAGE_SIZE,
-        resolve_num_threads(None),
-        release=loaded.release,
+        program, loaded.tensors, shape.num_pages(groups), _PAGE_SIZE, resolve_num_threads(None)
     )
     try:
         canary = score_canary(backend, first_load.tokens)
@@ -255,7 +217,7 @@ def _kinds(tensors: Mapping[str, QuantTensor]) -> tuple[Kind, ...]:
     )
 
 
-def layer_matrices(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
+def _layers(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
     """Return the matrices of layers."""
     return {k: t for k, t in tensors.items() if k.startswith("blk.") and len(t.shape) == 2}
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.compress.grids import GRIDS, Rounded
-from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
 from twostroke.quant import FORMATS, QuantTensor
@@ -103,11 +102,7 @@ def round_to(
 def round_groups(
     weight: Floats, moments: Moments, grid: Grid, num_threads: int | None = None
 ) -> Rounded:
-    """Return a matrix (outputs, inputs) as groups, row by row.
-
-    Raises:
-        MemoryLimitError: memory is too small for it.
-    """
+    """Return a matrix (outputs, inputs) as groups, row by row."""
     num_outputs, num_inputs = weight.shape
     num_groups = num_inputs // grid.group
     blocks = moments.damped.reshape(num_groups, grid.group, num_groups, grid.group)
@@ -129,11 +124,7 @@ def round_groups(
     library = load_library(choose_level(None).level)
     shape = _grid_record(grid)
     threads = resolve_num_threads(num_threads)
-    if library.ts_round(ctypes.byref(shape), ctypes.byref(record), threads):
-        raise MemoryLimitError(
-            f"There is too little memory to round a matrix of {num_outputs:,} x {num_inputs:,} "
-            "weights: free some, or lower --tokens."
-        )
+    library.ts_round(ctypes.byref(shape), ctypes.byref(record), threads)
     return Rounded(levels, scales, smallest, tops, bottoms)
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from twostroke.compress.mixes import formats_for, layer_of
+from twostroke.compress.grids import GRIDS
+from twostroke.compress.mixes import fitting, layer_of
 from twostroke.compress.round import round_matrix
 from twostroke.compress.threads import own_threads
 from twostroke.compress.walk import Stream, round_products, watched
@@ -26,6 +27,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.measure.compare import pieces_of
 from twostroke.precision.choice import RightAnswers, choosing_text
 from twostroke.program import ops
+from twostroke.quant import FORMATS
 from twostroke.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from twostroke.compress.round import Moments
     from twostroke.program import Program
     from twostroke.quant import Floats, QuantTensor
-    from twostroke.weights import LoadedModel
 
     Notice = Callable[[str], None]
 
@@ -62,7 +63,7 @@ class Sensitivity(Frozen):
 
 def sensitivity_of(
     program: Program,
-    source: LoadedModel,
+    tensors: Mapping[str, QuantTensor],
     names: Sequence[str],
     pieces: Sequence[Sequence[int]],
     trials: Trials,
@@ -74,7 +75,7 @@ def sensitivity_of(
     that were measured before the command was stopped are not measured again.
     """
     text = hashlib.sha256(repr([list(piece) for piece in pieces]).encode()).hexdigest()
-    identity = f"{weights_identity(source.tensors)[:24]}-{text[:8]}"
+    identity = f"{weights_identity(tensors)[:24]}-{text[:8]}"
     path = env.cache_dir() / "sensitivity" / f"{identity}.json"
     known = _read(path, identity)
     if known is not None and known.kl:
@@ -89,8 +90,7 @@ def sensitivity_of(
         losses[name] = _losses(weight, moments)
         return coded[name]
 
-    matrices = round_products(program, source.tensors, names, pieces, rounded, source.release)
-    for _ in watched(matrices, len(names), notice):
+    for _ in watched(round_products(program, tensors, names, pieces, rounded), len(names), notice):
         pass
     num_kinds = len({name.split(".", 2)[2] for name in names})
     num_trials = min(num_kinds + _NUM_SPLITS, len(names))
@@ -117,10 +117,10 @@ def sensitivity_of(
 class Trials:
     """The right answers to the choosing text, and how far other weights are from them."""
 
-    def __init__(self, program: Program, source: LoadedModel) -> None:
-        """Compute the right answers."""
-        self._program, self._source = program, source
-        self._pieces = pieces_of(choosing_text(), [str(source.path)], _PIECE, _NUM_TOKENS)
+    def __init__(self, program: Program, tensors: Mapping[str, QuantTensor], path: str) -> None:
+        """Compute the right answers of the model at `path`."""
+        self._program, self._tensors = program, tensors
+        self._pieces = pieces_of(choosing_text(), [path], _PIECE, _NUM_TOKENS)
         self._right = RightAnswers(self._logits({}))
 
     def kl(self, changed: Mapping[str, QuantTensor]) -> float:
@@ -128,12 +128,11 @@ class Trials:
         return self._right.divergence(self._logits(changed))
 
     def _logits(self, changed: Mapping[str, QuantTensor]) -> Floats:
-        tensors = {**self._source.tensors, **changed}
+        tensors = {**self._tensors, **changed}
         with own_threads() as pool:
             streams = [Stream(self._program, [piece]) for piece in self._pieces]
             for op in self._program.ops:
                 weights = {w.name: tensors[w.name].dequantize() for w in op.weights}
-                self._source.release(tensors[name] for name in weights)
                 list(pool.map(lambda s, op=op, w=weights: s.run(op, w), streams))
         last = self._program.ops[-1]
         assert isinstance(last, ops.Logits)
@@ -145,10 +144,14 @@ def _losses(weight: Floats, moments: Moments) -> dict[str, float]:
     rows = np.linspace(0, len(weight) - 1, min(_SAMPLED, len(weight))).astype(np.int64)
     sample = weight[rows]
     losses: dict[str, float] = {}
-    for name in formats_for(weight.shape[1]):
-        off = round_matrix(sample, moments, name).dequantize() - sample
-        error = np.einsum("oi,oi->", off @ moments.damped, off)
-        losses[name] = float(error) * len(weight) / len(rows)
+    for name in GRIDS:
+        if (
+            fitting(name, weight.shape[1]) == name
+            and weight.shape[1] % FORMATS[name].block_size == 0
+        ):
+            off = round_matrix(sample, moments, name).dequantize() - sample
+            error = np.einsum("oi,oi->", off @ moments.damped, off)
+            losses[name] = float(error) * len(weight) / len(rows)
     return losses
 
 

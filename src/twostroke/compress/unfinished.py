@@ -6,7 +6,7 @@ import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
+from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.fetch.disk import megabytes, place_file
 
 if TYPE_CHECKING:
@@ -56,13 +56,11 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _told(out: Path) -> Iterator[None]:
-    """Say of each failure that `out` was not written, and what to do about memory."""
+    """Say of each failure that `out` was not written."""
     try:
         yield
     except OSError as error:
         raise TwostrokeError(f"{str(out)!r} cannot be written: {error.strerror}.") from None
-    except MemoryError:
-        raise MemoryLimitError("Memory ran out: lower --tokens, or take a smaller model.") from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted. {str(out)!r} was not written.") from None
 

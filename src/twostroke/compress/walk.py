@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.backends.reference.operations import StepState, apply
+from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span
 from twostroke.compress.round import moments_of, squares_of
 from twostroke.compress.threads import own_threads
@@ -21,7 +21,6 @@ from twostroke.program import ops
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from twostroke.backends.spans import Numbers
     from twostroke.compress.round import Moments
     from twostroke.program import Op, Program
     from twostroke.quant import Floats, QuantTensor
@@ -38,13 +37,11 @@ def round_products(
     names: Collection[str],
     pieces: Sequence[Sequence[int]],
     rounded: Rounder,
-    release: Callable[[Iterable[QuantTensor]], None],
 ) -> Iterator[tuple[str, QuantTensor]]:
     """Yield the rounded weight of each Linear in `names`, in the order of the Program.
 
-    Other weights are used as `tensors` has them; `release` gets those that were used. The inputs
-    of one operation for all of `pieces` are in memory at a time. The result does not depend on the
-    number of threads.
+    Other weights are used as `tensors` has them. The inputs of one operation for all of `pieces`
+    are in memory at a time. The result does not depend on the number of threads.
     """
     known: tuple[str, Moments] | None = None  # a value, and its moments
     with own_threads() as pool:
@@ -53,7 +50,6 @@ def round_products(
             if isinstance(op, ops.Logits):
                 return
             weights = {weight.name: tensors[weight.name].dequantize() for weight in op.weights}
-            release(tensors[name] for name in weights)
             if isinstance(op, ops.Linear) and op.weight in names:
                 if known is None or known[0] != op.x:
                     squares = pool.map(squares_of, [stream.values[op.x] for stream in streams])
@@ -80,15 +76,16 @@ class Stream:
     """Pieces on their way through the model, each a sequence with one page of its own."""
 
     def __init__(self, program: Program, pieces: Sequence[Sequence[int]]) -> None:
-        no_pages = np.zeros((0, 0), np.int64)
+        num_groups, length = len(program.cache_groups), max(map(len, pieces))
+        pages = np.arange(num_groups * len(pieces)).reshape(num_groups, -1)
         ends = np.cumsum([len(piece) for piece in pieces])
         self._spans = tuple(
-            Span(slice(int(end) - len(piece), int(end)), 0, no_pages)
-            for piece, end in zip(pieces, ends, strict=True)
+            Span(slice(int(end) - len(piece), int(end)), 0, pages[:, i : i + 1])
+            for i, (piece, end) in enumerate(zip(pieces, ends, strict=True))
         )
         self._tokens = np.concatenate([np.array(piece, np.int64) for piece in pieces])
         self._positions = np.concatenate([np.arange(len(piece)) for piece in pieces])
-        self._cache = _NewestLayer()
+        self._cache = PagedCache(program, pages.size, length)
         self._last_use = {name: op for op in program.ops for name in op.inputs}
         self.values: dict[str, Floats] = {}
 
@@ -100,24 +97,3 @@ class Stream:
         for name in op.inputs:
             if self._last_use[name] is op:
                 self.values.pop(name, None)
-
-
-class _NewestLayer:
-    """Keys and values of each sequence in the layer that runs; those of the one before are gone."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[int, Floats, Floats]] = {}  # by a sequence's first row
-
-    def store(self, span: Span, layer: int, at: Numbers, k: Floats, v: Floats) -> None:
-        """Keep what a layer computed for a whole sequence."""
-        assert len(at) == span.end, "sequences are whole"
-        self._held[span.rows.start] = layer, k, v
-
-    def load(
-        self, span: Span, op: ops.Attention | ops.AttentionPieces, at: Numbers
-    ) -> tuple[Floats, Floats]:
-        """Return keys and values at some positions, (positions, kv_heads, head_dim)."""
-        layer, k, v = self._held[span.rows.start]
-        assert layer == op.layer, "no layer reads another one's keys"
-        shape = len(at), op.num_kv_heads, op.head_dim
-        return k[at].reshape(shape), v[at].reshape(shape)

@@ -9,6 +9,7 @@ from msgspec import field
 
 from twostroke.core.errors import Field, UsageError, nearest
 from twostroke.core.frozen import Frozen
+from twostroke.core.handover_options import HandoverOptions
 from twostroke.core.precision import ActivationBits
 
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
@@ -315,12 +316,16 @@ class EngineOptions(Frozen):
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     accept_quality: bool = False
+    handover: HandoverOptions = field(default_factory=HandoverOptions)
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
         backend = self.compute.backend
         if self.cache.kv_format != "auto" and backend not in {"auto", "cpu"}:
             raise UsageError("needs the backend cpu.", field="kv_format")
+        if self.handover.role != "mixed" and not self.cache.prefix_cache:
+            reason = "needs the prefix cache: leave {other} on."
+            raise UsageError(reason, field="role", other=Field("prefix_cache"))
         if self.parallel.reduce == "sum" and backend != "torch":
             raise UsageError("can be sum only on the backend torch.", field="reduce")
         if self.parallel.kv_shares == "places":

@@ -71,6 +71,18 @@ def rank_secret() -> bytes:
     return (secret or "").encode()
 
 
+def peer_secret() -> bytes:
+    """Return what decode and prefill engines must know, from `TWOSTROKE_PEER_SECRET`.
+
+    Raises:
+        UsageError: it is set and empty.
+    """
+    secret = os.environ.get("TWOSTROKE_PEER_SECRET")
+    if secret is not None and not secret.strip():
+        raise UsageError("TWOSTROKE_PEER_SECRET is empty: set it to a secret, or unset it.")
+    return (secret or "").encode()
+
+
 def link() -> str | None:
     """Return the kind of link between hosts forced by `TWOSTROKE_LINK`, or None for the fastest."""
     return os.environ.get("TWOSTROKE_LINK") or None

@@ -27,6 +27,7 @@ from twostroke.engine.compute import (
 )
 from twostroke.engine.division import mesh_for
 from twostroke.engine.guessers import Draft, Heads
+from twostroke.engine.kinds import page_kind
 from twostroke.engine.limits import Limits
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.engine.loop import EngineLoop
@@ -41,7 +42,7 @@ from twostroke.weights import GgufTokenizer, LoadedModel, release_tensors, weigh
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from twostroke.backends import BackendFacts
+    from twostroke.backends import Backend, BackendFacts
     from twostroke.core.config import (
         BatchOptions,
         CacheOptions,
@@ -129,8 +130,7 @@ def build(
             if_it_fails.enter_context(ranks)
         size = ranks.size() if ranks else _size(program, mesh, options, num_weight_bytes)
         card = _card(loaded, program, size)
-        if accept is not None:
-            accept(card)
+        (accept or (lambda _: None))(card)
         draft = Draft.wanted(speculation, model, card)
         heads = Heads.wanted(speculation, loaded)
         first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
@@ -138,8 +138,8 @@ def build(
         del loaded  # so that the tokenizer's tables are freed before the weights take their memory
         give_back_memory()
         limits = _limits(compute, num_weight_bytes)
-        make = partial(make_backend, compute=compute, embeds=True, mesh=mesh)
-        backend = (ranks.backend if ranks else make)(
+        alone = partial(make_backend, compute=compute, embeds=True, mesh=mesh)
+        backend = (ranks.backend if ranks else alone)(
             tensors,
             program,
             size=size,
@@ -161,13 +161,14 @@ def build(
         if drafter is not None:
             if_it_fails.callback(drafter.close)
             helpers.append(drafter)
-        cost, rows_together = card.cost.per_step(), backend.facts.rows_together
-        speculator = build_speculator(speculation, cost, limits, rows_together, helpers, watchers)
+        cost, together = card.cost.per_step(), backend.facts.rows_together
+        speculator = build_speculator(speculation, cost, limits, together, helpers, watchers)
         with ranks.own_cores() if ranks else nullcontext():  # the loop's thread computes, too
             client = Client(card, EngineLoop(backend, scheduler, speculator, cost))
+        _begin_handover(client, options, size, backend)
         if_it_fails.pop_all()
-    draft_name = draft.loaded.name if draft and drafter else None
-    return Engine(client, backend.facts, size.context_length, limits, draft_name, mesh)
+    name = draft.loaded.name if draft and drafter else None
+    return Engine(client, backend.facts, size.context_length, limits, name, mesh)
 
 
 def build_speculator(
@@ -204,6 +205,20 @@ def _other_ranks(
     from twostroke.engine.ranks import RankGroup  # one process needs nothing of it
 
     return RankGroup(model, loaded, program, mesh, options)
+
+
+def _begin_handover(
+    client: Client, options: EngineOptions, size: CacheSize, backend: Backend
+) -> None:
+    if options.handover.role == "mixed":
+        return
+    from twostroke.engine.handover.begin import begin  # most engines need nothing of it
+
+    try:
+        begin(options.handover, client, backend, page_kind(client.card, options, size, backend))
+    except BaseException:
+        client.loop.close()
+        raise
 
 
 def _size(program: Program, mesh: Mesh, options: EngineOptions, num_weight_bytes: int) -> CacheSize:

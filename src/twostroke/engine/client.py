@@ -19,12 +19,13 @@ from twostroke.engine.embedding import Embedder, choose_pooling, in_order
 from twostroke.engine.generation import AsyncGeneration, Generation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.chat.conversation import Chat
     from twostroke.core.embedding import EmbeddingParams, Pooling
     from twostroke.engine.embedding import Embedding
     from twostroke.engine.generation import Outputs
+    from twostroke.engine.handover_view import HandoverView
     from twostroke.engine.loop import EngineLoop
     from twostroke.program.cost import CostModel
     from twostroke.sample.grammar import GrammarMatcher, Grammars
@@ -100,6 +101,7 @@ class Client:
         """Submit to `loop`, which runs the model of `card`."""
         self.card = card
         self.loop = loop
+        self.view_handover: Callable[[], HandoverView] | None = None
 
     @cached_property
     def grammars(self) -> Grammars:

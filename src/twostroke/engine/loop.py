@@ -221,6 +221,7 @@ class EngineLoop:
         if not listener.request.is_finished:
             self._scheduler.finish(listener.request, reason)
         self._ended.append(listener.request)
+        self.pages.ended(listener.request)
 
     def _run(self) -> None:
         try:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.memory import PageMemory
     from twostroke.cache.tiers import PageKey
+    from twostroke.core.request import Request
     from twostroke.schedule import Scheduler
     from twostroke.schedule.ticket import Ticket
     from twostroke.schedule.transfers import Lease, Transfer
@@ -28,7 +29,9 @@ class Pages:
     Attributes:
         memory: None if pages cannot be moved; then nothing else may be called.
         on_submit: called under the loop's lock, so they must be quick.
+        on_end: called under the lock with each request that ends.
         on_close: called before the pages are gone, to end all transfers.
+        lock: the loop's. Who holds it sees no step begin or end.
     """
 
     def __init__(
@@ -37,8 +40,10 @@ class Pages:
         """Use the loop's lock, `changed`; its loop is woken when a request may start."""
         self.memory = memory
         self.on_submit: list[Callable[[Ticket], None]] = []
+        self.on_end: list[Callable[[Request], None]] = []
         self.on_close: list[Callable[[], None]] = []
-        self._changed, self._transfers = changed, scheduler.prefixes.transfers
+        self.lock = self._changed = changed
+        self._scheduler, self._transfers = scheduler, scheduler.prefixes.transfers
 
     @property
     def most_held(self) -> int:
@@ -49,6 +54,16 @@ class Pages:
         """Tell those who may bring pages of a request that was queued."""
         for look in self.on_submit:
             look(ticket)
+
+    def ended(self, request: Request) -> None:
+        """Tell those who may still bring pages of a request that it has ended."""
+        for look in self.on_end:
+            look(request)
+
+    def backlog(self) -> tuple[int, int]:
+        """See `Scheduler.backlog`."""
+        with self._changed:
+            return self._scheduler.backlog()
 
     def close(self) -> None:
         """End all transfers and leases."""

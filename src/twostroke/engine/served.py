@@ -11,6 +11,7 @@ from twostroke.backends import BackendFacts, RankState
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_used
 from twostroke.engine.counters import Snapshot
+from twostroke.engine.handover_view import HandoverView
 from twostroke.engine.health import Health, Progress
 from twostroke.engine.seconds import Span
 from twostroke.engine.view import View
@@ -39,7 +40,7 @@ class EngineFacts(Frozen):
 class Reading(Frozen):
     """An engine at one moment: counts, running requests, pages, ranks, and the spans asked for.
 
-    `memory_bytes` is what the engine's process uses.
+    `memory_bytes` is what the engine's process uses. `handover` is None in the role "mixed".
     """
 
     snapshot: Snapshot
@@ -47,6 +48,7 @@ class Reading(Frozen):
     ranks: tuple[RankState, ...]
     spans: tuple[Span[Snapshot], ...]
     memory_bytes: int
+    handover: HandoverView | None = None
 
 
 class ServedOutputs(Protocol):
@@ -205,4 +207,6 @@ def take_reading(client: Client, spans: Sequence[tuple[int, int]]) -> Reading:
     """Return counts and spans of an engine in this process, as of now."""
     loop = client.loop
     found = tuple(loop.span(seconds, ago_s) for seconds, ago_s in spans)
-    return Reading(loop.snapshot(), loop.view(), tuple(loop.ranks()), found, memory_used())
+    handover = client.view_handover() if client.view_handover else None
+    ranks, used = tuple(loop.ranks()), memory_used()
+    return Reading(loop.snapshot(), loop.view(), ranks, found, used, handover)

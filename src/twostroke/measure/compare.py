@@ -24,7 +24,7 @@ from twostroke.measure.divergence import compare
 from twostroke.models import build_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float32]
     Notice = Callable[[str], None]
-    Watch = Callable[[int, int], None]  # tokens that were read, and tokens in all
 
 # How near a reader must be to the reference.
 MAX_MEAN_KL: Final = 1e-3  # nats
@@ -110,17 +109,13 @@ def pieces_of(
 
 
 def compare_subjects(
-    right: Subject,
-    others: Sequence[Subject],
-    pieces: Sequence[list[int]],
-    notice: Notice,
-    watch: Watch = lambda done, total: None,  # noqa: ARG005
+    right: Subject, others: Sequence[Subject], pieces: Sequence[list[int]], notice: Notice
 ) -> Iterator[Report]:
     """Yield a report for each of the others, and two for a reader with two kinds of rows.
 
     One model at a time is in memory; the logits of the right one are in a temporary file.
-    `notice(name)` is called before each is read, `watch` while it is read. Subjects that cannot
-    run here are refused before the first is read.
+    `notice(name)` is called before each is read. Subjects that cannot run here are refused before
+    the first is read.
 
     Raises:
         TwostrokeError: the disk is too small, or logits are not finite.
@@ -128,61 +123,40 @@ def compare_subjects(
     for subject in (right, *others):
         check_can_run(subject.compute)
     with tempfile.TemporaryFile() as file:
-        answers = _read_right(right, pieces, file, notice, watch)
+        answers = _read_right(right, pieces, file, notice)
         for other in others:
-            yield from _read_other(other, answers, pieces, notice, watch)
+            yield from _read_other(other, answers, pieces, notice)
 
 
 class _Answers(Frozen):
-    """The right logits, in a file with a place and shape for each piece; hidden states of one."""
+    """The right logits of each piece, and the hidden states of the first."""
 
-    file: Any
-    places: list[tuple[int, tuple[int, ...]]]
+    logits: list[Array]
     hidden: list[Array]
-
-    def logits(self) -> Iterator[Array]:
-        """Yield the logits of each piece; those of one are in memory at a time."""
-        for offset, shape in self.places:
-            yield np.memmap(self.file, np.float32, "r", offset, shape)
 
 
 def _read_right(
-    subject: Subject, pieces: Sequence[list[int]], file: Any, notice: Notice, watch: Watch
+    subject: Subject, pieces: Sequence[list[int]], file: Any, notice: Notice
 ) -> _Answers:
     program, backend = _open(subject, max(map(len, pieces)))
     notice(backend.facts.name)
-    total = sum(map(len, pieces))
     try:
-        places = [
-            _stored(_finite(backend.score(piece), subject), file, total)
-            for piece in _watched(pieces, watch)
-        ]
-        return _Answers(file, places, _hidden(backend, program, pieces[0], generated=False))
+        logits: list[Array] = []
+        for piece in pieces:
+            scored = _finite(backend.score(piece), subject)
+            offset = file.seek(0, 2)
+            try:
+                scored.tofile(file)
+            except OSError:
+                needed = sum(map(len, pieces)) * scored.shape[1] * 4 / 1e6
+                raise TwostrokeError(
+                    f"The disk is full: the right answers need {needed:,.0f} MB in "
+                    f"{tempfile.gettempdir()!r}. Set TMPDIR to another folder, or lower --tokens."
+                ) from None
+            logits.append(np.memmap(file, np.float32, "r", offset, scored.shape))
+        return _Answers(logits, _hidden(backend, program, pieces[0], generated=False))
     finally:
         backend.close()
-
-
-def _watched(pieces: Sequence[list[int]], watch: Watch) -> Iterator[list[int]]:
-    """Yield each piece, and say how much was read after it."""
-    done, total = 0, sum(map(len, pieces))
-    for piece in pieces:
-        yield piece
-        done += len(piece)
-        watch(done, total)
-
-
-def _stored(scored: Array, file: Any, num_tokens: int) -> tuple[int, tuple[int, ...]]:
-    """Write logits to the end of a file, which will hold those of `num_tokens`; return where."""
-    offset = file.seek(0, 2)
-    try:
-        scored.tofile(file)
-    except OSError:
-        needed = num_tokens * scored.shape[1] * 4 / 1e6
-        raise TwostrokeError(
-            f"The disk is full: the right answers need {needed:,.0f} MB in "
-            f"{tempfile.gettempdir()!r}. Set TMPDIR to another folder, or lower --tokens."
-        ) from None
-    return offset, scored.shape
 
 
 def _finite(logits: Array, subject: Subject) -> Array:
@@ -195,7 +169,7 @@ def _finite(logits: Array, subject: Subject) -> Array:
 
 
 def _read_other(
-    subject: Subject, right: _Answers, pieces: Sequence[list[int]], notice: Notice, watch: Watch
+    subject: Subject, right: _Answers, pieces: Sequence[list[int]], notice: Notice
 ) -> Iterator[Report]:
     program, backend = _open(subject, max(map(len, pieces)))
     try:
@@ -205,8 +179,7 @@ def _read_other(
             kinds = {f"{name}, prompt rows": False, f"{name}, generated rows": True}
         for line, generated in kinds.items():
             notice(line)
-            read = _watched(pieces, watch)
-            comparison, seconds = _compared(backend, subject, right, read, generated=generated)
+            comparison, seconds = _compared(backend, subject, right, pieces, generated=generated)
             drift = _drift(right.hidden, _hidden(backend, program, pieces[0], generated=generated))
             yield Report(line, comparison, drift, sum(map(len, pieces)) / seconds)
     finally:
@@ -217,7 +190,7 @@ def _compared(
     backend: Backend,
     subject: Subject,
     right: _Answers,
-    pieces: Iterable[list[int]],
+    pieces: Sequence[list[int]],
     *,
     generated: bool,
 ) -> tuple[Comparison, float]:
@@ -231,7 +204,7 @@ def _compared(
         seconds += time.perf_counter() - began
         return _finite(logits, subject)
 
-    both = zip(right.logits(), pieces, strict=True)
+    both = zip(right.logits, pieces, strict=True)
     comparison = compare((answer, scored(piece), piece) for answer, piece in both)
     return comparison, seconds
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
-import os
 import select
 import socket
 import struct
@@ -17,6 +15,7 @@ from typing import Final
 
 from twostroke.core.errors import BackendError, PortInUseError
 from twostroke.core.frozen import Frozen
+from twostroke.parallel.greeting import admit, introduce
 
 _logger = logging.getLogger("twostroke.ranks")
 
@@ -27,8 +26,7 @@ _SPIN_S: Final = 0.0008  # about the time between the steps of a small model
 _PATIENCE_S: Final = 2.0  # with a peer that has not proved itself
 _PAUSE_S: Final = 0.05  # after a connection that could not be accepted
 _MOST_STRANGERS: Final = 32  # that are reported
-_NONCE: Final = 32
-_MAC: Final = 32
+_SIDES: Final = (b"rank", b"zero")
 
 
 class Kind(IntEnum):
@@ -259,13 +257,7 @@ class Listener:
     def _greet(self, sock: socket.socket, host: str) -> None:
         try:
             sock.settimeout(_PATIENCE_S)
-            nonce = os.urandom(_NONCE)
-            sock.sendall(nonce)
-            answer = _receive_exactly(sock, _NONCE + _MAC)
-            theirs, mac = answer[:_NONCE], answer[_NONCE:]
-            if not hmac.compare_digest(mac, _mac(self._secret, b"rank", nonce, theirs)):
-                raise PermissionError
-            sock.sendall(_mac(self._secret, b"zero", theirs, nonce))
+            admit(sock, self._secret, _SIDES)
             channel = Channel(sock)
         except OSError as error:
             sock.close()
@@ -308,12 +300,7 @@ def connect(
                 raise ChannelClosedError(reason) from None
             time.sleep(0.1)
     try:
-        theirs, nonce = _receive_exactly(sock, _NONCE), os.urandom(_NONCE)
-        sock.sendall(nonce + _mac(secret, b"rank", theirs, nonce))
-        if not hmac.compare_digest(
-            _receive_exactly(sock, _MAC), _mac(secret, b"zero", nonce, theirs)
-        ):
-            raise ConnectionError
+        introduce(sock, secret, _SIDES)
     except OSError:
         sock.close()
         reason = (
@@ -322,17 +309,3 @@ def connect(
         )
         raise ChannelClosedError(reason) from None
     return Channel(sock)
-
-
-def _mac(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
-    return hmac.digest(secret, side + b"".join(nonces), "sha256")
-
-
-def _receive_exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = sock.recv(count - len(data))
-        if not part:
-            raise ConnectionError
-        data += part
-    return data

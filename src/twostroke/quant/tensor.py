@@ -10,11 +10,9 @@ import numpy as np
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from twostroke.quant.format import Bytes, Floats, Format
 
-_CHUNK_VALUES = 1 << 18  # coded or decoded at once: intermediate arrays stay within the cache
+_CHUNK_VALUES = 1 << 18  # decoded at once: intermediate arrays stay within the cache
 
 
 class QuantTensor(Frozen, eq=False):
@@ -40,22 +38,8 @@ class QuantTensor(Frozen, eq=False):
     @classmethod
     def from_floats(cls, values: Floats, fmt: Format) -> QuantTensor:
         """Quantize `values` (any shape whose last dimension fills whole blocks)."""
-        rows = values.reshape(prod(values.shape[:-1]), values.shape[-1])
-        return cls._coded(fmt, values.shape, lambda some: rows[some])
-
-    def converted(self, fmt: Format) -> QuantTensor:
-        """Return the values in another format."""
-        return self._coded(fmt, self.shape, self.dequantize)
-
-    @classmethod
-    def _coded(
-        cls, fmt: Format, shape: tuple[int, ...], values: Callable[[slice], Floats]
-    ) -> QuantTensor:
-        """Quantize `values(rows)`, some rows at a time."""
-        data = np.empty((prod(shape[:-1]), fmt.num_bytes(shape[-1])), np.uint8)
-        for rows in _chunks(len(data), shape[-1]):
-            data[rows] = fmt.quantize(values(rows))
-        return cls(fmt, shape, data)
+        data = fmt.quantize(values).reshape(prod(values.shape[:-1]), -1)
+        return cls(fmt, values.shape, data)
 
     @property
     def num_rows(self) -> int:
@@ -89,12 +73,7 @@ class QuantTensor(Frozen, eq=False):
         """Return the values as float32: all in `shape`, or the chosen rows as (rows, inputs)."""
         chosen = self.data if rows is None else self.data[rows]
         out = np.empty((chosen.shape[0], self.shape[-1]), dtype=np.float32)
-        for some in _chunks(len(chosen), self.shape[-1]):
-            out[some] = self.format.dequantize(chosen[some])
+        step = max(1, _CHUNK_VALUES // self.shape[-1])
+        for start in range(0, chosen.shape[0], step):
+            out[start : start + step] = self.format.dequantize(chosen[start : start + step])
         return out.reshape(self.shape) if rows is None else out
-
-
-def _chunks(num_rows: int, width: int) -> Iterator[slice]:
-    step = max(1, _CHUNK_VALUES // width)
-    for start in range(0, num_rows, step):
-        yield slice(start, start + step)

@@ -51,8 +51,7 @@ class Prefixes:
         request = ticket.request
         hit = self._index.match(ticket.chain, request.tokens, request.num_prompt)
         num_useful = self._index.num_reusable(len(request.tokens) - 1, request.num_prompt)
-        num_found = hit.num_places
-        ticket.awaited = ticket.chain.keys[num_found] if num_found < num_useful else None
+        ticket.awaited = self._awaited(ticket.chain.keys[:num_useful], hit)
         return None if self._is_claimed(ticket, ticket.awaited) else hit
 
     def wait_s(self, waiting: WaitingLine) -> float | None:
@@ -122,6 +121,21 @@ class Prefixes:
         """Drop the claims of a request that stops running."""
         if ticket.chain is not None:
             self._drop_claims(ticket.chain.keys[ticket.num_published :], ticket)
+
+    def _awaited(self, keys: Sequence[bytes], hit: PrefixHit) -> bytes | None:
+        """Return the key of the next missing page, or of a later one that a transfer brings.
+
+        A transfer does not bring pages that a window hides; without those after them, the request
+        could start after none of them.
+        """
+        missing = keys[hit.num_places :]
+        if self._pool.groups.has_windows:
+            sees_all = None in self._pool.groups.windows
+            last = hit.num_known + 1 if sees_all else len(keys)
+            for key in keys[hit.num_places : last]:
+                if isinstance(self._claims.get(key), Transfer):
+                    return key
+        return missing[0] if missing else None
 
     def _is_claimed(self, ticket: Ticket, key: bytes | None) -> bool:
         owner = self._claims.get(key) if key is not None else None

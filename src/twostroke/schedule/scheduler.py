@@ -143,10 +143,9 @@ class Scheduler:
         return True
 
     def rewrite(self, request: Request, num_kept: int, tokens: Sequence[int]) -> None:
-        """Replace a request's tokens after the first `num_kept`, between steps.
+        """Replace a request's tokens after the first `num_kept`, which stay computed.
 
-        The kept tokens stay computed. This is for the sequences of a model that guesses: wrong
-        guesses are replaced, and nothing happens while no token is pending.
+        This is for models that guess; nothing happens while no token is pending.
         """
         ticket = self._tickets[request.id]
         if not ticket.is_running:
@@ -155,12 +154,11 @@ class Scheduler:
         request.num_computed = request.num_planned = min(request.num_computed, num_kept)
 
     def plan(self, budget: int | None = None) -> StepPlan | None:
-        """Decide the next step, or None if there is nothing to compute now.
+        """Decide the next step, or None; allocate the pages that it writes to.
 
-        First come the running requests with one pending token, then, by rank, those with more
-        and waiting ones. Allocates the pages that the step writes to. `budget` is the most tokens
-        it computes, if less than usual; each request with one pending token is always served, or
-        takes turns if steps may be in flight.
+        First come the running requests with one pending token, which are always served (or take
+        turns, if steps may be in flight), then, by rank, those with more and waiting ones. `budget`
+        is the most tokens it computes, if less than usual.
         """
         assert len(self._flights) <= self.config.steps_ahead, "steps in flight come first"
         if self._must_land and self._flights:
@@ -248,10 +246,7 @@ class Scheduler:
         self._release_ended()
 
     def preempt_all(self) -> None:
-        """Take back all steps and all pages, because their content is lost.
-
-        Requests wait in their order to be computed again, and the prefix cache is empty.
-        """
+        """Take back all steps and pages, whose content is lost; requests are computed again."""
         while self._flights:
             self.recall()
         while self._running:
@@ -273,6 +268,12 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_recoveries=self._num_recoveries,
         )
+
+    def backlog(self) -> tuple[int, int]:
+        """Return how many tokens of prompts are not computed, and how many requests decode."""
+        counts = [ticket.request.num_pending for ticket in self._running]
+        num_waiting = self._waiting.num_tokens
+        return num_waiting + sum(n for n in counts if n > 1), sum(n <= 1 for n in counts)
 
     def view(self) -> SchedulerView:
         """Return a copy of the running requests and of the state of all pages."""

@@ -49,18 +49,12 @@ def choose_layers(
     sequences: Sequence[Sequence[int]],
     count: int,
     report: Callable[[str], None],
-    *,
-    losses: dict[str, float],
-    keep: Callable[[], None],
 ) -> list[int]:
     """Return the `count` layers to keep.
 
     In each of some rounds every layer is left out on its own, and those are dropped without which
     the distributions for `sequences` change least (KL divergence). Later layers make up for some
     of what earlier ones did, hence the rounds.
-
-    `losses` gets what is measured, by the layers that are left out, and `keep()` is called; what it
-    has already is not measured again.
     """
     whole = TorchModel(build_program(spec), tensors)
     kept = list(range(spec.num_layers))
@@ -71,19 +65,15 @@ def choose_layers(
             if not num_dropped:
                 continue
             before = _Cut(whole, spec, sequences, kept).states()
-            found = {}
+            losses = {}
             for at, layer in enumerate(kept):
                 if at % _REPORT_EVERY == 0:
                     report(f"layers: left out {at} of {len(kept)}, each on its own")
                 rest = [other for other in kept if other != layer]
-                name = " ".join(str(other) for other in range(spec.num_layers) if other not in rest)
-                if name not in losses:
-                    cut = _Cut(whole, spec, sequences, rest).log_probabilities(at, before[at])
-                    loss = functional.kl_div(cut, right, reduction="batchmean", log_target=True)
-                    losses[name] = float(loss)
-                    keep()
-                found[layer] = losses[name]
-            dropped = sorted(found, key=found.__getitem__)[:num_dropped]
+                found = _Cut(whole, spec, sequences, rest).log_probabilities(at, before[at])
+                loss = functional.kl_div(found, right, reduction="batchmean", log_target=True)
+                losses[layer] = float(loss)
+            dropped = sorted(losses, key=losses.__getitem__)[:num_dropped]
             kept = [layer for layer in kept if layer not in dropped]
             names = ", ".join(map(str, sorted(dropped)))
             report(f"layers: {len(kept)} of {spec.num_layers} remain, without {names}")

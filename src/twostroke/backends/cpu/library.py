@@ -20,7 +20,7 @@ from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 
-INTERFACE_VERSION = 23  # as in native/c_interface.cpp
+INTERFACE_VERSION = 22  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
@@ -61,7 +61,7 @@ _SIGNATURES = {
         c_int32,
         (POINTER(LinkRecord), c_int64, c_int64, c_int64, POINTER(c_double), POINTER(c_double)),
     ),
-    "ts_round": (c_int32, (c_void_p, c_void_p, c_int32)),
+    "ts_round": (None, (c_void_p, c_void_p, c_int32)),
     "ts_measure_bandwidth": (c_double, (c_void_p, c_int64)),
     "ts_measure_peak": (c_double, (c_void_p,)),
     "ts_peak_kind": (c_char_p, ()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class StepState(Frozen):
     spans: tuple[Span, ...]
     sampled: NDArray[np.int64]
     weights: Mapping[str, Array]
-    cache: KeyValues
+    cache: PagedCache
     external: Array | None = None
 
 
@@ -206,18 +206,6 @@ def _softmax(scores: Array) -> Array:
 def _soft_cap(x: Array, cap: float) -> Array:
     capped: Array = np.float32(cap) * np.tanh(x / np.float32(cap))
     return capped
-
-
-class KeyValues(Protocol):
-    """Where a step's keys and values are kept; see `PagedCache`."""
-
-    def store(self, span: Span, layer: int, at: NDArray[np.int64], k: Array, v: Array) -> None:
-        """Write keys and values, (positions, width), of a span's positions `at`."""
-
-    def load(
-        self, span: Span, op: ops.Attention | ops.AttentionPieces, at: NDArray[np.int64]
-    ) -> tuple[Array, Array]:
-        """Return keys and values of a span's positions `at`, (positions, kv_heads, head_dim)."""
 
 
 class PagedCache:

@@ -1,0 +1,396 @@
+"""A prefill engine as a decode engine sees it: the connection, and the transfers over it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from twostroke.engine.handover import messages
+from twostroke.engine.handover.choice import There
+from twostroke.engine.handover.connection import PeerLostError, RefusedError, connect, meet
+from twostroke.engine.handover.ongoing import (
+    CANCELLED,
+    DONE,
+    FAULT,
+    LATE,
+    LOST,
+    NO_ROOM,
+    PARTIAL,
+    Fetching,
+    Ongoing,
+)
+from twostroke.engine.handover.shared import SharedPages
+from twostroke.engine.handover_view import PeerView
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.backends.memory import PageMemory
+    from twostroke.cache.tiers import PageKey
+    from twostroke.core.request import Request
+    from twostroke.engine.handover.connection import Connection
+    from twostroke.engine.loop import EngineLoop
+    from twostroke.schedule.transfers import Transfer
+
+_logger = logging.getLogger("twostroke.handover")
+
+# A transfer is given up after so long without progress, and three times what it should take.
+PATIENCE_S = 2.0
+_TICK_S: Final = 0.05
+_SILENCE_S: Final = 3.0  # of a prefill engine, which reports its load twice a second
+_RETRY_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0)  # between attempts to connect
+_RATE: Final = 1e9  # bytes/s, until it was measured
+_OVERHEAD_S: Final = 0.005
+_NEW: Final = 0.2  # share of a new measurement
+
+
+class Peer:
+    """One prefill engine. The loop's lock guards its state; one thread reads, one writes."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        kind: messages.Kind,
+        loop: EngineLoop,
+    ) -> None:
+        """Connect, again and again until it is closed."""
+        self.open: dict[int, Ongoing] = {}
+        self._unused: list[Ongoing] = []  # have ended, and hold pages until their requests start
+        self.outcomes: Counter[str] = Counter()
+        self.num_bytes, self.seconds = 0, 0.0
+        self._address, self._secret, self._kind = address, secret, kind
+        self._pages = loop.pages
+        self._connection: Connection | None = None
+        self._shared: SharedPages | None = None
+        self._num_pages = 0
+        self._state = "down"
+        self._load = messages.Load(0.0, 0.0)
+        self._heard_s = 0.0
+        self._rate = 0.0
+        self._ids, self._numbers = itertools.count(1), itertools.count(1)
+        self._fetches: dict[int, Fetching] = {}
+        self._to_send: queue.SimpleQueue[messages.Question] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=run, name="twostroke-fetch", daemon=True)
+            for run in (self._read, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether prompts can be sent there."""
+        return self._state == "up"
+
+    def close(self) -> None:
+        """End all transfers and the connection."""
+        self._closing.set()
+        self._cut()
+        for thread in self._threads:
+            thread.join()
+        with self._pages.lock:
+            for one in self._unused:
+                self._pages.end(one.transfer)
+
+    def view(self) -> PeerView:
+        """Return its state."""
+        load, (host, port) = self._load, self._address
+        link = "shared memory" if self._shared is not None else "socket"
+        rates = load.queue_flops, load.flops_per_s, self._rate
+        return PeerView(f"{host}:{port}", self._state, link, len(self.open), *rates)
+
+    # The loop's lock is held while these are called.
+
+    def outlook(self) -> There:
+        """Return how busy it is, with what it does not know of yet."""
+        unknown = sum(one.flops for one in self.open.values() if one.id > self._load.last_id)
+        queue_flops = self._load.queue_flops + unknown
+        return There(queue_flops, self._load.flops_per_s, self._rate or _RATE, _OVERHEAD_S)
+
+    def begin(
+        self,
+        request: Request,
+        transfer: Transfer,
+        wanted: Sequence[PageKey],
+        flops: float,
+        seconds: float,
+    ) -> None:
+        """Have it read the prompt of a request, for the `wanted` pages."""
+        places = {key: place for place, key in enumerate(transfer.keys, transfer.first_place)}
+        keys = {(group, places[key]): (group, key) for group, key in wanted}
+        end = transfer.first_place + len(transfer.keys)
+        firsts = [end] * len(self._kind.windows)
+        for group, place in keys:
+            firsts[group] = min(firsts[group], place)
+        now_s, patience_s = time.monotonic(), PATIENCE_S + 3 * seconds
+        one = Ongoing(
+            next(self._ids), request, transfer, keys, flops, now_s, patience_s, now_s + patience_s
+        )
+        self.open[one.id] = one
+        tokens = request.tokens[: end * self._kind.page_size]
+        read = messages.Read(one.id, tokens, request.salt, tuple(firsts), request.priority)
+        self._to_send.put(read)
+
+    def request_ended(self, request: Request) -> None:
+        """Abort the transfer of a request that has ended."""
+        for one in [one for one in self.open.values() if one.request is request]:
+            self._end(one, CANCELLED)
+        self._let_go()
+
+    @property
+    def num_held(self) -> int:
+        """How many pages its transfers hold or will hold."""
+        return sum(len(one.keys) for one in (*self.open.values(), *self._unused))
+
+    def _end(self, one: Ongoing, outcome: str) -> None:
+        """Let requests compute what has not arrived, and give the pages back when none writes."""
+        del self.open[one.id]
+        self._fetches = {n: fetch for n, fetch in self._fetches.items() if fetch.one is not one}
+        one.has_ended = True
+        if not one.is_finished and outcome != DONE:
+            self._to_send.put(messages.Abort(one.id))
+        self.outcomes[outcome] += 1
+        self.seconds += time.monotonic() - one.began_s
+        self._pages.give_up(one.transfer)
+        self._unused.append(one)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give back pages to which nobody writes, once their request has started or ended."""
+        for one in self._unused:
+            if not one.num_writing and (one.request.started_s or one.request.is_finished):
+                self._pages.end(one.transfer)
+        self._unused = [one for one in self._unused if one.transfer.pages]
+
+    def _end_if_done(self, one: Ongoing) -> None:
+        if one.has_ended:
+            return
+        if not one.transfer.wanted:
+            self._end(one, DONE)
+        elif one.is_finished and not one.num_pending:
+            self._end(one, FAULT if one.fault else PARTIAL)
+
+    # The thread that reads.
+
+    def _read(self) -> None:
+        attempt = 0
+        while not self._closing.is_set():
+            try:
+                self._meet()
+                attempt = 0
+                while True:
+                    self._take(self._receive())
+            except PeerLostError as error:
+                self._lost(error, is_first=not attempt)
+            self._closing.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+            attempt += 1
+
+    def _meet(self) -> None:
+        """Connect, and see whether both engines have pages of one kind."""
+        connection, file = connect(self._address, self._secret)
+        self._connection = connection
+        if self._closing.is_set():
+            connection.cut()
+        self._num_pages = meet(connection, self._kind)
+        if file is not None:
+            try:
+                self._shared = SharedPages(file, self._num_pages, self._kind.page_bytes)
+            except OSError as error:
+                raise PeerLostError(f"The pages cannot be mapped: {error}.") from None
+        self._heard_s = time.monotonic()
+        with self._pages.lock:
+            self._load = messages.Load(0.0, 0.0)
+            self._ids = itertools.count(1)
+            self._to_send = queue.SimpleQueue()
+            self._state = "up"
+        how = "pages lie in shared memory" if self._shared else "pages are sent"
+        _logger.info("Prefill engine %s:%d reads prompts; %s.", *self._address, how)
+
+    def _receive(self) -> messages.Answer:
+        assert self._connection is not None
+        answer: messages.Answer = self._connection.receive()
+        self._heard_s = time.monotonic()
+        return answer
+
+    def _lost(self, error: PeerLostError, *, is_first: bool) -> None:
+        with self._pages.lock:
+            was_up = self.is_up
+            self._state = "refused" if isinstance(error, RefusedError) else "down"
+            for one in list(self.open.values()):
+                self._end(one, LOST)
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if (was_up or is_first) and not self._closing.is_set():
+            _logger.warning(
+                "Prefill engine %s:%d: %s Prompts are read here until it is there.",
+                *self._address,
+                error,
+            )
+
+    def _take(self, answer: messages.Answer) -> None:
+        match answer:
+            case messages.Load():
+                self._load = answer
+            case messages.Offer():
+                self._offered(answer)
+            case messages.Content():
+                self._arrived(answer)
+            case messages.Finished():
+                with self._pages.lock:
+                    one = self.open.get(answer.id)
+                    if one is not None:
+                        one.is_finished, one.fault = True, answer.fault
+                        self._end_if_done(one)
+            case messages.Welcome() | messages.Refused():
+                pass  # a second time
+
+    def _offered(self, offer: messages.Offer) -> None:
+        with self._pages.lock:
+            one = self.open.get(offer.id)
+            if one is None or offer.offer in one.offers:
+                number = next(self._numbers)
+                self._to_send.put(messages.Fetch(number, offer.id, offer.offer, [], is_last=True))
+                return
+            one.offers.add(offer.offer)
+            one.due_s = time.monotonic() + one.patience_s
+            named = [
+                (at, one.keys.get((group, place)), page)
+                for at, (group, place, page) in enumerate(offer.pages)
+            ]
+            rest = [
+                (at, key, page)
+                for at, key, page in named
+                if key in one.transfer.wanted and key not in one.asked
+            ]
+            one.asked.update(key for _, key, _ in rest)
+        if not all(0 <= page < self._num_pages for _, _, page in rest):
+            raise PeerLostError("A page was offered that cannot be.")
+        self._fetch(one, offer.offer, rest)
+
+    def _fetch(self, one: Ongoing, offer: int, rest: list[tuple[int, PageKey, int]]) -> None:
+        """Fetch as many pages of an offer as there is room for, the others after these."""
+        with self._pages.lock:
+            if one.has_ended:
+                return  # and was aborted
+            pages = self._pages.take(one.transfer, [key for _, key, _ in rest])
+            part, rest = rest[: len(pages)], rest[len(pages) :]
+            if rest and not part:
+                self._end(one, NO_ROOM)
+                return
+            number = next(self._numbers)
+            keys = [key for _, key, _ in part]
+            self._fetches[number] = Fetching(one, offer, keys, rest, time.monotonic())
+            one.num_pending += 1
+            one.num_writing += 1
+        try:
+            if self._shared is not None:
+                memory = self._memory
+                for (_, _, source), target in zip(part, pages, strict=True):
+                    self._shared.copy(source, memory[target])
+        finally:
+            self._written(one)
+        wanted = [at for at, _, _ in part]
+        assert self._connection is not None
+        self._connection.send(messages.Fetch(number, one.id, offer, wanted, is_last=not rest))
+
+    def _arrived(self, content: messages.Content) -> None:
+        with self._pages.lock:
+            fetch = self._fetches.pop(content.number, None)
+            if fetch is not None:
+                one, is_valid = fetch.one, content.is_valid
+                targets = [self._memory[one.transfer.pages[key]] for key in fetch.keys]
+                one.num_writing += 1
+        if fetch is None:
+            self._drain(content.num_bytes)
+            return
+        try:
+            if self._shared is None and is_valid:
+                if content.num_bytes != sum(map(len, targets)):
+                    raise PeerLostError("Pages of another size were sent.")
+                for target in targets:
+                    self._receive_into(target)
+        finally:
+            self._written(one)
+        with self._pages.lock:
+            one.num_pending -= 1
+            if one.has_ended:
+                return
+            if not is_valid:
+                self._end(one, LATE)
+                return
+            self._pages.arrive(one.transfer, fetch.keys)
+            now_s = time.monotonic()
+            one.due_s = now_s + one.patience_s
+            num_bytes = len(fetch.keys) * self._kind.page_bytes
+            self.num_bytes += num_bytes
+            self._learn(num_bytes, now_s - fetch.began_s)
+            self._end_if_done(one)
+            if one.has_ended or not fetch.rest:
+                return
+        self._fetch(one, fetch.offer, fetch.rest)
+
+    def _learn(self, num_bytes: int, seconds: float) -> None:
+        rate = num_bytes / max(seconds, 1e-6)
+        self._rate = rate if not self._rate else self._rate + _NEW * (rate - self._rate)
+
+    @property
+    def _memory(self) -> PageMemory:
+        assert self._pages.memory is not None
+        return self._pages.memory
+
+    def _written(self, one: Ongoing) -> None:
+        with self._pages.lock:
+            one.num_writing -= 1
+            self._let_go()
+
+    def _receive_into(self, target: memoryview[int]) -> None:
+        assert self._connection is not None
+        self._connection.receive_into(target)
+        self._heard_s = time.monotonic()
+
+    def _drain(self, num_bytes: int) -> None:
+        """Read pages that nobody wants any more."""
+        scratch = memoryview(bytearray(1 << 16))
+        for start in range(0, num_bytes, len(scratch)):
+            self._receive_into(scratch[: num_bytes - start])
+
+    # The thread that writes.
+
+    def _write(self) -> None:
+        """Send questions, and end what is late, until the peer is closed."""
+        while not self._closing.is_set():
+            question = None
+            to_send = self._to_send
+            with suppress(queue.Empty):
+                question = to_send.get(timeout=_TICK_S)
+            connection = self._connection
+            if connection is not None and self.is_up:
+                if question is not None and to_send is self._to_send:
+                    with suppress(PeerLostError):  # the other thread learns of it
+                        connection.send(question)
+                if time.monotonic() - self._heard_s > _SILENCE_S:
+                    connection.cut()
+            self._end_late()
+
+    def _end_late(self) -> None:
+        now_s = time.monotonic()
+        with self._pages.lock:
+            for one in [one for one in self.open.values() if one.due_s < now_s]:
+                self._end(one, LATE)
+            self._let_go()
+
+    def _cut(self) -> None:
+        if (connection := self._connection) is not None:
+            connection.cut()

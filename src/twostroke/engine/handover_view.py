@@ -1,0 +1,53 @@
+"""What a hand-over's two sides tell about themselves."""
+
+from __future__ import annotations
+
+from twostroke.core.frozen import Frozen
+
+
+class LenderView(Frozen):
+    """A prefill engine's connections, the prompts that it reads for them, and sums."""
+
+    port: int
+    num_peers: int
+    num_reading: int
+    num_prompts: int
+    num_pages_lent: int
+    num_leases_late: int
+
+
+class PeerView(Frozen):
+    """A prefill engine as a decode engine sees it; rates are 0.0 until they were measured.
+
+    `state` is "up", "down" or "refused", `link` "shared memory" or "socket".
+    """
+
+    address: str
+    state: str
+    link: str
+    num_open: int
+    queue_flops: float
+    flops_per_s: float
+    bytes_per_s: float
+
+
+class BorrowerView(Frozen):
+    """A decode engine's prefill engines, and sums since its start.
+
+    `decisions` are by the words of `choice.REASONS`, `transfers` by those of `ongoing.OUTCOMES`.
+    """
+
+    rule: str
+    peers: tuple[PeerView, ...]
+    decisions: dict[str, int]
+    transfers: dict[str, int]
+    num_bytes: int
+    seconds: float
+
+
+class HandoverView(Frozen):
+    """An engine's role, and what it lent or borrowed."""
+
+    role: str
+    lender: LenderView | None = None
+    borrower: BorrowerView | None = None

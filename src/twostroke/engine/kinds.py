@@ -1,0 +1,37 @@
+"""The kind of an engine's pages: what another engine must have in common to use them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.cache import PageGroups
+from twostroke.cache.tiers import PageKind
+from twostroke.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from twostroke.backends import Backend
+    from twostroke.core.config import EngineOptions
+    from twostroke.engine.client import ModelCard
+    from twostroke.engine.sizing import CacheSize
+
+
+def page_kind(
+    card: ModelCard, options: EngineOptions, size: CacheSize, backend: Backend
+) -> PageKind:
+    """Return the kind of a backend's pages.
+
+    Raises:
+        UsageError: they are not all in this process's memory.
+    """
+    facts, memory = backend.facts, backend.pages
+    if memory is None:
+        reason = "needs one process with pages in its memory: the backend cpu, without ranks."
+        raise UsageError(reason, field="role")
+    return PageKind(
+        model=card.identity,
+        kv_format=size.kv_format,
+        page_bytes=memory.page_bytes,
+        groups=PageGroups(facts.page_size, facts.windows),
+        arithmetic=f"{facts.name} {facts.level} {options.compute.known_bits}",
+        only_prompts=not facts.one_arithmetic and options.cache.strict_prefix,
+    )

@@ -1,0 +1,167 @@
+"""A prefill engine and a decode engine in one process, and a network between them that fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from twostroke import LLM, SamplingParams
+from twostroke.core.config import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
+from twostroke.core.handover_options import HandoverOptions
+from twostroke.engine.handover import messages
+from twostroke.engine.handover.connection import Connection, PeerLostError
+
+if TYPE_CHECKING:
+    import random
+    from collections import Counter
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    import pytest
+
+SECRET = "a secret of the tests"
+# Messages of a hand-over, which must all be able to get lost.
+KINDS = ("Read", "Offer", "Fetch", "Content", "Finished", "Abort", "Load")
+LINKS = ("shared", "sockets", "tcp")
+_MEMORY = 4_000_000
+_LATE_S = 0.15
+
+
+def options(
+    handover: HandoverOptions | None = None,
+    *,
+    kv_format: str = "auto",
+    memory: int = _MEMORY,
+    budget: int = 48,
+    speculate: str = "off",
+    **compute: Any,
+) -> EngineOptions:
+    """Return options of a small engine on one thread."""
+    return EngineOptions(
+        ComputeOptions(num_threads=1, **compute),
+        CacheOptions(context_length=512, memory_bytes=memory, kv_format=kv_format),
+        BatchOptions(token_budget=budget),
+        SpeculationOptions(speculate),
+        accept_quality=True,
+        handover=handover or HandoverOptions(),
+    )
+
+
+@contextmanager
+def prefill(path: Path, link: str = "shared", **given: Any) -> Iterator[tuple[LLM, str]]:
+    """Yield a prefill engine, and its address."""
+    host = "127.0.0.2" if link == "tcp" else "127.0.0.1"  # the former is not known as this machine
+    handover = HandoverOptions("prefill", f"{host}:0")
+    if link == "sockets":
+        given["backend"] = "reference"  # its memory cannot be shared
+    with LLM(path, options(handover, **given)) as llm:
+        yield llm, f"{host}:{view(llm).lender.port}"
+
+
+@contextmanager
+def decode(path: Path, address: str, rule: str = "always", **given: Any) -> Iterator[LLM]:
+    """Yield a decode engine that has met the prefill engine at `address`."""
+    handover = HandoverOptions("decode", None, (address,), rule)
+    with LLM(path, options(handover, **given)) as llm:
+        wait_until(lambda: view(llm).borrower.peers[0].state == "up")
+        yield llm
+
+
+@contextmanager
+def pair(path: Path, link: str, **given: Any) -> Iterator[tuple[LLM, LLM]]:
+    """Yield a prefill engine and a decode engine that has met it."""
+    if link == "sockets":
+        given["backend"] = "reference"
+    with prefill(path, link, **given) as (first, address), decode(path, address, **given) as second:
+        yield first, second
+
+
+def view(llm: LLM) -> Any:
+    """Return what an engine tells about the hand-over."""
+    look = llm.engine.client.view_handover
+    assert look is not None
+    return look()
+
+
+def answers(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[list[Any]]:
+    """Return the tokens of all answers."""
+    found = llm.generate(prompts, params)
+    return [[choice.token_ids for choice in choices] for choices in found]
+
+
+def random_prompts(rng: random.Random, count: int, most: int = 300) -> list[list[int]]:
+    """Return prompts, some of which begin alike."""
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        begin = rng.choice(prompts)[: rng.randrange(200)] if prompts and rng.random() < 0.3 else []
+        prompts.append([*begin, *(rng.randrange(3, 250) for _ in range(rng.randint(1, most)))])
+    return [prompt[:400] for prompt in prompts]
+
+
+def check_clean(llm: LLM) -> None:
+    """Check that no page is held and nothing is claimed, as soon as leases have ended."""
+    loop = llm.engine.client.loop
+    scheduler = loop.pages._scheduler
+    transfers = scheduler.prefixes.transfers
+
+    def is_clean() -> bool:
+        with loop.pages.lock:
+            is_idle = not transfers.num_held and not transfers._claiming and not transfers._claims
+            return is_idle and not scheduler.stats().num_referenced_pages
+
+    wait_until(is_clean)
+
+
+def wait_until(holds: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Wait until something holds; fail if it never does."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.005)
+
+
+class Network:
+    """Loses, delays and doubles messages by `choose`, which gets a message's name."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, choose: Callable[[str], str], counts: Counter[str]
+    ) -> None:
+        self._choose, self._counts = choose, counts
+        self._send = Connection.send
+        monkeypatch.setattr(Connection, "send", lambda *given: self._pass(*given))  # noqa: PLW0108 - it is bound
+
+    def _pass(self, connection: Connection, message: Any, pages: Sequence[Any] = ()) -> None:
+        name = type(message).__name__
+        fault = self._choose(name) if name in KINDS else ""
+        if fault:
+            self._counts[f"{name} {fault}"] += 1
+        match fault:
+            case "lost":
+                return
+            case "late" if pages:  # which would be overwritten
+                time.sleep(_LATE_S)
+            case "late":
+                threading.Timer(_LATE_S, self._late, (connection, message)).start()
+                return
+            case "doubled" if isinstance(message, messages.Content):
+                self._send(connection, message, pages)
+            case "doubled":
+                self._send(connection, message)
+            case "cut":
+                connection.cut()
+        self._send(connection, message, pages)
+
+    def _late(self, connection: Connection, message: Any) -> None:
+        with suppress(PeerLostError):
+            self._send(connection, message)
+
+
+SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, seed=5, ignore_eos=True)

@@ -1,0 +1,130 @@
+"""Rounds of faults: messages of a hand-over are lost, late and doubled, and connections are cut.
+
+Whatever happens, every request is answered as without any fault, unless it was cancelled, and no
+page stays held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.handover import (
+    KINDS,
+    SAMPLED,
+    SECRET,
+    Network,
+    answers,
+    check_clean,
+    options,
+    pair,
+    random_prompts,
+    view,
+    wait_until,
+)
+from support.tiny import tiny_of, write_tiny_gguf
+from twostroke import LLM
+from twostroke.engine.handover import lending, peer
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable
+    from pathlib import Path
+
+FAULTS = ("lost", "late", "doubled", "cut")
+_FAMILIES = ("llama", "llama", "gemma3", "qwen3-moe")
+_NUM_PROMPTS = 6
+
+
+def be_impatient(patch: pytest.MonkeyPatch) -> None:
+    """Shorten the times after which a fault is noticed."""
+    patch.setattr(peer, "PATIENCE_S", 0.3)
+    patch.setattr(lending, "LEASE_S", 0.5)
+    patch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
+
+
+def play_each(folder: Path, link: str, counts: Counter[str]) -> None:
+    """Let one message of each kind suffer each fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        be_impatient(patch)
+        plan: list[str] = []
+        Network(patch, _once(plan), counts)
+        path = write_tiny_gguf(folder / "m.gguf", tiny_of("llama"))
+        rng = random.Random(7)
+        prompts = [random_prompts(rng, 3) for _ in range(len(KINDS) * len(FAULTS))]
+        given: dict[str, Any] = {"backend": "reference"} if link == "sockets" else {}
+        with LLM(path, options(**given)) as alone:
+            expected = [answers(alone, some, SAMPLED) for some in prompts]
+        with pair(path, link) as (first, second):
+            for (kind, fault), some, tokens in zip(
+                itertools.product(KINDS, FAULTS), prompts, expected, strict=True
+            ):
+                wait_until(lambda: view(second).borrower.peers[0].state == "up")
+                plan[:] = [kind, fault]
+                if kind == "Abort":
+                    second.engine.client.generate(some[0], SAMPLED).cancel()
+                    wait_until(lambda: not plan)
+                assert answers(second, some, SAMPLED) == tokens, f"{kind} {fault}"
+                if kind == "Load":
+                    wait_until(lambda: not plan)
+                for llm in (first, second):
+                    check_clean(llm)
+            counts.update({f"transfers {k}": n for k, n in view(second).borrower.transfers.items()})
+
+
+def play_round(seed: int, folder: Path, counts: Counter[str]) -> None:
+    """Play a random round: its model, its link, its faults, and who cancels."""
+    rng = random.Random(seed)
+    link = rng.choice(("shared", "tcp"))
+    chance = rng.choice((0.02, 0.1, 0.3))
+    given: dict[str, Any] = {
+        "kv_format": rng.choice(("f16", "bf16", "int8")),
+        "budget": rng.choice((16, 48, 128)),
+    }
+    path = write_tiny_gguf(folder / "m.gguf", tiny_of(rng.choice(_FAMILIES)))
+    prompts = random_prompts(rng, _NUM_PROMPTS)
+    with pytest.MonkeyPatch.context() as patch:
+        be_impatient(patch)
+        with LLM(path, options(**given)) as alone:
+            expected = answers(alone, prompts, SAMPLED)
+        faults = random.Random(seed)
+        is_on = [False]
+
+        def choose(kind: str) -> str:
+            del kind
+            hits = is_on[0] and faults.random() < chance
+            return faults.choice(FAULTS) if hits else ""
+
+        Network(patch, choose, counts)
+        with pair(path, link, **given) as (first, second):
+            is_on[0] = True
+            client = second.engine.client
+            asked = [client.generate(prompt, SAMPLED) for prompt in prompts]
+            cancelled = {number for number in range(len(asked)) if rng.random() < 0.2}
+            for number in cancelled:
+                asked[number].cancel()
+            for number, generation in enumerate(asked):
+                (answer,) = generation.wait()
+                if number not in cancelled:
+                    assert [answer.token_ids] == expected[number], f"prompt {number}"
+            is_on[0] = False
+            for llm in (first, second):
+                check_clean(llm)
+            counts.update({f"transfers {k}": n for k, n in view(second).borrower.transfers.items()})
+    counts["rounds"] += 1
+
+
+def _once(plan: list[str]) -> Callable[[str], str]:
+    """Return a chooser of the fault in `plan`, which happens to one message of the kind in it."""
+
+    def choose(kind: str) -> str:
+        if not plan or plan[0] != kind:
+            return ""
+        _, fault = plan
+        plan.clear()
+        return fault
+
+    return choose
