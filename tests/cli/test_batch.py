@@ -154,7 +154,7 @@ def test_results_of_another_input_are_refused(cli: Cli, tmp_path: Path) -> None:
 
 
 class _Busy(BaseHTTPRequestHandler):
-    """Refuses each line once, and cuts the connection of each third request."""
+    """Refuses each line once: as a busy server, a proxy without one, or by cutting it."""
 
     protocol_version = "HTTP/1.1"
     seen: ClassVar[dict[str, list[float]]] = {}
@@ -179,7 +179,8 @@ class _Busy(BaseHTTPRequestHandler):
             self.connection.close()
             return
         data = b'{"usage": {"completion_tokens": 3}}'
-        self.send_response(429 if len(times) == 1 else 200)
+        status = {"bad": 502, "slow": 504}.get(body["prompt"], 429)
+        self.send_response(status if len(times) == 1 else 200)
         self.send_header("retry-after", "1")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -202,13 +203,13 @@ def test_server_says_when_to_ask_again(
     cli: Cli, tmp_path: Path, busy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_API_KEY", "secret")
-    prompts = [*map(str, range(12)), "cut"]
+    prompts = [*map(str, range(12)), "bad", "slow", "cut"]
     given = write(tmp_path / "in.jsonl", *(line(one, prompt=one) for one in prompts))
     out = tmp_path / "out.jsonl"
     ran = cli("batch", given, "-o", str(out), "--url", busy, "--concurrency", "4")
     assert ran.code == 0, ran.err
-    assert "13 lines in" in ran.err
-    assert "39 tokens" in ran.err
+    assert "15 lines in" in ran.err
+    assert "45 tokens" in ran.err
     assert ids(out) == prompts
     assert _Busy.most_running <= 4
     assert _Busy.keys == {"Bearer secret"}
@@ -221,6 +222,7 @@ class _Odd(BaseHTTPRequestHandler):
     """Answers as proxies, other servers and web sites do."""
 
     ANSWERS: ClassVar = {
+        "gone": (502, b"<html></html>"),
         "proxy": (413, b"<html>\n<h1>Too large</h1>\n</html>"),
         "pretty": (200, b'{\n  "usage": "unknown"\n}'),
         "key": (401, b'{"error": {"message": "no"}}'),
@@ -257,6 +259,16 @@ def test_what_a_proxy_says_is_one_line(cli: Cli, tmp_path: Path, odd: str) -> No
     said = json.loads(errors.read_text())["response"]
     assert said["status_code"] == 413
     assert "Too large" in said["body"]["error"]["message"]
+
+
+def test_proxy_without_a_server_is_asked_ten_times(
+    cli: Cli, tmp_path: Path, odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.serve.batches.remote._MOST_PAUSE_S", 0.01)
+    given = write(tmp_path / "in.jsonl", line("gone", prompt="gone"))
+    ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
+    assert ran.code == 1
+    assert ids(tmp_path / "out.errors.jsonl") == ["gone"]
 
 
 @pytest.mark.parametrize(("prompt", "said"), [("key", "refuses the key"), ("page", "no server of")])

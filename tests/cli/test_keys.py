@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from twostroke.http.keys import ApiKeys
 from twostroke.records import Records
+from twostroke.serve.batches.batch import Batch, insert
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +53,25 @@ def test_key_is_printed_once_and_never_listed(keys: Callable[..., Ran], tmp_path
     assert (made["tenant"], made["key"][:12]) == ("other", f"ts-{made['id']}-")
 
 
+def test_first_key_says_which_batches_end(keys: Callable[..., Ran], tmp_path: Path) -> None:
+    with closing(Records(tmp_path / "records")) as records:
+        for number in range(2):
+            made = Batch(
+                id=f"batch_{number}",
+                tenant="",
+                protocol="openai",
+                endpoint="/v1/completions",
+                input_file="file-1",
+                window="24h",
+                expires_at=2e9,
+            )
+            records.post(partial(insert, batch=made)).result(20)
+    said = keys("add", "app").err
+    assert "2 open batches were made without a key." in said
+    assert "they are cancelled" in said
+    assert "open batch" not in keys("add", "other").err
+
+
 def test_limits_are_changed_one_by_one(keys: Callable[..., Ran]) -> None:
     keys("add", "app", "--parallel", "4", "--expires", "30d")
     ran = keys("limit", "app", "--tokens-per-minute", "9000", "--weight", "2.5")
@@ -66,6 +87,13 @@ def test_limits_are_changed_one_by_one(keys: Callable[..., Ran]) -> None:
     assert (changed["weight"], changed["expires_at"]) == (2.5, None)
     expires = json.loads(keys("limit", "app", "--expires", "12h", "--json").out)["expires_at"]
     assert abs(expires - time.time() - 12 * 3600) < 60
+
+
+def test_classes_are_changed_and_listed(keys: Callable[..., Ran]) -> None:
+    keys("add", "app", "--classes", "flex,default,flex")
+    assert json.loads(keys("list", "--json").out)[0]["classes"] == ["flex", "default"]
+    assert "flex,default" in keys("list").out
+    assert json.loads(keys("limit", "app", "--classes", "all", "--json").out)["classes"] is None
 
 
 def test_revoked_key_is_only_listed_on_request(keys: Callable[..., Ran], tmp_path: Path) -> None:
@@ -93,6 +121,9 @@ def test_revoked_key_is_only_listed_on_request(keys: Callable[..., Ran], tmp_pat
         (("limit", "app", "--parallel", "many"), "'many' is not a valid integer"),
         (("limit", "app", "--expires", "soon"), "is not a time"),
         (("limit", "app", "--expires", "2020-01-31"), "'2020-01-31' is over"),
+        (("limit", "app", "--classes", "flexx"), "--classes must be classes of default, flex,"),
+        (("add", "b", "--classes", "batch"), "got 'batch'"),
+        (("add", "b", "--classes", ""), "got ''"),
         (("delete", "app"), "There is no command 'delete'"),
     ],
 )

@@ -151,6 +151,27 @@ def test_a_process_that_hangs_while_it_loads_is_replaced(
     asyncio.run(run())
 
 
+def test_a_failure_of_the_watch_does_not_end_it(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults: list[Any] = [ArithmeticError("odd"), ArithmeticError("odd"), "it was tested"]
+
+    def fault(*_: object) -> str | None:
+        found = faults.pop(0) if faults else None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def run() -> None:
+        async with started(model) as engine:
+            monkeypatch.setattr(supervisor.Watch, "fault", fault)
+            await until(lambda: engine.life.num_deaths == 1)
+            assert await texts(await ask(engine))
+
+    asyncio.run(run())
+    assert caplog.text.count("could not be looked after") == 1
+
+
 def test_an_engine_that_ran_for_a_while_was_no_failed_start(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,10 @@ from twostroke.records import beside
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_HEAD: Final = ("ID", "NAME", "TENANT", "WEIGHT", "REQUESTS/MIN", "TOKENS/MIN", "PARALLEL")
+_HEAD: Final = (
+    *("ID", "NAME", "TENANT", "CLASSES"),
+    *("WEIGHT", "REQUESTS/MIN", "TOKENS/MIN", "PARALLEL"),
+)
 _TIMES: Final = ("CREATED", "EXPIRES", "LAST USED", "STATE")
 _UNITS: Final = {"h": 3600, "d": 86_400}
 _NONE: Final = "none"
@@ -52,6 +55,21 @@ class Moment(click.ParamType):  # type: ignore[type-arg]
         return at_s
 
 
+class Classes(click.ParamType):  # type: ignore[type-arg]
+    """Classes of service, with commas between them; or all."""
+
+    name = "classes"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...] | str:
+        """Return their names, or none for no limit."""
+        del param, ctx
+        if value == "all" or not isinstance(value, str):
+            return _NONE if value == "all" else tuple(value)
+        return tuple(dict.fromkeys(word.strip() for word in value.split(",")))
+
+
 _records = option(
     "--records",
     type=click.Path(path_type=Path),
@@ -69,6 +87,7 @@ def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
         option("--requests-per-minute", type=_COUNT, help="Most requests a minute, or none."),
         option("--tokens-per-minute", type=_COUNT, help="Most tokens a minute, or none."),
         option("--parallel", type=_COUNT, help="Most requests at the same time, or none."),
+        option("--classes", type=Classes(), help="Classes that it may ask for, or all."),
         option("--weight", type=float, help="Share of the engine under load, beside others."),
         option("--expires", type=Moment(), help="90d, 12h, 2027-01-31 (UTC), or none."),
     ]
@@ -93,11 +112,18 @@ def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **g
     facts = _facts(Key(tenant="", digest=""), given)
     is_new = not _is_there(records)
     with beside(records, writes=True, makes=True) as db:
+        is_first = not kept.newest_change(db)
         made, text = kept.add(db, name, name if tenant is None else tenant, **facts)
+        keyless = "SELECT count(*) FROM batches WHERE is_open AND tenant = ''"
+        [num_keyless] = db.execute(keyless).fetchone() if is_first else [0]
     if as_json:
         click.echo(json.dumps(_shown(made, None) | {"key": text}))
         return
     click.echo(text)
+    if num_keyless:
+        what = "batch was" if num_keyless == 1 else "batches were"
+        warning = f"{num_keyless} open {what} made without a key. From now on requests need one:"
+        click.echo(f"{warning} unless TWOSTROKE_API_KEY is set, they are cancelled.", err=True)
     note = f"Key {made.id} of the tenant {made.tenant}. Store it now: only its digest is kept."
     click.echo(f"{note} The folder {records} is new." if is_new else note, err=True)
 
@@ -116,7 +142,7 @@ def list_command(records: Path, has_all: bool, as_json: bool) -> None:
         return
     if shown:
         show_table(
-            [(*_HEAD, *_TIMES), *(_row(key, used) for key, used in shown)], right={3, 4, 5, 6}
+            [(*_HEAD, *_TIMES), *(_row(key, used) for key, used in shown)], right={4, 5, 6, 7}
         )
         return
     click.echo("All keys are revoked: servers refuse everybody." if keys else "There are no keys.")
@@ -137,7 +163,7 @@ def limit_command(key: str, records: Path, as_json: bool, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(_shown(new, None)))
     else:
-        show_table([_HEAD, _row(new, None)[: len(_HEAD)]], right={3, 4, 5, 6})
+        show_table([_HEAD, _row(new, None)[: len(_HEAD)]], right={4, 5, 6, 7})
 
 
 @command.command("revoke")
@@ -171,6 +197,8 @@ def _facts(key: Key, given: dict[str, Any]) -> dict[str, Any]:
             facts["weight"] = replace(key, weight=values.pop("weight")).weight
         if "expires" in values:
             facts["expires_at"] = values.pop("expires")
+        if "classes" in values:
+            facts["classes"] = replace(key, classes=values.pop("classes")).classes
         return facts | ({"limits": replace(key.limits, **values)} if values else {})
     except UsageError as error:
         raise UsageError(error.sentence(lambda field: f"--{field.replace('_', '-')}")) from None
@@ -187,7 +215,8 @@ def _row(key: Key, last_used: int | None) -> tuple[str, ...]:
     limits = [getattr(key.limits, name) for name in KeyLimits.__struct_fields__]
     times = (key.created_at, key.expires_at, last_used)
     counts = ("-" if one is None else f"{one:,}" for one in limits)
-    return (key.id, key.name, key.tenant, f"{key.weight:g}", *counts, *map(_day, times), key.state)
+    own = (key.id, key.name, key.tenant, ",".join(key.classes or ("all",)), f"{key.weight:g}")
+    return (*own, *counts, *map(_day, times), key.state)
 
 
 def _day(at_s: float | None) -> str:

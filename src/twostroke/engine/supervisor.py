@@ -163,14 +163,20 @@ class Supervisor:
                 self._guest.take(message)
 
     async def _look(self) -> None:
-        """End a process that makes no progress."""
+        """End a process that makes no progress, whatever fails while that is looked at."""
+        said = ""
         while not self._has_ended:
             await asyncio.sleep(_LOOK_S)
-            self._guest.look()
-            fault = self._watch.fault(time.monotonic())
-            if fault is not None:
-                self._why = f"It was killed, since {fault}."
-                self._process.kill()
+            try:
+                self._guest.look()
+                fault = self._watch.fault(time.monotonic())
+                if fault is not None:
+                    self._why = f"It was killed, since {fault}."
+                    self._process.kill()
+            except Exception as error:
+                if repr(error) != said:
+                    _logger.exception("The engine could not be looked after; it is tried again.")
+                said = repr(error)
 
     def _died(self) -> None:
         if self._has_ended:

@@ -54,6 +54,7 @@ class ApiKeys:
         made = [Key(tenant=tenants[key], digest=digest(key.encode())) for key in tenants]
         self._fixed = {key.digest: key for key in made}
         self._all = self._fixed
+        self._by_tenant = _by_tenant(made)
         self._by_id: dict[str, Key] = {}
         self._last_used: dict[str, int] = {}  # the minute as Unix time, by id
         self._unwritten: set[str] = set()
@@ -91,6 +92,7 @@ class ApiKeys:
         """Replace the keys of the records by these."""
         self._by_id = {key.id: key for key in keys}
         self._all = {key.digest: key for key in self._by_id.values()} | self._fixed
+        self._by_tenant = _by_tenant(self._all.values())
 
     def find(self, text: bytes) -> Key | None:
         """Return a key that is valid now, and note its use; None if there is none."""
@@ -105,9 +107,8 @@ class ApiKeys:
 
     def has_valid(self, tenant: str) -> bool:
         """Return whether a tenant has a key that is valid now, or needs none."""
-        keys = self._all.values()
-        is_known = any(key.tenant == tenant and key.state == "valid" for key in keys)
-        return is_known or not self.are_required
+        own = self._by_tenant.get(tenant, ())
+        return any(key.state == "valid" for key in own) or not self.are_required
 
     def with_id(self, id_: str) -> Key | None:
         """Return the key of the records with an id, valid or not; None if there is none."""
@@ -148,6 +149,13 @@ class KeyCheck:
                 return
             served_of(scope).own(key)
         await self._app(scope, receive, send)
+
+
+def _by_tenant(keys: Iterable[Key]) -> dict[str, list[Key]]:
+    found: dict[str, list[Key]] = {}
+    for key in keys:
+        found.setdefault(key.tenant, []).append(key)
+    return found
 
 
 def _is_open(scope: Scope) -> bool:

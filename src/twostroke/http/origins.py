@@ -39,7 +39,15 @@ _NETWORK: Final = b"access-control-%s-private-network"
 _HEADER_NAMES: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,4096}")
 _METHODS: Final = b"GET, HEAD, POST, DELETE"
 _MAX_AGE: Final = b"7200"  # Chromium's limit
-_EXPOSED: Final = b"x-request-id, request-id, retry-after, twostroke-ignored"
+_COUNTED: Final = ("requests", "tokens")
+_COUNTS: Final = ("limit", "remaining", "reset")
+_EXPOSED: Final = ", ".join(
+    (
+        *("x-request-id", "request-id", "retry-after", "twostroke-ignored"),
+        *(f"x-ratelimit-{what}-{name}" for name in _COUNTED for what in _COUNTS),
+        *(f"anthropic-ratelimit-{name}-{what}" for name in _COUNTED for what in _COUNTS),
+    )
+).encode()
 
 
 class ForbiddenError(TwostrokeError):

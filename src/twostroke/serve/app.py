@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.service import BATCH_SERVICE, SERVICES
+from twostroke.core.service import BATCH_SERVICE
 from twostroke.engine.health import Health
 from twostroke.http import errors
 from twostroke.http.disconnect import while_connected
@@ -33,6 +33,7 @@ from twostroke.serve.batches import messages
 from twostroke.serve.batches import openai as openai_batches
 from twostroke.serve.batches.keeping import Keeping
 from twostroke.serve.body.decode import BodyDecoder, meant
+from twostroke.serve.callers import begun, sent_by
 from twostroke.serve.checking import AnswerChecks
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import Facts, document
@@ -52,7 +53,7 @@ from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.page.site import Site
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
-from twostroke.serve.running import Accepting, Answers, Vectors, begun
+from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
 from twostroke.serve.stream import EventStream
 
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.limits import Limits
     from twostroke.engine.served import ServedEngine
-    from twostroke.http.served import Observer, ServedRequest
+    from twostroke.http.served import Observer
     from twostroke.records import Records
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
@@ -262,7 +263,8 @@ class Api:
             self._ignored.note(job.ignored, served)
             check_choices(job, self._max_choices)
             cuts_limit = not self.options.strict_limits
-            job = self._of(replace(job, caller=replace(job.caller, cuts_limit=cuts_limit)), served)
+            job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
+            job = sent_by(served, job, self.metrics.goodput)
             split = self.options.splits_reasoning
             encoded = job.encode(self.engine.card, splits_reasoning=split)
             self._ignored.note(encoded.ignored, served)
@@ -314,7 +316,8 @@ class Api:
             name = self._names.find(asked.model)
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
-            job = self._of(dialect.read(asked, self._tenant(request)), served_of(request.scope))
+            job = dialect.read(asked, self._tenant(request))
+            job = sent_by(served_of(request.scope), job, self.metrics.goodput)
             check_texts(job, limits.max_inputs)
             return job, job.encode(self.engine.card), name
 
@@ -383,17 +386,3 @@ class Api:
     def _tenant(self, request: Request) -> Tenant:
         """Return the sender of a request, which the key check has noted."""
         return Tenant(served_of(request.scope).tenant, self.answers)
-
-    def _of(self, job: J, served: ServedRequest) -> J:
-        """Return a job with the facts of its request: weight, class, and deadlines.
-
-        Its class's objective for the first token says when it must start. Batches have time.
-        """
-        caller = replace(job.caller, weight=served.weight, timeout_s=served.timeout_s)
-        if served.service is not None:
-            priority = SERVICES[served.service]
-            caller = replace(caller, service=served.service, priority=priority)
-        ttft_s = self.metrics.goodput.limits[caller.service].get("ttft")
-        if ttft_s is not None and caller.service != BATCH_SERVICE:
-            caller = replace(caller, start_within_s=ttft_s)
-        return replace(job, caller=caller)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-from msgspec.structs import replace
 
 from twostroke.core.errors import (
     DeadlineError,
@@ -27,12 +26,9 @@ if TYPE_CHECKING:
 
     from twostroke.engine.output import Completion, Output
     from twostroke.engine.served import ServedEngine, ServedOutputs
-    from twostroke.http.served import ServedRequest
     from twostroke.http.waiting import Returns
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.observe.metrics import Metrics
-
-J = TypeVar("J", "Job", "EmbeddingJob")
 
 
 class Accepting:
@@ -336,12 +332,6 @@ class Vectors:
             "prompt_tokens": self.num_tokens,
             "cached_tokens": self._num_cached,
         }
-
-
-def begun(job: J, served: ServedRequest) -> J:
-    """Return a job that knows how much of its request's timeout is over."""
-    spent_s = time.monotonic() - served.began_s
-    return replace(job, caller=replace(job.caller, spent_s=spent_s))
 
 
 Running = Answers | Vectors

@@ -257,3 +257,37 @@ def test_damaged_key_is_named_and_the_others_stay(tmp_path: Path, damage: bytes)
         with beside(folder, writes=True) as db:
             db.execute("UPDATE keys SET change = 9")
         wait_for(lambda: status(server, other) == 200, 2)
+
+
+def test_key_may_have_only_its_classes(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    _, common = add(folder, "common", classes=("default", "flex"))
+    _, bulk = add(folder, "bulk", classes=("flex",))
+    _, free = add(folder, "free")
+
+    def asked(server: LiveServer, key: str, **fields: object) -> tuple[int, str]:
+        server.http.headers["x-api-key"] = key
+        found = server.chat(max_tokens=1, **fields)
+        if found.status_code == 200:
+            return 200, str(found.json().get("service_tier"))
+        error = found.json()["error"]
+        assert (error["code"], error["param"]) == ("class_not_allowed", next(iter(fields)))
+        return found.status_code, error["message"]
+
+    with keyed_server(folder, tmp_path) as server:
+        for key in (common, bulk):
+            assert asked(server, key, service_tier="flex") == (200, "flex")
+            code, why = asked(server, key, service_tier="priority")
+            assert code == 403
+            assert "service_tier is 'priority', and this key may have:" in why
+            assert asked(server, key, priority=-1)[0] == 403
+            assert asked(server, key, priority=1)[0] == 200
+        assert asked(server, common, service_tier="auto") == (200, "default")
+        assert asked(server, bulk, service_tier="auto") == (200, "flex")
+        assert asked(server, bulk)[0] == 200
+        assert server.client.loop.snapshot().services["flex"].answers >= 4
+        server.http.headers["x-api-key"] = bulk
+        texts = {"input": "hello", "service_tier": "priority"}
+        assert server.http.post("/v1/embeddings", json=texts).status_code == 403
+        assert asked(server, free, service_tier="priority") == (200, "priority")
+        assert asked(server, free, priority=-7)[0] == 200

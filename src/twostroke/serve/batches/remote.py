@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from twostroke.serve.batches.lines import Line
 
 _LATER: Final = frozenset((408, 429, 503, 529))
-_MOST_TRIES: Final = 10  # that one line takes without an answer
+_FROM_PROXIES: Final = frozenset((502, 504))  # which have no server now, or one that is slow
+_MOST_TRIES: Final = 10  # that one line takes without an answer of the server
 _MOST_PAUSE_S: Final = 60.0
 _TIMEOUT_S: Final = 3600.0  # one answer may take long on a busy server
 _CONNECT_S: Final = 10.0
@@ -78,10 +79,11 @@ class Remote:
                 pause_s = 2.0**num_tries / 8
             else:
                 self._has_answered = True
-                if answer.status not in _LATER:
+                is_from_proxy = answer.status in _FROM_PROXIES
+                num_tries = num_tries + 1 if is_from_proxy else 0  # it is there
+                if num_tries == _MOST_TRIES or not (is_from_proxy or answer.status in _LATER):
                     return self._checked(answer)
-                num_tries = 0  # it is there
-                pause_s = _seconds(answer.headers.get("retry-after", ""))
+                pause_s = max(2.0**num_tries / 8, _seconds(answer.headers.get("retry-after", "")))
             await asyncio.sleep(min(pause_s, _MOST_PAUSE_S))
 
     def _checked(self, answer: Answer) -> Answer:

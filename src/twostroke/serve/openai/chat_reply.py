@@ -138,7 +138,7 @@ class ChatEncoder:
             reply.model,
             [self._choice],
             None if reply.job.include_usage else UNSET,
-            reply.job.tier or UNSET,
+            reply.job.caller.service if reply.job.tier else UNSET,
         )
         self._began_s = time.monotonic()
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
@@ -197,7 +197,7 @@ class ChatEncoder:
             reply.model,
             choices,
             usage,
-            reply.job.tier or UNSET,
+            reply.job.caller.service if reply.job.tier else UNSET,
             timings=self._timings,
         )
 

@@ -69,7 +69,7 @@ class CompletionEncoder:
             reply.model,
             [self._choice],
             None if reply.job.include_usage else UNSET,
-            reply.job.tier or UNSET,
+            reply.job.caller.service if reply.job.tier else UNSET,
         )
         self._began_s = time.monotonic()
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
