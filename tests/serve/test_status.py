@@ -32,6 +32,7 @@ def test_models_are_listed_in_openais_form(server: LiveServer) -> None:
             "n_params": card.num_parameters,
             "size": card.file_bytes,
         },
+        "status": {"value": "loaded"},
     }
     assert server.http.get("/v1/models").json() == {"object": "list", "data": [model]}
     assert server.http.get("/v1/models/tiny").json() == model

@@ -1,4 +1,4 @@
-"""`twostroke serve`: an OpenAI-compatible API for one model."""
+"""`twostroke serve`: an OpenAI-compatible API for one model, or several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.help import ByteSize, Command, OneOf, option
 from twostroke.cli.options import (
     BATCHING,
     HANDOVER,
@@ -24,6 +24,7 @@ from twostroke.cli.options import (
     speculation,
 )
 from twostroke.cli.pull import open_engine, open_remote
+from twostroke.cli.several import asked_models, check_alone, open_roster
 from twostroke.core import env
 from twostroke.fetch.disk import megabytes
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.config import EngineOptions
     from twostroke.engine.limits import Limits
+    from twostroke.engine.roster import Roster
     from twostroke.engine.served import ServedEngine
     from twostroke.records import Records
     from twostroke.serve.observe.objectives import Objective
@@ -52,7 +54,28 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
         *(*BATCHING, *HANDOVER, *OBSERVING),
     ],
 )
-@click.argument("model")
+@click.argument("model", required=False)
+@option(
+    "--models",
+    multiple=True,
+    metavar="LIST",
+    help="Serve several models, such as smollm2,NAME=./model.gguf; each is loaded when it is asked "
+    "for. All have the same options.",
+)
+@option(
+    "--memory",
+    "budget_bytes",
+    type=ByteSize(),
+    help="Memory for all of --models, such as 12GB [default: nine tenths of what is free].",
+)
+@option(
+    "--idle-timeout",
+    "idle_timeout_s",
+    type=click.FloatRange(0, 1e9),
+    default=300.0,
+    metavar="SECONDS",
+    help="Unload one of --models that was not asked for so long; 0 never does.",
+)
 @option("--host", default="127.0.0.1", help="Address to listen at.")
 @option("--port", type=int, default=8000, help="Port to listen at; 0 takes a free one.")
 @option(
@@ -135,6 +158,8 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
+    With --models several share memory: see docs/models-on-demand.md.
+
     GET /openapi.json describes the API.
 
     Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
@@ -150,8 +175,11 @@ def command(**given: Any) -> int:
     limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
     if given["otlp_endpoint"] is not None:
         check_endpoint(given["otlp_endpoint"])
-    options, form = engine_options(given, given["model"]), given["log_format"]
-    open_ = _in_this_process if given["in_process"] else _in_its_own
+    asked = asked_models(given["model"], given["models"])
+    is_several = bool(given["models"])
+    options, form = engine_options(given, asked[0][1]), given["log_format"]
+    if is_several:
+        check_alone(given, options)
     with ExitStack() as stack:
         records = stack.enter_context(_records(given["records"]))
         serving = _serving(given, objectives)
@@ -159,6 +187,18 @@ def command(**given: Any) -> int:
         # Bound before the weights are loaded, so that a port in use is reported at once.
         listener = stack.enter_context(bind(serving.host, serving.port))
         stack.enter_context(logging_to(sys.stderr, form, given["log_level"]))
+        run = partial(
+            run_server,
+            options=serving,
+            listener=listener,
+            on_stop=partial(say_stop, form=form),
+            records=records,
+        )
+        if is_several:
+            roster = stack.enter_context(open_roster(asked, given, options))
+            announce = partial(_announce_several, roster=roster, serving=serving, form=form)
+            return run(roster, on_ready=announce)
+        open_ = _in_this_process if given["in_process"] else _in_its_own
         engine, limits, draft = stack.enter_context(open_(given, options))
         name = serving.model_names[0] if serving.model_names else engine.card.name
 
@@ -166,15 +206,7 @@ def command(**given: Any) -> int:
             ease_collector()
             _announce(url, name, engine, draft, serving, form=form)
 
-        return run_server(
-            engine,
-            serving,
-            listener=listener,
-            limits=limits,
-            on_ready=on_ready,
-            on_stop=partial(say_stop, form=form),
-            records=records,
-        )
+        return run(engine, limits=limits, on_ready=on_ready)
 
 
 def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeOptions:
@@ -248,18 +280,46 @@ def _announce(
     form: str,
 ) -> None:
     """Report where the server is; a log in text also shows a request to try."""
-    if not serving.has_keys and not serving.is_private:
-        _logger.warning(
-            "Everybody who can reach %s may use this server: demand keys with --api-keys, or make "
-            "some with `twostroke keys`.",
-            url,
-        )
+    _warn_of_all(url, serving)
     backend = engine.facts.backend
     used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
     memory = f"{used} of memory used, {reserved} reserved for keys and values (--kv-memory)"
     if form == "json":
         _logger.info("Serving %s at %s (%s); %s.", name, url, backend.detail, memory)
         return
+    guesses = f", {draft} guesses ahead" if draft else ""
+    _tell(
+        f"Twostroke serves {name} at {url} ({backend.detail}{guesses}; Ctrl-C stops it). "
+        f"{memory}. {_request_to_try(url, name, engine, serving)}"
+    )
+
+
+def _announce_several(url: str, roster: Roster, serving: ServeOptions, *, form: str) -> None:
+    """Report where a server of several models is, as `_announce` does."""
+    _warn_of_all(url, serving)
+    names, budget = ", ".join(roster.engines), megabytes(roster.budget_bytes)
+    if form == "json":
+        _logger.info("Serving %s at %s on demand; %s for all.", names, url, budget)
+        return
+    sizes = ", ".join(
+        f"{name} ({megabytes(one.num_bytes)})" for name, one in roster.engines.items()
+    )
+    _tell(
+        f"Twostroke serves {sizes} at {url}, each when it is asked for, within {budget} of memory "
+        f"(--memory). Ctrl-C stops it. {_request_to_try(url, roster.card.name, roster, serving)}"
+    )
+
+
+def _warn_of_all(url: str, serving: ServeOptions) -> None:
+    if not serving.has_keys and not serving.is_private:
+        _logger.warning(
+            "Everybody who can reach %s may use this server: demand keys with --api-keys, or make "
+            "some with `twostroke keys`.",
+            url,
+        )
+
+
+def _request_to_try(url: str, name: str, engine: ServedEngine, serving: ServeOptions) -> str:
     what: dict[str, Any] = {"prompt": "The sky is blue because"}
     route = "completions"
     if engine.card.chat_template is not None:
@@ -268,11 +328,8 @@ def _announce(
     body = {"model": name, **what, "max_tokens": 128, "temperature": 0}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     key = "" if not serving.has_keys else " -H 'Authorization: Bearer KEY'"
-    guesses = f", {draft} guesses ahead" if draft else ""
-    _tell(
-        f"Twostroke serves {name} at {url} ({backend.detail}{guesses}; Ctrl-C stops it). "
-        f"{memory}. Try it:\n"
-        f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
+    return (
+        f"Try it:\n  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{quoted}'"
     )
 

@@ -184,6 +184,12 @@ class EngineDiedError(EngineStoppedError):
     code = "engine_died"
 
 
+class ModelNotLoadedError(EngineStoppedError):
+    """One of several models cannot be loaded now; the others are served."""
+
+    code = "model_not_loaded"
+
+
 class EngineKillerError(RequestError):
     """The engine died each time that it computed the request, the last time alone."""
 

@@ -59,7 +59,7 @@ class RemoteEngine:
     """Implements `ServedEngine` with a process that is started again whenever it dies."""
 
     def __init__(
-        self, load: wire.Load, card: ModelCard, process: EngineProcess, ready: wire.Ready
+        self, load: wire.Load, card: ModelCard, process: EngineProcess | None, ready: wire.Ready
     ) -> None:
         """Serve the model of `card` through `process`, which has loaded `load`."""
         self.card = card
@@ -205,6 +205,16 @@ class RemoteEngine:
             self._life.send(wire.Cancel(id_))
 
     async def _ask(self, message: wire.Generate | wire.Embed, num_answers: int) -> RemoteOutputs:
+        outputs = self._open(message, num_answers)
+        try:
+            await outputs.accepted
+        except asyncio.CancelledError:  # the client has left
+            outputs.cancel()
+            raise
+        return outputs
+
+    def _open(self, message: wire.Generate | wire.Embed, num_answers: int) -> RemoteOutputs:
+        """Put a message into the book; errors as `generate`, but for those of the process."""
         self._check_running()
         self._check_harmless(message)
         self._full.check(message.caller)
@@ -215,11 +225,6 @@ class RemoteEngine:
             raise OverloadedError(reason, room_s=self._life.back_s)
         outputs = RemoteOutputs(message, num_answers, self.cancel)
         self._book.add(outputs)
-        try:
-            await outputs.accepted
-        except asyncio.CancelledError:  # the client has left
-            outputs.cancel()
-            raise
         return outputs
 
     async def _inquire(self, message: wire.Compile | wire.Read) -> Any:
@@ -298,14 +303,20 @@ class RemoteEngine:
         for message, _ in self._asked.values():
             self._life.send(message)
 
+    def failed_to_load(self, error: TwostrokeError) -> bool:  # noqa: ARG002
+        """Have another process tried."""
+        return False
+
     def gave_up(self, reason: str) -> None:
         """Tell everybody."""
         self._ended = reason
-        error = EngineStoppedError(reason)
+        self._fail_all(EngineStoppedError(reason))
+        self._on_end()
+
+    def _fail_all(self, error: TwostrokeError) -> None:
         self._book.end_all(error)
         for id_ in list(self._asked):
             self._reply(id_, None, error)
-        self._on_end()
 
     def _said(self, id_: int, output: Output) -> None:
         outputs = self._book.open.get(id_)

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from twostroke.core.errors import TwostrokeError
+from twostroke.core.errors import EngineStoppedError, TwostrokeError
 from twostroke.engine import wire
 from twostroke.engine.child import EngineProcess, log
 from twostroke.engine.watch import Watch
@@ -41,27 +41,44 @@ class Guest(Protocol):
     def runs_again(self, ready: wire.Ready) -> None:
         """Another process takes requests."""
 
+    def failed_to_load(self, error: TwostrokeError) -> bool:
+        """The process could not load; return whether that is all, until somebody wakes another."""
+
     def gave_up(self, reason: str) -> None:
         """No other process will start."""
 
 
 class Supervisor:
-    """Runs one process after another. `is_up` while one takes requests."""
+    """Runs one process after another.
+
+    Attributes:
+        is_up: one takes requests.
+        rests: there is none, until `wake`.
+        load_s: how long the last one took to load.
+    """
 
     def __init__(
-        self, load: wire.Load, process: EngineProcess, ready: wire.Ready, guest: Guest
+        self, load: wire.Load, process: EngineProcess | None, ready: wire.Ready, guest: Guest
     ) -> None:
-        """Take over a process that has loaded `load`; `attach` begins."""
-        self.is_up = True
+        """Take over a process that has loaded `load`, or rest if there is none; `attach` begins."""
+        self.rests = process is None
         self.num_deaths = 0
-        self._load, self._process, self._guest = load, process, guest
+        self.load_s = 0.0
+        self._process: EngineProcess
+        self._load, self._guest = load, guest
         self._unsent = bytearray()
         self._num_failures = 0  # deaths in a row, each before an output
         self._num_blameless = 0  # of them since a request was last to blame
         self._why = ""  # the process ended, if it or the watch has said so
+        self._failure: TwostrokeError | None = None  # that the process has reported
         self._has_ended = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._begin(ready)
+        if process is not None:
+            self._process = process
+            self._begin(ready)
+        else:
+            self.is_up = False
+            self._expect_load()
 
     @property
     def pid(self) -> int:
@@ -79,7 +96,7 @@ class Supervisor:
         if self.is_up:
             return 0.0
         passed_s = time.monotonic() - self._changed_s
-        return max(0.0, self._pause_s + self._load_s - passed_s)
+        return max(0.0, self._pause_s + self.load_s - passed_s)
 
     @property
     def _pause_s(self) -> float:
@@ -87,12 +104,38 @@ class Supervisor:
 
     def attach(self) -> None:
         """Begin in the running event loop."""
-        self._listen()
+        if not self.rests:
+            self._listen()
         self._spawn(self._look())
+
+    def wake(self) -> None:
+        """Start a process, which takes requests once it has loaded.
+
+        Raises:
+            BackendError: the operating system refuses a process.
+        """
+        self._process = EngineProcess(self._load)
+        self.rests, self._failure, self._why = False, None, ""
+        self._num_failures = self._num_blameless = 0
+        self._expect_load()
+        self._listen()
+
+    async def rest(self) -> None:
+        """End the process, which has nothing to do; return once its memory is free."""
+        self._stop_listening()
+        self.rests, self.is_up = True, False
+        await asyncio.to_thread(self._process.close)
+
+    def refuse(self, error: TwostrokeError) -> None:
+        """End the process, which has loaded something else than it should."""
+        self.is_up, self._failure = False, error
+        self._process.kill()
 
     def close(self) -> None:
         """End the process, after the event loop."""
         self._has_ended = True
+        if self.rests:
+            return
         if not self.is_up:
             self._process.kill()  # it does not listen while it loads
         self._process.close()
@@ -125,8 +168,12 @@ class Supervisor:
     def _begin(self, ready: wire.Ready) -> None:
         self.is_up = True
         self._began_s = self._changed_s = time.monotonic()
-        self._load_s = self._began_s - self._process.began_s
+        self.load_s = self._began_s - self._process.began_s
         self._watch = Watch(ready.card.longest_step_s, self._began_s)
+
+    def _expect_load(self) -> None:
+        self._changed_s = time.monotonic()
+        self._watch = Watch(0.0, self._changed_s, _LOADING_S)
 
     def _listen(self) -> None:
         self._process.socket.settimeout(0)
@@ -155,7 +202,7 @@ class Supervisor:
             case wire.Log():
                 log(message)
             case wire.Failed():
-                self._why = str(message.error)
+                self._why, self._failure = str(message.error), message.error
             case wire.Ready() if not self.is_up:
                 self._begin(message)
                 self._guest.runs_again(message)
@@ -169,7 +216,7 @@ class Supervisor:
             await asyncio.sleep(_LOOK_S)
             try:
                 self._guest.look()
-                fault = self._watch.fault(time.monotonic())
+                fault = None if self.rests else self._watch.fault(time.monotonic())
                 if fault is not None:
                     self._why = f"It was killed, since {fault}."
                     self._process.kill()
@@ -181,25 +228,31 @@ class Supervisor:
     def _died(self) -> None:
         if self._has_ended:
             return
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._process.socket)
-        loop.remove_writer(self._process.socket)
+        self._stop_listening()
         self._process.socket.close()
-        self._unsent.clear()
         self.num_deaths += 1
         has_run, self.is_up = self.is_up, False
-        now_s = self._changed_s = time.monotonic()
-        self._watch = Watch(0.0, now_s, _LOADING_S)
-        if has_run and now_s - self._began_s > _SETTLED_S:
+        self._expect_load()
+        if has_run and self._changed_s - self._began_s > _SETTLED_S:
             self._num_failures = self._num_blameless = 0
         self._num_failures += 1
         self._num_blameless = 0 if self._guest.died() else self._num_blameless + 1
         self._spawn(self._revive(has_run=has_run))
 
+    def _stop_listening(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._process.socket)
+        loop.remove_writer(self._process.socket)
+        self._unsent.clear()
+
     async def _revive(self, *, has_run: bool) -> None:
         """Start the next process, unless too many have died one after another."""
         how = await asyncio.to_thread(self._process.describe_end)
         why, self._why = f"{how}. {self._why}".strip(), ""
+        failure, self._failure = self._failure, None
+        if not has_run and failure is not None and self._guest.failed_to_load(failure):
+            self.rests = True
+            return
         what = "died" if has_run else "did not start"
         while self._num_blameless <= len(BACK_OFF_S) and self._num_failures <= _MOST_DEATHS:
             pause_s = self._pause_s
@@ -218,6 +271,9 @@ class Supervisor:
         self._give_up(f"The engine died {count} times in a row; the last time {why}")
 
     def _give_up(self, reason: str) -> None:
+        if self._guest.failed_to_load(EngineStoppedError(reason)):
+            self.rests = True
+            return
         _logger.error("%s The server stops.", reason)
         self._has_ended = True
         self._guest.gave_up(reason)

@@ -15,6 +15,7 @@ from twostroke.core.errors import (
     DeadlineError,
     EngineDiedError,
     EngineStoppedError,
+    ModelNotLoadedError,
     RequestError,
     TwostrokeError,
 )
@@ -154,7 +155,7 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
     if isinstance(error, RecordsError):
         return "The server's records are not available. Try again later."
     if isinstance(error, EngineStoppedError):
-        is_ours = isinstance(error, (ServerStoppingError, EngineDiedError))
+        is_ours = isinstance(error, (ServerStoppingError, EngineDiedError, ModelNotLoadedError))
         return str(error) if is_ours else "The engine is not running. Try again later."
     return "The engine failed on this request."
 

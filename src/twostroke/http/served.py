@@ -91,6 +91,8 @@ class ServedRequest:
         status: 0 until a response begins.
         error: the code of the error that ended the request.
         model, response_id: as the response has them.
+        known_model: the server's own name of the model.
+        keep_s: how long the model shall stay loaded afterwards, if the request says so.
         running: the work that is done for the request, if any.
         reserve: to be called with the most tokens that the request may need, before it is computed;
             raises if its key may not have them now.
@@ -116,6 +118,8 @@ class ServedRequest:
     error: str | None = None
     model: str = ""
     response_id: str = ""
+    known_model: str = ""
+    keep_s: float | None = None
     running: Work | None = None
     reserve: Callable[[int], None] = lambda _num_tokens: None
     is_client_gone: bool = False

@@ -72,14 +72,21 @@ class ModelMeta(msgspec.Struct, frozen=True):
     size: int
 
 
+class ModelStatus(msgspec.Struct, frozen=True):
+    """Where a model is, in the form of llama-server; one that is not loaded is when asked for."""
+
+    value: Literal["unloaded", "loading", "loaded", "unloading"]
+
+
 class ModelBody(msgspec.Struct, frozen=True):
-    """One model; `created` is its time of loading, `max_model_len` its context in tokens."""
+    """One model; `created` is when the server read its files, `max_model_len` its context."""
 
     id: str
     created: int
     max_model_len: int
     capabilities: Capabilities
     meta: ModelMeta
+    status: ModelStatus
     object: Literal["model"] = "model"
     owned_by: str = "twostroke"
 
@@ -91,8 +98,8 @@ class ModelList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-def model_body(card: ModelCard, name: str) -> ModelBody:
-    """Describe a model under one of its names."""
+def model_body(card: ModelCard, name: str, state: str) -> ModelBody:
+    """Describe a model under one of its names; `state` is a word of `ModelStatus`."""
     abilities = Capabilities(
         completion_chat=card.chat_template is not None,
         completion_fim=card.tokenizer.infill is not None,
@@ -104,4 +111,5 @@ def model_body(card: ModelCard, name: str) -> ModelBody:
         n_params=card.num_parameters,
         size=card.file_bytes,
     )
-    return ModelBody(name, card.created_s, card.context_length, abilities, meta)
+    status = ModelStatus(state)  # type: ignore[arg-type]
+    return ModelBody(name, card.created_s, card.context_length, abilities, meta, status)

@@ -1,4 +1,4 @@
-"""The API of one engine: its routes, and how requests become jobs."""
+"""The API of a server: its routes, and how requests become jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.service import BATCH_SERVICE
-from twostroke.engine.health import Health
 from twostroke.http import errors
 from twostroke.http.disconnect import while_connected
 from twostroke.http.ignored import IgnoredFields
@@ -34,8 +33,8 @@ from twostroke.serve.batches import openai as openai_batches
 from twostroke.serve.batches.keeping import Keeping
 from twostroke.serve.body.decode import BodyDecoder, meant
 from twostroke.serve.callers import begun, sent_by
+from twostroke.serve.catalogue import Catalogue
 from twostroke.serve.checking import AnswerChecks
-from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
 from twostroke.serve.dialect import Reply, encode_json, to_json
@@ -44,9 +43,8 @@ from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.journal import Journal
 from twostroke.serve.llama_server.info import info_routes
 from twostroke.serve.models import model_routes
-from twostroke.serve.names import ModelNames
 from twostroke.serve.observe.metrics import Metrics
-from twostroke.serve.observe.state import State
+from twostroke.serve.observe.state import States
 from twostroke.serve.observe.traces import Traces, exporter
 from twostroke.serve.ollama.models import ollama_routes
 from twostroke.serve.openai import stored_chat
@@ -66,6 +64,7 @@ if TYPE_CHECKING:
     from twostroke.engine.served import ServedEngine
     from twostroke.http.served import Observer
     from twostroke.records import Records
+    from twostroke.serve.catalogue import Served
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.options import ServeOptions
@@ -86,7 +85,7 @@ _WAITING_LINES: Final = 16  # of batches, so that a step need not wait for the n
 
 
 class Api:
-    """Answers requests with one engine's model."""
+    """Answers requests with the model of an engine, or those of a roster."""
 
     def __init__(
         self,
@@ -95,18 +94,18 @@ class Api:
         limits: Limits | None,
         records: Records | None = None,
     ) -> None:
-        """Serve `engine`'s model.
+        """Serve `engine`'s model, or all models if it is a `Roster`.
 
         `limits` are the machine's, for the metrics of utilization. `records` keep files,
         batches, keys and usage; None keeps none.
         """
-        self.engine, card = engine, engine.card
+        self.engine = engine
         self.options = options
-        self.metrics = Metrics(engine, limits, options.objectives)
-        self.names = options.model_names or (card.name,)
-        self._names = ModelNames(self.names, options.any_model)
-        self._state = State(engine, limits, self.metrics.goodput, self.names)
-        self._plans = plans.Plans(card, self.names[0], limits)
+        self.models = Catalogue(engine, options)
+        self.metrics = Metrics(self.models, limits, options.objectives)
+        self.names = self.models.names.known
+        self._states = States(self.models, limits, self.metrics.goodput)
+        self._plans = plans.Plans(engine.card, self.names[0], limits)
         self.observers: list[Observer] = []
         if options.otlp_endpoint is not None:
             self.observers.append(Traces(exporter(options.otlp_endpoint)))
@@ -119,11 +118,6 @@ class Api:
         self._open: set[Open] = set()
         self._descriptions: dict[bool, bytes] = {}  # by whether a key is needed
         self._checks = AnswerChecks(Verifier(), self.metrics)
-        self._compiler = Compiler(
-            engine.compile,
-            options.limits.compile_timeout_s,
-            lambda: engine.health is not Health.RECOVERING,
-        )
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
         self.vitals = HealthReports(engine, self.names[0], lambda: self.is_draining)
         journal = Journal(records) if records is not None else None
@@ -154,11 +148,11 @@ class Api:
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
             *kept_routes(self._tenant),
             *stored_chat.stored_chat_routes(self._tenant, self.options.limits, self._ignored.note),
-            *info_routes(self.engine, self.options, self.names[0]),
+            *info_routes(self.models, self.options),
             *self.keeping.routes(self._ignored.note),
             *plans.plan_routes(self._plans, self.options, self._ignored.note),
-            *model_routes(self._names, self.engine.card),
-            *ollama_routes(self.names, self.engine.card),
+            *model_routes(self.models),
+            *ollama_routes(self.models),
         ]
 
     @property
@@ -214,13 +208,13 @@ class Api:
 
     def facts(self) -> Facts:
         """Return the facts of this server for its description."""
-        card, limits = self.engine.card, self.options.limits
-        last = card.cost.program.vocab_size - 1
+        limits = self.options.limits
+        last = max(one.card.cost.program.vocab_size for _, one in self.models) - 1
         values: dict[str, Any] = {
             Fact.LAST_ID: last,
             Fact.MODEL_NAMES: self.names[:1],
             Fact.GUESSERS: ("auto", "off", *self.engine.facts.methods, None),
-            Fact.EMBEDDING_WIDTH: card.embedding_width,
+            Fact.EMBEDDING_WIDTH: max(one.card.embedding_width for _, one in self.models),
             Fact.MAX_CHOICES: self._max_choices,
             Fact.MAX_INPUTS: limits.max_inputs,
         }
@@ -235,7 +229,9 @@ class Api:
     async def state(self, request: Request) -> Response:
         """Return the dashboard's state, its past with `?past`; UnknownPathError if it is off."""
         self.options.check_dashboard()
-        body = await self._state.body(self.vitals.status, has_past="past" in request.query_params)
+        asked = request.query_params
+        state = self._states.of(asked.get("model"))
+        body = await state.body(self.vitals.status, has_past="past" in asked)
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     @property
@@ -248,12 +244,12 @@ class Api:
         limits = self.options.limits
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
-        def prepare(body: bytes, request: Request) -> tuple[Job, Encoded, str] | Response:
+        def prepare(body: bytes, request: Request) -> tuple[Job, Encoded, str, Served] | Response:
             served = served_of(request.scope)
             asked, ignored = decoder.decode(body)
             served.field_names = dialect.names(asked)
             self._ignored.note(ignored, served)
-            name = self._names.find(asked.model)
+            name, model = self.models.choose(asked.model, served, dialect.keep_s(asked))
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
             try:
@@ -266,30 +262,31 @@ class Api:
             job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
             job = sent_by(served, job, self.metrics.goodput)
             split = self.options.splits_reasoning
-            encoded = job.encode(self.engine.card, splits_reasoning=split)
+            encoded = job.encode(model.card, splits_reasoning=split)
             self._ignored.note(encoded.ignored, served)
-            return job, encoded, name
+            return job, encoded, name, model
 
         async def generate(request: Request) -> Any:
             found = await self._read(request, prepare, is_long=dialect.recalls)
+            self.models.note(served_of(request.scope), is_empty=isinstance(found, Response))
             if isinstance(found, Response):
                 return found
-            (job, encoded, name), served = found, served_of(request.scope)
-            served.reserve(encoded.most_tokens(self.engine.card.context_length))
+            (job, encoded, name, model), served = found, served_of(request.scope)
+            served.reserve(encoded.most_tokens(model.card.context_length))
             with Accepting(job.caller.service, self._open, self._returns):
                 if encoded.params.constraint is not None:
-                    compiling = self._compiler.complete(encoded, job.caller.tenant)
+                    compiling = model.compiler.complete(encoded, job.caller.tenant)
                     async with in_time(served):
                         await while_connected(request.receive, compiling)
                 job = begun(job, served)
-                answers = await Answers.start(self.engine, job, encoded, self.metrics, self._open)
+                answers = await Answers.start(model.engine, job, encoded, self.metrics, self._open)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
                 model=name,
                 job=job,
                 prompts=encoded.prompts,
-                tokenizer=self.engine.card.tokenizer,
+                tokenizer=model.card.tokenizer,
                 reading=encoded.reading,
             )
             served.running, served.model, served.response_id = answers, name, reply.id
@@ -310,26 +307,28 @@ class Api:
 
         def prepare(
             body: bytes, request: Request
-        ) -> tuple[EmbeddingJob, list[list[int]], str] | Response:
+        ) -> tuple[EmbeddingJob, list[list[int]], str, Served] | Response:
+            served = served_of(request.scope)
             asked, ignored = decoder.decode(body)
-            self._ignored.note(ignored, served_of(request.scope))
-            name = self._names.find(asked.model)
+            self._ignored.note(ignored, served)
+            name, model = self.models.choose(asked.model, served, dialect.keep_s(asked))
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
             job = dialect.read(asked, self._tenant(request))
-            job = sent_by(served_of(request.scope), job, self.metrics.goodput)
+            job = sent_by(served, job, self.metrics.goodput)
             check_texts(job, limits.max_inputs)
-            return job, job.encode(self.engine.card), name
+            return job, job.encode(model.card), name, model
 
         async def embed(request: Request) -> Response:
             found = await self._read(request, prepare)
+            self.models.note(served_of(request.scope), is_empty=isinstance(found, Response))
             if isinstance(found, Response):
                 return found
-            (job, texts, name), served = found, served_of(request.scope)
+            (job, texts, name, model), served = found, served_of(request.scope)
             job = begun(job, served)
             served.reserve(sum(map(len, texts)))
             with Accepting(job.caller.service, self._open, self._returns):
-                vectors = await Vectors.start(self.engine, job, texts, self.metrics, self._open)
+                vectors = await Vectors.start(model.engine, job, texts, self.metrics, self._open)
             served.running, served.model = vectors, name
             try:
                 parts = await while_connected(request.receive, vectors.whole())
@@ -347,9 +346,9 @@ class Api:
             asked, ignored = decoder.decode(body)
             served_of(request.scope).field_names = inquiry.names(asked)
             self._ignored.note(ignored, served_of(request.scope))
-            self._names.find(asked.model)
+            _, model = self.models.find(asked.model)
             sender = (self._tenant(request),) if inquiry.recalls else ()
-            return to_json(inquiry.answer(asked, self.engine.card, *sender))
+            return to_json(inquiry.answer(asked, model.card, *sender))
 
         async def respond(request: Request) -> Response:
             return await self._read(request, answer, is_long=inquiry.recalls)

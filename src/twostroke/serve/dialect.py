@@ -75,6 +75,8 @@ class Dialect(Frozen, Generic[T]):
         framing: how its streams are framed.
         empty: returns the response to a request that asks for no answer, from the request and the
             model's name; None for other requests.
+        keep_s: returns how long the model shall stay loaded after the request; None if it does not
+            say; raises RequestError.
     """
 
     prefix: str
@@ -85,10 +87,11 @@ class Dialect(Frozen, Generic[T]):
     recalls: bool = False
     framing: Framing = SSE
     empty: Callable[[T, str], msgspec.Struct | None] = lambda _asked, _name: None
+    keep_s: Callable[[T], float | None] = lambda _asked: None
 
 
 class EmbeddingDialect(Frozen, Generic[T]):
-    """A protocol for embeddings; `request`, `read` and `empty` as in `Dialect`.
+    """A protocol for embeddings; `request`, `read`, `empty` and `keep_s` as in `Dialect`.
 
     `whole` makes the response, from the model's name, a part for each text, the number of tokens
     in all texts, and the seconds since the request came.
@@ -98,6 +101,7 @@ class EmbeddingDialect(Frozen, Generic[T]):
     read: Callable[[T, Tenant], EmbeddingJob]
     whole: Callable[[str, list[msgspec.Raw], int, float], Any]
     empty: Callable[[T, str], msgspec.Struct | None] = lambda _asked, _name: None
+    keep_s: Callable[[T], float | None] = lambda _asked: None
 
 
 class Inquiry(Frozen, Generic[T]):

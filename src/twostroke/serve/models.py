@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from twostroke.engine.client import ModelCard
-    from twostroke.serve.names import ModelNames
+    from twostroke.serve.about import ModelBody
+    from twostroke.serve.catalogue import Catalogue, Served
 
 _LISTED: Final = 20  # models of one of Anthropic's pages
 _MAX_LISTED: Final = 1000
@@ -46,17 +47,23 @@ class AnthropicModels(msgspec.Struct, frozen=True):
     last_id: str | None
 
 
-def model_routes(names: ModelNames, card: ModelCard) -> list[Route]:
-    """Return the routes that describe the model of `card` under each of its names."""
+def model_routes(models: Catalogue) -> list[Route]:
+    """Return the routes that describe the models under their names."""
+
+    def body(name: str, served: Served) -> ModelBody:
+        return model_body(served.card, name, models.state(served.name))
 
     async def several(request: Request) -> Response:
         if _is_anthropic(request):
-            return to_json(_page(names.known, card, dict(request.query_params)))
-        return to_json(ModelList([model_body(card, name) for name in names.known]))
+            cards = {name: served.card for name, served in models}
+            return to_json(_page(cards, dict(request.query_params)))
+        return to_json(ModelList([body(name, served) for name, served in models]))
 
     async def one(request: Request) -> Response:
-        name = names.find(request.path_params["model"])
-        return to_json(_anthropic(name, card) if _is_anthropic(request) else model_body(card, name))
+        name, served = models.find(request.path_params["model"])
+        if _is_anthropic(request):
+            return to_json(_anthropic(name, served.card))
+        return to_json(body(name, served))
 
     paths = {PATH: several, f"{PATH}/{{model:path}}": one}
     return [Route(path, endpoint, name=path) for path, endpoint in paths.items()]
@@ -71,12 +78,12 @@ def _anthropic(name: str, card: ModelCard) -> AnthropicModel:
     return AnthropicModel(name, name, created_at, context, context)
 
 
-def _page(names: tuple[str, ...], card: ModelCard, asked: dict[str, Any]) -> AnthropicModels:
+def _page(cards: dict[str, ModelCard], asked: dict[str, Any]) -> AnthropicModels:
     """Return the models of a page; `asked` may have `limit` and `after_id` or `before_id`."""
     limit = asked.get("limit", str(_LISTED))
     if not (limit.isdecimal() and len(limit) <= 4 and 1 <= int(limit) <= _MAX_LISTED):
         raise RequestError(f"must be from 1 to {_MAX_LISTED}.", field="limit")
-    places = {}
+    places, names = {}, list(cards)
     for field in ("after_id", "before_id"):
         if asked.get(field):
             if asked[field] not in names:
@@ -84,6 +91,6 @@ def _page(names: tuple[str, ...], card: ModelCard, asked: dict[str, Any]) -> Ant
             places[field] = names.index(asked[field])
     rest = names[places.get("after_id", -1) + 1 : places.get("before_id")]
     shown = rest[-int(limit) :] if "before_id" in places else rest[: int(limit)]
-    data = [_anthropic(name, card) for name in shown]
+    data = [_anthropic(name, cards[name]) for name in shown]
     ends = (shown[0], shown[-1]) if shown else (None, None)
     return AnthropicModels(data, len(rest) > len(shown), *ends)

@@ -1,4 +1,4 @@
-"""The names by which clients ask for the model."""
+"""The names by which clients ask for models."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ _MAX_ECHO_LENGTH: Final = 200  # of a name that responses repeat
 
 
 class ModelNames(Frozen):
-    """The names of the model, the default first; `takes_any` makes every other one a name, too."""
+    """The names of the models, the default first.
+
+    With `takes_any` every other name means the default.
+    """
 
     known: tuple[str, ...]
     takes_any: bool = False
 
     def find(self, asked: str | None) -> str:
-        """Return the name for the response: as the client wrote it, if it is a name of the model.
+        """Return the name for the response: as the client wrote it, if it is a name that is known.
 
         Upper and lower case are the same, and an owner before the name (`openai/NAME`) and the tag
         `:latest` do not count.
@@ -27,13 +30,26 @@ class ModelNames(Frozen):
         Raises:
             ModelNotFoundError: the client asks for another model.
         """
+        known = self.known_name(asked)
+        is_short = asked and len(asked) <= _MAX_ECHO_LENGTH and asked.isprintable()
+        return asked if asked and is_short else known
+
+    def is_known(self, name: str) -> bool:
+        """Whether a request with this name would mean one of the models."""
+        return _bare(name) in map(_bare, self.known)
+
+    def known_name(self, asked: str | None) -> str:
+        """Return the known name that the client means; errors as `find`."""
         if not asked:
             return self.known[0]
         if asked in self.known:
             return asked
-        is_short = len(asked) <= _MAX_ECHO_LENGTH and asked.isprintable()
-        if self.takes_any or _bare(asked) in map(_bare, self.known):
-            return asked if is_short else self.known[0]
+        bare = _bare(asked)
+        for name in self.known:
+            if _bare(name) == bare:
+                return name
+        if self.takes_any:
+            return self.known[0]
         word = asked[:MAX_NAME_LENGTH]
         raise ModelNotFoundError(
             "The model '{name}' does not exist.{hint} Served: {served}.",

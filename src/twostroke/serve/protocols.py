@@ -15,6 +15,7 @@ from twostroke.serve.llama_server.reply import LlamaEncoder
 from twostroke.serve.ollama import embed, models
 from twostroke.serve.ollama import reply as ollama_reply
 from twostroke.serve.ollama import request as ollama
+from twostroke.serve.ollama.stay import keep_s
 from twostroke.serve.openai import chat, completions, embeddings, stored_chat, tokens
 from twostroke.serve.openai.completions_reply import CompletionEncoder
 from twostroke.serve.openai.fields import other_names
@@ -57,6 +58,7 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         ollama.names,
         framing=NDJSON,
         empty=ollama_reply.empty_chat,
+        keep_s=keep_s,
     ),
     "/api/generate": Dialect(
         "",
@@ -66,6 +68,7 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         ollama.names,
         framing=NDJSON,
         empty=ollama_reply.empty_generate,
+        keep_s=keep_s,
     ),
 }
 INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
@@ -88,8 +91,10 @@ EMBEDDINGS: Final[dict[str, EmbeddingDialect[Any]]] = {
     "/embeddings": EmbeddingDialect(
         llama_embeddings.LlamaEmbeddingRequest, llama_embeddings.read, llama_embeddings.whole
     ),
-    "/api/embed": EmbeddingDialect(embed.EmbedRequest, embed.read, embed.whole, embed.empty),
+    "/api/embed": EmbeddingDialect(
+        embed.EmbedRequest, embed.read, embed.whole, embed.empty, keep_s
+    ),
     "/api/embeddings": EmbeddingDialect(
-        embed.OldEmbedRequest, embed.read_old, embed.whole_old, embed.empty_old
+        embed.OldEmbedRequest, embed.read_old, embed.whole_old, embed.empty_old, keep_s
     ),
 }

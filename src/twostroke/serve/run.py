@@ -37,7 +37,7 @@ def run_server(
     caller closes the engine.
 
     Args:
-        engine: the engine to serve.
+        engine: the engine to serve, or a `Roster` of several.
         options: the address, and how to serve.
         listener: from `bind`; without it, the server binds now.
         limits: the machine's limits, against which `/metrics` measures utilization.

@@ -16,6 +16,7 @@ from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.served import LocalEngine
 from twostroke.http.limits import Limits
+from twostroke.serve.catalogue import Catalogue
 from twostroke.serve.dialect import Reply
 from twostroke.serve.job import Encoded, Job
 from twostroke.serve.layers import create_app
@@ -147,7 +148,8 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
             tokenizer = client.card.tokenizer
             reply = Reply("x", 0, "tiny", job, [[5]], tokenizer)
             engine, encoded = LocalEngine(client), Encoded([[5]], job.params, Hints())
-            answers = await Answers.start(engine, job, encoded, Metrics(engine), set())
+            metrics = Metrics(Catalogue(engine, options))
+            answers = await Answers.start(engine, job, encoded, metrics, set())
             stream = EventStream(answers, reply.reader(), CompletionEncoder(reply), options)
 
             async def never(_message: Any = None) -> Any:

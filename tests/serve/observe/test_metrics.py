@@ -88,7 +88,7 @@ def test_openmetrics_is_spoken_where_asked_for(server: LiveServer) -> None:
 
 def test_utilization_is_shown_where_the_limits_are_known(server: LiveServer) -> None:
     server.chat(max_tokens=2)
-    body, _ = asyncio.run(Metrics(server.api.engine, Limits("portable", 1, 10**6)).expose(""))
+    body, _ = asyncio.run(Metrics(server.api.models, Limits("portable", 1, 10**6)).expose(""))
     assert 'twostroke_mbu{stroke="decode"}' in body.decode()
     assert "twostroke_mbu" not in server.http.get("/metrics").text
 
@@ -196,7 +196,7 @@ def _families(server: LiveServer) -> list[Any]:
     server.chat(max_tokens=2)
     stats = server.client.loop.speculator.stats
     stats.accepted["ngram"], stats.proposed["ngram"], stats.accepted_at[0] = 1, 2, 1
-    metrics = Metrics(server.api.engine, Limits("portable", 1, 10**6), _EVERYTHING)
+    metrics = Metrics(server.api.models, Limits("portable", 1, 10**6), _EVERYTHING)
     metrics.responses.labels("/v1/models", "200").inc()
     ignored = IgnoredFields(metrics.registry, is_strict=False)
     ignored._counter.labels("store").inc()

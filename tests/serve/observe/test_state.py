@@ -144,7 +144,7 @@ def test_state_has_utilization_and_limits(server: LiveServer) -> None:
     server.chat(max_tokens=5, ignore_eos=True)
     time.sleep(1.1)
     limits = Limits("portable", 1, 10**6)
-    described = State(server.api.engine, limits, Goodput([]), ["tiny"])
+    described = State(server.api.models, server.api.engine, limits, Goodput([]), ["tiny"])
     state = json.loads(asyncio.run(described.body("ready")))
     hardware, decode = state["hardware"], state["window"]["60"]["strokes"]["decode"]
     assert hardware["cores"] == 1

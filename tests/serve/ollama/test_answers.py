@@ -164,12 +164,13 @@ def test_options_become_the_engines(server: LiveServer) -> None:
 
 
 def test_a_request_without_content_finds_the_model_loaded(server: LiveServer) -> None:
-    for path, content in (
-        ("chat", {"messages": []}),
-        ("generate", {"prompt": "", "keep_alive": 0}),
+    for path, content, reason in (
+        ("chat", {"messages": []}, "load"),
+        ("generate", {"prompt": "", "keep_alive": "10m"}, "load"),
+        ("generate", {"prompt": "", "keep_alive": 0}, "unload"),
     ):
         body = ask(server, path, **content).json()
-        assert (body["done"], body["done_reason"], body["model"]) == (True, "load", "tiny")
+        assert (body["done"], body["done_reason"], body["model"]) == (True, reason, "tiny")
     assert ask(server, "generate", prompt=None).json()["response"] == ""
 
 

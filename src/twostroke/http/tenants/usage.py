@@ -53,7 +53,7 @@ class UsageBook:
     """
 
     def __init__(self, model: str) -> None:
-        """Count for `model`, whatever names clients have for it."""
+        """Count for a request's model, whatever name its client has for it, or else for `model`."""
         self._model = model
         self._rows: Rows = {}
         self._day, self._day_number = "", -1
@@ -73,7 +73,8 @@ class UsageBook:
             return
         id_ = served.key.id if served.key is not None else ""
         is_batch = served.service == BATCH_SERVICE
-        row = self._row(Owner(self._today(), id_, served.tenant, self._model, is_batch))
+        model = served.known_model or self._model
+        row = self._row(Owner(self._today(), id_, served.tenant, model, is_batch))
         row[0] += 1
         row[1] += used.prompt_tokens
         row[2] += used.cached_tokens

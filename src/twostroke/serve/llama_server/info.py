@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import OverloadedError
 from twostroke.http.errors import UnknownPathError
+from twostroke.schedule.residence import Residence
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import to_json
 from twostroke.serve.llama_server.fields import TextFields, to_params
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.engine.served import ServedEngine
     from twostroke.engine.view import RequestView
+    from twostroke.serve.catalogue import Catalogue
     from twostroke.serve.options import ServeOptions
 
 
@@ -86,11 +88,13 @@ class SlotsOffError(UnknownPathError):
     """The server does not show what it does."""
 
 
-def info_routes(engine: ServedEngine, options: ServeOptions, name: str) -> list[Route]:
-    """Return the routes for `engine`'s model, which is called `name`."""
-    config, card, places = engine.facts.config, engine.card, _Places()
+def info_routes(models: Catalogue, options: ServeOptions) -> list[Route]:
+    """Return the routes; `?model=NAME` asks for another model than the first."""
+    all_places: dict[str, _Places] = defaultdict(_Places)
 
-    async def props(_request: Request) -> Response:
+    async def props(request: Request) -> Response:
+        name, served = models.find(request.query_params.get("model"))
+        config, card = served.engine.facts.config, served.card
         defaults = TextFields()
         texts = card.tokenizer.named_texts
         return to_json(
@@ -107,6 +111,7 @@ def info_routes(engine: ServedEngine, options: ServeOptions, name: str) -> list[
                 bos_token=texts.get("bos_token", ""),
                 eos_token=texts.get("eos_token", ""),
                 build_info=FINGERPRINT,
+                is_sleeping=models.state(served.name) != Residence.IN.value,
             )
         )
 
@@ -114,6 +119,9 @@ def info_routes(engine: ServedEngine, options: ServeOptions, name: str) -> list[
         if not options.shows_dashboard:
             message = "The slots are not shown: start the server with --dashboard."
             raise SlotsOffError(message)
+        _, served = models.find(request.query_params.get("model"))
+        engine, card, places = served.engine, served.card, all_places[served.name]
+        config = engine.facts.config
         running = (await engine.read()).view.running
         if request.query_params.get("fail_on_no_slot") and len(running) >= config.max_running:
             raise OverloadedError("All slots are taken.")

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from twostroke.core.request import FinishReason
 from twostroke.engine.health import Health
+from twostroke.schedule.residence import Residence
 from twostroke.serve.about import VERSION
 from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED, Goodput
 from twostroke.serve.observe.state import WINDOWS
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals
     from twostroke.engine.histogram import Distribution
     from twostroke.engine.limits import Limits
+    from twostroke.engine.roster import Roster
     from twostroke.engine.seconds import Span
     from twostroke.engine.served import Reading, ServedEngine
+    from twostroke.serve.catalogue import Catalogue
     from twostroke.serve.observe.objectives import Objective
 
     Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -91,24 +94,37 @@ _SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
 )
 
 
+_RESIDENT_GAUGES: Final = (
+    ("num_bytes", "model_bytes", "Memory that a model takes while it is loaded."),
+    ("num_waiting", "model_waiting", "Requests that wait until a model is loaded."),
+)
+_RESIDENT_COUNTS: Final = (
+    ("num_loads", "model_loads", "Times that a model was loaded."),
+    ("num_unloads", "model_unloads", "Times that a model was unloaded."),
+    ("num_failed_loads", "model_failed_loads", "Times that a model could not be loaded."),
+    ("loading_s", "model_load_seconds", "Seconds in which a model loaded."),
+)
+
+
 class Metrics(Collector):
     """Counts HTTP responses; reads everything else when Prometheus asks."""
 
     def __init__(
         self,
-        engine: ServedEngine,
+        models: Catalogue,
         limits: Limits | None = None,
         objectives: Iterable[Objective] = (),
     ) -> None:
-        """Measure `engine`; utilization is left out where `limits` are unknown.
+        """Measure the engines of `models`; utilization is left out where `limits` are unknown.
+
+        If they are of a roster, what each engine counts has the label `model`.
 
         Raises:
             UsageError: the objectives contradict each other.
         """
         self.goodput = Goodput(objectives)
-        self._engine = engine
-        self._reading: Reading | None = None
-        self._limits = limits
+        self._models, self._limits = models, limits
+        self._readings: dict[str, Reading] = {}
         self.registry = CollectorRegistry()
         self.responses = Counter(
             "twostroke_http_responses",
@@ -138,20 +154,41 @@ class Metrics(Collector):
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics and their content type, in the format that `accept` prefers."""
-        self._reading = await self._engine.read([(WINDOWS[0], 0)])
+        engines = {served.name: served.engine for _, served in self._models}
+        self._readings = {name: await one.read([(WINDOWS[0], 0)]) for name, one in engines.items()}
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the engine, as `expose` read it, and of goodput."""
-        reading, facts = self._reading, self._engine.facts.backend
-        assert reading is not None
-        snapshot = reading.snapshot
-        is_ready = self._engine.health is Health.READY
-        yield _gauge("ready", "Whether the engine can answer.", value=is_ready)
-        deaths = [((), self._engine.num_deaths)]
+        """Yield the metrics of the engines, as `expose` read them, and of goodput."""
+        engine, roster = self._models.default.engine, self._models.roster
+        health = engine.health if roster is None else roster.health
+        yield _gauge("ready", "Whether the server can answer.", value=health is Health.READY)
+        if roster is None:
+            yield from self._of(engine, self._readings[self._models.default.name])
+        else:
+            yield from _residents(roster)
+            merged: dict[str, Metric] = {}
+            for name, one in roster.engines.items():
+                for metric in self._of(one, self._readings[name]):
+                    samples = [
+                        sample._replace(labels={**sample.labels, "model": name})
+                        for sample in metric.samples
+                    ]
+                    if metric.name in merged:
+                        merged[metric.name].samples += samples
+                    else:
+                        metric.samples, merged[metric.name] = samples, metric
+            yield from merged.values()
+        if self.goodput.has_objectives:
+            yield from _goodput(self.goodput)
+
+    def _of(self, engine: ServedEngine, reading: Reading) -> Iterator[Metric]:
+        """Yield the metrics of one engine."""
+        facts, snapshot = engine.facts.backend, reading.snapshot
+        deaths = [((), engine.num_deaths)]
         yield _counter("engine_deaths", "Times that the engine's process died.", samples=deaths)
-        yield self._model()
+        yield _model(engine)
         yield from _services(snapshot.services)
         for key, family, name, text in _SCHEDULER:
             yield family(f"twostroke_{name}", text, getattr(snapshot.scheduler, key))
@@ -159,42 +196,57 @@ class Metrics(Collector):
         yield _gauge("page_tokens", "Tokens in a page.", value=facts.page_size)
         yield from _strokes(snapshot)
         yield from _ranks(reading.ranks, facts.link)
-        yield from self._utilization(*reading.spans)
+        limits = self._limits or getattr(engine, "limits", None)
+        yield from _utilization(limits, *reading.spans)
         yield from _speculation(snapshot.speculation)
-        if self.goodput.has_objectives:
-            yield from _goodput(self.goodput)
 
-    def _model(self) -> Metric:
-        card = self._engine.card
-        facts = {
-            "version": VERSION,
-            "name": card.name,
-            "architecture": card.architecture,
-            "format": card.format,
-            "backend": self._engine.facts.backend.detail,
-        }
-        return InfoMetricFamily("twostroke_model", "The model that is served.", facts)
 
-    def _utilization(self, span: Span[Snapshot]) -> Iterator[Metric]:
-        """Yield the shares of the machine that the last seconds used."""
-        seconds = WINDOWS[0]
-        strokes = span.last.strokes - span.first.strokes
-        both = {("prefill",): strokes.prefill, ("decode",): strokes.decode}
-        busy = {label: stroke.time_s / max(1, span.seconds) for label, stroke in both.items()}
-        text = f"Share of the last {seconds} seconds spent in steps."
-        yield _gauge("busy_ratio", text, "stroke", samples=busy.items())
-        hardware = self._limits.above(strokes, may_measure=False) if self._limits else None
-        if hardware is None:
-            return
-        text = "The machine's peak arithmetic."
-        yield _gauge("peak_flops_per_second", text, value=hardware.peak)
-        text = "The machine's peak bandwidth."
-        yield _gauge("peak_bytes_per_second", text, value=hardware.bandwidth)
-        when = f"while steps ran in the last {seconds} seconds."
-        mfu = {label: stroke.mfu(hardware) for label, stroke in both.items()}
-        yield _gauge("mfu", f"Share of peak FLOP/s {when}", "stroke", samples=mfu.items())
-        mbu = {label: stroke.mbu(hardware) for label, stroke in both.items()}
-        yield _gauge("mbu", f"Share of peak bandwidth {when}", "stroke", samples=mbu.items())
+def _model(engine: ServedEngine) -> Metric:
+    card = engine.card
+    facts = {
+        "version": VERSION,
+        "name": card.name,
+        "architecture": card.architecture,
+        "format": card.format,
+        "backend": engine.facts.backend.detail,
+    }
+    return InfoMetricFamily("twostroke_model", "The model that is served.", facts)
+
+
+def _residents(roster: Roster) -> Iterator[Metric]:
+    """Yield where models are, how often they were loaded, and who waits for them."""
+    engines = roster.engines.items()
+    yield _gauge("memory_budget_bytes", "Memory for all models.", value=roster.budget_bytes)
+    loaded = [((model,), one.residence is Residence.IN) for model, one in engines]
+    yield _gauge("model_loaded", "Whether a model is loaded.", "model", samples=loaded)
+    for key, name, text in _RESIDENT_GAUGES:
+        samples = [((model,), getattr(one, key)) for model, one in engines]
+        yield _gauge(name, text, "model", samples=samples)
+    for key, name, text in _RESIDENT_COUNTS:
+        samples = [((model,), getattr(one, key)) for model, one in engines]
+        yield _counter(name, text, "model", samples=samples)
+
+
+def _utilization(limits: Limits | None, span: Span[Snapshot]) -> Iterator[Metric]:
+    """Yield the shares of the machine that the last seconds used."""
+    seconds = WINDOWS[0]
+    strokes = span.last.strokes - span.first.strokes
+    both = {("prefill",): strokes.prefill, ("decode",): strokes.decode}
+    busy = {label: stroke.time_s / max(1, span.seconds) for label, stroke in both.items()}
+    text = f"Share of the last {seconds} seconds spent in steps."
+    yield _gauge("busy_ratio", text, "stroke", samples=busy.items())
+    hardware = limits.above(strokes, may_measure=False) if limits else None
+    if hardware is None:
+        return
+    text = "The machine's peak arithmetic."
+    yield _gauge("peak_flops_per_second", text, value=hardware.peak)
+    text = "The machine's peak bandwidth."
+    yield _gauge("peak_bytes_per_second", text, value=hardware.bandwidth)
+    when = f"while steps ran in the last {seconds} seconds."
+    mfu = {label: stroke.mfu(hardware) for label, stroke in both.items()}
+    yield _gauge("mfu", f"Share of peak FLOP/s {when}", "stroke", samples=mfu.items())
+    mbu = {label: stroke.mbu(hardware) for label, stroke in both.items()}
+    yield _gauge("mbu", f"Share of peak bandwidth {when}", "stroke", samples=mbu.items())
 
 
 def _goodput(goodput: Goodput) -> Iterator[Metric]:

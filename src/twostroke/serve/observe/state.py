@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 
 from twostroke.program import BatchShape
 from twostroke.program.ops import Attention, Embed, MixtureOfExperts
+from twostroke.schedule.residence import Residence
 from twostroke.serve.about import VERSION
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from twostroke.engine.seconds import Span
     from twostroke.engine.served import Reading, ServedEngine
     from twostroke.engine.view import RequestView, View
+    from twostroke.serve.catalogue import Catalogue
     from twostroke.serve.observe.objectives import Goodput
 
 WINDOWS: Final = (10, 60)  # seconds
@@ -40,18 +42,45 @@ _TYPICAL: Final = 1024  # tokens of a prompt
 _PERCENTILES: Final = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}  # least samples
 
 
+class States:
+    """Describes a server's models, each with its engine."""
+
+    def __init__(self, models: Catalogue, limits: Limits | None, goodput: Goodput) -> None:
+        """Describe `models`; the machine has `limits`."""
+        self._models = models
+        names: dict[str, list[str]] = {}
+        for name, served in models:
+            names.setdefault(served.name, []).append(name)
+        self._states = {
+            one: State(models, models.find(one)[1].engine, limits, goodput, all_)
+            for one, all_ in names.items()
+        }
+
+    def of(self, asked: str | None) -> State:
+        """Return a model's state; without a name, that of the first loaded one.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+        """
+        if asked:
+            return self._states[self._models.find(asked)[1].name]
+        loaded = (one for one in self._states if self._models.state(one) == Residence.IN.value)
+        return self._states[next(loaded, self._models.default.name)]
+
+
 class State:
-    """Describes a server. A description is kept for half a second."""
+    """Describes a server with one of its engines. A description is kept for half a second."""
 
     def __init__(
         self,
+        models: Catalogue,
         engine: ServedEngine,
         limits: Limits | None,
         goodput: Goodput,
         names: Sequence[str],
     ) -> None:
         """Describe `engine`, which serves its model under `names`."""
-        self._engine = engine
+        self._models, self._engine = models, engine
         self._goodput = goodput
         self._limits = limits
         self._model = _model(engine.card, names)
@@ -87,15 +116,16 @@ class State:
         facts = self._engine.facts
         view, snapshot, backend = reading.view, reading.snapshot, facts.backend
         pages, totals = Pages.of(view), _sums(snapshot.services.values())
-        hardware = None
-        if self._limits:
-            hardware = self._limits.above(snapshot.strokes, may_measure=False)
+        limits_now, hardware = self._limits or getattr(self._engine, "limits", None), None
+        if limits_now:
+            hardware = limits_now.above(snapshot.strokes, may_measure=False)
         limits = asdict(hardware) if hardware else None
         return {
             "version": VERSION,
             "uptime_s": snapshot.age_s,
             "health": health,
             "model": self._model,
+            "models": self._residents(),
             "hardware": limits and limits | {"cores": limits.pop("num_threads")},
             "engine": {
                 "backend": backend.detail,
@@ -124,6 +154,23 @@ class State:
                 "recoveries": snapshot.scheduler.num_recoveries,
             },
         }
+
+    def _residents(self) -> list[dict[str, Any]]:
+        """Return where each model of a roster is; nothing for one model."""
+        roster = self._models.roster
+        if roster is None:
+            return []
+        return [
+            {
+                "name": name,
+                "state": engine.residence.value,
+                "num_bytes": engine.num_bytes,
+                "num_waiting": engine.num_waiting,
+                "loads": engine.num_loads,
+                "load_s": engine.load_s,
+            }
+            for name, engine in roster.engines.items()
+        ]
 
     def _pages(self, view: View, pages: Pages) -> dict[str, Any]:
         facts, stats = self._engine.facts.backend, view.stats

@@ -12,6 +12,7 @@ from twostroke.serve.describe import field
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.job import EmbeddingJob
 from twostroke.serve.ollama.reply import nanoseconds
+from twostroke.serve.ollama.stay import KeepAlive
 
 if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding
@@ -35,7 +36,7 @@ class EmbedRequest(field.RequestObject):
             maximum=field.Fact.EMBEDDING_WIDTH,
         ),
     ] = None
-    keep_alive: field.Ignored = None
+    keep_alive: KeepAlive = None
     options: field.Ignored = None
 
 
@@ -44,7 +45,7 @@ class OldEmbedRequest(field.RequestObject):
 
     model: field.ModelName = None
     prompt: Annotated[str | None, field.doc("A text.")] = None
-    keep_alive: field.Ignored = None
+    keep_alive: KeepAlive = None
     options: field.Ignored = None
 
 

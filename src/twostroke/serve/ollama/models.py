@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 
 import msgspec
@@ -12,20 +12,19 @@ from starlette.routing import Route
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.http.errors import UnknownPathError
+from twostroke.schedule.residence import Residence
 from twostroke.serve.describe import field
 from twostroke.serve.dialect import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from starlette.requests import Request
     from starlette.responses import Response
 
     from twostroke.engine.client import ModelCard
+    from twostroke.serve.catalogue import Catalogue
 
 # The version of Ollama whose paths this server has; clients ask for a least one.
 API_VERSION: Final = "0.14.0"
-_NEVER: Final = timedelta(days=36_500)  # after which a model would leave the memory
 # What Ollama does with its own collection of models.
 _REFUSED: Final = {
     "/api/create": ["POST"],
@@ -67,13 +66,13 @@ class TaggedModel(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TaggedModels(msgspec.Struct, frozen=True):
-    """The model, under each of its names."""
+    """All models, loaded or not, under each of their names."""
 
     models: list[TaggedModel]
 
 
 class LoadedModelBody(msgspec.Struct, kw_only=True, frozen=True):
-    """A model in memory, where it stays; the sizes are in bytes."""
+    """A model in memory, and when it leaves if nobody asks for it; the sizes are in bytes."""
 
     name: str
     model: str
@@ -86,7 +85,7 @@ class LoadedModelBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class LoadedModels(msgspec.Struct, frozen=True):
-    """The model, under each of its names."""
+    """The models in memory, under each of their names."""
 
     models: list[LoadedModelBody]
 
@@ -174,35 +173,41 @@ def pull(_asked: PullRequest, _card: ModelCard) -> PullStatus:
     return PullStatus()
 
 
-def ollama_routes(names: Sequence[str], card: ModelCard) -> list[Route]:
-    """Return the routes that list the model of `card`, which has these names."""
+def ollama_routes(models: Catalogue) -> list[Route]:
+    """Return the routes that list the models."""
 
     async def tags(_request: Request) -> Response:
-        capabilities = await asyncio.to_thread(_capabilities, card)  # it reads the chat template
-        models = [
+        found = [
             TaggedModel(
-                **_facts(name, card),
-                modified_at=_loaded_at(card),
-                capabilities=capabilities,
+                **_facts(name, served.card),
+                size=served.card.file_bytes,
+                modified_at=_loaded_at(served.card),
+                # It reads the chat template.
+                capabilities=await asyncio.to_thread(_capabilities, served.card),
             )
-            for name in names
+            for name, served in models
         ]
-        return to_json(TaggedModels(models))
+        return to_json(TaggedModels(found))
 
     async def loaded(_request: Request) -> Response:
-        expires_at, num_tokens = _loaded_at(card) + _NEVER, card.context_length
-        models = [
-            LoadedModelBody(**_facts(name, card), expires_at=expires_at, context_length=num_tokens)
-            for name in names
+        found = [
+            LoadedModelBody(
+                **_facts(name, served.card),
+                size=models.num_bytes(served.name),
+                expires_at=datetime.fromtimestamp(models.expires_at(served.name), UTC),
+                context_length=served.card.context_length,
+            )
+            for name, served in models
+            if models.state(served.name) == Residence.IN.value
         ]
-        return to_json(LoadedModels(models))
+        return to_json(LoadedModels(found))
 
     async def version(_request: Request) -> Response:
         return to_json(VersionBody(API_VERSION))
 
     async def refuse(_request: Request) -> NoReturn:
         reason = (
-            "This server has the one model that it was started with: fetch others with "
+            "This server has the models that it was started with: fetch others with "
             "`twostroke pull`, list them with `twostroke models`, and serve them with "
             "`twostroke serve`."
         )
@@ -225,7 +230,6 @@ def _facts(name: str, card: ModelCard) -> dict[str, Any]:
     return {
         "name": tagged,
         "model": tagged,
-        "size": card.file_bytes,
         "digest": hashlib.sha256(identity.encode()).hexdigest(),
         "details": _details(card),
     }

@@ -14,13 +14,18 @@ from twostroke.http.forms.ollama import OLLAMA
 from twostroke.serve import events
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.job import Conversation
+from twostroke.serve.ollama.stay import keep_s
 from twostroke.serve.openai.logprobs import TokenLogprob, chat_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from twostroke.serve.dialect import Reply
-    from twostroke.serve.ollama.request import OllamaChatRequest, OllamaGenerateRequest
+    from twostroke.serve.ollama.request import (
+        OllamaChatRequest,
+        OllamaGenerateRequest,
+        OllamaRequest,
+    )
 
     MakeLine = Callable[[str, str, str, list["OllamaCallBody"]], "OllamaLine"]
     Calls = Sequence["OllamaCallBody"]
@@ -59,7 +64,7 @@ class OllamaLine(msgspec.Struct, kw_only=True):
     model: str
     created_at: datetime
     done: bool = False
-    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
@@ -107,12 +112,12 @@ def generate_line(
 
 def empty_chat(asked: OllamaChatRequest, model: str) -> OllamaChatLine | None:
     """Return the response to a request without messages, which Ollama uses to load a model."""
-    return None if asked.messages else _loaded(chat_line(model, "", "", []))
+    return None if asked.messages else _loaded(asked, chat_line(model, "", "", []))
 
 
 def empty_generate(asked: OllamaGenerateRequest, model: str) -> OllamaGenerateLine | None:
     """Return the response to a request without a prompt."""
-    return None if asked.prompt else _loaded(generate_line(model, "", "", []))
+    return None if asked.prompt else _loaded(asked, generate_line(model, "", "", []))
 
 
 class LineEncoder:
@@ -190,8 +195,8 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _loaded(line: Line) -> Line:
-    line.done, line.done_reason = True, "load"
+def _loaded(asked: OllamaRequest, line: Line) -> Line:
+    line.done, line.done_reason = True, "unload" if keep_s(asked) == 0 else "load"
     return line
 
 

@@ -18,6 +18,7 @@ from twostroke.schema.prepare import ANY_OBJECT
 from twostroke.serve.describe import field
 from twostroke.serve.job import MAX_MESSAGES, Conversation, Job
 from twostroke.serve.llama_server.completion import Mixed
+from twostroke.serve.ollama.stay import KeepAlive
 from twostroke.serve.openai.chat import (
     CalledFunction,
     ChatMessage,
@@ -140,7 +141,7 @@ class OllamaRequest(field.RequestObject):
         field.doc("How many of the likeliest tokens to report at each place, with `logprobs`."),
     ] = None
 
-    keep_alive: field.Ignored = None
+    keep_alive: KeepAlive = None
     shift: field.Ignored = None
 
 

@@ -3,14 +3,15 @@
 import { Dashboard } from "./dashboard/view.js";
 import { Planning } from "./plan/view.js";
 import { Playground } from "./playground/view.js";
-import { icon } from "./shared/dom.js";
+import { h, icon } from "./shared/dom.js";
 import { askAnew, hasKey } from "./shared/key.js";
-import { abilitiesOf, watchServer } from "./shared/server.js";
+import { listModels, watchServer } from "./shared/server.js";
 import { makeTabs } from "./shared/tabs.js";
 
 const playground = new Playground(document.getElementById("view-playground"));
 const dashboard = new Dashboard(document.getElementById("view-dashboard"));
 const planning = new Planning(document.getElementById("view-plan"));
+let chosen = null; // one of several models
 
 startTabs();
 startTheme();
@@ -68,6 +69,20 @@ function showServer({ status, model }) {
   };
   document.getElementById("served").textContent = words[status] ?? status;
   document.getElementById("lamp").dataset.state = status;
-  if (model) playground.setModel(model);
-  if (status === "ok") abilitiesOf(model).then((abilities) => playground.setAbilities(abilities));
+  if (model) playground.setModel(chosen ?? model);
+  if (status === "ok") listModels().then((models) => showModels(models, chosen ?? model));
+}
+
+/** Let the user choose if there are several models. */
+function showModels(models, model) {
+  playground.setAbilities(models.find(({ id }) => id === model)?.capabilities ?? null);
+  if (models.length < 2) return;
+  const options = models.map(({ id }) => h("option", { value: id, selected: id === model }, id));
+  const choice = h("select", { "aria-label": "Model" }, options);
+  choice.addEventListener("change", () => {
+    chosen = choice.value;
+    playground.setModel(chosen);
+    showModels(models, chosen);
+  });
+  document.getElementById("served").replaceChildren(choice);
 }

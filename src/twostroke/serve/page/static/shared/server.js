@@ -74,13 +74,12 @@ export function watchServer(onChange) {
   look();
 }
 
-/** Return what the server says that a model can do, or null. */
-export async function abilitiesOf(model) {
+/** Return what the server says of its models: the id, the capabilities and the status of each. */
+export async function listModels() {
   try {
-    const { data } = await (await ask("v1/models")).json();
-    return data.find(({ id }) => id === model)?.capabilities ?? null;
+    return (await (await ask("v1/models")).json()).data;
   } catch {
-    return null; // the lamp tells that it is gone
+    return []; // the lamp tells that it is gone
   }
 }
 

@@ -1,0 +1,172 @@
+"""Which models are in memory: loads against the fewest possible, waits, and the order of turns."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.residence import Stage, fewest_loads, play
+from twostroke.schedule.residence import (
+    DWELL,
+    FORSAKEN,
+    PATIENCE,
+    Decision,
+    Residence,
+    ResidentView,
+    decide,
+)
+
+if TYPE_CHECKING:
+    from support.residence import Adversary
+
+LOAD_S = 1.0
+EQUAL = dict.fromkeys("abc", (1, LOAD_S))
+IN = Residence.IN
+
+
+def always_absent(stage: Stage) -> list[str]:
+    """Ask for a model that is not there, as soon as the last one has answered."""
+    return [] if stage.num_unanswered else stage.absent[:1]
+
+
+def in_turn(stage: Stage) -> list[str]:
+    return [] if stage.num_unanswered else ["abc"[len(stage.arrivals) % 3]]
+
+
+def at_random(seed: int, often: float) -> Adversary:
+    rng = random.Random(seed)
+    return lambda _stage: [rng.choice("abc")] if rng.random() < often else []
+
+
+def with_hits(seed: int) -> Adversary:
+    """Ask for an absent model, and often for a loaded one just before or after it."""
+    rng = random.Random(seed)
+
+    def ask(stage: Stage) -> list[str]:
+        if any(model.waiting for model in stage.models.values()):
+            return [rng.choice("abc")] if rng.random() < 0.05 else []
+        there = [name for name in "abc" if name not in stage.absent]
+        return [*stage.absent[:1], *([rng.choice(there)] if there and rng.random() < 0.6 else [])]
+
+    return ask
+
+
+ADVERSARIES = [
+    always_absent,
+    in_turn,
+    *(at_random(seed, often) for seed, often in enumerate((0.3, 0.1, 0.05, 0.02))),
+    *map(with_hits, range(4)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ADVERSARIES)))
+@pytest.mark.parametrize("answer_s", [0.0, 0.3])
+def test_500_hostile_requests_take_at_most_twice_the_fewest_loads(
+    number: int, answer_s: float
+) -> None:
+    stage = Stage(EQUAL, 2, answer_s)
+    play(stage, ADVERSARIES[number], 500)
+    sizes = {name: size for name, (size, _) in EQUAL.items()}
+    fewest = fewest_loads(stage.arrivals, sizes, 2, PATIENCE * LOAD_S - stage.tick_s)
+    assert stage.num_loads <= 2 * fewest
+    # The patience, a model before it in turn, and an answer for each.
+    assert max(wait_s for _, wait_s in stage.waits) <= 2 * (DWELL + 1) * LOAD_S + 2 * answer_s + 0.5
+
+
+def test_the_adversary_reaches_the_bound() -> None:
+    stage = Stage(EQUAL, 2)
+    play(stage, always_absent, 200)
+    assert stage.num_loads == 200
+    assert fewest_loads(stage.arrivals, dict.fromkeys("abc", 1), 2, 0.5) == 101
+
+
+@pytest.mark.seeds(6)
+def test_models_of_any_size_are_all_answered_within_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = {name: rng.randint(1, 4) for name in "abcd"}
+    models = {name: (size, 0.2 + 0.3 * size) for name, size in sizes.items()}
+    stage = Stage(models, rng.randint(4, 7), rng.choice((0.0, 0.5, 2.0)))
+    often = rng.choice((0.02, 0.1, 0.4))
+    play(stage, lambda _: [rng.choice("abcd")] if rng.random() < often else [], 150, 200)
+
+
+def test_two_busy_callers_on_memory_for_one_load_a_fifth_of_the_time() -> None:
+    stage = Stage({"a": (1, 1.0), "b": (1, 1.0)}, 1, answer_s=0.2)
+
+    def both(stage: Stage) -> list[str]:
+        return [n for n, one in stage.models.items() if not one.waiting and not one.running]
+
+    play(stage, both, 1000)
+    assert stage.loading_s / stage.now_s < 1 / (1 + DWELL) + 0.02
+    counts = [sum(name == one for _, name in stage.arrivals) for one in "ab"]
+    assert min(counts) > 0.4 * sum(counts)
+
+
+def test_a_busy_model_is_closed_and_goes_only_after_its_last_request() -> None:
+    busy = ResidentView("a", 1, 1.0, IN, used_s=100.0, num_running=2)
+    asked = ResidentView("b", 1, 1.0, asked_s=100.0 - PATIENCE)
+    assert decide(100.0, 1, [busy, asked]) == Decision(close=("a",))
+    ended = ResidentView("a", 1, 1.0, IN, used_s=100.0, is_closed=True)
+    assert decide(100.0, 1, [ended, asked]) == Decision(unload=("a",), close=("a",))
+    assert decide(100.0, 1, [ended]) == Decision()  # who waited has left: it stays
+
+
+def test_times_before_a_model_may_be_taken() -> None:
+    def goes(*, asked_s: float, used_s: float, loaded_s: float) -> bool:
+        there = ResidentView("a", 1, 1.0, IN, used_s=used_s, loaded_s=loaded_s)
+        return bool(decide(0.0, 1, [there, ResidentView("b", 1, 1.0, asked_s=asked_s)]).close)
+
+    assert not goes(asked_s=-0.9, used_s=-2, loaded_s=-9)  # b has not waited long enough
+    assert goes(asked_s=-1, used_s=-1, loaded_s=-2)  # a is not used
+    assert not goes(asked_s=-3, used_s=-0.5, loaded_s=-3.9)  # a is used, and new
+    assert goes(asked_s=-3, used_s=-0.5, loaded_s=-DWELL)
+    assert goes(asked_s=0, used_s=-FORSAKEN, loaded_s=-99)  # a is not used for long
+
+
+def test_a_later_model_does_not_take_memory_that_an_earlier_one_waits_for() -> None:
+    there = ResidentView("a", 2, 1.0, IN, used_s=10.0, loaded_s=9.5)
+    large = ResidentView("b", 3, 1.0, asked_s=10.0)
+    small = ResidentView("c", 1, 1.0, asked_s=10.1)
+    assert decide(10.2, 3, [there, large, small]) == Decision()
+    assert decide(10.2, 3, [there, small]) == Decision(load=("c",))
+    assert decide(10.2, 4, [there, large, small]) == Decision()
+    assert decide(10.2, 6, [there, large, small]) == Decision(load=("b", "c"))
+
+
+def test_the_least_worth_goes_first_and_an_idle_one_before_a_busy_one() -> None:
+    common = {"num_bytes": 1, "load_s": 1.0, "state": IN}
+    asked = ResidentView("z", 1, 1.0, asked_s=0.0)
+    cheap = ResidentView("a", used_s=50.0, worth=1.0, **common)
+    dear = ResidentView("b", used_s=40.0, worth=2.0, **common)
+    busy = ResidentView("c", used_s=100.0, worth=0.5, num_running=1, **common)
+    assert decide(100.0, 3, [busy, dear, cheap, asked]).close == ("a",)
+    assert decide(100.0, 2, [busy, dear, asked]).close == ("b",)
+
+
+def test_a_model_leaves_after_its_time_without_requests() -> None:
+    view = ResidentView("a", 1, 1.0, IN, used_s=10.0, keep_s=5.0)
+    assert decide(14.9, 1, [view]) == Decision()
+    assert decide(15.0, 1, [view]) == Decision(unload=("a",))
+    working = ResidentView("a", 1, 1.0, IN, used_s=10.0, keep_s=5.0, num_running=1)
+    assert decide(20.0, 1, [working]) == Decision()
+
+
+def test_the_fewest_loads_are_those_of_trying_everything() -> None:
+    """Compare with every choice of what to load after each request, without waiting."""
+    rng = random.Random(3)
+    for _ in range(30):
+        names = [rng.choice("abc") for _ in range(7)]
+        arrivals = [(float(when), name) for when, name in enumerate(names)]
+        best = len(names)
+        for goes in itertools.product((0, 1), repeat=len(names)):
+            inside: list[str] = []
+            loads = 0
+            for name, out in zip(names, goes, strict=True):
+                if name not in inside:
+                    loads += 1
+                    inside = [name, *(inside if len(inside) < 2 else [inside[out]])]
+            best = min(best, loads)
+        assert fewest_loads(arrivals, dict.fromkeys("abc", 1), 2, 0.0) == best

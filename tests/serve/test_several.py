@@ -1,0 +1,248 @@
+"""Several models in one server, with real processes: loads, swaps, waits and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from support.several import Several, serving, write_models
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def server(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
+    with serving(tmp_path_factory.mktemp("several"), models) as found:
+        yield found
+
+
+def pids(server: Several) -> list[int]:
+    """Return the processes of engines, the last one started last."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(parent) == server.process.pid and b"twostroke.engine.process" in command:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def test_a_model_loads_when_asked_for_and_another_makes_room(server: Several) -> None:
+    assert server.http.get("/health/ready").status_code == 200
+    assert server.loaded == []
+    assert server.http.get("/api/ps").json() == {"models": []}
+    texts = {}
+    for name in ("a", "b", "C:latest"):
+        answer = server.complete(name)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == name
+        texts[name] = answer.json()["choices"][0]["text"]
+    assert len(set(texts.values())) == 3
+    assert server.loaded == ["b", "c"]
+    assert server.count("model_loads_total") == {"a": 1, "b": 1, "c": 1}
+    assert server.count("model_unloads_total") == {"a": 1, "b": 0, "c": 0}
+    assert [one["name"] for one in server.http.get("/api/ps").json()["models"]] == [
+        "b:latest",
+        "c:latest",
+    ]
+    tags = server.http.get("/api/tags").json()["models"]
+    assert [one["name"] for one in tags] == ["a:latest", "b:latest", "c:latest"]
+    assert len(pids(server)) == 2
+
+
+def test_hostile_requests_all_succeed_with_the_same_answers(server: Several) -> None:
+    before = sum(server.count("model_loads_total").values())
+    with ThreadPoolExecutor(12) as pool:
+        asked = "abcacbbcacab" * 3
+        answers = list(pool.map(server.complete, asked))
+    texts: dict[str, set[str]] = {}
+    for name, answer in zip(asked, answers, strict=True):
+        assert answer.status_code == 200, answer.text
+        texts.setdefault(name, set()).add(answer.json()["choices"][0]["text"])
+    assert [len(found) for found in texts.values()] == [1, 1, 1]
+    assert sum(server.count("model_loads_total").values()) - before <= 6
+
+
+def test_what_needs_no_engine_loads_none(server: Several) -> None:
+    before = server.count("model_loads_total")
+    body = {"model": "a", "prompt": "hello"}
+    assert server.http.post("/tokenize", json=body).status_code == 200
+    assert server.http.post("/api/show", json={"model": "b"}).status_code == 200
+    unknown = server.complete("bb")
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["message"] == ("The model 'bb' does not exist. Served: a, b, c.")
+    assert server.complete("a", temperature=-1).status_code == 400
+    assert server.count("model_loads_total") == before
+
+
+def test_embeddings_grammars_and_the_state_of_each_model(server: Several) -> None:
+    for name in "ab":
+        body = {"model": name, "input": "hello"}
+        assert server.http.post("/v1/embeddings", json=body).status_code == 200
+        held = server.complete(name, max_tokens=20, guided_regex="(ab){3}", ignore_eos=False)
+        assert held.status_code == 200, held.text
+        assert held.json()["choices"][0]["text"] == "ababab"
+    state = server.http.get("/api/state", params={"model": "b"}).json()
+    assert state["model"]["names"] == ["b"]
+    assert [one["name"] for one in state["models"]] == ["a", "b", "c"]
+    assert server.http.get("/api/state", params={"model": "x"}).status_code == 404
+    assert server.http.get("/props", params={"model": "b"}).json()["model_alias"] == "b"
+
+
+def test_keep_alive_loads_unloads_and_keeps(server: Several) -> None:
+    def ollama(**fields: object) -> dict[str, object]:
+        answer = server.http.post("/api/generate", json={"model": "a", "stream": False, **fields})
+        found: dict[str, object] = answer.json()
+        return found
+
+    assert ollama(keep_alive=0)["done_reason"] == "unload"
+    server.wait_until("a", "unloaded")
+    assert ollama()["done_reason"] == "load"
+    server.wait_until("a", "loaded")
+    assert ollama(prompt="hello", keep_alive="1h", options={"num_predict": 2})["done"]
+    [loaded] = [
+        one for one in server.http.get("/api/ps").json()["models"] if one["model"][0] == "a"
+    ]
+    left_s = time.mktime(
+        time.strptime(loaded["expires_at"][:19], "%Y-%m-%dT%H:%M:%S")
+    ) - time.mktime(time.gmtime())
+    assert 3590 < left_s <= 3601
+    assert ollama(prompt="hello", keep_alive=0, options={"num_predict": 2})["done"]
+    server.wait_until("a", "unloaded")
+    wrong = server.http.post("/api/generate", json={"model": "a", "keep_alive": "5 years"})
+    assert wrong.status_code == 400
+    assert "keep_alive" in wrong.json()["error"]
+
+
+def test_a_model_is_not_unloaded_under_a_stream(server: Several) -> None:
+    server.complete("a")
+    server.complete("b")
+    body = {"model": "a", "prompt": "hello", "max_tokens": 1500, "stream": True, "temperature": 0}
+    asked: dict[str, float] = {}
+
+    def ask_for_c() -> None:
+        assert server.complete("c").status_code == 200
+        assert server.complete("b").status_code == 200  # perhaps only after the stream
+        asked["answered"] = time.monotonic()
+
+    other = threading.Thread(target=ask_for_c)
+    with server.http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        other.start()
+        text = list(lines)
+    assert text[-2:] == ["data: [DONE]", ""]
+    other.join()
+    assert asked
+
+
+def test_timeouts_and_clients_that_leave_while_a_model_loads(
+    models: list[str], tmp_path: Path
+) -> None:
+    with serving(tmp_path, models) as server:
+        late = server.http.post(
+            "/v1/completions",
+            json={"model": "a", "prompt": "hello", "max_tokens": 2},
+            headers={"x-request-timeout": "0.3"},
+        )
+        assert late.status_code == 504, late.text
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post("/v1/completions", json={"model": "b", "prompt": "hello"}, timeout=0.3)
+        server.wait_until("a", "loaded")  # the loads went on
+        server.wait_until("b", "loaded")
+        assert server.complete("b").status_code == 200
+
+        # An engine that dies while it loads is started again.
+        before = pids(server)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.complete, "c")
+            server.wait_until("c", "loading")
+            [new] = [pid for pid in pids(server) if pid not in before]
+            os.kill(new, signal.SIGKILL)
+            assert answer.result().status_code == 200
+        assert "did not start" in server.log.read_text()
+
+
+def test_a_broken_model_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    models = write_models(tmp_path)
+    with serving(tmp_path, models, "--idle-timeout", "1") as server:
+        assert server.complete("a").status_code == 200
+        broken = tmp_path / "b.gguf"
+        broken.rename(tmp_path / "away")
+        for _ in range(2):
+            answer = server.complete("b")
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "model_not_loaded"
+            assert int(answer.headers["retry-after"]) >= 1
+            assert "gguf" not in answer.text
+        assert server.count("model_failed_loads_total") == {"a": 0, "b": 1, "c": 0}
+        assert server.complete("a").status_code == 200
+        server.wait_until("a", "unloaded")  # after a second without requests
+        stream = server.http.post(
+            "/v1/completions", json={"model": "c", "prompt": "hello", "stream": True}
+        )
+        assert stream.text.endswith("data: [DONE]\n\n")
+        first = stream.text.split("\n", 1)[0].removeprefix("data: ")
+        assert json.loads(first)["model"] == "c"
+        # SIGTERM while a model loads: its request is answered, then all processes end.
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.complete, "a")
+            server.wait_until("a", "loading")
+            server.process.send_signal(signal.SIGTERM)
+            assert waiting.result().status_code == 200
+        assert server.process.wait(20) == 0
+    assert pids(server) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--memory", "100MB"], "With 100 MB of memory for all models (--memory), "),
+        (["--in-process"], "--in-process runs one model"),
+        (["--name", "x"], "--name is for one model"),
+        (["--role", "decode", "--prefill-peer", "localhost:1"], "--role is for one model"),
+        (["--models", "{a}"], "has two models called 'a'"),
+        (["--models", "nothing-like-it"], "nothing-like-it"),
+        (["--models", ","], "needs models with commas between them"),
+    ],
+)
+def test_wrong_options_end_the_command_with_a_sentence(
+    run_serve: object, models: list[str], options: list[str], said: str
+) -> None:
+    words = [models[0] if word == "{a}" else word for word in options]
+    code, err = run_serve("--models", ",".join(models), *words)  # type: ignore[operator]
+    assert code != 0
+    assert said in err
+    assert err.count("\n") <= 2
+    assert "Traceback" not in err
+
+
+@pytest.fixture
+def run_serve() -> object:
+    from support.commands import started
+
+    def run(*words: str) -> tuple[int, str]:
+        with started("serve", *words, stderr=subprocess.PIPE) as process:
+            _, err = process.communicate(timeout=60)
+            return process.returncode, err.decode()
+
+    return run

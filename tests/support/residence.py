@@ -1,0 +1,174 @@
+"""Models that share memory under virtual time, and the fewest loads that anybody could do with."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from twostroke.schedule.residence import Residence, ResidentView, decide, worth_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Arrival = tuple[float, str]  # when a request comes, and its model
+    Adversary = Callable[["Stage"], Sequence[str]]  # the models to ask for now
+
+
+@dataclass
+class _Model:
+    num_bytes: int
+    load_s: float
+    state: Residence = Residence.OUT
+    waiting: list[float] = field(default_factory=list)
+    running: list[float] = field(default_factory=list)  # when they end
+    used_s: float = 0.0
+    loaded_s: float = 0.0
+    worth: float = 0.0
+    is_closed: bool = False
+
+
+class Stage:
+    """Runs `decide` in steps of `tick_s`; each answer takes `answer_s` once its model is loaded."""
+
+    def __init__(
+        self,
+        models: Mapping[str, tuple[int, float]],
+        budget: int,
+        answer_s: float = 0.0,
+        tick_s: float = 0.05,
+    ) -> None:
+        """Share `budget` bytes between models of (bytes, seconds of a load)."""
+        self.models = {name: _Model(*sizes) for name, sizes in models.items()}
+        self.budget, self.answer_s, self.tick_s = budget, answer_s, tick_s
+        self.now_s = 0.0
+        self.num_loads = 0
+        self.waits: list[tuple[str, float]] = []
+        self.arrivals: list[Arrival] = []
+        self.loading_s = 0.0
+        self._gone_worth = 0.0
+
+    def ask(self, name: str) -> None:
+        self.arrivals.append((self.now_s, name))
+        self.models[name].waiting.append(self.now_s)
+
+    @property
+    def num_unanswered(self) -> int:
+        return sum(len(model.waiting) + len(model.running) for model in self.models.values())
+
+    @property
+    def absent(self) -> list[str]:
+        return [name for name, model in self.models.items() if model.state is Residence.OUT]
+
+    def step(self) -> None:
+        """Let `tick_s` pass."""
+        self.now_s = round(self.now_s + self.tick_s, 9)
+        for model in self.models.values():
+            model.running = [end_s for end_s in model.running if end_s > self.now_s]
+            if model.state is Residence.LOADING:
+                self.loading_s += self.tick_s
+                if model.loaded_s <= self.now_s:
+                    model.state = Residence.IN
+        self.serve()
+        self._apply()
+        self.serve()
+
+    def serve(self) -> None:
+        """Give the waiting requests of loaded models to them."""
+        for name, model in self.models.items():
+            if model.state is Residence.IN and not model.is_closed and model.waiting:
+                self.waits += [(name, self.now_s - asked_s) for asked_s in model.waiting]
+                model.running += [self.now_s + self.answer_s] * len(model.waiting)
+                model.waiting.clear()
+                self._use(model)
+            elif model.running:
+                self._use(model)
+
+    def views(self) -> list[ResidentView]:
+        return [
+            ResidentView(
+                name,
+                model.num_bytes,
+                model.load_s,
+                model.state,
+                min(model.waiting, default=None),
+                model.used_s,
+                model.loaded_s,
+                len([end_s for end_s in model.running if end_s > self.now_s]),
+                worth=model.worth,
+                is_closed=model.is_closed,
+            )
+            for name, model in self.models.items()
+        ]
+
+    def _use(self, model: _Model) -> None:
+        model.used_s = self.now_s
+        model.worth = worth_of(model.num_bytes, model.load_s, self._gone_worth)
+
+    def _apply(self) -> None:
+        decision = decide(self.now_s, self.budget, self.views())
+        for name, model in self.models.items():
+            model.is_closed = name in decision.close
+        for name in decision.unload:
+            model = self.models[name]
+            model.state, model.is_closed = Residence.OUT, False
+            self._gone_worth = max(self._gone_worth, model.worth)
+        if decision.unload:
+            self._apply()
+        for name in decision.load:
+            model = self.models[name]
+            model.state, model.loaded_s = Residence.LOADING, self.now_s + model.load_s
+            self._use(model)
+            self.num_loads += 1
+        taken = [one.num_bytes for one in self.models.values() if one.state is not Residence.OUT]
+        assert sum(taken) <= self.budget
+
+
+def play(stage: Stage, adversary: Adversary, count: int, patience_s: float = 1e5) -> None:
+    """Let an adversary ask `count` times, and wait until all is answered."""
+    while len(stage.arrivals) < count:
+        for name in adversary(stage)[: count - len(stage.arrivals)]:
+            stage.ask(name)
+        stage.step()
+    until_s = stage.now_s + patience_s
+    while stage.num_unanswered:
+        assert stage.now_s < until_s, "a request is never answered"
+        stage.step()
+
+
+def fewest_loads(
+    arrivals: Sequence[Arrival], sizes: Mapping[str, int], budget: int, window_s: float
+) -> int:
+    """Return the fewest loads with which each request has its model within `window_s` of coming.
+
+    All requests are known from the beginning, loads and answers take no time, and requests may be
+    answered in any order. It is exact: it loads a model only when the time of a request is over,
+    since a later load answers no less, and then tries each set of models that may stay beside it.
+    """
+    sets = [
+        frozenset(some)
+        for count in range(len(sizes) + 1)
+        for some in itertools.combinations(sorted(sizes), count)
+        if sum(sizes[name] for name in some) <= budget
+    ]
+    # By models in memory, and when others were first asked for in vain: the fewest loads so far.
+    states: dict[tuple[frozenset[str], tuple[Arrival, ...]], int] = {(frozenset(), ()): 0}
+    for when_s, asked in [*arrivals, (float("inf"), "")]:
+        found: dict[tuple[frozenset[str], tuple[Arrival, ...]], int] = {}
+        open_ = list(states.items())
+        while open_:
+            (inside, pending), loads = open_.pop()
+            if pending and pending[0][0] + window_s < when_s:
+                late = pending[0][1]
+                open_ += [
+                    ((after, pending[1:]), loads + 1)
+                    for after in sets
+                    if late in after and after - {late} <= inside
+                ]
+                continue
+            if asked and asked not in inside and asked not in (name for _, name in pending):
+                pending = (*pending, (when_s, asked))
+            key = inside, pending
+            found[key] = min(loads, found.get(key, loads))
+        states = found
+    return min(states.values())
