@@ -109,7 +109,7 @@ def random_prompts(rng: random.Random, count: int, most: int = 300) -> list[list
 def check_clean(llm: LLM) -> None:
     """Check that no page is held and nothing is claimed, as soon as leases have ended."""
     loop = llm.engine.client.loop
-    scheduler = loop.pages._scheduler
+    scheduler = loop.pages.scheduler
     transfers = scheduler.prefixes.transfers
 
     def is_clean() -> bool:

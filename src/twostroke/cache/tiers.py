@@ -47,8 +47,52 @@ class PageKind(Frozen):
         return blake2b(parts, digest_size=NAME_BYTES, person=b"twostroke page").digest()
 
 
+class Worth(Frozen):
+    """What a page is worth: the seconds that computing its sequence takes, for each of its pages.
+
+    `place` is the page's place in the sequence: without the pages before it, it is of no use. The
+    sequence was used at `used_s`, in seconds since 1970, and is to stay until `keep_s` later.
+    """
+
+    saved_s: float
+    place: int
+    used_s: float
+    keep_s: float = 0.0
+
+    @property
+    def until_s(self) -> float:
+        """When it was used, or until when it is to stay."""
+        return self.used_s + self.keep_s
+
+
+class TierTotals(Frozen):
+    """Counts of a tier since the engine's start; `stored` is as of now, 0 if it is not known.
+
+    `saved_s` is the computing that fetched pages have saved, less the time for them. `slow` counts
+    transfers that were given up, or not begun, because computing is faster.
+    """
+
+    tier: str
+    lookups: int = 0
+    hits: int = 0
+    pages_read: int = 0
+    bytes_read: int = 0
+    read_s: float = 0.0
+    pages_written: int = 0
+    bytes_written: int = 0
+    write_s: float = 0.0
+    slow: int = 0
+    saved_s: float = 0.0
+    pages_stored: int = 0
+    bytes_stored: int = 0
+
+
 class Tier(Protocol):
-    """Keeps pages by name. One thread calls `find` and `fetch`, one other `offer`."""
+    """Keeps pages by name. Any thread may call it; it logs what fails, and raises nothing."""
+
+    @property
+    def title(self) -> str:
+        """Its name in metrics."""
 
     def find(self, names: Sequence[bytes]) -> set[bytes]:
         """Return those of the names that it seems to have."""
@@ -56,8 +100,14 @@ class Tier(Protocol):
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
         """Fill a page; False if it is not there or damaged, whatever the page then contains."""
 
-    def offer(self, name: bytes, page: memoryview[Any], saved_s: float) -> bool:
-        """Keep a page if that is worth it: it saves `saved_s` of computing; False if not kept."""
+    def offer(self, name: bytes, page: memoryview[Any], worth: Worth) -> bool:
+        """Keep a page; return whether it was written. If it is there, note another use."""
+
+    def probe(self) -> float:
+        """Return how many seconds a page takes now; 0 if that cannot be measured."""
+
+    def size(self) -> tuple[int, int]:
+        """Return how many pages it has, and their bytes; zeros if it does not know."""
 
     def close(self) -> None:
         """Give back files and connections."""

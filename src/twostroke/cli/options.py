@@ -34,6 +34,7 @@ from twostroke.core.handover_options import (
     HandoverOptions,
 )
 from twostroke.core.sampling import BOUNDS, SamplingParams
+from twostroke.core.tier_options import TierOptions
 
 T = TypeVar("T", bound=Frozen)
 _NO_DRAFT: Final = "none"
@@ -48,6 +49,7 @@ _dividing = partial(Option, section="Several processes, GPUs or machines")
 _guessing = partial(Option, section="Speculation")
 _batching = partial(Option, section="Batching")
 _handing = partial(Option, section="Prefill and decode apart")
+_keeping = partial(Option, section="Pages that stay")
 _observing = partial(Option, section="Observing")
 
 # The fields of `SamplingParams`.
@@ -248,6 +250,27 @@ HANDOVER: Final = [
     ),
 ]
 
+# The fields of `TierOptions`.
+TIERS: Final = [
+    _keeping(
+        ["--page-cache"],
+        metavar="DIR",
+        help="Keep keys and values of prompts in this folder, so that a server that starts again "
+        "does not compute them again [default: none are kept].",
+    ),
+    _keeping(
+        ["--page-cache-size", "page_cache_bytes"],
+        type=ByteSize(),
+        help="Most that the folder holds, such as 50GB [default: 10GB].",
+    ),
+    _keeping(
+        ["--page-store"],
+        metavar="URL",
+        help="Share them between servers through this Redis, such as redis://host:6379, encrypted "
+        "with the key in TWOSTROKE_PAGE_KEY; needs twostroke[store].",
+    ),
+]
+
 # What the operators of a server see: logs, objectives, traces, the dashboard.
 OBSERVING: Final = [
     _observing(
@@ -321,6 +344,7 @@ def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
         _taken(ParallelOptions, given),
         given.pop("accept_quality", False),
         _taken(HandoverOptions, given),
+        _taken(TierOptions, given),
     )
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
         from twostroke.parallel.start import follow_if_launched

@@ -20,6 +20,7 @@ from twostroke.cli.options import (
     MACHINE,
     OBSERVING,
     PARALLEL,
+    TIERS,
     engine_options,
     speculation,
 )
@@ -51,7 +52,7 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     cls=Command,
     params=[
         *(*MACHINE.values(), *PARALLEL, *speculation(draft="auto")),
-        *(*BATCHING, *HANDOVER, *OBSERVING),
+        *(*BATCHING, *TIERS, *HANDOVER, *OBSERVING),
     ],
 )
 @click.argument("model", required=False)

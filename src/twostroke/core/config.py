@@ -11,6 +11,7 @@ from twostroke.core.errors import Field, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.handover_options import HandoverOptions
 from twostroke.core.precision import ActivationBits
+from twostroke.core.tier_options import TierOptions
 
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
@@ -317,10 +318,13 @@ class EngineOptions(Frozen):
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     accept_quality: bool = False
     handover: HandoverOptions = field(default_factory=HandoverOptions)
+    tiers: TierOptions = field(default_factory=TierOptions)
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
         backend = self.compute.backend
+        if self.tiers.is_used:
+            self._check_tiers()
         if self.cache.kv_format != "auto" and backend not in {"auto", "cpu"}:
             raise UsageError("needs the backend cpu.", field="kv_format")
         if self.handover.role != "mixed" and not self.cache.prefix_cache:
@@ -334,6 +338,16 @@ class EngineOptions(Frozen):
             if self.cache.page_size is not None:
                 reason = "cannot be chosen where {other} is places."
                 raise UsageError(reason, field="page_size", other=Field("kv_shares"))
+
+    def _check_tiers(self) -> None:
+        field = "page_cache" if self.tiers.page_cache is not None else "page_store"
+        if not self.cache.prefix_cache:
+            raise UsageError("needs {other}.", field=field, other=Field("prefix_cache"))
+        if self.parallel.num_ranks > 1:
+            reason = "needs a model in one process: each rank would have a part of every page."
+            raise UsageError(reason, field=field)
+        if self.compute.backend == "torch":
+            raise UsageError("is not for the backend torch.", field=field)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

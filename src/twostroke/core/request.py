@@ -32,12 +32,14 @@ class Hints(Frozen):
 
     `speculate` is the method of guessing, a name in `core.config.SPECULATE`. `prediction` is the
     output that the caller expects, as tokens. With `shows_progress` each step that reads a part of
-    the prompt has an output.
+    the prompt has an output. The prompt's pages are to be kept for `keep_s` seconds, in a page
+    cache if there is one.
     """
 
     speculate: str = "auto"
     prediction: tuple[int, ...] = ()
     shows_progress: bool = False
+    keep_s: float = 0.0
 
 
 NO_HINTS = Hints()

@@ -32,6 +32,7 @@ from twostroke.engine.limits import Limits
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.sizing import size_cache
+from twostroke.engine.tiers import begin_paging, weights_digest
 from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
 from twostroke.program.mesh import ONE_RANK, Mesh
@@ -134,18 +135,15 @@ def build(
         draft = Draft.wanted(speculation, model, card)
         heads = Heads.wanted(speculation, loaded)
         first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
+        digest = weights_digest(loaded) if options.tiers.is_used else ""
         tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
         del loaded  # so that the tokenizer's tables are freed before the weights take their memory
         give_back_memory()
         limits = _limits(compute, num_weight_bytes)
-        alone = partial(make_backend, compute=compute, embeds=True, mesh=mesh)
-        backend = (ranks.backend if ranks else alone)(
-            tensors,
-            program,
-            size=size,
-            release=release,
-            progress=progress,
-            tapped_value=last_hidden(program) if watcher or heads else None,
+        make = partial(make_backend, compute=compute, embeds=True, mesh=mesh)
+        tapped = last_hidden(program) if watcher or heads else None
+        backend = (ranks.backend if ranks else make)(
+            tensors, program, size=size, release=release, progress=progress, tapped_value=tapped
         )
         if_it_fails.callback(backend.close)
         first_load.check(backend)
@@ -165,7 +163,7 @@ def build(
         speculator = build_speculator(speculation, cost, limits, together, helpers, watchers)
         with ranks.own_cores() if ranks else nullcontext():  # the loop's thread computes, too
             client = Client(card, EngineLoop(backend, scheduler, speculator, cost))
-        _begin_handover(client, options, size, backend)
+        _begin_moving(client, digest, options, size, backend)
         if_it_fails.pop_all()
     name = draft.loaded.name if draft and drafter else None
     return Engine(client, backend.facts, size.context_length, limits, name, mesh)
@@ -207,15 +205,21 @@ def _other_ranks(
     return RankGroup(model, loaded, program, mesh, options)
 
 
-def _begin_handover(
-    client: Client, options: EngineOptions, size: CacheSize, backend: Backend
+def _begin_moving(
+    client: Client, digest: str, options: EngineOptions, size: CacheSize, backend: Backend
 ) -> None:
-    if options.handover.role == "mixed":
+    """Let pages come from tiers and from other engines, as far as the options say so."""
+    is_alone = options.handover.role == "mixed"
+    if is_alone and not options.tiers.is_used:
         return
-    from twostroke.engine.handover.begin import begin  # most engines need nothing of it
-
     try:
-        begin(options.handover, client, backend, page_kind(client.card, options, size, backend))
+        kind = page_kind(client.card, options, size, backend)
+        if not is_alone:
+            from twostroke.engine.handover.begin import begin  # most engines need nothing of it
+
+            begin(options.handover, client, backend, kind)
+        if options.tiers.is_used:
+            begin_paging(client, kind, digest, options.tiers)
     except BaseException:
         client.loop.close()
         raise

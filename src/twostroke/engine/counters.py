@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import astuple
 
+from twostroke.cache.tiers import TierTotals  # noqa: TC001 - read when a message is decoded
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason
 from twostroke.core.service import SERVICES
@@ -142,6 +143,7 @@ class Snapshot(Frozen):
     recent_steps: tuple[TimedRows, ...]
     speculation: SpeculationTotals
     scheduler: SchedulerStats
+    tiers: tuple[TierTotals, ...] = ()
 
 
 class ServiceCounter:
@@ -215,8 +217,10 @@ class Counters:
         cost: StepCost,
         scheduler: Callable[[], SchedulerStats],
         speculation: SpeculationStats,
+        tiers: Callable[[], tuple[TierTotals, ...]] = tuple,
     ) -> None:
-        """Count work by `cost`; snapshots include the counts of `scheduler` and `speculation`."""
+        """Count work by `cost`; snapshots include the counts of the others."""
+        self._tiers = tiers
         self.services = {service: ServiceCounter() for service in SERVICES}
         self._cost = cost
         self._scheduler = scheduler
@@ -274,4 +278,5 @@ class Counters:
                 guesses.saved_s,
             ),
             scheduler=self._scheduler(),
+            tiers=self._tiers(),
         )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
     from twostroke.engine.sizing import CacheSize
 
+_ALIKE = {"avx2": "vector", "avx512": "vector"}  # levels whose kernels agree bit for bit
+
 
 def page_kind(
     card: ModelCard, options: EngineOptions, size: CacheSize, backend: Backend
@@ -24,14 +26,15 @@ def page_kind(
         UsageError: they are not all in this process's memory.
     """
     facts, memory = backend.facts, backend.pages
+    level = _ALIKE.get(facts.level, facts.level)
     if memory is None:
         reason = "needs one process with pages in its memory: the backend cpu, without ranks."
-        raise UsageError(reason, field="role")
+        raise UsageError(reason, field="page_cache" if options.tiers.is_used else "role")
     return PageKind(
         model=card.identity,
         kv_format=size.kv_format,
         page_bytes=memory.page_bytes,
         groups=PageGroups(facts.page_size, facts.windows),
-        arithmetic=f"{facts.name} {facts.level} {options.compute.known_bits}",
+        arithmetic=f"{facts.name} {level} {options.compute.known_bits}",
         only_prompts=not facts.one_arithmetic and options.cache.strict_prefix,
     )

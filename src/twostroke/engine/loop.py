@@ -69,7 +69,6 @@ class EngineLoop:
         self._ranks = cast("RankRunner", backend)  # if it has `steps_ahead`, or loses ranks
         self._scheduler = scheduler
         self.speculator = speculator
-        self._counters = Counters(cost, scheduler.stats, speculator.stats)
         self._listeners: dict[str, Listener] = {}
         self._ended: list[Request] = []
         self._condition = threading.Condition()
@@ -80,6 +79,7 @@ class EngineLoop:
         self._num_losses = 0  # since a step succeeded
         self.on_step: Callable[[StepPlan], None] | None = None  # before a step is computed
         self.pages = Pages(scheduler, backend.pages, self._condition)
+        self._counters = Counters(cost, scheduler.stats, speculator.stats, self.pages.totals)
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from twostroke.backends.memory import PageMemory
-    from twostroke.cache.tiers import PageKey
+    from twostroke.cache.tiers import PageKey, TierTotals
     from twostroke.core.request import Request
     from twostroke.schedule import Scheduler
     from twostroke.schedule.ticket import Ticket
@@ -27,9 +27,11 @@ class Pages:
     happened. `give_up` lets requests compute what has not arrived, while a peer may still write.
 
     Attributes:
+        scheduler: the loop's, for those who are called under its lock.
         memory: None if pages cannot be moved; then nothing else may be called.
         on_submit: called under the loop's lock, so they must be quick.
         on_end: called under the lock with each request that ends.
+        count: returns the counts of tiers.
         on_close: called before the pages are gone, to end all transfers.
         lock: the loop's. Who holds it sees no step begin or end.
     """
@@ -42,13 +44,18 @@ class Pages:
         self.on_submit: list[Callable[[Ticket], None]] = []
         self.on_end: list[Callable[[Request], None]] = []
         self.on_close: list[Callable[[], None]] = []
+        self.count: Callable[[], tuple[TierTotals, ...]] = tuple
         self.lock = self._changed = changed
-        self._scheduler, self._transfers = scheduler, scheduler.prefixes.transfers
+        self.scheduler, self._transfers = scheduler, scheduler.prefixes.transfers
 
     @property
     def most_held(self) -> int:
         """How many pages all transfers and leases can hold together; 0 if nothing can be moved."""
         return self._transfers.most_held if self.memory is not None else 0
+
+    def totals(self) -> tuple[TierTotals, ...]:
+        """Return the counts of tiers."""
+        return self.count()
 
     def submitted(self, ticket: Ticket) -> None:
         """Tell those who may bring pages of a request that was queued."""
@@ -63,7 +70,7 @@ class Pages:
     def backlog(self) -> tuple[int, int]:
         """See `Scheduler.backlog`."""
         with self._changed:
-            return self._scheduler.backlog()
+            return self.scheduler.backlog()
 
     def close(self) -> None:
         """End all transfers and leases."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from twostroke.cache import PrefixHit
 from twostroke.core.request import NO_PAGE
@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.schedule.ticket import Ticket
     from twostroke.schedule.waiting import WaitingLine
+
+
+class PageWatcher(Protocol):
+    """Learns which pages are used; it must be quick, because steps wait for it."""
+
+    def found(self, ticket: Ticket, num_places: int) -> None:
+        """Take in that a request starts after pages that were there."""
+
+    def computed(self, ticket: Ticket, first: int, last: int) -> None:
+        """Take in that a request has computed the pages of these places."""
 
 
 class Prefixes:
@@ -34,6 +44,7 @@ class Prefixes:
         self._num_groups = len(pool.groups.windows)
         self._claims: dict[bytes, Ticket | Transfer] = {}
         self.transfers = Transfers(index, pool, self._claims)
+        self.watcher: PageWatcher | None = None
 
     def chain(self, salt: bytes) -> PrefixChain | None:
         """Start the keys of a request."""
@@ -99,6 +110,8 @@ class Prefixes:
             return
         ticket.num_published = len(ticket.request.pages[0])
         ticket.publish_at = (ticket.num_published + 1) * self._page_size
+        if self.watcher is not None and ticket.num_published:
+            self.watcher.found(ticket, ticket.num_published)
         for key in ticket.chain.keys[ticket.num_published :]:
             self._claims.setdefault(key, ticket)
 
@@ -114,6 +127,8 @@ class Prefixes:
         for group, pages in enumerate(request.pages):
             self._index.insert(group, keys, pages[first:num_full])
         self._drop_claims(keys, ticket)
+        if self.watcher is not None and keys:
+            self.watcher.computed(ticket, first, num_full)
         ticket.num_published = num_full
         ticket.publish_at = (request.num_settled // self._page_size + 1) * self._page_size
 

@@ -27,6 +27,7 @@ class Transfer:
         late_s: when the claims are dropped, on the scheduler's clock.
         wanted: the pages that have not arrived, once `narrow` has said which are needed.
         pages: those that it holds.
+        is_dropped: whether nobody waits for it any more.
     """
 
     first_place: int
@@ -34,6 +35,7 @@ class Transfer:
     late_s: float = math.inf
     wanted: set[PageKey] = field(default_factory=set)
     pages: dict[PageKey, int] = field(default_factory=dict)
+    is_dropped: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +139,7 @@ class Transfers:
     def drop(self, transfer: Transfer) -> None:
         """Let requests compute what has not arrived; the transfer still holds its pages."""
         self._drop(transfer.keys, transfer)
+        transfer.is_dropped = True
         if transfer in self._claiming:
             self._claiming.remove(transfer)
 

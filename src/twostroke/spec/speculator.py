@@ -122,7 +122,7 @@ class Speculator:
         self.methods = tuple(proposer.name for proposer in self._proposers)
         self._by_default = {proposer.name for proposer in proposers}
         self._budget_of = budget_of
-        self._step_time = step_time
+        self.step_time = step_time
         self._asking_s = 0.0  # since the last step was learned from
         self._accounts: defaultdict[tuple[str, int], Account] = defaultdict(Account)
         self._budget: DraftBudget | None = None
@@ -157,7 +157,7 @@ class Speculator:
         asking_s, self._asking_s = self._asking_s, 0.0
         step_s = max(0.0, elapsed_s - asking_s)  # lost steps were asked for, too
         if self._proposers:
-            self._step_time.learn(batch, step_s)
+            self.step_time.learn(batch, step_s)
         num_plain = _num_drawing(plan)
         tried, right = self._outcomes(plan, guesses, result)
         num_tried, num_tokens = tried.total(), num_plain + right.total()
@@ -171,8 +171,8 @@ class Speculator:
             self.stats.saved_s -= sum(asked.values())
             return
         plain = BatchShape(tuple(plan.starts), tuple(plan.counts), num_plain)
-        plain_s = self._step_time.seconds(plain)
-        longer_s = max(0.0, self._step_time.seconds(batch) - plain_s)
+        plain_s = self.step_time.seconds(plain)
+        longer_s = max(0.0, self.step_time.seconds(batch) - plain_s)
         for name, its_asking_s in asked.items():
             spent = (its_asking_s + longer_s * tried[name] / num_tried) / plain_s
             self._account(name, plan).add(right[name] / num_plain, spent)

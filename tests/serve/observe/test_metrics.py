@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
 from twostroke.backends import RankFacts, RankState
+from twostroke.cache.tiers import TierTotals
 from twostroke.core.service import SERVICES
 from twostroke.engine.limits import Limits
 from twostroke.http.ignored import IgnoredFields
@@ -205,6 +206,7 @@ def _families(server: LiveServer) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         rank = RankState(RankFacts(1, "here", 1, 2, 3), "ready")
         patch.setattr(server.client.loop, "ranks", lambda: [rank])
+        patch.setattr(server.client.loop.pages, "count", lambda: (TierTotals("disk"),))
         return list(text_string_to_metric_families(asyncio.run(metrics.expose(""))[0].decode()))
 
 

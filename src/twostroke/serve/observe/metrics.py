@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from twostroke.backends import RankState
+    from twostroke.cache.tiers import TierTotals
     from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals
     from twostroke.engine.histogram import Distribution
     from twostroke.engine.limits import Limits
@@ -91,6 +92,21 @@ _SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
         "prefix_cache_hit_tokens",
         "Prompt tokens found in the prefix cache.",
     ),
+)
+
+_TIERS: Final[tuple[tuple[type[Family], str, str, str], ...]] = (
+    (CounterMetricFamily, "lookups", "lookups", "Prompts that a tier of pages was asked for."),
+    (CounterMetricFamily, "hits", "hits", "Prompts for which pages were read."),
+    (CounterMetricFamily, "slow", "slow", "Prompts that were computed because that was faster."),
+    (CounterMetricFamily, "pages_read", "pages_read", "Pages that were read."),
+    (CounterMetricFamily, "pages_written", "pages_written", "Pages that were written."),
+    (CounterMetricFamily, "bytes_read", "bytes_read", "Bytes of pages that were read."),
+    (CounterMetricFamily, "bytes_written", "bytes_written", "Bytes of pages that were written."),
+    (CounterMetricFamily, "read_s", "read_seconds", "Seconds in which pages were read."),
+    (CounterMetricFamily, "write_s", "write_seconds", "Seconds in which pages were written."),
+    (GaugeMetricFamily, "saved_s", "saved_seconds", "Computing saved, less the time for pages."),
+    (GaugeMetricFamily, "pages_stored", "pages", "Pages that a tier holds."),
+    (GaugeMetricFamily, "bytes_stored", "bytes", "Bytes that a tier holds."),
 )
 
 
@@ -198,6 +214,7 @@ class Metrics(Collector):
         yield from _ranks(reading.ranks, facts.link)
         limits = self._limits or getattr(engine, "limits", None)
         yield from _utilization(limits, *reading.spans)
+        yield from _tiers(snapshot.tiers)
         yield from _speculation(snapshot.speculation)
 
 
@@ -319,6 +336,15 @@ def _ranks(ranks: Iterable[RankState], link: str) -> Iterator[Metric]:
     yield _counter("rank_collective_seconds", text, "rank", samples=seconds)
     restarts = [((number,), rank.num_restarts) for number, rank in states.items()]
     yield _counter("rank_restarts", "Times that a rank was replaced.", "rank", samples=restarts)
+
+
+def _tiers(tiers: Iterable[TierTotals]) -> Iterator[Metric]:
+    """Yield the counts of each tier; nothing without a page cache."""
+    of = {tier.tier: tier for tier in tiers}
+    for family, key, name, text in _TIERS if of else ():
+        samples = [((tier,), getattr(totals, key)) for tier, totals in of.items()]
+        metric = family(f"twostroke_tier_{name}", text, labels=("tier",))
+        yield _filled(metric, samples)
 
 
 def _speculation(guesses: SpeculationTotals) -> Iterator[Metric]:

@@ -144,6 +144,7 @@ class State:
             "requests": _requests(view, pages, now_s),
             "steps": snapshot.recent_steps,
             "pages": self._pages(view, pages),
+            "tiers": [asdict(tier) for tier in snapshot.tiers],
             "window": {
                 str(seconds): _window(span, hardware) | _objectives(self._goodput, seconds)
                 for seconds, span in zip(WINDOWS, reading.spans, strict=False)

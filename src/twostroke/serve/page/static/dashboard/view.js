@@ -95,7 +95,7 @@ export class Dashboard {
     this.#about.textContent = parts.join(" · ");
   }
 
-  #showTiles({ requests, engine }, window) {
+  #showTiles({ requests, engine, tiers }, window) {
     const tiles = this.#tiles;
     const past = (name) => this.#history.line(name);
     const { ttft, itl } = overall(window.latency);
@@ -104,7 +104,7 @@ export class Dashboard {
     tiles.in.show(`${rate(window.prompt_tokens_per_s)}/s`, `${rate(window.cached_tokens_per_s)}/s of them cached`, past("in"));
     tiles.ttft.show(duration(ttft?.p50), tail(ttft), past("ttft"));
     tiles.itl.show(duration(itl?.p50), tail(itl), past("itl"));
-    tiles.cache.show(percent(window.cache_hit_rate), "of prompt tokens", past("cache"));
+    tiles.cache.show(percent(window.cache_hit_rate), ofPrompts(tiers), past("cache"));
     if (window.goodput) {
       tiles.goodput.show(`${rate(window.goodput.requests_per_s)}/s`, `${percent(window.goodput.share)} met every objective`, past("goodput"));
     } else {
@@ -150,6 +150,13 @@ function valuesOf({ requests, window }) {
 function overall(latency) {
   const classes = Object.values(latency);
   return Object.fromEntries(["ttft", "itl"].map((key) => [key, classes.map((one) => one[key]).filter(Boolean).sort((a, b) => b.count - a.count)[0]]));
+}
+
+/** Say what the prefix cache's share is of, and what pages that stay have saved. */
+function ofPrompts(tiers) {
+  const stored = tiers.reduce((sum, tier) => sum + tier.bytes_stored, 0);
+  const savedS = tiers.reduce((sum, tier) => sum + tier.saved_s, 0);
+  return tiers.length ? `of prompt tokens; ${quantity(stored, "B")} stored, ${duration(savedS)} saved` : "of prompt tokens";
 }
 
 function tail(found) {

@@ -1,0 +1,315 @@
+"""`Paging`: brings pages from tiers before requests start, and writes used pages to them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from twostroke.cache.tiers import TierTotals, Worth
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from twostroke.cache.tiers import PageKey, PageKind, Tier
+    from twostroke.engine.pages import Pages
+    from twostroke.schedule.ticket import Ticket
+    from twostroke.schedule.transfers import Transfer
+
+    Seconds = Callable[[int, int], float]  # that computing tokens[start:end] of a prompt takes
+
+_logger = logging.getLogger("twostroke.engine")
+
+_LEAST_S: Final = 0.1  # of computing that is worth a look at tiers
+_MOST_LOSS: Final = 0.04  # of the seconds that computing takes: what a transfer may lose
+_LEAST_SLACK_S: Final = 0.1  # or a tenth of the computing: threads may have to wait as long
+_LATE: Final = 4.0  # times the seconds that are expected
+_NUM_FETCHING: Final = 4  # transfers at the same time
+_WINDOW: Final = 4  # pages that are fetched, and written, together
+_MEMORY_S: Final = 60.0  # after which a slow tier is tried again
+_NEW_SHARE: Final = 0.2  # of a new time in the mean
+_MOST_OFFERS: Final = 1000  # that wait to be written
+_MOST_SEEN: Final = 1 << 17  # keys whose second computing is recognized
+_BUSY_SHARE: Final = 0.1  # of the time in which pages are written while requests run
+_TOUCH_S: Final = 60.0  # between two notes of a page's use
+
+
+class _Measured:
+    """A tier with its counts, and how long it takes for a page."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.counts: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._page_s = 0.0
+        self._known_until_s = 0.0
+
+    def add(self, **counts: float) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                self.counts[name] = self.counts.get(name, 0) + count
+
+    def took(self, read_s: float) -> None:
+        """Learn from a page that was read."""
+        if not read_s:
+            return
+        with self._lock:
+            known, self._page_s = self._page_s, read_s
+            if time.monotonic() < self._known_until_s and known:
+                self._page_s = known + _NEW_SHARE * (read_s - known)
+            self._known_until_s = time.monotonic() + _MEMORY_S
+
+    def page_s(self) -> float:
+        """Return the seconds for a page; 0 if they were not measured lately."""
+        return self._page_s if time.monotonic() < self._known_until_s else 0.0
+
+    def totals(self) -> TierTotals:
+        pages, num_bytes = self.tier.size()
+        with self._lock:
+            ints = TierTotals.__struct_fields__[1:]
+            counts = {name: self.counts.get(name, 0) for name in ints}
+        whole = {k: v if k.endswith("_s") else int(v) for k, v in counts.items()}
+        whole |= {"pages_stored": pages, "bytes_stored": num_bytes}
+        return TierTotals(self.tier.title, **whole)  # type: ignore[arg-type]
+
+
+class _Offer(Frozen):
+    """Pages to write: the keys of consecutive places from the first on, and what they are worth."""
+
+    keys: tuple[bytes, ...]
+    worth: Worth
+
+
+class Paging:
+    """Implements `PageWatcher`, and moves pages between an engine's pool and its tiers.
+
+    A request whose computing takes long enough waits for pages that a tier has, if these are
+    expected in half of the time that computing them takes. The wait ends when it has lost a small
+    share of the request's computing, and some times the expected seconds, more than the pages that
+    have arrived save. Pages are written when they are used or computed a second time, or at once
+    for requests that want them kept.
+    """
+
+    def __init__(
+        self, pages: Pages, kind: PageKind, tiers: Sequence[Tier], seconds: Seconds
+    ) -> None:
+        """Begin; `pages` ends it."""
+        self._pages, self._kind, self._seconds = pages, kind, seconds
+        self._tiers = [_Measured(tier) for tier in tiers]
+        for tier in self._tiers:
+            tier.took(tier.tier.probe())
+        self._size = kind.groups.page_size
+        self._num_groups = len(kind.groups.windows)
+        self._fetchers = ThreadPoolExecutor(_NUM_FETCHING, "twostroke-fetch")
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._touched: OrderedDict[bytes, float] = OrderedDict()  # when, by key of the last place
+        self._offers: deque[_Offer] = deque(maxlen=_MOST_OFFERS)
+        self._has_offers = threading.Event()
+        self._is_closing = False
+        self._writer = threading.Thread(target=self._write_all, name="twostroke-pages", daemon=True)
+        self._writer.start()
+        pages.on_submit.append(self._submitted)
+        pages.on_close.append(self.close)
+        pages.count = self.totals
+        pages.scheduler.prefixes.watcher = self
+
+    def totals(self) -> tuple[TierTotals, ...]:
+        """Return the counts of each tier; any thread may call it."""
+        return tuple(tier.totals() for tier in self._tiers)
+
+    def flush(self, within_s: float) -> bool:
+        """Wait until all pages that were offered are written; False if that takes longer."""
+        until_s = time.monotonic() + within_s
+        while self._offers or self._has_offers.is_set():
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """Write what was offered, for a moment at most, and end all transfers."""
+        self.flush(5.0)
+        self._is_closing = True
+        self._has_offers.set()
+        self._fetchers.shutdown(wait=True, cancel_futures=True)
+        self._writer.join()
+        for tier in self._tiers:
+            tier.tier.close()
+
+    # Called under the loop's lock.
+
+    def found(self, ticket: Ticket, num_places: int) -> None:
+        """Offer the pages that a request starts with, unless that was done a moment ago."""
+        chain, keep_s = ticket.chain, ticket.request.hints.keep_s
+        if chain is None:
+            return
+        last, now_s = chain.keys[num_places - 1], time.monotonic()
+        if not keep_s and now_s - self._touched.get(last, -_TOUCH_S) < _TOUCH_S:
+            return
+        self._touched[last] = now_s
+        if len(self._touched) > _MOST_OFFERS:
+            self._touched.popitem(last=False)
+        self._offer(chain.keys[:num_places], 0, num_places, keep_s)
+
+    def computed(self, ticket: Ticket, first: int, last: int) -> None:
+        """Offer pages that a request has computed, if they were before or it wants them kept."""
+        chain, request = ticket.chain, ticket.request
+        if chain is None:
+            return
+        keys = chain.keys[first:last]
+        num_again = 0
+        for key in keys:
+            if key in self._seen:
+                num_again += 1
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > _MOST_SEEN:
+            self._seen.popitem(last=False)
+        num_kept = 0
+        if request.hints.keep_s:
+            num_kept = max(0, min(last, request.num_prompt // self._size) - first)
+        if num_kept or num_again:
+            count = max(num_kept, num_again)
+            self._offer(keys[:count], first, first + count, request.hints.keep_s)
+
+    def _offer(self, keys: Sequence[bytes], first: int, last: int, keep_s: float) -> None:
+        saved_s = self._seconds(0, last * self._size) / last
+        self._offers.append(_Offer(tuple(keys), Worth(saved_s, first, time.time(), keep_s)))
+        self._has_offers.set()
+
+    def _submitted(self, ticket: Ticket) -> None:
+        """Let a request that was queued wait for pages, if computing them takes long."""
+        num_tokens = len(ticket.request.tokens)
+        whole_s = self._seconds(0, num_tokens)
+        if whole_s < _LEAST_S or self._is_closing:
+            return
+        slack_s = max(_MOST_LOSS * whole_s, min(_LEAST_SLACK_S, whole_s / 10))
+        transfer = self._pages.expect(ticket, slack_s)
+        if transfer is None:
+            return
+        began_s = time.monotonic()
+        try:
+            self._fetchers.submit(self._bring, transfer, began_s, slack_s)
+        except RuntimeError:  # it is closing
+            self._pages.end(transfer)
+
+    # Called by the fetching threads.
+
+    def _bring(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
+        try:
+            self._fetch(transfer, began_s, slack_s)
+        except Exception:
+            _logger.exception("Pages could not be brought; they are computed.")
+        finally:
+            self._pages.end(transfer)
+
+    def _fetch(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
+        where = self._find(transfer)
+        wanted = self._pages.narrow(transfer, where.__contains__)
+        if not wanted or transfer.is_dropped:
+            return
+        place_of = {key: transfer.first_place + at for at, key in enumerate(transfer.keys)}
+        start = transfer.first_place * self._size
+        last = place_of[wanted[-1][1]] + 1
+        all_s = self._seconds(start, last * self._size)
+        tiers = {where[key] for key in wanted}
+        expected_s = sum(where[key].page_s() for key in wanted)
+        if expected_s > all_s / 2:
+            for tier in tiers:
+                tier.add(slow=1)
+            return
+        slack_s += min(_LATE * expected_s, all_s / 2)
+        transfer.late_s = began_s + slack_s
+        for tier in tiers:
+            tier.add(hits=1)
+        at, saved_s = 0, 0.0
+        while at < len(wanted) and not transfer.is_dropped and not self._is_closing:
+            part = wanted[at : at + _WINDOW]
+            count = self._fetch_some(transfer, part, where)
+            at += count
+            if count:
+                end = (place_of[part[count - 1][1]] + 1) * self._size
+                saved_s = all_s if at == len(wanted) else self._seconds(start, end)
+                transfer.late_s = began_s + saved_s + slack_s
+            if count < len(part):
+                break
+        took_s = time.monotonic() - began_s
+        for tier in tiers:
+            tier.add(saved_s=(saved_s - took_s) / len(tiers), slow=int(transfer.is_dropped))
+
+    def _find(self, transfer: Transfer) -> dict[PageKey, _Measured]:
+        """Return the tier of each page of a transfer that one of them has."""
+        groups = range(self._num_groups)
+        names = {self._kind.name((g, key)): (g, key) for key in transfer.keys for g in groups}
+        where: dict[PageKey, _Measured] = {}
+        for tier in self._tiers:
+            missing = [name for name, key in names.items() if key not in where]
+            if missing:
+                tier.add(lookups=1)
+                where |= {names[name]: tier for name in tier.tier.find(missing)}
+        return where
+
+    def _fetch_some(
+        self, transfer: Transfer, part: Sequence[PageKey], where: dict[PageKey, _Measured]
+    ) -> int:
+        """Bring pages, in order; return how many came."""
+        memory, count = self._pages.memory, 0
+        assert memory is not None
+        pages = self._pages.take(transfer, part)
+        for key, page in zip(part, pages, strict=False):
+            tier, began_s = where[key], time.perf_counter()
+            if not tier.tier.fetch(self._kind.name(key), memory[page]):
+                break
+            took_s = time.perf_counter() - began_s
+            tier.took(took_s)
+            tier.add(pages_read=1, bytes_read=memory.page_bytes, read_s=took_s)
+            count += 1
+        self._pages.arrive(transfer, part[:count])
+        return count
+
+    # Called by the writing thread.
+
+    def _write_all(self) -> None:
+        while True:
+            self._has_offers.wait()
+            if self._is_closing:
+                return
+            if not self._offers:
+                self._has_offers.clear()
+                continue
+            try:
+                self._write(self._offers.popleft())
+            except Exception:
+                _logger.exception("Pages could not be written.")
+
+    def _write(self, offer: _Offer) -> None:
+        memory = self._pages.memory
+        assert memory is not None
+        for at in range(0, len(offer.keys), _WINDOW):
+            if self._is_closing:
+                return
+            began_s = time.monotonic()
+            keys = offer.keys[at : at + _WINDOW]
+            lease = self._pages.lease([(g, key) for key in keys for g in range(self._num_groups)])
+            try:
+                for (group, key), page in lease.pages.items():
+                    place = offer.worth.place + at + keys.index(key)
+                    worth = replace(offer.worth, place=place)
+                    for tier in self._tiers:
+                        self._write_page(tier, (group, key), memory[page], worth)
+            finally:
+                self._pages.release(lease)
+            if self._pages.scheduler.has_work:
+                time.sleep((time.monotonic() - began_s) * (1 / _BUSY_SHARE - 1))
+
+    def _write_page(self, tier: _Measured, key: PageKey, page: memoryview, worth: Worth) -> None:
+        began_s = time.perf_counter()
+        if tier.tier.offer(self._kind.name(key), page, worth):
+            took_s = time.perf_counter() - began_s
+            tier.add(pages_written=1, bytes_written=len(page), write_s=took_s)

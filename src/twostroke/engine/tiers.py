@@ -1,0 +1,78 @@
+"""Puts tiers behind an engine's pages, as its options say."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from twostroke.cache.disk import DiskTier
+from twostroke.core import env
+from twostroke.core.errors import Field, ModelFormatError, UsageError
+from twostroke.core.files import read_json, write_json
+from twostroke.engine.paging import Paging
+from twostroke.program import BatchShape
+
+if TYPE_CHECKING:
+    from twostroke.cache.tiers import PageKind, Tier
+    from twostroke.core.tier_options import TierOptions
+    from twostroke.engine.client import Client
+    from twostroke.weights import LoadedModel
+
+
+def begin_paging(client: Client, kind: PageKind, digest: str, tiers: TierOptions) -> None:
+    """Let an engine's requests find pages in tiers; its loop ends that.
+
+    `digest` covers every byte of the weights, unlike the model's identity.
+
+    Raises:
+        UsageError: a tier cannot be used, or the engine has no pages to spare.
+    """
+    loop, program = client.loop, client.card.cost.program
+    time, budget = loop.speculator.step_time, loop.config.step_budget
+    model = hashlib.sha256(f"{digest} {program.ops!r}".encode()).hexdigest()
+    kind = replace(kind, model=model)
+    if not loop.pages.most_held:
+        raise UsageError(
+            "needs more pages than those of the longest request: raise {other}, or lower {more}.",
+            field="page_cache" if tiers.page_cache else "page_store",
+            other=Field("memory_bytes"),
+            more=Field("context_length"),
+        )
+
+    def seconds(start: int, end: int) -> float:
+        """Return how long computing tokens[start:end] takes, a step after the other."""
+        starts = range(start, end, budget)
+        shapes = [BatchShape.prefill(min(budget, end - at), at) for at in starts]
+        return sum(map(time.seconds, shapes))
+
+    found: list[Tier] = []
+    if tiers.page_cache is not None:
+        folder = Path(tiers.page_cache).expanduser()
+        found.append(DiskTier(folder, kind, tiers.most_bytes, client.card.name))
+    Paging(loop.pages, kind, found, seconds)
+
+
+def weights_digest(loaded: LoadedModel) -> str:
+    """Return the SHA-256 of all weights, kept for files that have not changed since.
+
+    Unlike `weights_identity` it covers every byte.
+    """
+    stamps = [(str(m.path), m.size, m.path.stat().st_mtime_ns) for m in loaded.mappings]
+    key = hashlib.sha256(repr(stamps).encode()).hexdigest()
+    path = env.cache_dir() / "digests" / f"{key[:16]}.json"
+    with suppress(ModelFormatError):
+        known = read_json(path)
+        if known.get("files") == key and isinstance(known.get("sha256"), str):
+            return str(known["sha256"])
+    digest = hashlib.sha256()
+    for name, tensor in sorted(loaded.tensors.items()):
+        digest.update(f"{name} {tensor.format.name} {tensor.shape}\n".encode())
+        digest.update(tensor.data.data)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"files": key, "sha256": digest.hexdigest()})
+    return digest.hexdigest()

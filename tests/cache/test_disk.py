@@ -1,0 +1,165 @@
+"""Pages in a folder: what is written is read, and nothing else ever is."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
+from twostroke.cache.disk import DiskTier, stored_pages
+from twostroke.cache.tiers import PageKind, Worth
+from twostroke.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEYS = [(0, bytes([number]) * 32) for number in range(20)]
+
+
+def tier_of(folder: Path, of: PageKind | None = None, most_bytes: int = 10**9) -> DiskTier:
+    tier = DiskTier(folder, of or kind(), most_bytes, "tiny")
+    tier.wait()
+    return tier
+
+
+def put(tier: DiskTier, of: PageKind, number: int, worth: Worth = WORTH) -> bool:
+    return tier.offer(of.name(KEYS[number]), memoryview(content_of(number)), worth)
+
+
+def get(tier: DiskTier, name: bytes) -> bytes | None:
+    page = bytearray(PAGE_BYTES)
+    return bytes(page) if tier.fetch(name, memoryview(page)) else None
+
+
+def file_of(folder: Path, name: bytes) -> Path:
+    (found,) = folder.glob(f"*/{name.hex()[:2]}/{name.hex()[2:]}")
+    return found
+
+
+def test_a_page_is_found_by_a_later_process_and_by_another_server(tmp_path: Path) -> None:
+    first, second, name = tier_of(tmp_path), tier_of(tmp_path), kind().name(KEYS[1])
+    assert not first.find([name])
+    assert get(first, name) is None
+    assert put(first, kind(), 1)
+    assert not put(second, kind(), 1), "it was written twice"
+    for tier in (first, second, tier_of(tmp_path)):
+        assert tier.find([name, bytes(32)]) == {name}
+        assert get(tier, name) == content_of(1)
+    assert tier_of(tmp_path).size() == (1, file_of(tmp_path, name).stat().st_size)
+
+
+def test_other_kinds_find_nothing(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    assert put(tier, kind(), 1)
+    names = {of.name(KEYS[1]) for of in (kind(), *OTHER_KINDS)}
+    assert len(names) == 1 + len(OTHER_KINDS)
+    for of in OTHER_KINDS:
+        other = tier_of(tmp_path, of)
+        assert not other.find([of.name(KEYS[1])])
+    assert kind().name((1, KEYS[1][1])) not in names, "cache groups share a name"
+
+
+@pytest.mark.seeds(15)
+def test_damaged_pages_are_missed(
+    tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`make test-tiers` does 10,000."""
+    rng, tier, of = random.Random(seed), tier_of(tmp_path), kind()
+    for number in range(4):
+        put(tier, of, number)
+    files = [file_of(tmp_path, of.name(key)) for key in KEYS[:4]]
+    whole = [path.read_bytes() for path in files]
+    for what, damage in DAMAGES.items():
+        damaged = damage(rng, whole[0], whole[1:])
+        files[0].write_bytes(damaged)
+        found = get(tier, of.name(KEYS[0]))
+        assert found is None or damaged == whole[0], what
+    assert "A damaged page was removed from the page cache" in caplog.text
+    for other in OTHER_KINDS:  # a file of another kind, under the right name
+        elsewhere = tier_of(tmp_path / "o", other)
+        put(elsewhere, other, 0)
+        files[0].write_bytes(file_of(tmp_path / "o", other.name(KEYS[0])).read_bytes())
+        assert get(tier, of.name(KEYS[0])) is None
+    assert put(tier, of, 0), "it is not written again"
+    assert get(tier, of.name(KEYS[0])) == content_of(0)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_cannot_be_written_is_read_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    tier, of = tier_of(tmp_path), kind()
+    put(tier, of, 1)
+
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "writev", fail)
+        for number in (2, 3, 4):
+            assert not put(tier, of, number)
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1
+    assert os.strerror(code) in told[0].getMessage()
+    assert get(tier, of.name(KEYS[1])) == content_of(1)
+    assert [path.name for path in stored_pages(tmp_path)] == [of.name(KEYS[1]).hex()[2:]]
+    assert not put(tier, of, 2), "it was tried again at once"
+    tier._resume_s = 0.0
+    assert put(tier, of, 2)
+
+
+def test_a_page_that_fits_in_part_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, of, write = tier_of(tmp_path), kind(), os.writev
+    monkeypatch.setattr(os, "writev", lambda file, parts: write(file, [parts[0]]))
+    assert not put(tier, of, 1)
+    assert not list(tmp_path.glob("*/??/*"))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be used: Not a directory"):
+        tier_of(tmp_path / "file" / "pages")
+
+
+def test_what_a_killed_server_left_is_removed_later(tmp_path: Path) -> None:
+    tier, of = tier_of(tmp_path), kind()
+    put(tier, of, 1)
+    folder = file_of(tmp_path, of.name(KEYS[1])).parent
+    new, old = folder / "7-7-1.part", folder / "7-7-2.part"
+    for path in (new, old):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 3600,) * 2)
+    tier_of(tmp_path)
+    assert new.exists(), "another server may be writing it"
+    assert not old.exists()
+
+
+def test_the_least_valuable_pages_go_when_the_folder_is_full(tmp_path: Path) -> None:
+    of, num_bytes, now_s = kind(), PAGE_BYTES + 64, time.time()
+    tier = tier_of(tmp_path, of, 10 * num_bytes)
+    for number in range(10):
+        put(tier, of, number, Worth(1.0 if number == 3 else 0.1, number, now_s))
+    put(tier, of, 0, Worth(0.1, 0, now_s, 100.0))
+    put(tier, of, 15, Worth(0.1, 15, now_s))
+    left = {number for number in range(16) if tier.find([of.name(KEYS[number])])}
+    assert left == {0, 1, 2, 3, 4, 5, 6, 7, 8, 15}, "9 had the latest place, 3 is worth more"
+    assert tier.size()[1] <= 10 * num_bytes
+
+
+def test_servers_that_share_a_folder_keep_to_its_limit_together(tmp_path: Path) -> None:
+    num_bytes = PAGE_BYTES + 64
+    kinds = [kind(), kind(model="other")]
+    tiers = [tier_of(tmp_path, of, 8 * num_bytes) for of in kinds]
+    for number in range(20):
+        for tier, of in zip(tiers, kinds, strict=True):
+            tier._scanned_s = -1e9
+            put(tier, of, number)
+    assert len(list(stored_pages(tmp_path))) <= 8

@@ -1,0 +1,74 @@
+"""Which stored pages go first: as a slow, plain twin decides, and never those that others need."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from twostroke.cache.ledger import Entry, Ledger
+
+NOW_S = 1_000_000.0
+
+
+def plain_surplus(ledger: Ledger, now_s: float, room: int) -> list[bytes]:
+    """Remove one page after another, each the worst of those that are left."""
+    left = dict(ledger.entries)
+    kept: set[bytes] = set()
+    while True:
+        asked = [n for n, entry in left.items() if entry.used_s > now_s and n not in kept]
+        if not asked:
+            break
+        best = max(asked, key=lambda name: (left[name].used_s, -left[name].place))
+        if sum(left[name].num_bytes for name in (*kept, best)) > ledger.most_bytes // 2:
+            break
+        kept.add(best)
+    gone = []
+    while left and sum(e.num_bytes for e in left.values()) + room > ledger.most_bytes:
+        worst = min(
+            left, key=lambda name: (name in kept, left[name].score(now_s), -left[name].place)
+        )
+        gone.append(worst)
+        del left[worst]
+    return gone
+
+
+@pytest.mark.seeds(60)
+def test_the_ledger_chooses_as_its_plain_twin(seed: int) -> None:
+    rng = random.Random(seed)
+    ledger = Ledger(rng.randint(500, 5000))
+    for number in range(rng.randint(0, 60)):
+        used_s = NOW_S + rng.choice((-1e6, -100.0, -1.0, 50.0, 1e5)) * rng.random()
+        entry = Entry(rng.randint(50, 150), rng.random(), rng.randrange(9), used_s)
+        entry.num_uses = rng.randint(1, 4)
+        ledger.add(bytes([number]), entry)
+        if rng.random() < 0.2:
+            ledger.remove(bytes([rng.randrange(number + 1)]))
+    assert ledger.num_bytes == sum(entry.num_bytes for entry in ledger.entries.values())
+    room = rng.choice((0, 100, 10_000))
+    assert ledger.surplus(NOW_S, room) == plain_surplus(ledger, NOW_S, room)
+
+
+@pytest.mark.seeds(60)
+def test_a_page_never_goes_before_those_that_need_it(seed: int) -> None:
+    rng = random.Random(seed)
+    sequences = [[(0, s)] * 3 + [(s, place) for place in range(rng.randint(0, 9))] for s in (0, 1)]
+    chains = [[repr((at, key)).encode() for at, key in enumerate(one)] for one in sequences]
+    ledger, now_s = Ledger(10**9), NOW_S
+    for _ in range(40):
+        chain = rng.choice(chains)
+        chain = chain[: rng.randint(1, len(chain))]
+        now_s += rng.choice((1.0, 300.0))
+        until_s = now_s + rng.choice((0.0, 0.0, 200.0))
+        saved_s = len(chain) * 0.1
+        for place, name in enumerate(chain):
+            if name in ledger.entries:
+                ledger.use(name, saved_s, until_s)
+            else:
+                ledger.add(name, Entry(100, saved_s, place, until_s))
+    for total in range(100, ledger.num_bytes, 300):
+        ledger.most_bytes = total
+        gone = set(ledger.surplus(now_s, 0))
+        for chain in chains:
+            there = [name not in gone for name in chain if name in ledger.entries]
+            assert there == sorted(there, reverse=True), "a page is left that cannot be reached"

@@ -1,0 +1,196 @@
+"""Pages that stay: found by a later engine, waited for only while that pays, written once used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.engines import tiny_client
+from support.stored_pages import kind
+from support.tiny import write_tiny_gguf
+from twostroke.cache import PageGroups
+from twostroke.cache.disk import DiskTier
+from twostroke.core.config import CacheOptions, EngineOptions, ParallelOptions
+from twostroke.core.errors import UsageError
+from twostroke.core.request import Hints
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.tier_options import TierOptions
+from twostroke.engine.build import build
+from twostroke.engine.client import Caller
+from twostroke.engine.loading import load
+from twostroke.engine.paging import Paging
+from twostroke.models import build_program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from twostroke.cache.tiers import Tier, TierTotals
+    from twostroke.engine.client import Client
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPT = [3 + i * i % 200 for i in range(100)]  # 6 pages, and 4 tokens
+
+
+@contextmanager
+def engine(
+    folder: Path, tiers: Sequence[Tier] | None = None, token_s: float = 0.01, **changes: Any
+) -> Iterator[tuple[Client, Paging]]:
+    """Yield an engine whose pages stay in a folder, and that takes `token_s` for each token."""
+    folder.mkdir(exist_ok=True)
+    with tiny_client(folder, num_pages=96) as (client, backend):
+        page_bytes = backend.pages.page_bytes
+        of = kind(page_bytes=page_bytes, groups=PageGroups(16), **changes)
+        if tiers is None:
+            tiers = [DiskTier(folder / "pages", of, 10**9, "tiny")]
+        paging = Paging(client.loop.pages, of, tiers, lambda first, end: (end - first) * token_s)
+        yield client, paging
+
+
+def answer(client: Client, prompt: list[int], **options: Any) -> tuple[tuple[int, ...], int]:
+    """Return the tokens of an answer, and how many of the prompt's were cached."""
+    output = client.generate(prompt, GREEDY, **options).wait()[0]
+    return output.token_ids, output.usage.cached_tokens
+
+
+def totals(client: Client) -> TierTotals:
+    (found,) = client.loop.snapshot().tiers
+    return found
+
+
+def test_what_was_used_twice_is_found_after_a_restart(tmp_path: Path) -> None:
+    with engine(tmp_path) as (client, paging):
+        tokens, cached = answer(client, PROMPT)
+        assert cached == 0
+        assert paging.flush(5.0)
+        assert totals(client).pages_written == 0, "one use is no reason to write"
+        assert answer(client, PROMPT) == (tokens, 96)
+        assert paging.flush(5.0)
+        assert totals(client).pages_written == 6
+    with engine(tmp_path) as (client, paging):
+        assert answer(client, PROMPT) == (tokens, 96)
+        found = totals(client)
+        assert (found.hits, found.pages_read, found.pages_stored) == (1, 6, 6)
+        assert found.saved_s > 0
+        assert answer(client, [*PROMPT[:40], 7, 8, 9])[1] == 32, "it is in memory now"
+        snapshot = client.loop.snapshot().scheduler
+        assert snapshot.num_referenced_pages == 0
+
+
+def test_a_request_that_wants_its_pages_kept_is_written_at_once(tmp_path: Path) -> None:
+    with engine(tmp_path) as (client, paging):
+        tokens, _ = answer(client, PROMPT, hints=Hints(keep_s=3600.0))
+        assert paging.flush(5.0)
+        assert totals(client).pages_written == 6
+    (page, *_) = (tmp_path / "pages").glob("*/??/*")
+    assert page.stat().st_mtime > time.time() + 3000
+    with engine(tmp_path) as (client, _):
+        assert answer(client, PROMPT) == (tokens, 96)
+
+
+def test_what_is_computed_a_second_time_is_written(tmp_path: Path) -> None:
+    with engine(tmp_path) as (client, paging):
+        answer(client, PROMPT)
+        with client.loop.pages._changed:
+            client.loop.pages.scheduler._pool.evict_all()
+        assert answer(client, PROMPT)[1] == 0
+        assert paging.flush(5.0)
+        assert totals(client).pages_written == 6
+
+
+def test_other_kinds_and_other_tenants_compute(tmp_path: Path) -> None:
+    with engine(tmp_path) as (client, paging):
+        tokens, _ = answer(client, PROMPT, hints=Hints(keep_s=60.0), caller=Caller(tenant="a"))
+        assert paging.flush(5.0)
+    with engine(tmp_path) as (client, _):
+        assert answer(client, PROMPT, caller=Caller(tenant="b")) == (tokens, 0)
+        assert answer(client, PROMPT, caller=Caller(tenant="a")) == (tokens, 96)
+    with engine(tmp_path, arithmetic="other") as (client, _):
+        assert answer(client, PROMPT, caller=Caller(tenant="a")) == (tokens, 0)
+
+
+class Faulty:
+    """A tier that claims to have every page, and does with each of them as it is told."""
+
+    title = "faulty"
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        self.num_fetched = 0
+        self.gate = threading.Event()
+
+    def find(self, names: Sequence[bytes]) -> set[bytes]:
+        if self.fault == "find":
+            raise RuntimeError("broken")
+        return set(names)
+
+    def fetch(self, name: bytes, page: memoryview) -> bool:
+        self.num_fetched += 1
+        page[:] = b"\xff" * len(page)
+        if self.fault == "fetch":
+            raise RuntimeError("broken")
+        if self.fault == "hangs":
+            self.gate.wait(20.0)
+        if self.fault == "slow":
+            time.sleep(0.3)
+        return False
+
+    def offer(self, *_: object) -> bool:
+        return False
+
+    def probe(self) -> float:
+        return 1000.0 if self.fault == "known to be slow" else 0.0
+
+    def size(self) -> tuple[int, int]:
+        return 0, 0
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("fault", ["find", "fetch", "damaged", "hangs", "slow", "known to be slow"])
+def test_a_tier_that_fails_or_is_slow_costs_no_request(tmp_path: Path, fault: str) -> None:
+    with tiny_client(tmp_path) as (client, _):
+        tokens, _ = answer(client, PROMPT)
+    tier = Faulty(fault)
+    with engine(tmp_path, [tier]) as (client, _):
+        began_s = time.monotonic()
+        assert answer(client, PROMPT) == (tokens, 0)
+        assert time.monotonic() - began_s < 2.0, "it waited longer than computing takes"
+        assert tier.num_fetched == (0 if fault in {"find", "known to be slow"} else 1)
+        if fault == "hangs":
+            held = client.loop.pages.scheduler.prefixes.transfers.num_held
+            assert held, "a page was given back that may still be written"
+            assert answer(client, PROMPT)[0] == tokens
+        tier.gate.set()
+
+
+def test_short_prompts_are_not_looked_up(tmp_path: Path) -> None:
+    tier = Faulty("damaged")
+    with engine(tmp_path, [tier], token_s=0.0005) as (client, _):
+        answer(client, PROMPT)
+        assert totals(client).lookups == 0
+
+
+def test_an_engine_without_pages_to_spare_says_so(tmp_path: Path) -> None:
+    tiny_path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    program = build_program(load(str(tiny_path)).spec)
+    tiers = TierOptions(page_cache=str(tmp_path))
+    few = CacheOptions(memory_bytes=32 * program.page_bytes(16), context_length=512)
+    with pytest.raises(UsageError, match="needs more pages than those of the longest request"):
+        build(str(tiny_path), EngineOptions(cache=few, tiers=tiers))
+
+
+def test_options_that_exclude_a_page_cache_are_refused(tmp_path: Path) -> None:
+    tiers = TierOptions(page_cache=str(tmp_path))
+    with pytest.raises(UsageError, match="needs"):
+        EngineOptions(cache=CacheOptions(prefix_cache=False), tiers=tiers)
+    with pytest.raises(UsageError, match="one process"):
+        EngineOptions(parallel=ParallelOptions(tensor=2), tiers=tiers)
+    for wrong in ({"page_cache": ""}, {"page_cache_bytes": 10**9}, {"page_store": "http://a"}):
+        with pytest.raises(UsageError):
+            TierOptions(**wrong)  # type: ignore[arg-type]
