@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 
 
 class EngineFacts(Frozen):
-    """An engine's backend, its scheduler's limits, and its methods of guessing tokens."""
+    """An engine's backend, its scheduler's limits, and its methods of guessing tokens.
+
+    With `keeps_pages` it has a page cache.
+    """
 
     backend: BackendFacts
     config: SchedulerConfig
     methods: tuple[str, ...]
+    keeps_pages: bool = False
 
 
 class Reading(Frozen):
@@ -200,7 +204,9 @@ class LocalEngine:
 def facts_of(client: Client) -> EngineFacts:
     """Return what stays the same about an engine in this process."""
     loop = client.loop
-    return EngineFacts(loop.facts, loop.config, loop.speculator.methods)
+    return EngineFacts(
+        loop.facts, loop.config, loop.speculator.methods, keeps_pages=bool(loop.pages.totals())
+    )
 
 
 def take_reading(client: Client, spans: Sequence[tuple[int, int]]) -> Reading:

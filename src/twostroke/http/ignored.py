@@ -13,7 +13,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.http.errors import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from prometheus_client import CollectorRegistry
 
@@ -58,8 +58,11 @@ class Ignored(Frozen):
 class IgnoredFields:
     """Counts and logs what requests have in vain; a strict server refuses them."""
 
-    def __init__(self, registry: CollectorRegistry, *, is_strict: bool) -> None:
-        self._is_strict = is_strict
+    def __init__(
+        self, registry: CollectorRegistry, *, is_strict: bool, but: Collection[str] = ()
+    ) -> None:
+        """Note fields, but not those of the names `but`, which have an effect after all."""
+        self._is_strict, self._but = is_strict, but
         self._logged: set[str] = set()
         self._counter = Counter(
             "twostroke_ignored_fields",
@@ -75,6 +78,8 @@ class IgnoredFields:
             RequestError: the server is strict, and one of them is not accepted.
         """
         for one in found:
+            if one.path.rpartition(".")[2] in self._but:
+                continue
             if self._is_strict and one.refusal is not None:
                 raise one.refusal()
             name = one.name

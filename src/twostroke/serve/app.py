@@ -50,6 +50,7 @@ from twostroke.serve.ollama.models import ollama_routes
 from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.page.site import Site
+from twostroke.serve.pins import KEEPING
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
@@ -126,7 +127,11 @@ class Api:
         usage = UsageBook(self.names[0])
         self.upkeep = Upkeep(records, options.api_keys, usage)
         self.observers += [usage] if records is not None else []
-        self._ignored = IgnoredFields(self.metrics.registry, is_strict=options.is_strict)
+        self._ignored = IgnoredFields(
+            self.metrics.registry,
+            is_strict=options.is_strict,
+            but=KEEPING if engine.facts.keeps_pages else (),
+        )
 
     def routes(self) -> list[Route]:
         """Return all routes."""

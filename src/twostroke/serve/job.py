@@ -203,6 +203,7 @@ class Job(Frozen):
         tier: the class of service to report; None reports nothing.
         keep: stores the whole response when it has ended, if the request says so.
         ignored: the fields in parts of the request that only the protocol's reader knows.
+        keep_s: how long to keep the prompt in a page cache, if there is one.
     """
 
     model: str | None
@@ -223,6 +224,7 @@ class Job(Frozen):
     keep: Callable[[Any], None] | None = None
     context: tuple[int, ...] = ()
     ignored: tuple[Ignored, ...] = ()
+    keep_s: float = 0.0
 
     @property
     def num_choices(self) -> int:
@@ -239,7 +241,7 @@ class Job(Frozen):
         """
         hints, first = to_hints(card, self.speculate, self.prediction), self.prompts[0]
         params, ignored = _with_known_ids(self.params, card)
-        hints = replace(hints, shows_progress=True) if self.shows_progress else hints
+        hints = replace(hints, shows_progress=self.shows_progress, keep_s=self.keep_s)
         if isinstance(first, Conversation):
             turn = first.turn(card, self.tools, self.params.constraint)
             tokens = encode_rendered(card, turn.prompt, self.caller.prompt_field)

@@ -28,10 +28,11 @@ from twostroke.serve.describe import field
 from twostroke.serve.job import MAX_MESSAGES, Conversation, Job
 from twostroke.serve.openai.fields import StopText
 from twostroke.serve.openai.structure import to_schema
+from twostroke.serve.pins import marked_s
 from twostroke.serve.tools import TOOL_CHOICE, ToolsAs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
@@ -103,7 +104,7 @@ class CountRequest(field.RequestObject):
     tool_choice: Annotated[Choice | None, TOOL_CHOICE] = None
     thinking: Annotated[ThinkingConfig | None, field.doc("Whether to reason first.")] = None
 
-    cache_control: field.Ignored = None
+    cache_control: field.Keeping = None
     container: field.Unsupported = None
     context_management: field.Hint = None
     diagnostics: field.Hint = None
@@ -166,7 +167,17 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
         stream=bool(asked.stream),
         timings=bool(asked.return_timings),
         tools=tools,
+        keep_s=marked_s(_marks(asked)),
     )
+
+
+def _marks(asked: MessagesRequest) -> Iterator[Any]:
+    """Yield what stands in fields `cache_control`, anywhere in a request."""
+    yield asked.cache_control
+    parts = [asked.system, *(message.content for message in asked.messages), asked.tools]
+    for part in parts:
+        for block in part if isinstance(part, (list, tuple)) else ():
+            yield getattr(block, "cache_control", None)
 
 
 def count(asked: CountRequest, card: ModelCard) -> TokenCount:

@@ -27,7 +27,7 @@ class Tool(field.RequestObject):
     eager_input_streaming: field.Ignored = None
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
-    cache_control: field.Ignored = None
+    cache_control: field.Keeping = None
     defer_loading: field.HintOff = None
     input_examples: Annotated[Any, field.hint([])] = None
 
@@ -64,7 +64,7 @@ class TextBlock(field.TaggedObject, tag="text"):
     """A text."""
 
     text: str
-    cache_control: field.Ignored = None
+    cache_control: field.Keeping = None
     citations: Annotated[Any, field.hint([], {"enabled": False})] = None
 
 
@@ -74,7 +74,7 @@ class ToolUseBlock(field.TaggedObject, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: field.Ignored = None
+    cache_control: field.Keeping = None
     caller: field.SentBack = None
 
 
@@ -84,7 +84,7 @@ class ToolResultBlock(field.TaggedObject, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: field.Ignored = None
+    cache_control: field.Keeping = None
 
 
 class ThinkingBlock(field.TaggedObject, tag="thinking"):

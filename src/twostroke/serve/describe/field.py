@@ -115,6 +115,9 @@ def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
 DROPPABLE: Final = Meta(extra={"is_droppable": True}, extra_json_schema={WRONG_IS_IGNORED: True})
 
 Ignored = Annotated[Any, ignored()]
+Keeping = Annotated[
+    Any, _mark(Effect.NONE, "Keeps the prompt in a page cache; ignored without one.", ())
+]
 Hint = Annotated[Any, hint()]
 SentBack = Annotated[Any, Meta(description="A field of answers that clients send back.")]
 Unsupported = Annotated[Any, unsupported()]

@@ -35,6 +35,7 @@ from twostroke.serve.openai.structure import (
     StructuredOutputs,
     to_constraint,
 )
+from twostroke.serve.pins import retained_s
 
 if TYPE_CHECKING:
     from twostroke.serve.job import Prompt
@@ -184,7 +185,7 @@ class CommonFields(ServiceFields):
     store: field.IgnoredOff = None
     safety_identifier: field.Ignored = None
     prompt_cache_key: field.Ignored = None
-    prompt_cache_retention: field.Ignored = None
+    prompt_cache_retention: field.Keeping = None
     spaces_between_special_tokens: field.IgnoredOn = None
 
     allowed_token_ids: field.Unsupported = None
@@ -294,6 +295,7 @@ def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
         llama_timings=bool(asked.timings_per_token),
         tier=None if asked.service_tier is None else TIERS[asked.service_tier],
         ignored=ignored_in(asked),
+        keep_s=retained_s(asked.prompt_cache_retention),
         **own,
     )
 

@@ -26,6 +26,7 @@ from twostroke.serve.openai.responses.request import (
 )
 from twostroke.serve.openai.responses.tools import read_tools
 from twostroke.serve.openai.structure import JsonObject, to_constraint, to_schema
+from twostroke.serve.pins import retained_s
 from twostroke.serve.store import Kept
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
         timings=bool(asked.return_timings),
         tools=tools,
         ignored=(*ignored_in(asked), *included, *ignored),
+        keep_s=retained_s(asked.prompt_cache_retention),
     )
 
 
