@@ -191,6 +191,6 @@ def test_options_that_exclude_a_page_cache_are_refused(tmp_path: Path) -> None:
         EngineOptions(cache=CacheOptions(prefix_cache=False), tiers=tiers)
     with pytest.raises(UsageError, match="one process"):
         EngineOptions(parallel=ParallelOptions(tensor=2), tiers=tiers)
-    for wrong in ({"page_cache": ""}, {"page_cache_bytes": 10**9}, {"page_store": "http://a"}):
+    for wrong in ({"page_cache": ""}, {"page_cache_bytes": 10**9}):
         with pytest.raises(UsageError):
             TierOptions(**wrong)  # type: ignore[arg-type]

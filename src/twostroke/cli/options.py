@@ -263,12 +263,6 @@ TIERS: Final = [
         type=ByteSize(),
         help="Most that the folder holds, such as 50GB [default: 10GB].",
     ),
-    _keeping(
-        ["--page-store"],
-        metavar="URL",
-        help="Share them between servers through this Redis, such as redis://host:6379, encrypted "
-        "with the key in TWOSTROKE_PAGE_KEY; needs twostroke[store].",
-    ),
 ]
 
 # What the operators of a server see: logs, objectives, traces, the dashboard.

@@ -12,18 +12,16 @@ _LEAST_BYTES: Final = 10_000_000
 
 
 class TierOptions(Frozen):
-    """A folder, and a store that servers share; without either, pages are in memory only.
+    """A folder; without one, pages are in memory only.
 
-    `page_cache_bytes` is the most that the folder holds, of all models together; None is 10 GB.
-    `page_store` is an address such as `redis://host:6379`.
+    `page_cache_bytes` is the most that it holds, of all models together; None is 10 GB.
     """
 
     page_cache: str | None = None
     page_cache_bytes: int | None = None
-    page_store: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what has no effect, and addresses of an unknown kind."""
+        """Refuse what has no effect."""
         if self.page_cache == "":
             raise UsageError("must name a folder: leave it out, or name one.", field="page_cache")
         if self.page_cache_bytes is not None:
@@ -34,11 +32,6 @@ class TierOptions(Frozen):
             if self.page_cache_bytes < _LEAST_BYTES:
                 reason = f"must be at least {_LEAST_BYTES // 10**6}MB."
                 raise UsageError(reason, field="page_cache_bytes")
-        if self.page_store is not None and not self.page_store.startswith(
-            ("redis://", "rediss://", "unix://")
-        ):
-            reason = f"must begin with redis://, rediss:// or unix://, got {self.page_store!r}."
-            raise UsageError(reason, field="page_store")
 
     @property
     def most_bytes(self) -> int:
@@ -48,4 +41,4 @@ class TierOptions(Frozen):
     @property
     def is_used(self) -> bool:
         """Whether pages stay anywhere."""
-        return self.page_cache is not None or self.page_store is not None
+        return self.page_cache is not None

@@ -38,7 +38,7 @@ def begin_paging(client: Client, kind: PageKind, digest: str, tiers: TierOptions
     if not loop.pages.most_held:
         raise UsageError(
             "needs more pages than those of the longest request: raise {other}, or lower {more}.",
-            field="page_cache" if tiers.page_cache else "page_store",
+            field="page_cache",
             other=Field("memory_bytes"),
             more=Field("context_length"),
         )

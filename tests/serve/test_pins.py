@@ -1,0 +1,64 @@
+"""Fields that ask for a prompt to be kept: how long, and whether they have an effect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from support.servers import live_server
+from twostroke.cache.tiers import TierTotals
+from twostroke.serve.anthropic.messages import MessagesRequest, read
+from twostroke.serve.options import ServeOptions
+from twostroke.serve.pins import retained_s
+from twostroke.serve.store import Store, Tenant
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def kept_s(**fields: Any) -> float:
+    asked = {"max_tokens": 1, "messages": HELLO, **fields}
+    return read(msgspec.convert(asked, MessagesRequest), Tenant("", Store(1, 1))).keep_s
+
+
+def text(mark: object) -> list[dict[str, object]]:
+    return [{"type": "text", "text": "Be brief.", "cache_control": mark}]
+
+
+def test_marks_of_anthropics_clients_say_how_long() -> None:
+    assert kept_s() == kept_s(cache_control=None) == kept_s(cache_control={"type": "x"}) == 0
+    assert kept_s(cache_control={"type": "ephemeral"}) == 300
+    assert kept_s(system=text({"type": "ephemeral", "ttl": "1h"})) == 3600
+    both = [{"role": "user", "content": text({"type": "ephemeral", "ttl": "5m"})}]
+    assert kept_s(messages=both, cache_control={"type": "ephemeral", "ttl": "1h"}) == 3600
+    assert kept_s(messages=both) == 300
+    tool = {"name": "f", "input_schema": {}, "cache_control": {"type": "ephemeral"}}
+    assert kept_s(tools=[tool]) == 300
+
+
+def test_openais_retention_says_how_long() -> None:
+    assert [retained_s(value) for value in ("24h", "in_memory", None, [])] == [86_400, 0, 0, 0]
+
+
+def test_fields_reach_the_engine_and_are_ignored_only_without_a_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+    for has_cache in (False, True):
+        with live_server(tmp_path, ServeOptions(drain_s=1)) as server:
+            pages = server.client.loop.pages
+            pages.on_submit.append(lambda ticket: seen.append(ticket.request.hints.keep_s))
+            if has_cache:
+                monkeypatch.setattr(pages, "count", lambda: (TierTotals("disk"),))
+            body = {"messages": HELLO, "max_tokens": 2, "prompt_cache_retention": "24h"}
+            answer = server.http.post("/v1/chat/completions", json=body)
+            assert ("twostroke-ignored" not in answer.headers) == has_cache
+            marked = {"messages": HELLO, "max_tokens": 2, "cache_control": {"type": "ephemeral"}}
+            answer = server.http.post("/v1/messages", json=marked)
+            assert ("twostroke-ignored" not in answer.headers) == has_cache
+    assert seen == [86_400.0, 300.0] * 2
