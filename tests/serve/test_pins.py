@@ -8,6 +8,7 @@ import msgspec
 
 from support.servers import live_server
 from twostroke.cache.tiers import TierTotals
+from twostroke.engine.pages import Pages
 from twostroke.serve.anthropic.messages import MessagesRequest, read
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.pins import retained_s
@@ -50,11 +51,11 @@ def test_fields_reach_the_engine_and_are_ignored_only_without_a_page_cache(
 ) -> None:
     seen: list[float] = []
     for has_cache in (False, True):
+        if has_cache:
+            monkeypatch.setattr(Pages, "totals", lambda _: (TierTotals("disk"),))
         with live_server(tmp_path, ServeOptions(drain_s=1)) as server:
             pages = server.client.loop.pages
             pages.on_submit.append(lambda ticket: seen.append(ticket.request.hints.keep_s))
-            if has_cache:
-                monkeypatch.setattr(pages, "count", lambda: (TierTotals("disk"),))
             body = {"messages": HELLO, "max_tokens": 2, "prompt_cache_retention": "24h"}
             answer = server.http.post("/v1/chat/completions", json=body)
             assert ("twostroke-ignored" not in answer.headers) == has_cache
