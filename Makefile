@@ -48,7 +48,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine test-handover test-models-on-demand soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine test-handover test-models-on-demand test-ray soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -150,6 +150,10 @@ test-handover: build ## Lose, delay and double messages between prefill and deco
 
 test-models-on-demand: build pull ## Send 500 hostile requests for three models with memory for two (DEMAND_ARGS=).
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/demand.py $(DEMAND_ARGS)
+
+test-ray: build pull ## Bring a fleet up on Ray, kill and update it under load, end it (RAY_ARGS="--kills 10").
+	@$(MAKE) --no-print-directory .venv-fleet/.ready
+	@PYTHONPATH=src .venv-fleet/bin/python tests/exact/ray_fleet.py $(RAY_ARGS)
 
 soak: build pull ## Load a server for half an hour, kill its engine, look for growth (SOAK_ARGS="--minutes 5").
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/soak.py $(SOAK_ARGS)

@@ -40,6 +40,7 @@ COMMANDS: Final = {
     "profile": "Show where the time of a step goes.",
     "plan": "Show what a model could do on a device, and what it costs.",
     "simulate": "Show what becomes of a load of requests.",
+    "fleet": "Start, show and end servers and their router on the machines of a Ray cluster.",
     "plan fleet": "Choose what to buy, or where to place what, for many models.",
     "plan buy": "Compare hosting a model with the prices of APIs.",
     "train-heads": "Train heads, which guess tokens ahead (speculation).",

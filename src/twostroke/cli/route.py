@@ -30,6 +30,13 @@ _logger = logging.getLogger("twostroke.router")
     metavar="NAME:PORT",
     help="Use every address of this DNS name, such as a headless service of Kubernetes.",
 )
+@option(
+    "--replicas-file",
+    "listing",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Use the servers whose URLs FILE has, one on each line, and follow its changes.",
+)
 @option("--host", default="127.0.0.1", help="Address to listen at.")
 @option("--port", type=int, default=8080, help="Port to listen at; 0 takes a free one.")
 @option(
@@ -117,8 +124,10 @@ def command(**given: Any) -> int:
     from twostroke.router.run import run_router
 
     form, level = given.pop("log_format"), given.pop("log_level")
-    given["api_keys"] = ApiKeys.read(given["api_keys"], env.api_key())
-    options = RouteOptions(**given, replica_key=env.replica_key())
+    keys, key = ApiKeys.read(given["api_keys"], env.api_key()), env.replica_key()
+    if keys is not None and key is not None:
+        keys.trust(key)
+    options = RouteOptions(**given | {"api_keys": keys}, replica_key=key)
     allow_connections()
     with ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))

@@ -218,7 +218,9 @@ def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeO
     return ServeOptions(
         host=given["host"],
         port=given["port"],
-        api_keys=ApiKeys.read(given["api_keys"], env.api_key(), given["records"]),
+        api_keys=ApiKeys.read(
+            given["api_keys"], env.api_key(), given["records"], env.replica_key()
+        ),
         model_names=given["model_names"],
         cors_origins=given["cors_origins"],
         allowed_hosts=given["allowed_hosts"],

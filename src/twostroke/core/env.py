@@ -88,6 +88,16 @@ def link() -> str | None:
     return os.environ.get("TWOSTROKE_LINK") or None
 
 
+def ray_address() -> str | None:
+    """Return the address of the Ray cluster to use from `RAY_ADDRESS`, None if not set."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def use_ray_token(token: str) -> None:
+    """Let Ray, in this process and those that it starts, demand and show a token."""
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+
+
 def notify_socket() -> str | None:
     """Return the address of systemd's socket, if systemd has started this process."""
     return os.environ.get("NOTIFY_SOCKET") or None

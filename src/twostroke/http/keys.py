@@ -25,6 +25,7 @@ _BEARER: Final = b"bearer "
 # For load balancers and supervisors.
 OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progress")
 _FILES: Final = "/page/"
+TENANT_HEADER: Final = b"x-twostroke-tenant"  # from a router: a tenant's name and its weight
 _MISSING: Final = "is missing: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 
 
@@ -40,6 +41,8 @@ class ApiKeys:
 
     Only digests are kept. The time of a lookup can only reveal how a digest begins, which does not
     help to guess a key. It belongs to the event loop.
+
+    A router's key is none of a tenant: whoever shows it speaks for the tenant that a header names.
     """
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
@@ -55,12 +58,19 @@ class ApiKeys:
         self._fixed = {key.digest: key for key in made}
         self._all = self._fixed
         self._by_tenant = _by_tenant(made)
+        self._router = ""  # its digest
         self._by_id: dict[str, Key] = {}
         self._last_used: dict[str, int] = {}  # the minute as Unix time, by id
         self._unwritten: set[str] = set()
 
     @classmethod
-    def read(cls, path: Path | None, key: str | None, records: Path | None = None) -> Self | None:
+    def read(
+        cls,
+        path: Path | None,
+        key: str | None,
+        records: Path | None = None,
+        router: str | None = None,
+    ) -> Self | None:
         """Return the keys of a file, of the environment and of a folder; None without any of these.
 
         A line of the file is `KEY` or `TENANT KEY`, or a comment that begins with #. A key without
@@ -70,7 +80,7 @@ class ApiKeys:
             UsageError: the file cannot be read, or a line has another form. Messages have no keys.
             RecordsError: the folder has no database that can be read.
         """
-        if path is None and key is None and records is None:
+        if path is None and key is None and records is None and router is None:
             return None
         found = _read(path) if path is not None else {}
         if key is not None:
@@ -78,6 +88,8 @@ class ApiKeys:
                 raise UsageError(f"The key in TWOSTROKE_API_KEY must be {FORM}.")
             found.setdefault(key, "")
         keys = cls(found)
+        if router is not None:
+            keys.trust(router)
         if records is not None:
             with beside(records) as db:
                 keys.keep(key for key, _ in all_keys(db))
@@ -86,7 +98,21 @@ class ApiKeys:
     @property
     def are_required(self) -> bool:
         """Whether a request needs a key: there are some, or were some before they were revoked."""
-        return bool(self._fixed or self._by_id)
+        return bool(self._all or self._router)
+
+    def trust(self, router: str) -> None:
+        """Let a router speak for tenants, which shows this key.
+
+        Raises:
+            UsageError: it has other than printable ASCII characters.
+        """
+        if not WORD.fullmatch(router):
+            raise UsageError(f"The key in TWOSTROKE_REPLICA_KEY must be {FORM}.")
+        self._router = digest(router.encode())
+
+    def is_router(self, text: bytes) -> bool:
+        """Return whether a key is the router's."""
+        return bool(self._router) and digest(text) == self._router
 
     def keep(self, keys: Iterable[Key]) -> None:
         """Replace the keys of the records by these."""
@@ -108,7 +134,7 @@ class ApiKeys:
     def has_valid(self, tenant: str) -> bool:
         """Return whether a tenant has a key that is valid now, or needs none."""
         own = self._by_tenant.get(tenant, ())
-        return any(key.state == "valid" for key in own) or not self.are_required
+        return any(key.state == "valid" for key in own) or not self._all
 
     def with_id(self, id_: str) -> Key | None:
         """Return the key of the records with an id, valid or not; None if there is none."""
@@ -139,6 +165,14 @@ class KeyCheck:
                 served_of(scope).own(own)
         elif scope["type"] == "http" and self._keys.are_required and not _is_open(scope):
             text = _key(scope)
+            if text is not None and self._keys.is_router(text):
+                try:
+                    served_of(scope).own(_spoken_for(scope))
+                except UsageError as error:
+                    await to_response(error, scope)(scope, receive, send)
+                    return
+                await self._app(scope, receive, send)
+                return
             key = self._keys.find(text) if text is not None else None
             if key is None:
                 reason = "is not valid." if text is not None else _MISSING
@@ -175,6 +209,16 @@ def _key(scope: Scope) -> bytes | None:
         if name == b"x-api-key":
             found = bytes(value.strip())
     return found
+
+
+def _spoken_for(scope: Scope) -> Key:
+    """Return a key of the tenant that a router speaks for; raises UsageError."""
+    said = next((value for name, value in scope["headers"] if name == TENANT_HEADER), b"")
+    tenant, _, weight = said.decode("latin-1").partition(" ")
+    try:
+        return Key(tenant=tenant, digest="", weight=float(weight or 1))
+    except ValueError:
+        raise UsageError("The header x-twostroke-tenant must be NAME WEIGHT.") from None
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import msgspec
 
 from twostroke.core.errors import TwostrokeError, UsageError, nearest
-from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
+from twostroke.core.yaml_file import YamlFile, steps
 from twostroke.planner.devices import find_device
 from twostroke.planner.question import Question
 from twostroke.program.storage import WEIGHTS
 
-_UNKNOWN = re.compile(r"unknown field `(?P<field>.*?)`")
-_WHERE = re.compile(r" - at `\$(?P<path>.*?)`$")
-_STEP = re.compile(r"[^.\[\]]+")
-_TYPES = re.compile(r"Expected `(?P<wanted>int|float)(?: \| null)?`, got `(?P<got>\w+)`")
-_KINDS = {"str": "text", "float": "fraction", "bool": "yes or no", "array": "list"}
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-# Numbers as YAML 1.2 has them: PyYAML takes 1e3 for a text, 010 for 8 and 1:30 for 90.
-_NUMBERS = {
-    _INT: re.compile(r"[-+]?(0|[1-9][0-9]*)$"),
-    _FLOAT: re.compile(
-        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[1-9][0-9]*(?=[eE]))([eE][-+]?[0-9]+)?$"
-        r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
-    ),
-}
+_NEEDS = "Fleet files need the packages highspy and pyyaml: run pip install 'twostroke[plan]'."
 
 
 class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
@@ -143,117 +129,26 @@ def read_fleet(path: Path) -> FleetQuestion:
         UsageError: it is not YAML, or a value is wrong; with the file's name and line.
         ModelFormatError: it cannot be read.
     """
-    root, values = _parsed(path)
-    return _Reading(path.name, root).question(values)
+    file = YamlFile(path, _NEEDS)
+    question = file.read(FleetQuestion, lambda steps: FleetModel if steps else FleetQuestion)
+    for index, one in enumerate(question.models):
+        try:
+            one.question(question.mfu, question.mbu)
+        except UsageError as error:
+            raise file.at(["models", index, error.field or ""], str(error)) from None
+    for field in ("stock", "devices", "prices"):
+        given = getattr(question, field)
+        for index, device in enumerate(given):
+            try:
+                find_device(device)
+            except TwostrokeError as error:
+                step = index if field == "devices" else device
+                raise file.at([field, step], str(error)) from None
+    return question
 
 
 def at_line(path: Path, error: TwostrokeError) -> TwostrokeError:
     """Return an error about a field of the file with the field's line; others as they are."""
     if error.field is None:
         return error
-    root, _ = _parsed(path)
-    found = _Reading(path.name, root).at(_steps(error.field), str(error))
-    return type(error)(str(found))
-
-
-def _parsed(path: Path) -> tuple[Any, Any]:
-    """Return the root node of a file and its values."""
-    try:
-        import yaml
-    except ImportError:
-        reason = "Fleet files need the packages highspy and pyyaml: run "
-        raise UsageError(f"{reason}pip install 'twostroke[plan]'.") from None
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Reads numbers as YAML 1.2 has them; whole ones become integers."""
-
-        yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
-            first: [one for one in found if one[0] not in _NUMBERS]
-            for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
-
-        def construct_yaml_float(self, node: Any) -> int | float:
-            value: float = super().construct_yaml_float(node)
-            return int(value) if value.is_integer() else value
-
-    for tag, pattern in _NUMBERS.items():
-        Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
-    Loader.add_constructor(_FLOAT, Loader.construct_yaml_float)
-    try:
-        loader = Loader(read_small_file(path).decode())
-        root = loader.get_single_node()
-        return root, loader.construct_document(root) if root else None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path.name} is not UTF-8 text.") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an integer of thousands of digits
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = str(getattr(error, "problem", None) or error)
-        raise UsageError(f"{path.name}{line}: this is not YAML: {problem}.") from None
-
-
-def _steps(path: str) -> list[str | int]:
-    return [int(one) if one.isdecimal() else one for one in _STEP.findall(path)]
-
-
-class _Reading:
-    """Turns values into a question; errors name the line of the YAML node at fault."""
-
-    def __init__(self, name: str, root: Any) -> None:
-        self._name, self._root = name, root
-
-    def question(self, values: Any) -> FleetQuestion:
-        """Return the question."""
-        try:
-            question = msgspec.convert(values, FleetQuestion)
-        except UsageError as error:  # of __post_init__
-            raise self.at([error.field or ""], str(error)) from None
-        except msgspec.ValidationError as error:
-            raise self._explained(str(error)) from None
-        for index, one in enumerate(question.models):
-            try:
-                one.question(question.mfu, question.mbu)
-            except UsageError as error:
-                raise self.at(["models", index, error.field or ""], str(error)) from None
-        for field in ("stock", "devices", "prices"):
-            given = getattr(question, field)
-            for index, device in enumerate(given):
-                try:
-                    find_device(device)
-                except TwostrokeError as error:
-                    step = index if field == "devices" else device
-                    raise self.at([field, step], str(error)) from None
-        return question
-
-    def _explained(self, message: str) -> UsageError:
-        """Return msgspec's message with the line of the value, and the nearest field."""
-        found = _WHERE.search(message)
-        path = found["path"] if found else ""
-        steps = _steps(path)
-        if unknown := _UNKNOWN.search(message):
-            owner: type[Frozen] = FleetModel if steps else FleetQuestion
-            field, known = unknown["field"], owner.__struct_fields__
-            hint = f"there is no field '{field}'.{nearest(field, known)}"
-            return self.at([*steps, field], f"{hint} Fields: {', '.join(known)}.")
-        text = _WHERE.sub("", message)
-        where = f" ({path.lstrip('.')})" if path else ""
-        if types := _TYPES.match(text):
-            is_whole = types["wanted"] == "int"
-            kind = "whole number such as 2048" if is_whole else "number such as 2.5 or 1e3"
-            text = f"must be a {kind}, got a {_KINDS.get(types['got'], types['got'])}"
-        return self.at(steps, f"{text[0].lower()}{text[1:]}{where}.")
-
-    def at(self, path: list[str | int], text: str) -> UsageError:
-        """Return an error with the line of the node at `path`, or of its nearest parent."""
-        node, line = self._root, 1 if self._root is None else self._root.start_mark.line + 1
-        for step in path:
-            children = node.value if node is not None and node.id != "scalar" else []
-            if isinstance(step, int):
-                node = mark = children[step] if step < len(children) else None
-            else:
-                pairs = [one for one in children if isinstance(one, tuple)]
-                mark, node = next((one for one in pairs if one[0].value == step), (None, None))
-            if mark is None:
-                break
-            line = mark.start_mark.line + 1
-        return UsageError(f"{self._name}, line {line}: {text}")
+    return type(error)(str(YamlFile(path, _NEEDS).at(steps(error.field), str(error))))

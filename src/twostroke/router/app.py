@@ -26,6 +26,7 @@ from twostroke.http.logs import AccessLog
 from twostroke.http.origins import OriginCheck, Origins
 from twostroke.http.served import served_of
 from twostroke.http.tenants.limits import LimitCheck
+from twostroke.router.credentials import credentials
 from twostroke.router.fleet import Fleet, hash_of
 from twostroke.router.forward import Errand, Forwarder
 from twostroke.router.metrics import Metrics
@@ -120,9 +121,9 @@ class Router:
         path, method, request = scope["path"], scope["method"], Request(scope, receive)
         salt = _salt(scope)
         if path in COMPUTED and method == "POST":
-            body = await read_json(request, self.options.limits)
-            prompt = read_prompt(body, salt)
-            errand = Errand(scope, receive, send, body)
+            data = await read_json(request, self.options.limits)
+            prompt = read_prompt(data, salt)
+            errand = Errand(scope, receive, send, data, self.options.replica_key)
             if prompt.previous:
                 place = self._storing(prompt.previous, scope)
                 work: Any = self._at(errand, place)
@@ -131,7 +132,8 @@ class Router:
             await self._forwarder.guard(errand, work)
             return
         stored = _STORED.fullmatch(path)
-        errand = Errand(scope, receive, send, await self._body(request))
+        body = await self._body(request)
+        errand = Errand(scope, receive, send, body, self.options.replica_key)
         errand.is_safe = method in {"GET", "HEAD"}
         if stored is not None:
             work = self._at(errand, self._storing(stored[1], scope))
@@ -157,7 +159,7 @@ class Router:
         if not ready:
             raise self.fleet.nothing()
         kind = "chat/completions" if id_.startswith("chatcmpl-") else "responses"
-        headers = [pair for pair in scope["headers"] if pair[0] in {b"authorization", b"x-api-key"}]
+        headers = credentials(scope, self.options.replica_key)
         path = f"/v1/{kind}/{id_}"
         asked = [fetch(one, path, headers) for one in ready]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -199,18 +201,17 @@ class Router:
         body, content_type = self.metrics.expose(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
-    async def _state(self, _request: Request) -> Response:
-        if not self.options.shows_dashboard:
+    async def _state(self, request: Request) -> Response:
+        key = self.options.replica_key
+        shown = key and request.headers.get("authorization") == f"Bearer {key}"
+        if not self.options.shows_dashboard and not shown:
             raise UnknownPathError("The dashboard is off: start the router with --dashboard.")
         return _json(fleet_state(self.fleet))
 
     async def _models(self, request: Request) -> Response:
         """Return all models that replicas have, each as the first of them describes it."""
-        headers = [
-            (name, value)
-            for name, value in request.scope["headers"]
-            if name in {b"authorization", b"x-api-key", b"anthropic-version"}
-        ]
+        headers = credentials(request.scope, self.options.replica_key)
+        headers += [pair for pair in request.scope["headers"] if pair[0] == b"anthropic-version"]
         ready = self.fleet.ready
         if not ready:
             raise self.fleet.nothing()

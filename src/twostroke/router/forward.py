@@ -12,6 +12,7 @@ from twostroke.http.disconnect import drop, until_gone
 from twostroke.http.errors import ClientGoneError, report
 from twostroke.http.forms.anthropic import ANTHROPIC
 from twostroke.http.served import served_of
+from twostroke.router.credentials import CREDENTIALS, credentials
 from twostroke.router.fleet import State
 from twostroke.router.response import LostError, ReplicaError
 from twostroke.router.upstream import request_head
@@ -78,9 +79,15 @@ class Errand:
     """
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, body: bytes | AsyncIterator[bytes]
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body: bytes | AsyncIterator[bytes],
+        replica_key: str | None = None,
     ) -> None:
-        """Pass on the request of a scope."""
+        """Pass on the request of a scope; `replica_key` is shown in place of the client's."""
+        self.replica_key = replica_key
         self.scope, self.receive, self.send, self.body = scope, receive, send, body
         self.passage = Passage()
         self.served: ServedRequest = served_of(scope)
@@ -102,8 +109,11 @@ class Errand:
             for token in _tokens(value)
         }
         headers: Headers = [
-            pair for pair in scope["headers"] if pair[0] not in _NOT_SENT and pair[0] not in named
+            pair
+            for pair in scope["headers"]
+            if pair[0] not in _NOT_SENT and pair[0] not in CREDENTIALS and pair[0] not in named
         ]
+        headers += credentials(scope, self.replica_key)
         headers.append((b"x-request-id", self.served.request_id.encode()))
         client = scope.get("client")
         before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]

@@ -14,6 +14,8 @@ from twostroke.http.origins import check_access, is_loopback
 from twostroke.router.policy import POLICIES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from twostroke.http.keys import ApiKeys
 
 
@@ -24,10 +26,11 @@ class RouteOptions(Frozen):
         host, port: the address; port 0 takes a free one.
         replicas: the URLs of servers.
         discover: a DNS name and a port, whose addresses are further servers.
+        listing: a file with the URLs of further servers, read again when it changes.
         policy: a key of `POLICIES`.
         api_keys, cors_origins, allowed_hosts, drain_s, access_log, limits: as a server's.
-        replica_key: the key that the router itself shows to its replicas; clients' keys are passed
-            on.
+        replica_key: the key that the router shows to its replicas, also for its clients, and that
+            may ask for its state; without it, clients' keys are passed on.
         wait_s: how long a request waits for a replica, if there is none.
         eject_s: how long a replica may be silent before its requests are given up.
         mixed: whether replicas may compute with other numerics than the first one.
@@ -40,6 +43,7 @@ class RouteOptions(Frozen):
     port: int = 8080
     replicas: tuple[str, ...] = ()
     discover: str | None = None
+    listing: Path | None = None
     policy: str = "prefix"
     api_keys: ApiKeys | None = None
     cors_origins: tuple[str, ...] = ()
@@ -60,8 +64,10 @@ class RouteOptions(Frozen):
         Raises:
             UsageError: there are neither replicas nor a name, or an option is wrong.
         """
-        if not self.replicas and self.discover is None:
-            raise UsageError("Name servers with --replica URL, or with --discover NAME:PORT.")
+        if not self.replicas and self.discover is None and self.listing is None:
+            raise UsageError(
+                "Name servers with --replica URL, --discover NAME:PORT or --replicas-file FILE."
+            )
         if self.policy not in POLICIES:
             hint = nearest(self.policy, POLICIES)
             reason = f"must be one of {', '.join(POLICIES)}, got '{{value}}'.{hint}"

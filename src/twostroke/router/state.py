@@ -23,6 +23,10 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
         "best_hit_rate": dispatcher.num_best / total if total else None,
         "known_blocks": len(dispatcher.known),
         "wanted_replicas": wanted(fleet),
+        "wanted_by_model": {
+            model: wanted(fleet, model)
+            for model in sorted({name for one in fleet.ready for name in one.facts.models})
+        },
         "replicas": [
             {
                 "url": one.url,
@@ -46,12 +50,13 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def wanted(fleet: Fleet) -> int:
-    """Return how many replicas would bring the mean wait to `busy_s`; at least one.
+def wanted(fleet: Fleet, model: str | None = None) -> int:
+    """Return how many replicas, or of those of a model, bring the mean wait to `busy_s`; or one.
 
     Fewer than there are only if half as many would still be enough.
     """
-    ready, dispatcher = fleet.ready, fleet.dispatcher
+    dispatcher = fleet.dispatcher
+    ready = [one for one in fleet.ready if model is None or model in one.facts.models]
     work_s = sum(dispatcher.wait_s(one.place) for one in ready)
     asked = -(-work_s // fleet.options.busy_s)
     if asked > len(ready):

@@ -17,6 +17,7 @@ from twostroke.router.upstream import Address, request_head
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from twostroke.router.fleet import Fleet, Replica
 
@@ -35,17 +36,22 @@ class Watch:
         """Look after `fleet`, whose options name the replicas."""
         self._fleet = fleet
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._discovering: asyncio.Task[None] | None = None
+        self._finding: list[asyncio.Task[None]] = []
         self._name = _split(fleet.options.discover) if fleet.options.discover else None
-        self._listed = [Address.of(url) for url in fleet.options.replicas]
+        self._listing = fleet.options.listing
+        # Which servers there are, by who says so.
+        self._known = {"options": {Address.of(url).url for url in fleet.options.replicas}}
+        if self._listing is not None:
+            self._known["file"] = _listed(self._listing)
 
     async def start(self) -> None:
         """Begin, and give the replicas a moment to answer."""
-        for address in self._listed:
-            self._follow(self._fleet.add(address))
+        self._take_in()
         if self._name is not None:
             await self._find(*self._name)
-            self._discovering = asyncio.create_task(self._discover(*self._name))
+            self._finding.append(asyncio.create_task(self._discover(*self._name)))
+        if self._listing is not None:
+            self._finding.append(asyncio.create_task(self._reread(self._listing)))
         asked = [one.was_asked.wait() for one in self._fleet.replicas.values()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
@@ -53,7 +59,7 @@ class Watch:
 
     async def stop(self) -> None:
         """Stop looking."""
-        tasks = [*self._tasks.values(), *([self._discovering] if self._discovering else [])]
+        tasks = [*self._tasks.values(), *self._finding]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -133,19 +139,40 @@ class Watch:
 
     async def _find(self, name: str, port: int) -> None:
         """Take in the addresses of a name, and let go those that it has no more."""
-        loop, fleet = asyncio.get_running_loop(), self._fleet
+        loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         except OSError as error:
             why = error.strerror or str(error)
             _logger.warning("The name %s has no address now: %s.", name, why)
             return  # a name server that fails must not empty the fleet
-        urls = {f"http://{_host(one[4][0])}:{port}" for one in found}
-        listed = {address.url for address in self._listed}
+        self._known["name"] = {f"http://{_host(one[4][0])}:{port}" for one in found}
+        self._take_in()
+
+    async def _reread(self, path: Path) -> None:
+        """Follow the changes of a file; one that cannot be read must not empty the fleet."""
+        said = ""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            try:
+                urls = await asyncio.to_thread(_listed, path)
+            except UsageError as error:
+                if str(error) != said:
+                    said = str(error)
+                    _logger.warning("%s The replicas stay as they are.", said)
+                continue
+            said = ""
+            if urls != self._known["file"]:
+                self._known["file"] = urls
+                self._take_in()
+
+    def _take_in(self) -> None:
+        """Follow all servers that are known, and let go those that nobody names any more."""
+        fleet, urls = self._fleet, set[str]().union(*self._known.values())
         for url in sorted(urls - set(fleet.replicas)):
             self._follow(fleet.add(Address.of(url)))
         for url, replica in fleet.replicas.items():
-            is_listed = url in urls or url in listed
+            is_listed = url in urls
             if is_listed is not replica.is_listed:
                 replica.is_listed = is_listed
                 replica.look.set()
@@ -188,6 +215,16 @@ def _decoded(body: bytes) -> dict[str, Any]:
     except msgspec.DecodeError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _listed(path: Path) -> set[str]:
+    """Return the URLs in a file, without comments; raises UsageError."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"The replicas in {path} cannot be read: {why}.") from None
+    return {Address.of(line.strip()).url for line in lines if line.strip() and line[0] != "#"}
 
 
 def _host(address: str | int) -> str:

@@ -1,0 +1,212 @@
+"""`twostroke fleet`: servers and their router on the machines of a Ray cluster."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+
+from twostroke.cli.help import Group, option
+from twostroke.cli.terminal import printable, show_table
+from twostroke.core import env
+from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from twostroke.core.yaml_file import YamlFile
+    from twostroke.fleet.manager import FleetStatus
+    from twostroke.fleet.own_ray import OwnRay
+    from twostroke.fleet.spec import FleetSpec
+
+_LOOK_S: Final = 0.25
+_HEADINGS: Final = ("MODEL", "REPLICA", "STATE", "REQUESTS", "STARTS", "URL")
+_OURS: Final = {
+    "serve": {"host", "port", "name"},
+    "route": {"host", "port", "replica", "replicas-file"},
+}
+_as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+
+
+@click.group("fleet", cls=Group)
+def command() -> None:
+    """Start, show and end servers and their router on the machines of a Ray cluster.
+
+    The cluster is that of RAY_ADDRESS, or one on this machine that is started for its first fleet
+    and ended after its last.
+    """
+
+
+@command.command("up")
+@click.argument("file", type=click.Path(path_type=Path))
+@option(
+    "--may-grow",
+    is_flag=True,
+    help="Ray can add machines: wait for what none has now, instead of refusing it.",
+)
+@option(
+    "--timeout", "timeout_s", type=float, default=600.0, help="Seconds to wait for all replicas."
+)
+@_as_json
+def up_command(file: Path, may_grow: bool, timeout_s: float, as_json: bool) -> None:
+    """Start the fleet of a YAML FILE, or update it: replicas that change are replaced in turn.
+
+    Returns once all replicas answer. See docs/fleet.md for the file.
+    """
+    from twostroke.fleet.spec import read_spec
+
+    spec, source = read_spec(file)
+    _check_options(spec, source)
+    with _joined(starts=True) as ray:
+        lack = None if may_grow else ray.check_room(spec)
+        if lack is not None:
+            index, text = lack
+            raise source.at(["models", index], text[0].upper() + text[1:])
+        is_new = spec.name not in ray.names()
+        ray.up(spec)
+        try:
+            status = _wait(ray, spec, timeout_s)
+        except (TwostrokeError, KeyboardInterrupt):
+            if is_new:
+                ray.down(spec.name)
+            raise
+    if as_json:
+        click.echo(msgspec.json.encode(status).decode())
+    else:
+        click.echo(f"The fleet {status.name} answers at {status.url}.")
+
+
+@command.command("status")
+@click.argument("name", required=False)
+@_as_json
+def status_command(name: str | None, as_json: bool) -> None:
+    """Show the fleet NAME, or the only one, and its replicas."""
+    with _joined() as ray:
+        status = ray.status(_only(ray, name))
+    if as_json:
+        click.echo(msgspec.json.encode(status).decode())
+        return
+    answers = "answers" if status.router.is_ready else "does not answer"
+    click.echo(f"{status.name}: the router {answers} at {status.url or 'no address yet'}.\n")
+    rows = [
+        (
+            pool.label,
+            one.name.rsplit("/", 1)[1],
+            _state(one.phase, one.is_current, one.state.url),
+            f"{one.num_running:,}",
+            f"{one.state.num_starts:,}",
+            one.state.url or "-",
+        )
+        for pool in status.pools
+        for one in pool.replicas
+    ]
+    show_table([_HEADINGS, *rows], {1, 3, 4})
+    for pool in status.pools:
+        if pool.num_ready < pool.wanted:
+            click.echo(f"\n{pool.label}: {pool.num_ready} of {pool.wanted} replicas are ready.")
+    if status.trouble:
+        click.echo(printable(f"\nA server ended: {status.trouble}"))
+
+
+@command.command("down")
+@click.argument("name", required=False)
+def down_command(name: str | None) -> None:
+    """End the fleet NAME, or the only one, after the answers that it has begun."""
+    with _joined() as ray:
+        name = _only(ray, name)
+        ray.down(name)
+    click.echo(f"The fleet {name} has ended.", err=True)
+
+
+def _check_options(spec: FleetSpec, source: YamlFile) -> None:
+    """Raise UsageError, with its line, for an option that `serve` or `route` does not have."""
+    for index, pool in enumerate(spec.models):
+        _check_names("serve", pool.options, ["models", index, "options"], source)
+    _check_names("route", spec.router.options, ["router", "options"], source)
+
+
+def _check_names(
+    program: str, options: dict[str, Any], place: list[str | int], source: YamlFile
+) -> None:
+    params = importlib.import_module(f"twostroke.cli.{program}").command.params
+    known = sorted(name.lstrip("-") for one in params for name in one.opts if name[:2] == "--")
+    for name in options:
+        if name in _OURS[program]:
+            raise source.at([*place, name], f"the fleet sets --{name} itself.")
+        if name not in known:
+            text = f"`twostroke {program}` has no option --{name}.{nearest(name, known)}"
+            raise source.at([*place, name], text)
+
+
+@contextmanager
+def _joined(*, starts: bool = False) -> Iterator[ModuleType]:
+    """Join the Ray cluster; one that belongs to its fleets ends if none is left."""
+    from importlib.util import find_spec
+
+    if find_spec("ray") is None:
+        raise UsageError("Fleets need Ray: run pip install 'twostroke[cluster]'.")
+    from twostroke.fleet.own_ray import OwnRay
+
+    own: OwnRay | None = None
+    address = env.ray_address()
+    if address is None:
+        own = OwnRay()
+        address = own.find() or (own.start() if starts else None)
+    if address is None:
+        raise UnreachableError("No fleet runs here. RAY_ADDRESS names the cluster of another.")
+    ray = importlib.import_module("twostroke.fleet.ray_cluster")  # after its token is known
+    is_empty = True
+    try:
+        ray.connect(address)
+        try:
+            yield ray
+        finally:
+            is_empty = not ray.names()
+            ray.leave()
+    finally:
+        if own is not None and is_empty:
+            own.stop()
+
+
+def _only(ray: ModuleType, name: str | None) -> str:
+    """Return the fleet that is meant."""
+    names = ray.names()
+    if name is None and len(names) == 1:
+        return str(names[0])
+    if name is None:
+        found = f"Which fleet? There are {', '.join(names)}." if names else "No fleet runs here."
+        raise UnreachableError(found)
+    if name not in names:
+        raise UnreachableError(f"There is no fleet '{name}'.{nearest(name, names)}")
+    return name
+
+
+def _wait(ray: ModuleType, spec: FleetSpec, timeout_s: float) -> FleetStatus:
+    """Wait until a fleet is up; say what changes."""
+    until_s, said = time.monotonic() + timeout_s, ""
+    while True:
+        status: FleetStatus = ray.status(spec.name)
+        if status.is_up:
+            return status
+        if status.trouble:
+            raise UnreachableError(f"A server of the fleet ended: {status.trouble}")
+        parts = [f"{pool.label}: {pool.num_ready} of {pool.wanted} ready" for pool in status.pools]
+        text = "; ".join(parts)
+        if text and text != said:
+            said = text
+            click.echo(printable(text), err=True)
+        if time.monotonic() > until_s:
+            raise UnreachableError(f"The fleet is not up after {timeout_s:g} s: {said}.")
+        time.sleep(_LOOK_S)
+
+
+def _state(phase: str, is_current: bool, url: str) -> str:
+    if phase == "starting" and not url:
+        return "waits for a place"
+    return phase if is_current else f"{phase}, to be replaced"

@@ -1,0 +1,133 @@
+"""Reads YAML files that people write; errors name the line and the nearest word."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import msgspec
+
+from twostroke.core.errors import UsageError, nearest
+from twostroke.core.files import read_small_file
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    Steps = Sequence[str | int]  # from the root of the file to a value
+
+T = TypeVar("T", bound=Frozen)
+
+_UNKNOWN = re.compile(r"unknown field `(?P<field>.*?)`")
+_WHERE = re.compile(r" - at `\$(?P<path>.*?)`$")
+_STEP = re.compile(r"[^.\[\]]+")
+_TYPES = re.compile(r"Expected `(?P<wanted>int|float)(?: \| null)?`, got `(?P<got>\w+)`")
+_KINDS = {"str": "text", "float": "fraction", "bool": "yes or no", "array": "list"}
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+# Numbers as YAML 1.2 has them: PyYAML takes 1e3 for a text, 010 for 8 and 1:30 for 90.
+_NUMBERS = {
+    _INT: re.compile(r"[-+]?(0|[1-9][0-9]*)$"),
+    _FLOAT: re.compile(
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[1-9][0-9]*(?=[eE]))([eE][-+]?[0-9]+)?$"
+        r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    ),
+}
+
+
+class YamlFile:
+    """The values of a file, and the lines at which they stand."""
+
+    def __init__(self, path: Path, needs: str) -> None:
+        """Parse a file; `needs` says what to install if PyYAML is missing.
+
+        Raises:
+            UsageError: it is not YAML; with the line.
+            ModelFormatError: it cannot be read.
+        """
+        try:
+            import yaml
+        except ImportError:
+            raise UsageError(needs) from None
+        self._name = path.name
+        data = read_small_file(path)
+        try:
+            loader = _loader(yaml)(data.decode())
+            self._root = loader.get_single_node()
+            self._values = loader.construct_document(self._root) if self._root else None
+        except UnicodeDecodeError:
+            raise UsageError(f"{path.name} is not UTF-8 text.") from None
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: thousands of digits
+            mark = getattr(error, "problem_mark", None)
+            line = f", line {mark.line + 1}" if mark else ""
+            problem = str(getattr(error, "problem", None) or error)
+            raise UsageError(f"{path.name}{line}: this is not YAML: {problem}.") from None
+
+    def read(self, kind: type[T], owner: Callable[[Steps], type[Frozen]]) -> T:
+        """Return the values as `kind`; `owner` tells whose fields are at a place in it.
+
+        Raises:
+            UsageError: a value is wrong, or a field is not known.
+        """
+        try:
+            return msgspec.convert(self._values, kind)
+        except UsageError as error:  # of __post_init__
+            raise self.at(steps(error.field or ""), str(error)) from None
+        except msgspec.ValidationError as error:
+            raise self._explained(str(error), owner) from None
+
+    def at(self, path: Steps, text: str) -> UsageError:
+        """Return an error with the line of the node at `path`, or of its nearest parent."""
+        node, line = self._root, 1 if self._root is None else self._root.start_mark.line + 1
+        for step in path:
+            children = node.value if node is not None and node.id != "scalar" else []
+            if isinstance(step, int):
+                node = mark = children[step] if step < len(children) else None
+            else:
+                pairs = [one for one in children if isinstance(one, tuple)]
+                mark, node = next((one for one in pairs if one[0].value == step), (None, None))
+            if mark is None:
+                break
+            line = mark.start_mark.line + 1
+        return UsageError(f"{self._name}, line {line}: {text}")
+
+    def _explained(self, message: str, owner: Callable[[Steps], type[Frozen]]) -> UsageError:
+        """Return msgspec's message with the line of the value, and the nearest field."""
+        found = _WHERE.search(message)
+        path = found["path"] if found else ""
+        place = steps(path)
+        if unknown := _UNKNOWN.search(message):
+            field, known = unknown["field"], owner(place).__struct_fields__
+            hint = f"there is no field '{field}'.{nearest(field, known)}"
+            return self.at([*place, field], f"{hint} Fields: {', '.join(known)}.")
+        text = _WHERE.sub("", message)
+        where = f" ({path.lstrip('.')})" if path else ""
+        if types := _TYPES.match(text):
+            is_whole = types["wanted"] == "int"
+            kind = "whole number such as 2048" if is_whole else "number such as 2.5 or 1e3"
+            text = f"must be a {kind}, got a {_KINDS.get(types['got'], types['got'])}"
+        return self.at(place, f"{text[0].lower()}{text[1:]}{where}.")
+
+
+def steps(path: str) -> list[str | int]:
+    """Return the steps of a path such as `models[2].weights`."""
+    return [int(one) if one.isdecimal() else one for one in _STEP.findall(path)]
+
+
+def _loader(yaml: Any) -> Any:
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Reads numbers as YAML 1.2 has them; whole ones become integers."""
+
+        yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
+            first: [one for one in found if one[0] not in _NUMBERS]
+            for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_yaml_float(self, node: Any) -> int | float:
+            value: float = super().construct_yaml_float(node)
+            return int(value) if value.is_integer() else value
+
+    for tag, pattern in _NUMBERS.items():
+        Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
+    Loader.add_constructor(_FLOAT, Loader.construct_yaml_float)
+    return Loader

@@ -1,0 +1,193 @@
+"""Brings a fleet to what its file asks, and keeps it there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Final, Protocol
+
+from twostroke.core.frozen import Frozen
+from twostroke.fleet.choice import Phase, ReplicaView, Steady, choose
+from twostroke.fleet.process import ServerState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from twostroke.fleet.spec import FleetSpec, Pool
+
+_PLACE_S: Final = 20.0  # without a place for so long, an update replaces in place
+ROUTER: Final = "router"
+_logger = logging.getLogger("twostroke.fleet")
+
+
+class Cluster(Protocol):
+    """Where servers run, each under a name of its own."""
+
+    def start(self, name: str, pool: Pool | None) -> None:
+        """Ask for a replica of `pool`, or for the router; it may wait for a place."""
+
+    def look(self) -> Mapping[str, ServerState]:
+        """Return what is known of each server that was started and has not gone."""
+
+    def stop(self, name: str) -> None:
+        """Let a server drain and go; returns at once, and twice does no harm."""
+
+
+class Router(Protocol):
+    """The router as the manager sees it."""
+
+    def tell(self, replicas: Mapping[str, Sequence[str]]) -> None:
+        """Say which replicas there are: their URLs, by model."""
+
+    def look(self) -> Mapping[str, RouterView]:
+        """Return what it knows, by model; nothing while it does not answer."""
+
+
+class RouterView(Frozen):
+    """A model as the router sees it: wanted replicas, and requests running, by URL."""
+
+    wanted: int
+    running: Mapping[str, int]
+
+
+class ReplicaStatus(Frozen):
+    """A replica for `twostroke fleet status`."""
+
+    name: str
+    phase: Phase
+    is_current: bool
+    num_running: int
+    state: ServerState
+
+
+class PoolStatus(Frozen):
+    """A pool for `twostroke fleet status`; `wanted` replicas are aimed at."""
+
+    label: str
+    wanted: int
+    replicas: tuple[ReplicaStatus, ...]
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that answer, of the pool's current version."""
+        return sum(one.phase is Phase.READY and one.is_current for one in self.replicas)
+
+
+class FleetStatus(Frozen):
+    """A fleet for `twostroke fleet status`."""
+
+    name: str
+    url: str
+    router: ServerState
+    pools: tuple[PoolStatus, ...]
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the router answers and each pool has the replicas that it wants."""
+        return self.router.is_ready and all(one.num_ready >= one.wanted for one in self.pools)
+
+    @property
+    def trouble(self) -> str:
+        """How a server that is not ready last ended, if any did."""
+        states = [self.router, *(one.state for pool in self.pools for one in pool.replicas)]
+        return next((one.trouble for one in states if one.trouble), "")
+
+
+class Manager:
+    """Starts, replaces and drains replicas, one look at a time. Keeps nothing that must survive.
+
+    A replica's name is LABEL/VERSION/NUMBER, so that a manager that is started again knows those
+    that run.
+    """
+
+    def __init__(
+        self,
+        spec: FleetSpec,
+        cluster: Cluster,
+        router: Router,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec, self._cluster, self._router, self._clock = spec, cluster, router, clock
+        self._steady = {pool.label: Steady(pool.scale_down_after) for pool in spec.models}
+        self._placed_s: dict[str, float] = {}  # when each replica without a place was first seen
+        self.status = FleetStatus(spec.name, "", ServerState(), ())
+
+    def step(self) -> None:
+        """Look at all servers once, and do what is to be done now."""
+        states = self._cluster.look()
+        if ROUTER not in states:
+            self._cluster.start(ROUTER, None)
+        router = states.get(ROUTER, ServerState())
+        known = self._router.look() if router.is_ready else {}
+        pools = []
+        for pool in self._spec.models:
+            view = known.get(pool.label)
+            pools.append(self._tend(pool, states, view))
+        labels = {pool.label for pool in self._spec.models}
+        for name, state in states.items():
+            if name != ROUTER and _split(name)[0] not in labels and not state.is_ending:
+                self._cluster.stop(name)
+        self._router.tell(
+            {
+                pool.label: [one.state.url for one in pool.replicas if _is_usable(one)]
+                for pool in pools
+            }
+        )
+        self.status = FleetStatus(self._spec.name, router.url, router, tuple(pools))
+
+    def _tend(
+        self, pool: Pool, states: Mapping[str, ServerState], view: RouterView | None
+    ) -> PoolStatus:
+        """Bring one pool closer to what it shall be."""
+        now_s, (least, most) = self._clock(), pool.bounds
+        running = Counter(view.running if view else {})
+        found = [
+            ReplicaStatus(
+                name, _phase(state), _split(name)[1] == pool.version, running[state.url], state
+            )
+            for name, state in states.items()
+            if _split(name)[0] == pool.label
+        ]
+        num_alive = sum(one.phase is not Phase.DRAINING for one in found)
+        asked = view.wanted if view else max(least, num_alive)  # it is kept as it is, unseen
+        wanted = self._steady[pool.label].take(max(least, min(most, asked)), now_s)
+        waiting = {one.name for one in found if one.phase is Phase.STARTING and not one.state.url}
+        self._placed_s = {
+            **{name: at_s for name, at_s in self._placed_s.items() if name in states},
+            **{name: self._placed_s.get(name, now_s) for name in waiting},
+        }
+        has_room = all(now_s - self._placed_s[name] < _PLACE_S for name in waiting)
+        actions = choose(
+            [ReplicaView(one.name, one.phase, one.is_current, one.num_running) for one in found],
+            wanted,
+            has_room=has_room,
+        )
+        for name in actions.drains:
+            _logger.info("Replica %s drains.", name)
+            self._cluster.stop(name)
+        numbers = {int(_split(one.name)[2]) for one in found}
+        for _ in range(actions.num_starts):
+            number = next(n for n in range(len(numbers) + 1) if n not in numbers)
+            numbers.add(number)
+            name = f"{pool.label}/{pool.version}/{number}"
+            _logger.info("Replica %s is started.", name)
+            self._cluster.start(name, pool)
+        kept = tuple(one for one in found if one.name not in actions.drains)
+        return PoolStatus(pool.label, wanted, kept)
+
+
+def _split(name: str) -> list[str]:
+    """Return a replica's label, version and number."""
+    return name.rsplit("/", 2)
+
+
+def _phase(state: ServerState) -> Phase:
+    if state.is_ending:
+        return Phase.DRAINING
+    return Phase.READY if state.is_ready else Phase.STARTING
+
+
+def _is_usable(one: ReplicaStatus) -> bool:
+    """Whether the router may know a replica: it has a place and does not drain."""
+    return bool(one.state.url) and one.phase is not Phase.DRAINING

@@ -1,0 +1,117 @@
+"""A Ray cluster of one machine for its fleets: started for the first, ended after the last."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from twostroke.core import env
+from twostroke.core.errors import BackendError
+from twostroke.core.files import write_json
+
+_START_S: Final = 60.0
+_END_S: Final = 20.0
+_STORE_BYTES: Final = 78_643_200  # the least that Ray takes: no objects are stored
+_LOOK_S: Final = 0.1
+
+
+class OwnRay:
+    """The cluster that this user's fleets share, if no other is named.
+
+    Its token, address and process stand in a file of the cache folder that only the user can read.
+    """
+
+    def __init__(self) -> None:
+        self._record = env.cache_dir() / "fleet" / "ray.json"
+
+    def find(self) -> str | None:
+        """Return its address, and let this process know its token; None if it does not run."""
+        try:
+            facts = json.loads(self._record.read_text())
+        except (OSError, ValueError):
+            return None
+        if _begun(facts["pid"]) != facts["begun"]:
+            return None
+        env.use_ray_token(facts["token"])
+        return str(facts["address"])
+
+    def start(self) -> str:
+        """Start it, and return its address.
+
+        Raises:
+            BackendError: it does not start.
+        """
+        self._record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        token = secrets.token_hex(32)
+        env.use_ray_token(token)
+        folder = Path(tempfile.mkdtemp(prefix="twostroke-ray-"))  # a short path: it holds sockets
+        log = folder / "start.log"
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+        options = ["--port=0", "--include-dashboard=false", "--disable-usage-stats"]
+        with log.open("wb") as output:
+            process = subprocess.Popen(  # noqa: S603 - Ray's own program
+                [
+                    *command,
+                    *options,
+                    f"--object-store-memory={_STORE_BYTES}",
+                    f"--temp-dir={folder}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        address, until_s = folder / "ray_current_cluster", time.monotonic() + _START_S
+        while not address.exists():
+            if process.poll() is not None or time.monotonic() > until_s:
+                process.kill()
+                last = log.read_text(errors="replace").strip().splitlines()[-1:]
+                raise BackendError(f"Ray does not start: {''.join(last) or 'it wrote nothing'}.")
+            time.sleep(_LOOK_S)
+        facts = {
+            "address": address.read_text().strip(),
+            "token": token,
+            "pid": process.pid,
+            "begun": _begun(process.pid),
+            "folder": str(folder),
+        }
+        write_json(self._record, facts)
+        self._record.chmod(0o600)
+        return str(facts["address"])
+
+    def stop(self) -> None:
+        """End it and remove its files."""
+        try:
+            facts = json.loads(self._record.read_text())
+        except (OSError, ValueError):
+            return
+        if _begun(facts["pid"]) == facts["begun"]:
+            os.kill(facts["pid"], signal.SIGTERM)
+            until_s = time.monotonic() + _END_S
+            while _begun(facts["pid"]) == facts["begun"] and time.monotonic() < until_s:
+                with suppress(ChildProcessError):
+                    os.waitpid(facts["pid"], os.WNOHANG)
+                time.sleep(_LOOK_S)
+            with suppress(ProcessLookupError):
+                os.killpg(facts["pid"], signal.SIGKILL)
+        shutil.rmtree(facts["folder"], ignore_errors=True)
+        self._record.unlink(missing_ok=True)
+
+
+def _begun(pid: int) -> str | None:
+    """Return when a process began, in the system's ticks; None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]

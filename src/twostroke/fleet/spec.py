@@ -1,0 +1,163 @@
+"""What a fleet shall be, as its YAML file says."""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
+from twostroke.core.ranges import check_range
+from twostroke.core.yaml_file import YamlFile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Options = dict[str, str | int | float | bool | list[str]]
+
+_NEEDS: Final = "Fleets need the packages ray and pyyaml: run pip install 'twostroke[cluster]'."
+_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,48}[a-z0-9])?")
+
+
+class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
+    """Replicas of one model: ordinary servers with the same options.
+
+    Attributes:
+        model: a path, hf:owner/repo or a name, as for `twostroke serve`.
+        name: how clients call it; the model's own if not given.
+        replicas: how many, if their number is fixed.
+        min_replicas, max_replicas: bounds, between which the router's work decides.
+        scale_down_after: seconds for which fewer must suffice before one is drained.
+        cpus: cores that a replica reserves; also its threads, unless `options` has others.
+        memory: GB that it reserves.
+        resources: Ray's custom resources that it reserves, such as `{rack1: 1}`.
+        options: of `twostroke serve`, without the dashes.
+    """
+
+    model: str
+    name: str = ""
+    replicas: int | None = None
+    min_replicas: int = 1
+    max_replicas: int = 1
+    scale_down_after: float = 60.0
+    cpus: float = 1.0
+    memory: float = 0.0
+    resources: dict[str, float] = msgspec.field(default_factory=dict)
+    options: Options = msgspec.field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuse what is out of range."""
+        if self.replicas is not None:
+            check_range(self, "replicas", least=1, most=10_000)
+            if (self.min_replicas, self.max_replicas) != (1, 1):
+                raise UsageError("excludes min_replicas and max_replicas.", field="replicas")
+        check_range(self, "min_replicas", least=1, most=10_000)
+        check_range(self, "max_replicas", least=self.min_replicas, most=10_000)
+        check_range(self, "cpus", most=1e4)
+        check_range(self, "memory", "scale_down_after", least=0, most=1e6)
+
+    @property
+    def label(self) -> str:
+        """The model's name for clients."""
+        return self.name or Path(self.model).stem
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the most replicas."""
+        fixed = self.replicas
+        return (fixed, fixed) if fixed is not None else (self.min_replicas, self.max_replicas)
+
+    @property
+    def version(self) -> str:
+        """Changes with all that a running replica cannot take up."""
+        facts = (self.model, self.name, self.cpus, self.memory, self.resources, self.options)
+        return sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:8]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command line after `twostroke`, without the address."""
+        options: Options = {"threads": max(1, int(self.cpus)), **self.options}
+        if self.name:
+            options["name"] = self.name
+        return ("serve", self.model, *flags(options))
+
+
+class RouterSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
+    """The fleet's address; `options` are those of `twostroke route`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    options: Options = msgspec.field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuse what is out of range."""
+        check_range(self, "port", least=1, most=65535)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command line after `twostroke`, without the address."""
+        return ("route", *flags(self.options))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        return self.host, self.port
+
+
+class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
+    """A router, and pools of replicas behind it."""
+
+    models: tuple[Pool, ...]
+    name: str = "twostroke"
+    router: RouterSpec = RouterSpec()
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit together."""
+        if not self.models:
+            raise UsageError("must name at least one model.", field="models")
+        if not _NAME.fullmatch(self.name):
+            reason = f"must have small letters, digits, dots and dashes, got '{self.name}'."
+            raise UsageError(reason, field="name")
+        labels = [pool.label for pool in self.models]
+        for index, label in enumerate(labels):
+            if label in labels[:index]:
+                reason = f"is '{label}' for two models: give one another name."
+                raise UsageError(reason, field=f"models[{index}].name")
+
+
+def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
+    """Return what a file asks, and the file, whose lines later errors name.
+
+    Raises:
+        UsageError: it is not YAML, or a value is wrong; with the file's name and line.
+        ModelFormatError: it cannot be read.
+    """
+    file = YamlFile(path, _NEEDS)
+
+    def owner(steps: Sequence[str | int]) -> type[Frozen]:
+        kinds: dict[str | int, type[Frozen]] = {"models": Pool, "router": RouterSpec}
+        return kinds.get([*steps, ""][0], FleetSpec)
+
+    spec = file.read(FleetSpec, owner)
+    parts: list[tuple[list[str | int], Pool | RouterSpec]] = [(["router"], spec.router)]
+    parts += [(["models", index], pool) for index, pool in enumerate(spec.models)]
+    for place, part in parts:
+        try:
+            part.check()
+        except UsageError as error:
+            raise file.at([*place, error.field or ""], str(error)) from None
+    return spec, file
+
+
+def flags(options: Options) -> tuple[str, ...]:
+    """Return options as words of a command line; `false` leaves one out, a list repeats it."""
+    words: list[str] = []
+    for name, given in options.items():
+        for value in given if isinstance(given, list) else [given]:
+            if value is not False:
+                words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return tuple(words)

@@ -1,0 +1,95 @@
+"""What is done next with a pool's replicas."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from twostroke.fleet.choice import Phase, ReplicaView, Steady, choose
+
+READY, STARTING, DRAINING = Phase.READY, Phase.STARTING, Phase.DRAINING
+
+
+def views(*phases: Phase, is_current: bool = True) -> list[ReplicaView]:
+    kind = "new" if is_current else "old"
+    return [
+        ReplicaView(f"{kind}{number}", phase, is_current) for number, phase in enumerate(phases)
+    ]
+
+
+def test_missing_replicas_are_started_together() -> None:
+    assert choose(views(READY), 3).num_starts == 2
+    assert choose(views(READY, DRAINING), 1).num_starts == 0
+
+
+def test_the_least_useful_are_drained_first() -> None:
+    busy, idle = ReplicaView("a", READY, True, 5), ReplicaView("b", READY, True, 1)
+    assert choose([busy, idle, *views(STARTING)], 1).drains == ("new0", "b")
+
+
+def test_an_update_starts_one_before_it_drains_one() -> None:
+    old = views(READY, READY, is_current=False)
+    assert choose(old, 2).num_starts == 1
+    assert choose(old, 2).drains == ()
+    assert choose([*old, *views(STARTING)], 2) == choose([], 0)
+    assert choose([*old, *views(READY)], 2).drains == ("old0",)
+
+
+def test_without_room_an_update_replaces_in_place() -> None:
+    replicas = [*views(READY, READY, is_current=False), *views(STARTING)]
+    assert choose(replicas, 2, has_room=False).drains == ("old0",)
+
+
+@pytest.mark.seeds(200)
+def test_every_pool_becomes_what_is_wanted(seed: int) -> None:
+    """Replicas become ready, are lost and are drained at random; none is ready too few."""
+    rng = random.Random(seed)
+    wanted = rng.randint(1, 5)
+    replicas = [
+        ReplicaView(f"r{n}", rng.choice((READY, STARTING)), rng.random() < 0.5)
+        for n in range(rng.randint(0, 7))
+    ]
+    count = len(replicas)
+    for _ in range(200):
+        actions = choose(replicas, wanted)
+        before = sum(one.phase is READY for one in replicas)
+        drained = [
+            ReplicaView(one.name, DRAINING, one.is_current) if one.name in actions.drains else one
+            for one in replicas
+        ]
+        after = sum(one.phase is READY for one in drained)
+        assert after >= min(before, wanted), "too many ready ones were drained at once"
+        alive = sum(one.phase is not DRAINING for one in drained)
+        assert alive + actions.num_starts <= max(wanted + 1, alive)
+        for _ in range(actions.num_starts):
+            drained.append(ReplicaView(f"r{count}", STARTING, is_current=True))
+            count += 1
+        replicas = [
+            ReplicaView(one.name, READY, one.is_current)
+            if one.phase is STARTING and rng.random() < 0.5
+            else one
+            for one in drained
+            if not (one.phase is DRAINING and rng.random() < 0.5)
+        ]
+    assert [one.phase for one in replicas] == [READY] * wanted
+    assert all(one.is_current for one in replicas)
+
+
+def test_a_number_rises_at_once_and_falls_after_the_window() -> None:
+    steady = Steady(10.0)
+    assert [steady.take(n, at) for at, n in enumerate([1, 4, 2, 3])] == [1, 4, 4, 4]
+    assert steady.take(1, 11.0) == 4
+    assert steady.take(1, 11.5) == 3
+    assert steady.take(1, 14.0) == 1
+    assert steady.take(2, 14.1) == 2
+
+
+@pytest.mark.seeds(50)
+def test_the_window_holds_the_most_of_its_time(seed: int) -> None:
+    rng, steady, seen, now = random.Random(seed), Steady(5.0), [], 0.0
+    for _ in range(100):
+        now += rng.random() * 2
+        wanted = rng.randint(0, 9)
+        seen.append((now, wanted))
+        assert steady.take(wanted, now) == max(n for at, n in seen if at >= now - 5.0)

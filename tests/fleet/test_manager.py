@@ -1,0 +1,166 @@
+"""A fleet becomes what its file asks, whatever happens to its servers."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.fleet.manager import ROUTER, Manager, RouterView
+from twostroke.fleet.process import ServerState
+from twostroke.fleet.spec import FleetSpec, Pool
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class FakeCluster:
+    """Machines with `room` places; servers become ready, and drain, when `pass_time` says so."""
+
+    def __init__(self, room: int = 100) -> None:
+        self.room, self.servers, self.pools = room, dict[str, ServerState](), dict[str, Pool]()
+
+    def start(self, name: str, pool: Pool | None) -> None:
+        assert name not in self.servers, "two servers would have one name"
+        self.servers[name] = ServerState()
+        if pool is not None:
+            self.pools[name] = pool
+
+    def look(self) -> Mapping[str, ServerState]:
+        return dict(self.servers)
+
+    def stop(self, name: str) -> None:
+        url = self.servers[name].url
+        if url:
+            self.servers[name] = ServerState(url, is_ending=True)
+        else:
+            del self.servers[name]
+
+    def pass_time(self) -> None:
+        for name, state in list(self.servers.items()):
+            placed = sum(bool(one.url) for one in self.servers.values())
+            if state.is_ending:
+                del self.servers[name]
+            elif state.url:
+                self.servers[name] = ServerState(state.url, is_ready=True)
+            elif name == ROUTER or placed <= self.room:
+                self.servers[name] = ServerState(f"http://{name}")
+
+    @property
+    def ready(self) -> list[str]:
+        """The replicas that answer, by name."""
+        return sorted(name for name, one in self.servers.items() if one.is_ready and name != ROUTER)
+
+
+class FakeRouter:
+    """Wants `wanted` replicas of each model, and notes what it is told."""
+
+    def __init__(self, wanted: int = 1) -> None:
+        self.wanted = wanted
+        self.told: dict[str, Sequence[str]] = {}
+
+    def tell(self, replicas: Mapping[str, Sequence[str]]) -> None:
+        self.told = dict(replicas)
+
+    def look(self) -> Mapping[str, RouterView]:
+        return {name: RouterView(self.wanted, {}) for name in self.told}
+
+
+class Clock:
+    """Virtual time."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def play(manager: Manager, cluster: FakeCluster, clock: Clock, steps: int = 60) -> None:
+    for _ in range(steps):
+        manager.step()
+        cluster.pass_time()
+        clock.now_s += 1.0
+
+
+def make(spec: FleetSpec, cluster: FakeCluster, router: FakeRouter) -> tuple[Manager, Clock]:
+    clock = Clock()
+    return Manager(spec, cluster, router, clock), clock
+
+
+def test_a_fleet_starts_and_the_router_knows_its_replicas() -> None:
+    cluster, router = FakeCluster(), FakeRouter()
+    spec = FleetSpec(models=(Pool(model="a", replicas=2), Pool(model="b")))
+    manager, clock = make(spec, cluster, router)
+    play(manager, cluster, clock)
+    assert manager.status.is_up
+    assert {name: len(urls) for name, urls in router.told.items()} == {"a": 2, "b": 1}
+    assert ROUTER in cluster.servers
+
+
+def test_an_update_never_has_fewer_replicas_ready() -> None:
+    cluster, router = FakeCluster(), FakeRouter()
+    old = FleetSpec(models=(Pool(model="a", replicas=3),))
+    manager, clock = make(old, cluster, router)
+    play(manager, cluster, clock)
+    new = FleetSpec(models=(Pool(model="a", replicas=3, options={"context-length": 512}),))
+    manager, clock = make(new, cluster, router)
+    for _ in range(60):
+        play(manager, cluster, clock, 1)
+        assert len(cluster.ready) >= 3
+    assert len(cluster.ready) == 3
+    assert all(cluster.pools[name] == new.models[0] for name in cluster.ready)
+
+
+def test_an_update_without_room_replaces_in_place() -> None:
+    cluster, router = FakeCluster(room=3), FakeRouter()
+    manager, clock = make(FleetSpec(models=(Pool(model="a", replicas=3),)), cluster, router)
+    play(manager, cluster, clock)
+    new = Pool(model="a", replicas=3, options={"context-length": 512})
+    manager, clock = make(FleetSpec(models=(new,)), cluster, router)
+    for _ in range(200):
+        play(manager, cluster, clock, 1)
+        assert len(cluster.ready) >= 2, "one at a time"
+    assert all(cluster.pools[name] == new for name in cluster.ready)
+    assert len(cluster.ready) == 3
+
+
+def test_work_decides_between_the_bounds_and_falls_slowly() -> None:
+    cluster, router = FakeCluster(), FakeRouter(wanted=9)
+    pool = Pool(model="a", min_replicas=1, max_replicas=4, scale_down_after=30)
+    manager, clock = make(FleetSpec(models=(pool,)), cluster, router)
+    play(manager, cluster, clock, 20)
+    assert len(cluster.ready) == 4
+    router.wanted = 0
+    play(manager, cluster, clock, 20)
+    assert len(cluster.ready) == 4, "half a minute has not passed"
+    play(manager, cluster, clock, 30)
+    assert len(cluster.ready) == 1
+
+
+def test_a_model_that_left_the_file_is_drained() -> None:
+    cluster, router = FakeCluster(), FakeRouter()
+    both = FleetSpec(models=(Pool(model="a"), Pool(model="b")))
+    manager, clock = make(both, cluster, router)
+    play(manager, cluster, clock)
+    manager, clock = make(FleetSpec(models=both.models[1:]), cluster, router)
+    play(manager, cluster, clock)
+    assert [name.split("/")[0] for name in cluster.ready] == ["b"]
+
+
+@pytest.mark.seeds(50)
+def test_lost_servers_are_replaced(seed: int) -> None:
+    rng, cluster, router = random.Random(seed), FakeCluster(), FakeRouter()
+    spec = FleetSpec(models=(Pool(model="a", replicas=3), Pool(model="b", replicas=2)))
+    manager, clock = make(spec, cluster, router)
+    for _ in range(100):
+        play(manager, cluster, clock, 1)
+        if cluster.servers and rng.random() < 0.3:
+            name = rng.choice(list(cluster.servers))
+            if rng.random() < 0.5:
+                del cluster.servers[name]
+            else:
+                cluster.servers[name] = ServerState(trouble="it was ended by signal 9")
+    play(manager, cluster, clock)
+    assert manager.status.is_up
+    assert len(cluster.ready) == 5

@@ -1,0 +1,98 @@
+"""An ordinary server as another process: started, started again, drained, and never left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.commands import SOURCE
+from support.servers import wait_for
+from support.tiny import write_tiny_gguf
+from twostroke.fleet import process as fleet_process
+from twostroke.fleet.process import ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ORPHAN = """
+import os, sys, time
+from twostroke.fleet.process import ServerProcess
+server = ServerProcess(("serve", sys.argv[1], "--in-process"), "127.0.0.1")
+while not server.state.is_ready:
+    time.sleep(0.05)
+print(server.state.pid, flush=True)
+os._exit(9)
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a tiny model."""
+    return str(write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+
+
+@contextmanager
+def running(*arguments: str, said: list[str] | None = None) -> Iterator[ServerProcess]:
+    say = ([] if said is None else said).append
+    server = ServerProcess(arguments, "127.0.0.1", say=say)
+    try:
+        yield server
+    finally:
+        server.close(10)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_server_that_dies_or_freezes_is_started_again(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_process, "_ASK_S", 0.3)
+    said: list[str] = []
+    with running("serve", tiny, "--in-process", said=said) as server:
+        wait_for(lambda: server.state.is_ready, 30)
+        first = server.state
+        os.kill(first.pid, signal.SIGKILL)
+        wait_for(lambda: server.state.trouble != "", 10)
+        assert not server.state.is_ready
+        assert server.state.trouble == "it was ended by signal 9"
+        wait_for(lambda: server.state.is_ready, 30)
+        second = server.state
+        assert (second.num_starts, second.trouble) == (2, "")
+        os.kill(second.pid, signal.SIGSTOP)
+        wait_for(lambda: server.state.pid != second.pid and server.state.is_ready, 30)
+        assert is_gone(second.pid)
+    assert is_gone(server.state.pid)
+    assert any("does not answer" in line for line in said)
+
+
+def test_the_last_sentence_of_a_server_that_cannot_start_is_kept() -> None:
+    with running("serve", "no-such-model") as server:
+        wait_for(lambda: server.state.trouble != "", 20)
+        assert server.state.trouble.startswith("There is no model 'no-such-model'.")
+        assert server.close(5)
+
+
+def test_a_server_ends_when_the_process_that_watches_it_was_killed(tiny: str) -> None:
+    command = [sys.executable, "-c", _ORPHAN, tiny]
+    killed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    assert killed.returncode == 9
+    wait_for(lambda: is_gone(int(killed.stdout)), 20)

@@ -1,0 +1,85 @@
+"""What a fleet's file may say, and how its mistakes are told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.core.errors import UsageError
+from twostroke.fleet.spec import Pool, flags, read_spec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WHOLE = """
+name: shop
+router:
+  host: 0.0.0.0
+  port: 8080
+  options: {policy: prefix}
+models:
+  - model: smollm2
+    name: chat
+    min_replicas: 2
+    max_replicas: 8
+    cpus: 2
+    memory: 1.5
+    options: {context-length: 4096, strict: true, in-process: false, cors-origin: [a, b]}
+  - model: hf:owner/other
+"""
+
+
+def read(tmp_path: Path, text: str) -> Pool:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    return read_spec(path)[0].models[0]
+
+
+def test_a_file_becomes_command_lines(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(WHOLE)
+    spec, _ = read_spec(path)
+    chat, other = spec.models
+    assert spec.router.arguments == ("route", "--policy", "prefix")
+    assert spec.router.address == ("0.0.0.0", 8080)
+    assert chat.arguments == (
+        *("serve", "smollm2", "--threads", "2", "--context-length", "4096", "--strict"),
+        *("--cors-origin", "a", "--cors-origin", "b", "--name", "chat"),
+    )
+    assert chat.bounds == (2, 8)
+    assert other.label == "other"
+    assert other.bounds == (1, 1)
+
+
+def test_options_override_the_threads() -> None:
+    assert Pool(model="a", options={"threads": 4}).arguments == ("serve", "a", "--threads", "4")
+    assert flags({"a": False}) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("models: []", "line 1: models must name at least one model."),
+        ("models:\n- model: a\n  replica: 2", "line 3: there is no field 'replica'. Did you mean"),
+        ("models:\n- model: a\nrouter:\n  prot: 1", "line 4: there is no field 'prot'. Did you"),
+        ("models:\n- model: a\nruoter: {}", "line 3: there is no field 'ruoter'. Did you mean"),
+        ("models:\n- model: a\n  replicas: 0", "line 3: replicas must be from 1 to 10,000, got 0."),
+        ("models:\n- model: a\n  cpus: many", "line 3: must be a number such as 2.5 or 1e3, got a"),
+        ("models:\n- model: a\n  replicas: 2\n  max_replicas: 3", "line 3: replicas excludes"),
+        ("models:\n- model: a\n- model: b/a", "line 3: models[1].name is 'a' for two models"),
+        ("models:\n- model: a\nname: My Fleet", "line 3: name must have small letters"),
+        ("models:\n- model: [", "this is not YAML"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, text)
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith("fleet.yaml, line ")
+
+
+def test_what_a_replica_cannot_take_up_is_another_version() -> None:
+    pool = Pool(model="a")
+    assert pool.version == Pool(model="a", max_replicas=4).version
+    assert pool.version != Pool(model="a", options={"context-length": 512}).version

@@ -1,0 +1,115 @@
+"""Who a router says that a request is from, and the file that lists its replicas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from support.replicas import FakeReplica, Loop, live_router
+from support.servers import LiveServer, live_server, wait_for
+from twostroke.core.errors import UsageError
+from twostroke.http.keys import ApiKeys
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_CHAT = "/v1/chat/completions"
+_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+SECRET = "router-secret"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server that trusts a router."""
+    keys = ApiKeys.read(None, None, router=SECRET)
+    options = ServeOptions(drain_s=1, api_keys=keys)
+    with live_server(tmp_path_factory.mktemp("trust"), options) as server:
+        yield server
+
+
+def test_a_router_speaks_for_its_clients_tenants(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    keys = ApiKeys({"sk-anna": "anna", "sk-bare": ""})
+    with live_router(replica.url, api_keys=keys, replica_key=SECRET) as router:
+        for key in ("sk-anna", "sk-bare"):
+            headers = {"x-api-key": key, "x-twostroke-tenant": "ben 100"}
+            assert httpx.post(router.url + _CHAT, json=_BODY, headers=headers).status_code == 200
+    anna, bare = [one.headers for one in replica.seen]
+    assert anna["authorization"] == bare["authorization"] == f"Bearer {SECRET}"
+    assert anna["x-twostroke-tenant"] == "anna 1"
+    assert "x-twostroke-tenant" not in bare
+    assert "x-api-key" not in anna
+
+
+def test_without_a_secret_a_clients_key_is_passed_on_and_no_tenant(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    headers = {"authorization": "Bearer sk-1", "x-twostroke-tenant": "ben 100"}
+    with live_router(replica.url) as router:
+        httpx.post(router.url + _CHAT, json=_BODY, headers=headers)
+    assert replica.seen[0].headers["authorization"] == "Bearer sk-1"
+    assert "x-twostroke-tenant" not in replica.seen[0].headers
+
+
+def test_the_state_is_shown_to_whoever_has_the_secret(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    with live_router(replica.url, replica_key=SECRET, dashboard=False) as router:
+        assert httpx.get(f"{router.url}/api/state").status_code == 404
+        headers = {"authorization": f"Bearer {SECRET}"}
+        state = httpx.get(f"{router.url}/api/state", headers=headers).json()
+    assert state["wanted_by_model"] == {"tiny": 1}
+
+
+def test_a_server_believes_its_router_alone(guarded: LiveServer) -> None:
+    with httpx.Client(base_url=guarded.url, trust_env=False) as http:
+        assert http.get("/v1/models").status_code == 401
+        wrong = {"authorization": "Bearer other", "x-twostroke-tenant": "anna 1"}
+        assert http.get("/v1/models", headers=wrong).status_code == 401
+        right = {"authorization": f"Bearer {SECRET}"}
+        assert http.get("/v1/models", headers=right).status_code == 200
+        for value in ("anna x", "anna -1", "an na 1"):
+            said = http.get("/v1/models", headers={**right, "x-twostroke-tenant": value})
+            assert said.status_code == 400, value
+
+
+def test_tenants_behind_a_router_see_nothing_of_each_other(guarded: LiveServer) -> None:
+    with httpx.Client(base_url=guarded.url, trust_env=False, timeout=30) as http:
+        right = {"authorization": f"Bearer {SECRET}"}
+        anna, ben = ({**right, "x-twostroke-tenant": name} for name in ("anna 1", "ben 2"))
+        body = {"input": "hello", "max_output_tokens": 2}
+        made = http.post("/v1/responses", json=body, headers=anna).json()
+        path = f"/v1/responses/{made['id']}"
+        assert http.get(path, headers=ben).status_code == 404
+        assert http.get(path, headers=anna).status_code == 200
+
+
+def test_a_secret_is_a_word() -> None:
+    with pytest.raises(UsageError, match="TWOSTROKE_REPLICA_KEY must be"):
+        ApiKeys.read(None, None, router="two words")
+
+
+def test_the_file_of_replicas_is_followed(fakes: Loop, tmp_path: Path) -> None:
+    first, second = fakes.start(FakeReplica()), fakes.start(FakeReplica())
+    path = tmp_path / "replicas"
+    path.write_text(f"# one\n{first.url}\n\n")
+    with live_router(listing=path) as router:
+        ready = lambda: {one.url for one in router.router.fleet.ready}  # noqa: E731
+        wait_for(lambda: ready() == {first.url})
+        path.write_text(f"{first.url}\n{second.url}\n")
+        wait_for(lambda: ready() == {first.url, second.url})
+        path.unlink()
+        path.with_suffix(".new").write_text(f"{second.url}\n")
+        path.with_suffix(".new").replace(path)
+        wait_for(lambda: ready() == {second.url})
+        path.write_text("ftp://nowhere\n")
+        wait_for(lambda: httpx.post(router.url + _CHAT, json=_BODY).status_code == 200)
+        assert ready() == {second.url}, "a file that cannot be read changes nothing"
+
+
+def test_a_file_that_is_not_there_is_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    with pytest.raises(UsageError, match="cannot be read: No such file"), live_router(listing=path):
+        pass
