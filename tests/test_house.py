@@ -236,9 +236,9 @@ def _names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def _modules() -> Iterator[str]:
     for path in SOURCES:
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        # Importing __main__ would start the command line; others are the extras with PyTorch.
-        with_torch = {("backends", "torch"), ("compress", "distill")}
-        is_extra = parts[1:3] in with_torch or parts[1] == "train"
+        # Importing __main__ would start the command line; others are extras with PyTorch or Ray.
+        needing = {("backends", "torch"), ("compress", "distill"), ("fleet", "ray_cluster")}
+        is_extra = parts[1:3] in needing or parts[1] == "train"
         if parts[-1] != "__main__" and not is_extra:
             yield ".".join(part for part in parts if part != "__init__")
 
