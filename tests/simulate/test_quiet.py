@@ -12,7 +12,7 @@ from twostroke.core.config import BatchOptions, CacheOptions
 from twostroke.engine.build import build_scheduler
 from twostroke.engine.sizing import CacheSize
 from twostroke.planner.roofline import Totals
-from twostroke.schedule.routing import ROUTES
+from twostroke.router.policy import POLICIES
 from twostroke.simulate.fleet import START_S, Fleet, Prefill
 from twostroke.simulate.load import Arrival, Load
 from twostroke.simulate.replica import Clock, Replica
@@ -63,7 +63,7 @@ def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> Fleet:
         scheduler = build_scheduler(cache, batch, sizes, facts, clock.read)
         watch(scheduler, number, clock, seen, is_quiet=is_quiet)
         replicas.append(Replica(scheduler, times, clock, VOCAB_SIZE, size))
-    routing = chance.choice(tuple(ROUTES))
+    routing = chance.choice(tuple(POLICIES))
     return Fleet(replicas, routing, clock, VOCAB_SIZE, prefill=prefill)
 
 

@@ -18,7 +18,7 @@ from twostroke.planner import Question, find_device, make_plan, planned_model
 from twostroke.planner.calibration import Calibration, Point
 from twostroke.planner.roofline import Roofline, Totals
 from twostroke.program.batch import BatchShape, DecodeRun
-from twostroke.schedule.routing import ROUTES
+from twostroke.router.policy import POLICIES
 from twostroke.simulate import Arrival, Load, Setup, Synthetic, simulate, sweep
 from twostroke.simulate.fleet import START_S, Fleet
 from twostroke.simulate.replica import Clock, Replica
@@ -125,7 +125,7 @@ def test_routing_by_prefix_finds_more_hits(setup):
         for n in range(300)
     ]
     rates = {}
-    for routing in ROUTES:
+    for routing in POLICIES:
         several = replace(setup, replicas=8, routing=routing)
         rates[routing] = simulate(several, Load("shared", tuple(arrivals))).report.hit_rate
     assert rates["prefix"] > 0.65

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,11 @@ class PagePool:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, windows: tuple[int | None, ...] = (None,)
+        self,
+        num_pages: int,
+        page_size: int,
+        windows: tuple[int | None, ...] = (None,),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert num_pages >= 1, "a pool needs a page"
         self.num_pages = num_pages
@@ -40,7 +46,9 @@ class PagePool:
         self._kept = [False] * num_pages
         # Last in, first out: a page that was just used is likelier to be in a near cache.
         self._free = list(range(num_pages - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, float] = OrderedDict()  # by when each was last used
+        self._evicted_s: float | None = None  # when the page was last used that was evicted last
+        self._clock = clock
 
     @property
     def num_free(self) -> int:
@@ -61,6 +69,14 @@ class PagePool:
     def num_available(self) -> int:
         """Pages that `allocate` could hand out now."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def horizon_s(self) -> float | None:
+        """How long ago the page was used that was evicted last; None if none was.
+
+        Since pages are evicted by age, those that were used since are there.
+        """
+        return None if self._evicted_s is None else self._clock() - self._evicted_s
 
     def num_references(self, page: int) -> int:
         """Return how many references `page` has."""
@@ -92,25 +108,28 @@ class PagePool:
 
         The last page is evicted first: no prefix could reach it without the pages before it.
         """
-        counts, kept = self._counts, self._kept
+        counts, kept, now_s = self._counts, self._kept, self._clock()
         for page in reversed(pages):
             left = counts[page] - 1
             assert left >= 0, "a page without references was released"
             counts[page] = left
             if not left:
                 if kept[page]:
-                    self._cached[page] = None
+                    self._cached[page] = now_s
                 else:
                     self._free.append(page)
 
-    def release_passed(self, page: int) -> None:
-        """Drop a reference to a page that a window has passed; it becomes the first to be evicted.
+    def release_passed(self, page: int, *, is_sought: bool = False) -> None:
+        """Drop a reference to a page that a window has passed, before its request ends.
 
-        Most places of a sequence are never the end of another request's prefix.
+        It becomes the first to be evicted, unless it `is_sought`: most places of a sequence are
+        never the end of another request's prefix.
         """
         self.release([page])
         if page in self._cached:
-            self._cached.move_to_end(page, last=False)
+            self._cached[page] = math.inf  # its age says nothing of the others
+            if not is_sought:
+                self._cached.move_to_end(page, last=False)
 
     def evict_all(self) -> None:
         """Evict all cached pages, because their content is lost."""
@@ -123,7 +142,9 @@ class PagePool:
         self._kept[page] = True
 
     def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
+        page, used_s = self._cached.popitem(last=False)
+        if used_s != math.inf:
+            self._evicted_s = used_s
         self._kept[page] = False
         if self.on_evict is not None:
             self.on_evict(page)

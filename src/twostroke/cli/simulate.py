@@ -24,7 +24,6 @@ from twostroke.cli.planning import (
 )
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import Field, UsageError
-from twostroke.schedule.routing import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +51,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 )
 @option(
     "--routing",
-    type=OneOf(tuple(ROUTES)),
+    type=OneOf(("prefix", "least-work", "two-choices", "round-robin")),
     default="least-work",
     help="Which replica gets a request.",
 )

@@ -259,7 +259,7 @@ def build_scheduler(
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """Return the scheduler of a backend with these facts, its pages and its prefix cache."""
-    pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
+    pool = PagePool(facts.num_pages, facts.page_size, facts.windows, clock)
     reuse_generated = facts.one_arithmetic or not cache.strict_prefix
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
     config = SchedulerConfig(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from twostroke.router.known import Stay
+
 MAX_BLOCKS: Final = 1_000_000
 _KEPT: Final = 0.95  # of the sums of a pace, at each first token
 _FIRST_PACE_S: Final = 1e-6  # for a unit, until something was measured
@@ -37,12 +39,14 @@ class Asked(Frozen):
 class Ticket:
     """A request at a replica. `hit` units of its prompt should be there, `best` are anywhere."""
 
-    __slots__ = ("at_s", "best", "has_begun", "hit", "is_over", "missing", "place", "units_ahead")
+    __slots__ = ("at_s", "best", "has_begun", "hit", "is_over", "missing", "place", "stay",
+                 "units_ahead")  # fmt: skip
 
     def __init__(self, place: int, at_s: float, hit: int, best: int, missing: int) -> None:
         """Begin."""
         self.place, self.at_s, self.hit, self.best, self.missing = place, at_s, hit, best, missing
         self.units_ahead = 0.0
+        self.stay: Stay | None = None
         self.has_begun = self.is_over = False
 
 
@@ -175,7 +179,7 @@ class Dispatcher:
         self.num_hit += ticket.hit
         self.num_best += ticket.best
         if self._looks:
-            self.known.add(asked.keys, place, now_s)
+            ticket.stay = self.known.add(asked.keys, place)
 
     def begin(self, ticket: Ticket) -> None:
         """Note the first token of a request, from which its replica's pace is learned."""
@@ -198,6 +202,8 @@ class Dispatcher:
         if not ticket.has_begun:
             self._settle(ticket, self._clock())
         ticket.is_over = True
+        if ticket.stay is not None:
+            ticket.stay.used_s = self._clock()
         self._num_open[ticket.place] -= 1
 
     def _settle(self, ticket: Ticket, now_s: float) -> None:

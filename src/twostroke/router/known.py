@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
-
-from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,12 +11,17 @@ if TYPE_CHECKING:
 _MOST_HOLDERS: Final = 8  # of the longest prefix that are looked at: the last ones
 
 
-class Stay(Frozen):
-    """Blocks that a replica was sent with one request; `epoch` counts its restarts."""
+class Stay:
+    """Blocks that a replica was sent with one request; `epoch` counts its restarts.
 
-    place: int
-    epoch: int
-    at_s: float
+    `used_s` is when the request ended, after which they may be evicted; until then it is inf.
+    """
+
+    __slots__ = ("epoch", "place", "used_s")
+
+    def __init__(self, place: int, epoch: int) -> None:
+        """Begin, in use."""
+        self.place, self.epoch, self.used_s = place, epoch, math.inf
 
 
 class Known:
@@ -77,9 +81,9 @@ class Known:
                 high = middle - 1
         return low
 
-    def add(self, keys: Sequence[int], place: int, at_s: float) -> None:
-        """Note that a replica was sent these blocks."""
-        stay = Stay(place, self._epochs[place], at_s)
+    def add(self, keys: Sequence[int], place: int) -> Stay:
+        """Note that a replica was sent these blocks; the caller ends their stay."""
+        stay = Stay(place, self._epochs[place])
         young, old = self._young, self._old
         for key in keys:
             found = young.get(key)
@@ -97,6 +101,7 @@ class Known:
             self._dead, self._old, self._young = old, young, {}
         for _ in range(min(len(self._dead), 4 * len(keys))):  # at once would take too long
             self._dead.popitem()
+        return stay
 
     def _get(self, key: int) -> Stay | dict[int, Stay] | None:
         found = self._young.get(key)
@@ -118,4 +123,4 @@ class Known:
 
     def _is_valid(self, stay: Stay) -> bool:
         place = stay.place
-        return stay.epoch == self._epochs[place] and stay.at_s >= self._cutoffs_s[place]
+        return stay.epoch == self._epochs[place] and stay.used_s >= self._cutoffs_s[place]

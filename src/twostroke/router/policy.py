@@ -11,7 +11,7 @@ import numpy.typing as npt
 from twostroke.core.frozen import Frozen
 
 Floats = npt.NDArray[np.float64]
-WEIGHT: Final = 2.0  # of a second that is computed, beside one that is waited
+WEIGHT: Final = 3.0  # of a second that is computed, beside one that is waited
 _CROWD: Final = 0.02  # by which each request that writes its answer slows the others
 _OPEN_S: Final = 1e-4  # what it costs those that wait for nothing
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio

@@ -69,7 +69,8 @@ class SchedulerStats(Frozen):
 
     `num_prompt_tokens` counts prompts when they are first admitted, `num_hit_tokens` those of
     their tokens that the prefix cache held; their ratio is the hit rate. `num_recoveries` counts
-    how often the content of all pages was lost.
+    how often the content of all pages was lost. `num_uncomputed` are tokens of running requests;
+    `horizon_s` is how long ago the page was used that was evicted last.
     """
 
     num_running: int
@@ -82,6 +83,8 @@ class SchedulerStats(Frozen):
     num_hit_tokens: int
     num_preemptions: int
     num_recoveries: int
+    num_uncomputed: int = 0
+    horizon_s: float | None = None
 
 
 class SchedulerView(Frozen):

@@ -54,10 +54,8 @@ class Holdings:
                 if page == NO_PAGE:
                     break
                 pages[place] = NO_PAGE
-                if sought <= place < ticket.num_known:
-                    self._pool.release([page])
-                else:
-                    self._pool.release_passed(page)
+                is_sought = sought <= place < ticket.num_known
+                self._pool.release_passed(page, is_sought=is_sought)
         ticket.due_at = min(ticket.due_at, groups.next_passed(request.num_settled))
 
     def give_back(self, request: Request) -> None:

@@ -267,6 +267,8 @@ class Scheduler:
             num_hit_tokens=self._num_hit_tokens,
             num_preemptions=self._num_preemptions,
             num_recoveries=self._num_recoveries,
+            num_uncomputed=sum([ticket.request.num_pending for ticket in self._running]),
+            horizon_s=self._pool.horizon_s,
         )
 
     def backlog(self) -> tuple[int, int]:
@@ -278,15 +280,10 @@ class Scheduler:
     def view(self) -> SchedulerView:
         """Return a copy of the running requests and of the state of all pages."""
         counts, cached = self._pool.contents()
-        running = [ticket.request for ticket in (*self._running, *self._ended)]
-        return SchedulerView(
-            stats=self.stats(),
-            running=tuple(running),
-            held=tuple([tuple(map(tuple, request.pages)) for request in running]),
-            counts=counts,
-            cached=cached,
-            waiting_since_s=min((t.request.arrival_s for t in self._waiting), default=None),
-        )
+        running = tuple([ticket.request for ticket in (*self._running, *self._ended)])
+        held = tuple([tuple(map(tuple, request.pages)) for request in running])
+        since_s = min((ticket.request.arrival_s for ticket in self._waiting), default=None)
+        return SchedulerView(self.stats(), running, held, counts, cached, since_s)
 
     def _give_slice(self, ticket: Ticket, sketch: StepSketch) -> None:
         request = ticket.request

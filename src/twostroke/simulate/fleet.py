@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
@@ -13,15 +14,19 @@ from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.output import Timings
 from twostroke.measure.requests import REFUSED, RequestLog
-from twostroke.schedule.routing import LOOKS_AT_PREFIXES, ROUTES, ReplicaView
+from twostroke.router.dispatch import Asked, Dispatcher
+from twostroke.router.policy import LOOKS_AT_PREFIXES
+from twostroke.router.prompt import BLOCK_BYTES, block_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from twostroke.router.dispatch import Ticket
     from twostroke.simulate.load import Load
     from twostroke.simulate.replica import Clock, Replica
 
 START_S: Final = 1.0  # of virtual time: 0 stands for what has not happened
+_REPORT_S: Final = 0.5  # after which a replica is asked again what it has evicted
 
 
 class _Event(IntEnum):
@@ -50,7 +55,7 @@ class Fleet:
         overhead_s: float = 0.0,
         prefill: Prefill | None = None,
     ) -> None:
-        """Route by the policy of this name, a key of `ROUTES`.
+        """Route by the policy of this name, a key of `POLICIES`.
 
         A request reaches its replica `overhead_s` after it was sent. With `prefill`, the first
         replicas compute prompts, and the others what follows.
@@ -61,7 +66,9 @@ class Fleet:
         count = prefill.count if prefill else 0
         self._first = range(count or len(replicas))  # replicas that requests come to
         self._second = range(count, len(replicas))
-        self._route, self._looks = ROUTES[routing], routing in LOOKS_AT_PREFIXES
+        self._routes = [_Route(replicas, self._first, routing, clock)]
+        if prefill is not None:
+            self._routes.append(_Route(replicas, self._second, routing, clock))
         self._vocab_size, self._overhead_s = vocab_size, overhead_s
         self._events: list[tuple[float, _Event, int]] = []
         self._moving: dict[int, Request] = {}  # from a replica to another, by number
@@ -135,13 +142,14 @@ class Fleet:
         one = self._load.arrivals[number]
         tokens = one.tokens(number, self._vocab_size)
         request = _request(number, tokens, one.num_prompt, one.num_output)
-        index = self._choose(request, self._first)
+        index = self._choose(request, self._routes[0])
         try:
             if self._prefill:
                 self._replicas[-1].scheduler.max_len(request)
                 request = _request(number, tokens, one.num_prompt, 1)
             self._replicas[index].submit(request)
         except (ContextLengthError, OverloadedError) as error:
+            self._routes[0].end(request)
             self._refuse(request, self._clock.now_s, error)
         return index
 
@@ -150,7 +158,7 @@ class Fleet:
         number, tokens = int(before.id), list(before.tokens)
         num_output = self._load.arrivals[number].num_output
         request = _request(number, tokens, len(tokens), num_output - before.num_output)
-        index = self._choose(request, self._second)
+        index = self._choose(request, self._routes[1])
         self._interrupt(index, is_seen=True)
         scheduler = self._replicas[index].scheduler
         try:
@@ -159,23 +167,16 @@ class Fleet:
             )
             self._replicas[index].submit(request)
         except OverloadedError as error:
+            self._routes[1].end(request)
             self._refuse(before, before.arrival_s, error)
         return index
 
-    def _choose(self, request: Request, among: range) -> int:
+    def _choose(self, request: Request, route: _Route) -> int:
         """Return the index of a replica for a request."""
-        replicas = [self._replicas[index] for index in among]
-        hits = [0] * len(replicas)
-        if self._looks:
-            for index in among:
-                self._interrupt(index, is_seen=True)
-            chain = PrefixChain(replicas[0].page_size, request.salt)
-            hits = [one.scheduler.prefixes.num_hit(request, chain) for one in replicas]
-        views = [
-            ReplicaView(one.num_requests, one.num_tokens, hit)
-            for one, hit in zip(replicas, hits, strict=True)
-        ]
-        index = among[self._route(int(request.id), views)]
+        for index in route.due():
+            self._interrupt(index, is_seen=True)
+            route.report(index)
+        index = route.choose(request)
         self._interrupt(index, is_seen=False)
         return index
 
@@ -183,9 +184,12 @@ class Fleet:
         """Note the first tokens and the ends of a step; hand over prompts that are computed."""
         now_s = self._clock.now_s
         begun, ended = self._replicas[index].finish()
+        route = self._routes[0 if index in self._first else 1]
         for request in begun:
             self._first_s.setdefault(request.id, now_s)
+            route.begin(request)
         for request in ended:
+            route.end(request)
             number = int(request.id)
             wanted = self._load.arrivals[number].num_output
             if self._prefill and index in self._first and request.num_output < wanted:
@@ -206,6 +210,51 @@ class Fleet:
         self.logs[number] = RequestLog(times, sent_s, request.num_prompt, 0, 0, REFUSED)
         self.refusals.append((number, str(error)))
         self._moving.pop(number, None)
+
+
+class _Route:
+    """The router before some of the replicas: it knows of them what a real one would."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], among: range, policy: str, clock: Clock
+    ) -> None:
+        self._replicas, self._among, self._clock = replicas, among, clock
+        self._looks = policy in LOOKS_AT_PREFIXES
+        self._dispatcher = Dispatcher(policy, clock.read, BLOCK_BYTES)
+        self._tickets: dict[str, Ticket] = {}
+        self._due_s = 0.0
+        for index in among:
+            self._dispatcher.open(self._dispatcher.join(str(index)), is_open=True)
+
+    def due(self) -> range:
+        """Return the replicas that are to be asked now: from time to time, all of them."""
+        if not self._looks or self._clock.now_s < self._due_s:
+            return range(0)
+        self._due_s = self._clock.now_s + _REPORT_S
+        return self._among
+
+    def report(self, index: int) -> None:
+        """Take in what a replica has evicted."""
+        stats = self._replicas[index].scheduler.stats()
+        self._dispatcher.report(index - self._among.start, 0.0, stats.horizon_s)
+
+    def choose(self, request: Request) -> int:
+        """Return a replica's index for a request, whose tokens stand for the prompt's text."""
+        text = array("I", request.tokens).tobytes()
+        keys = block_keys(text, request.salt) if self._looks else ()
+        asked = Asked(keys, len(text), keys[0] if keys else int(request.id))
+        ticket = self._dispatcher.decide(asked)
+        assert ticket is not None, "all replicas are open"
+        self._tickets[request.id] = ticket
+        return self._among[ticket.place]
+
+    def begin(self, request: Request) -> None:
+        """Note a first token."""
+        self._dispatcher.begin(self._tickets[request.id])
+
+    def end(self, request: Request) -> None:
+        """Note an end."""
+        self._dispatcher.end(self._tickets.pop(request.id))
 
 
 class Prefill(Frozen):

@@ -22,7 +22,7 @@ from twostroke.planner.formulas import usd_per_million
 from twostroke.planner.question import MEMORY_SHARE, Question
 from twostroke.planner.roofline import Roofline, kv_bytes
 from twostroke.program.cost import CostModel
-from twostroke.schedule.routing import LOOKS_AT_PREFIXES, ROUTES
+from twostroke.router.policy import LOOKS_AT_PREFIXES, POLICIES
 from twostroke.simulate.fleet import START_S, Fleet, Prefill
 from twostroke.simulate.guesser import Guesser, make_speculator
 from twostroke.simulate.replica import Clock, Replica
@@ -41,7 +41,7 @@ class Setup(Frozen):
 
     Attributes:
         question: how a replica is run: devices, format of keys and values, shares, price.
-        routing: a key of `schedule.routing.ROUTES`.
+        routing: a key of `router.policy.POLICIES`.
         calibration: corrects the times of steps on this machine.
         is_here: whether the device is this machine, whose engine sizes its cache by free memory.
         acceptance: the chance that a guessed token is right; None without speculation.
@@ -70,9 +70,9 @@ class Setup(Frozen):
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
         check_range(self, "replicas", least=1, most=MOST_REPLICAS)
-        if self.routing not in ROUTES:
-            hint = nearest(self.routing, ROUTES)
-            reason = f"must be one of {', '.join(ROUTES)}, got '{{value}}'.{hint}"
+        if self.routing not in POLICIES:
+            hint = nearest(self.routing, POLICIES)
+            reason = f"must be one of {', '.join(POLICIES)}, got '{{value}}'.{hint}"
             raise UsageError(reason, field="routing", value=self.routing)
         if self.acceptance is not None and not 0 < self.acceptance < 1:
             reason = f"must be above 0 and below 1, got {self.acceptance}."

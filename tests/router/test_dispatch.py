@@ -1,0 +1,144 @@
+"""Requests go where their first token comes soonest, by what a router can know."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from twostroke.router.dispatch import Asked, Dispatcher
+from twostroke.router.policy import POLICIES, View, homes
+from twostroke.router.prompt import BLOCK_BYTES, block_keys, read_prompt
+
+_SIZE = 10  # units of a block
+
+
+class Fleet:
+    """A dispatcher of four replicas whose time a test sets; a unit takes a second."""
+
+    def __init__(self, policy: str = "prefix", count: int = 4, most_blocks: int = 1000) -> None:
+        self.now_s = 100.0
+        self.dispatcher = Dispatcher(policy, lambda: self.now_s, _SIZE, most_blocks)
+        for place in range(count):
+            self.dispatcher.open(self.dispatcher.join(f"r{place}"), is_open=True)
+        self.dispatcher.pace_s = [1.0] * count
+
+    def ask(self, *keys: int, tried=()):
+        asked = Asked(keys, _SIZE * len(keys), keys[0] if keys else 0)
+        return self.dispatcher.decide(asked, None, tried)
+
+    def finish(self, ticket) -> None:
+        self.dispatcher.begin(ticket)
+        self.dispatcher.end(ticket)
+        self.dispatcher.pace_s = [1.0] * len(self.dispatcher)
+
+
+def test_a_conversation_comes_back_to_its_pages() -> None:
+    fleet = Fleet()
+    first = fleet.ask(1, 2, 3)
+    fleet.finish(first)
+    for number in range(20, 26):
+        fleet.finish(fleet.ask(number))
+    again = fleet.ask(1, 2, 3, 4)
+    assert (again.place, again.hit, again.missing) == (first.place, 30, 10)
+
+
+def test_a_holder_that_is_too_busy_is_passed_over() -> None:
+    fleet = Fleet()
+    first = fleet.ask(1)
+    fleet.finish(first)
+    fleet.dispatcher.report(first.place, 1000.0, None)
+    other = fleet.ask(1, 2)
+    assert other.place != first.place
+    assert (other.hit, other.best) == (0, 10)
+
+
+def test_what_is_older_than_the_horizon_is_evicted_and_what_runs_is_not() -> None:
+    fleet = Fleet(count=1)
+    old, running = fleet.ask(1), fleet.ask(2)
+    fleet.finish(old)
+    fleet.now_s += 50
+    fleet.dispatcher.report(0, 0.0, 49.0)
+    assert fleet.ask(1).hit == 0
+    assert fleet.ask(2).hit == 10
+    fleet.finish(running)
+
+
+def test_a_replica_that_starts_again_holds_nothing() -> None:
+    fleet = Fleet(count=1)
+    fleet.finish(fleet.ask(1))
+    assert fleet.ask(1).hit == 10
+    fleet.dispatcher.restart(0)
+    assert fleet.ask(1).hit == 0
+
+
+def test_what_is_sent_is_charged_at_once() -> None:
+    fleet = Fleet("least-work")
+    assert sorted(fleet.ask(*range(10 * n, 10 * n + 9)).place for n in range(4)) == [0, 1, 2, 3]
+    assert fleet.dispatcher.wait_s(0) == pytest.approx(90)
+
+
+def test_shut_and_tried_replicas_get_nothing() -> None:
+    for policy in POLICIES:
+        fleet = Fleet(policy)
+        fleet.dispatcher.open(1, is_open=False)
+        among = np.array([True, True, True, False])
+        places = {fleet.dispatcher.decide(Asked((n,), 10, n), among, {0}).place for n in range(20)}
+        assert places == {2}
+        assert fleet.ask(1, tried={0, 2, 3}) is None
+
+
+def test_only_the_last_blocks_are_known() -> None:
+    fleet = Fleet(count=1, most_blocks=100)
+    for number in range(1000):
+        fleet.finish(fleet.ask(number))
+        assert len(fleet.dispatcher.known) <= 100
+    assert fleet.ask(999).hit == 10
+    assert fleet.ask(1).hit == 0
+
+
+def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
+    views = [View(n, np.array([1.0, 2.0, 3.0, 0.5]), np.zeros(4)) for n in range(4000)]
+    turns = Counter(POLICIES["round-robin"](view) for view in views)
+    assert turns == dict.fromkeys(range(4), 1000)
+    chosen = Counter(POLICIES["two-choices"](view) for view in views)
+    assert chosen[3] == pytest.approx(4000 * 7 / 16, rel=0.1)
+    assert chosen[2] == pytest.approx(4000 * 1 / 16, rel=0.2)
+
+
+def test_homes_move_only_where_a_replica_leaves() -> None:
+    salts = np.random.default_rng(1).integers(0, 1 << 63, 50).astype(np.uint64)
+    shut = np.zeros(50, np.bool_)
+    before = [homes(salts, n * 7919, shut) for n in range(500)]
+    shut[before[0][0]] = True
+    for number, pair in enumerate(before):
+        after = homes(salts, number * 7919, shut)
+        if before[0][0] not in pair:
+            assert after == pair
+    assert len({one for pair in before for one in pair}) == 50
+
+
+def test_keys_follow_the_text_and_the_salt() -> None:
+    text = bytes(range(256)) * 8
+    keys = block_keys(text, b"a")
+    assert len(keys) == len(text) // BLOCK_BYTES
+    assert block_keys(text + b"more", b"a") == keys
+    changed = b"x" + text[1:]
+    assert not set(block_keys(changed, b"a")) & set(keys)
+    assert not set(block_keys(text, b"b")) & set(keys)
+
+
+def test_a_turn_of_a_conversation_begins_as_the_one_before() -> None:
+    said = '{"role":"user","content":"' + "x" * 3000 + '"}'
+    one = f'{{"model":"m","messages":[{said}],"stream":true}}'.encode()
+    two = f'{{"temperature":0,"messages":[{said},{said}],"model":"m"}}'.encode()
+    first, second = read_prompt(one, b"").asked, read_prompt(two, b"").asked
+    assert second.keys[: len(first.keys)] == first.keys
+    other = read_prompt(one.replace(b'"model":"m"', b'"model":"n"'), b"").asked
+    assert not set(other.keys) & set(first.keys)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": 3, "model": [1]}', b"\xff"])
+def test_a_body_that_is_wrong_is_the_replicas_to_refuse(body: bytes) -> None:
+    assert read_prompt(body, b"salt").model == ""
