@@ -24,6 +24,7 @@ _BY_PATH: Final = {
     "/v1/messages": ANTHROPIC,
     "/api/plan": OPENAI,
     "/api/state": OPENAI,
+    "/api/load": OPENAI,
     "/api": OLLAMA,
     **dict.fromkeys(_LLAMA_PATHS.split(), LLAMA_SERVER),
 }

@@ -73,6 +73,7 @@ class Replica:
         self.state, self.reason = State.NEW, "It was not asked yet."
         self.since_s = time.time()
         self.facts = Facts()
+        self.is_foreign = False  # not a server of ours
         self.is_listed = True  # by its user or by DNS
         self.num_requests = self.num_failed = self.num_errors = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.router.fleet import Facts, State
 from twostroke.router.response import ReplicaError
 from twostroke.router.upstream import Address, request_head
@@ -116,12 +117,19 @@ class Watch:
         """Return how a replica says that it is, why, and what it is."""
         key = self._fleet.options.replica_key
         headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        if not replica.is_foreign:
+            status, body = await fetch(replica, "/api/load", headers)
+            if status == 401:
+                return State.DOWN, "It wants a key: set TWOSTROKE_REPLICA_KEY.", None
+            replica.is_foreign = status == 404
+            if status == 200 and (said := _load(body)) is not None:
+                return self._take(replica, said)
         status, body = await fetch(replica, "/health", headers)
-        said = _status(body)
-        if said == "draining":
+        state = _status(body)
+        if state == "draining":
             return State.DRAINING, "It is stopping.", None
         if status >= 400 and status != 404:  # 404: a server without it
-            return State.DOWN, f"It says {status}{f' ({said})' if said else ''}.", None
+            return State.DOWN, f"It says {status}{f' ({state})' if state else ''}.", None
         if replica.facts.models and replica.state is State.READY:
             return State.READY, "", replica.facts
         status, body = await fetch(replica, "/v1/models", headers)
@@ -131,6 +139,22 @@ class Watch:
         if not models:
             return State.DOWN, f"It is not a server of models: /v1/models gives {status}.", None
         return State.READY, "", Facts(models)
+
+    def _take(self, replica: Replica, said: Load) -> tuple[State, str, Facts]:
+        """Take in what a server of ours says of its queue and its cache."""
+        facts = Facts(said.models, said.epoch, said.version, said.numerics)
+        replica.num_prompt_tokens, replica.num_cached_tokens = (
+            said.prompt_tokens,
+            said.cached_tokens,
+        )
+        replica.work_s, replica.horizon_s = said.work_s, said.horizon_s
+        if said.epoch == replica.facts.epoch:
+            self._fleet.dispatcher.report(replica.place, said.work_s, said.horizon_s)
+        if said.status == "draining":
+            return State.DRAINING, "It is stopping.", facts
+        if said.status != "ok":
+            return State.DOWN, f"It says that its engine is {said.status}.", facts
+        return State.READY, "", facts
 
     async def _discover(self, name: str, port: int) -> None:
         while True:
@@ -178,6 +202,20 @@ class Watch:
                 replica.look.set()
 
 
+class Load(Frozen):
+    """What `GET /api/load` of a server of ours says."""
+
+    status: str
+    epoch: str
+    models: tuple[str, ...]
+    version: str
+    numerics: str
+    work_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    horizon_s: float | None
+
+
 async def fetch(
     replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[int, bytes]:
@@ -194,6 +232,13 @@ async def fetch(
         return head.status, bytes(body)
     finally:
         connection.release()
+
+
+def _load(body: bytes) -> Load | None:
+    try:
+        return msgspec.json.decode(body, type=Load)
+    except msgspec.MsgspecError:
+        return None
 
 
 def _status(body: bytes) -> str:

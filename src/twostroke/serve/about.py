@@ -52,6 +52,27 @@ class ProgressBody(msgspec.Struct, frozen=True):
     step_s: float
 
 
+class LoadBody(msgspec.Struct, frozen=True):
+    """What a router needs to know of a server.
+
+    `epoch` is another after each start of the server or its engine; where `numerics` are equal,
+    answers are. Tokens are counted since the start. `horizon_s` is how long ago the page was used
+    that the prefix cache evicted last: what was used since is there.
+    """
+
+    status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
+    epoch: str
+    models: list[str]
+    version: str
+    numerics: str
+    running: int
+    waiting: int
+    work_s: Annotated[float, Meta(description="Seconds that the tokens in the queue take.")]
+    prompt_tokens: int
+    cached_tokens: int
+    horizon_s: float | None
+
+
 class Capabilities(msgspec.Struct, frozen=True):
     """A model's abilities besides text completion, by the names of Mistral's API.
 

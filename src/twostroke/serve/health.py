@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.health import Health
 from twostroke.http.waiting import RETRY_AFTER_S
-from twostroke.serve.about import HealthBody, ProgressBody
+from twostroke.serve.about import VERSION, HealthBody, LoadBody, ProgressBody
 from twostroke.serve.dialect import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -26,9 +27,12 @@ _logger = logging.getLogger("twostroke.serve")
 class HealthReports:
     """Reports whether a server and its engine are well."""
 
-    def __init__(self, engine: ServedEngine, name: str, is_draining: Callable[[], bool]) -> None:
-        """Report on a server that calls its model `name`."""
-        self._engine, self._name, self._is_draining = engine, name, is_draining
+    def __init__(
+        self, engine: ServedEngine, names: Sequence[str], is_draining: Callable[[], bool]
+    ) -> None:
+        """Report on a server that calls its models `names`."""
+        self._engine, self._names, self._is_draining = engine, names, is_draining
+        self._name, self._started = names[0], secrets.token_hex(8)
         self._last = Health.READY.value
 
     @property
@@ -53,6 +57,7 @@ class HealthReports:
             "/health/live": self._live,
             "/health/ready": self._ready,
             "/health/progress": self._progress,
+            "/api/load": self._load,
         }
 
     async def _ready(self, _request: Request) -> Response:
@@ -76,3 +81,25 @@ class HealthReports:
         if health is Health.READY:
             return to_json(ProgressBody("ok", known.num_steps, known.step_s))
         return to_json(ProgressBody(health.value, known.num_steps, known.step_s), 503, _RETRY)
+
+    async def _load(self, _request: Request) -> Response:
+        """Return what a router wants to know; the queue's seconds are those of past prefill."""
+        engine, status = self._engine, self.status
+        reading = await engine.read()
+        stats, prefill = reading.snapshot.scheduler, reading.snapshot.strokes.prefill
+        pace_s = prefill.time_s / prefill.rows if prefill.rows else 0.0
+        backend = engine.facts.backend
+        body = LoadBody(
+            status="ok" if status == Health.READY.value else status,
+            epoch=f"{self._started}-{engine.num_deaths}",
+            models=list(self._names),
+            version=VERSION,
+            numerics=f"{engine.card.identity[:16]} {backend.name} {backend.level}",
+            running=stats.num_running,
+            waiting=stats.num_waiting,
+            work_s=pace_s * (stats.num_waiting_tokens + stats.num_uncomputed),
+            prompt_tokens=stats.num_prompt_tokens,
+            cached_tokens=stats.num_hit_tokens,
+            horizon_s=stats.horizon_s,
+        )
+        return to_json(body)

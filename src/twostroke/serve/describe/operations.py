@@ -15,7 +15,14 @@ from twostroke.core.errors import (
 from twostroke.http import errors
 from twostroke.http.forms.anthropic import ANTHROPIC
 from twostroke.http.forms.llama_server import LLAMA_SERVER
-from twostroke.serve.about import AboutBody, HealthBody, ModelBody, ModelList, ProgressBody
+from twostroke.serve.about import (
+    AboutBody,
+    HealthBody,
+    LoadBody,
+    ModelBody,
+    ModelList,
+    ProgressBody,
+)
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.describe import batches, ollama, stored
 from twostroke.serve.describe.operation import (
@@ -94,6 +101,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
     ("GET", "/health/progress"): Operation(
         "Whether the engine finishes steps", "Server", answer=ProgressBody, may_be_unready=True
     ),
+    ("GET", "/api/load"): Operation("What a router needs to know", "Server", answer=LoadBody),
     ("GET", "/metrics"): Operation(
         "Metrics for Prometheus",
         "Server",
