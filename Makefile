@@ -48,7 +48,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine test-handover test-models-on-demand test-ray soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -141,6 +141,9 @@ test-parallel: build pull ## Compare answers of several ranks with those of one 
 
 test-kills: build pull ## End, stop and crash a server's engine under load (KILLS=200).
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/service.py --kills $(or $(KILLS),200)
+
+test-fleet: build ## Kill, freeze and cut off replicas behind a router under load (FAULTS=200).
+	@PYTHONPATH=src:tests $(BIN)/python tests/exact/fleet.py --faults $(or $(FAULTS),200)
 
 test-machine: build ## Do 10,000,000 random operations on pages, scheduler, engine and supervisor (MACHINE_ARGS=).
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/machine.py $(MACHINE_ARGS)

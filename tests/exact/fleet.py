@@ -1,0 +1,325 @@
+"""`make test-fleet`: fells replicas under load in several ways, and looks at what clients see.
+
+A router stands before three servers of a tiny model, each of them behind a gate that can lose its
+network. No request may be lost before its first byte. Others get an error within 2 s, or 10 s where
+a replica is silent, and every answer has the tokens that it always has. In the end all replicas are
+updated one after another, and no request may fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_TESTS = Path(__file__).resolve().parent.parent
+_TOLD_S = {"kill": 2.0, "reset": 2.0, "freeze": 10.0, "cut": 10.0}
+_CLIENTS, _TOKENS, _PROMPTS = 6, 120, 10
+_SILENT_S = 7.0  # longer than a router bears
+_PATIENCE_S = 30.0
+
+
+class Gate:
+    """A port that passes on to a server, until its network is lost."""
+
+    def __init__(self, port: int) -> None:
+        """Pass on to a port."""
+        self._to = port
+        self._open = asyncio.Event()
+        self._open.set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> str:
+        """Listen; return the URL."""
+        self._server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Lose all that is sent, silently."""
+        self._open.clear()
+
+    def mend(self) -> None:
+        """Pass on again; what was cut off stays so."""
+        self.reset()
+        self._open.set()
+
+    def reset(self) -> None:
+        """Reset all connections."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    def close(self) -> None:
+        """End."""
+        self.reset()
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        await self._open.wait()
+        try:
+            other_reader, other = await asyncio.open_connection("127.0.0.1", self._to)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers.add(other)
+        for source, to in ((reader, other), (other_reader, writer)):
+            task = asyncio.create_task(self._copy(source, to, other if to is writer else writer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _copy(
+        self, source: asyncio.StreamReader, to: asyncio.StreamWriter, back: asyncio.StreamWriter
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
+                await self._open.wait()
+                to.write(data)
+                await to.drain()
+        for writer in (to, back):
+            self._writers.discard(writer)
+            writer.transport.abort()
+
+
+class Member:
+    """One server process, and its gate."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        """Serve at a port."""
+        self._folder, self.port, self.gate, self.url = folder, port, Gate(port), ""
+        self._process: asyncio.subprocess.Process | None = None
+        folder.mkdir()
+
+    async def start(self) -> None:
+        """Start the process, and wait until it serves."""
+        if not self.url:
+            self.url = await self.gate.start()
+        paths = os.pathsep.join([str(_TESTS), str(_TESTS.parent / "src")])
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(_TESTS / "support/serve_tiny.py"), str(self._folder)),
+            *(str(self.port), "20", "roomy"),
+            env=os.environ | {"PYTHONPATH": paths},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        assert (await self._process.stdout.readline()).startswith(b"http"), "it did not start"
+
+    def send(self, number: int) -> None:
+        """Send the process a signal."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def end(self) -> None:
+        """Wait for the end of the process."""
+        assert self._process is not None
+        await self._process.wait()
+
+
+@dataclass
+class Seen:
+    """What clients saw: how requests ended, and what must not be."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    told_s: dict[str, list[float]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    fault: tuple[str, float] = ("none", 0.0)  # the present one, and when it began
+
+
+class Campaign:
+    """A router and its members, clients, and faults."""
+
+    def __init__(self, members: list[Member], url: str, seed: int) -> None:
+        """Use a router that runs."""
+        self.members, self.url, self.seen = members, url, Seen()
+        self._random = random.Random(seed)
+        self._is_over = False
+
+    async def run(self, num_faults: int) -> None:
+        """Do faults, then a rolling update."""
+        limits = httpx.Limits(max_connections=100)
+        timeout = httpx.Timeout(_PATIENCE_S)
+        async with httpx.AsyncClient(timeout=timeout, trust_env=False, limits=limits) as http:
+            self._http = http
+            clients = [asyncio.create_task(self._client()) for _ in range(_CLIENTS)]
+            await asyncio.sleep(1)
+            kinds = list(_TOLD_S)
+            for number in range(num_faults):
+                await self._fault(kinds[number % len(kinds)])
+            self.seen.fault = ("update", time.monotonic())
+            for member in self.members:
+                await self._update(member)
+            self._is_over = True
+            await asyncio.gather(*clients)
+
+    async def _fault(self, kind: str) -> None:
+        member = self._random.choice(self.members)
+        await asyncio.sleep(self._random.uniform(0.1, 0.6))
+        self.seen.fault = (kind, time.monotonic())
+        if kind == "reset":
+            member.gate.reset()
+            await asyncio.sleep(0.5)
+        elif kind == "cut":
+            member.gate.cut()
+            await asyncio.sleep(_SILENT_S)
+            member.gate.mend()
+        elif kind == "freeze":
+            member.send(signal.SIGSTOP)
+            await asyncio.sleep(_SILENT_S)
+            member.send(signal.SIGCONT)
+        else:
+            member.send(signal.SIGKILL)
+            await member.end()
+            await member.start()
+        await self._ready(len(self.members))
+
+    async def _update(self, member: Member) -> None:
+        member.send(signal.SIGTERM)
+        await member.end()
+        await member.start()
+        await self._ready(len(self.members))
+
+    async def _ready(self, count: int) -> None:
+        for _ in range(300):
+            found = await self._http.get(f"{self.url}/health")
+            if found.json()["ready"] == count:
+                return
+            await asyncio.sleep(0.1)
+        self.seen.wrong.append(f"a replica did not come back after {self.seen.fault[0]}")
+
+    async def _client(self) -> None:
+        while not self._is_over:
+            await self._request(self._random.randrange(_PROMPTS))
+
+    async def _request(self, number: int) -> None:
+        """Send one request, and judge how it ended."""
+        body = {
+            "messages": [{"role": "user", "content": f"hello {number} " * 40}],
+            "max_tokens": _TOKENS,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        seen, text, error, is_whole = self.seen, "", "", False
+        try:
+            url = f"{self.url}/v1/chat/completions"
+            async with self._http.stream("POST", url, json=body) as answer:
+                if answer.status_code != 200:
+                    said = (await answer.aread())[:200]
+                    self._lose(f"before its first byte: {answer.status_code} {said!r}")
+                    return
+                async for line in answer.aiter_lines():
+                    piece, error, is_whole = _read(line)
+                    text += piece
+                    if error or is_whole:
+                        break
+        except httpx.HTTPError as failure:
+            self._lose(f"without an answer: {type(failure).__name__}")
+            return
+        if error:
+            kind, at_s = seen.fault
+            told_s = time.monotonic() - at_s
+            seen.ends["error"] += 1
+            seen.told_s.setdefault(kind, []).append(told_s)
+            if told_s > _TOLD_S.get(kind, 0.0):
+                seen.wrong.append(f"told of {kind} after {told_s:.1f} s")
+        elif not is_whole or seen.texts.setdefault(number, text) != text:
+            self._lose("with other tokens" if is_whole else "without an end")
+        else:
+            seen.ends["answered"] += 1
+
+    def _lose(self, how: str) -> None:
+        self.seen.ends["lost"] += 1
+        self.seen.wrong.append(f"a request was lost {how} ({self.seen.fault[0]})")
+
+
+def _read(line: str) -> tuple[str, str, bool]:
+    """Return the text, the error and whether it was the end, of a line of events."""
+    if line == "data: [DONE]":
+        return "", "", True
+    if not line.startswith("data: "):
+        return "", "", False
+    found: dict[str, Any] = json.loads(line[6:])
+    if "error" in found:
+        return "", found["error"]["message"], False
+    return found["choices"][0]["delta"].get("content") or "", "", False
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens at."""
+    import socket
+
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in taken]
+
+
+async def campaign(num_faults: int, seed: int = 0) -> Seen:
+    """Do a campaign in a folder that is removed; return what clients saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        *ports, own = free_ports(4)
+        members = [Member(Path(folder, str(port)), port) for port in ports]
+        await asyncio.gather(*[member.start() for member in members])
+        named = [word for member in members for word in ("--replica", member.url)]
+        router = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "twostroke", "route", "--port", str(own), *named),
+            "--no-access-log",
+            env=os.environ | {"PYTHONPATH": str(_TESTS.parent / "src")},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert router.stderr is not None
+        try:
+            while b"routes requests" not in (await router.stderr.readline()):
+                pass
+            log = asyncio.create_task(router.stderr.read())
+            made = Campaign(members, f"http://127.0.0.1:{own}", seed)
+            await made.run(num_faults)
+            router.send_signal(signal.SIGTERM)
+            if await router.wait():
+                made.seen.wrong.append("the router did not stop cleanly")
+            await log
+        finally:
+            if router.returncode is None:
+                router.kill()
+            for member in members:
+                member.send(signal.SIGKILL)
+                await member.end()
+                member.gate.close()
+        return made.seen
+
+
+def main() -> int:
+    """Print what clients saw; return 1 if something was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    seen = asyncio.run(campaign(given.faults, given.seed))
+    print(f"{given.faults} faults, then a rolling update: {dict(seen.ends)}")
+    for kind, told_s in sorted(seen.told_s.items()):
+        print(f"  {kind}: {len(told_s)} errors, the last after {max(told_s):.2f} s")
+    for what, count in Counter(seen.wrong).most_common(20):
+        print(f"  WRONG, {count} times: {what}")
+    return 1 if seen.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

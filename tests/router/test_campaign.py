@@ -1,0 +1,16 @@
+"""A short form of `make test-fleet`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from exact.fleet import campaign
+
+
+@pytest.mark.slow
+def test_replicas_that_fail_lose_nothing_before_its_first_byte() -> None:
+    seen = asyncio.run(campaign(4))
+    assert seen.wrong == []
+    assert seen.ends["answered"] > 20
