@@ -9,9 +9,13 @@ import pytest
 
 from twostroke.router.dispatch import Asked, Dispatcher
 from twostroke.router.policy import POLICIES, View, homes
-from twostroke.router.prompt import BLOCK_BYTES, block_keys, read_prompt
+from twostroke.router.prompt import block_keys, extent, read_prompt
 
 _SIZE = 10  # units of a block
+
+
+def _extent(num_blocks: int) -> int:
+    return _SIZE * num_blocks
 
 
 class Fleet:
@@ -19,7 +23,9 @@ class Fleet:
 
     def __init__(self, policy: str = "prefix", count: int = 4, most_blocks: int = 1000) -> None:
         self.now_s = 100.0
-        self.dispatcher = Dispatcher(policy, lambda: self.now_s, _SIZE, most_blocks)
+        self.dispatcher = Dispatcher(
+            policy, lambda: self.now_s, lambda count: _SIZE * count, most_blocks
+        )
         for place in range(count):
             self.dispatcher.open(self.dispatcher.join(f"r{place}"), is_open=True)
         self.dispatcher.pace_s = [1.0] * count
@@ -120,10 +126,11 @@ def test_homes_move_only_where_a_replica_leaves() -> None:
 
 
 def test_keys_follow_the_text_and_the_salt() -> None:
-    text = bytes(range(256)) * 8
+    text = bytes(range(256)) * 33
     keys = block_keys(text, b"a")
-    assert len(keys) == len(text) // BLOCK_BYTES
-    assert block_keys(text + b"more", b"a") == keys
+    assert [extent(count) for count in range(8)] == [0, 512, 1024, 1536, 2048, 4096, 6144, 8192]
+    assert len(keys) == 7
+    assert block_keys(text + b"more", b"a") == keys == block_keys(text[:8192], b"a")
     changed = b"x" + text[1:]
     assert not set(block_keys(changed, b"a")) & set(keys)
     assert not set(block_keys(text, b"b")) & set(keys)

@@ -28,7 +28,7 @@ _LATE: Final = 0.5  # of the work that should be done by now and is not
 class Asked(Frozen):
     """What counts of a prompt: the keys of its blocks, its units, and the hash of its homes.
 
-    A unit is a byte of the prompt's text; a block has `block_size` of them.
+    A unit is a byte of the prompt's text.
     """
 
     keys: tuple[int, ...]
@@ -61,15 +61,18 @@ class Dispatcher:
         self,
         policy: str,
         clock: Callable[[], float],
-        block_size: int,
+        extent: Callable[[int], int],
         most_blocks: int = MAX_BLOCKS,
     ) -> None:
-        """Decide by the policy of this name, a key of `POLICIES`."""
+        """Decide by the policy of this name, a key of `POLICIES`.
+
+        `extent` returns the units of a prompt's first blocks, from their number.
+        """
         self.known = Known(most_blocks)
         self.pace_s: list[float] = []  # of a unit, by place
         self.num_units = self.num_hit = self.num_best = 0  # of all prompts
         self._decide, self._looks = POLICIES[policy], policy in LOOKS_AT_PREFIXES
-        self._clock, self._block_size = clock, block_size
+        self._clock, self._extent = clock, extent
         self._number = 0
         self._sums: list[tuple[float, float]] = []  # seconds and units, of each pace
         self._all = (0.0, 0.0)  # of the fleet's
@@ -145,11 +148,11 @@ class Dispatcher:
         longest, held = 0, dict[int, int]()
         if self._looks:
             longest, held = self._candidates(asked, wait_s, nearest)
-        size, total, pace_s = self._block_size, asked.num_units, self.pace_s
-        missing_s = {place: (total - size * num) * pace_s[place] for place, num in held.items()}
+        extent, total, pace_s = self._extent, asked.num_units, self.pace_s
+        missing_s = {place: (total - extent(num)) * pace_s[place] for place, num in held.items()}
         place = self._decide(View(self._number, wait_s, self._num_open, missing_s))
-        hit = size * held.get(place, 0)
-        ticket = Ticket(place, now_s, hit, size * longest, total - hit)
+        hit = extent(held.get(place, 0))
+        ticket = Ticket(place, now_s, hit, extent(longest), total - hit)
         self._number += 1
         self._charge(asked, ticket)
         return ticket

@@ -15,7 +15,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.http.errors import GatewayError
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.policy import mix
-from twostroke.router.prompt import BLOCK_BYTES
+from twostroke.router.prompt import extent
 from twostroke.router.upstream import Address, Pool
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Fleet:
         """Begin with none."""
         self.options = options
         self.replicas: dict[str, Replica] = {}  # by URL
-        self.dispatcher = Dispatcher(options.policy, time.monotonic, BLOCK_BYTES)
+        self.dispatcher = Dispatcher(options.policy, time.monotonic, extent)
         self._places: list[Replica] = []
         self._free: list[int] = []
         self._changed = asyncio.Event()

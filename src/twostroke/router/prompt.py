@@ -11,7 +11,9 @@ from msgspec import Raw
 from twostroke.core.frozen import Frozen
 from twostroke.router.dispatch import Asked
 
-BLOCK_BYTES: Final = 512
+_SHORT: Final = 512
+_LONG: Final = 2048  # after the first short ones: fewer keys for the same text
+_NUM_SHORT: Final = 4
 _PARTS: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
 _NONE: Final = Raw()
 
@@ -62,14 +64,22 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
     return Prompt(Asked(keys, len(text), affinity), model, _text(found.previous_response_id))
 
 
-def block_keys(text: bytes, salt: bytes, size: int = BLOCK_BYTES) -> tuple[int, ...]:
+def block_keys(text: bytes, salt: bytes) -> tuple[int, ...]:
     """Return a 64-bit key for each full block of a text, each a hash of all up to its end."""
     digest = blake2b(salt, digest_size=8).digest()
-    keys = []
-    for at in range(0, len(text) - size + 1, size):
-        digest = blake2b(digest + text[at : at + size], digest_size=8).digest()
+    keys, at, end = [], 0, extent(1)
+    while end <= len(text):
+        digest = blake2b(digest + text[at:end], digest_size=8).digest()
         keys.append(int.from_bytes(digest))
+        at, end = end, extent(len(keys) + 1)
     return tuple(keys)
+
+
+def extent(num_blocks: int) -> int:
+    """Return how many bytes the first blocks have."""
+    if num_blocks <= _NUM_SHORT:
+        return _SHORT * num_blocks
+    return _SHORT * _NUM_SHORT + _LONG * (num_blocks - _NUM_SHORT)
 
 
 def _hash(text: bytes) -> int:

@@ -16,7 +16,7 @@ from twostroke.engine.output import Timings
 from twostroke.measure.requests import REFUSED, RequestLog
 from twostroke.router.dispatch import Asked, Dispatcher
 from twostroke.router.policy import LOOKS_AT_PREFIXES
-from twostroke.router.prompt import BLOCK_BYTES, block_keys
+from twostroke.router.prompt import block_keys, extent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -220,7 +220,7 @@ class _Route:
     ) -> None:
         self._replicas, self._among, self._clock = replicas, among, clock
         self._looks = policy in LOOKS_AT_PREFIXES
-        self._dispatcher = Dispatcher(policy, clock.read, BLOCK_BYTES)
+        self._dispatcher = Dispatcher(policy, clock.read, extent)
         self._tickets: dict[str, Ticket] = {}
         self._due_s = 0.0
         for index in among:
