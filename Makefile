@@ -48,7 +48,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -158,6 +158,9 @@ test-ray: build pull ## Bring a fleet up on Ray, kill and update it under load, 
 	@$(MAKE) --no-print-directory .venv-fleet/.ready
 	@PYTHONPATH=src .venv-fleet/bin/python tests/exact/ray_fleet.py $(RAY_ARGS)
 
+test-tiers: build ## Damage and swap 10,000 stored pages; none may be used (TIERS_ARGS=).
+	@PYTHONPATH=src:tests $(BIN)/python tests/exact/tiers.py $(TIERS_ARGS)
+
 soak: build pull ## Load a server for half an hour, kill its engine, look for growth (SOAK_ARGS="--minutes 5").
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/soak.py $(SOAK_ARGS)
 
@@ -229,6 +232,9 @@ bench-speculation: native pull ## Measure what speculation saves.
 bench-overhead: native pull ## Measure a step without its kernels, and a request without its engine.
 	@$(BIN)/python benchmarks/overhead.py $(BENCH_ARGS)
 	@$(BIN)/python benchmarks/tenants.py
+
+bench-tiers: native pull ## Measure pages on disk after a restart, and a slow disk.
+	@$(BIN)/python benchmarks/tiers.py $(BENCH_ARGS)
 
 bench-batch: native pull ## Measure a file of requests, and a client beside a full batch.
 	@$(BIN)/python benchmarks/batches.py $(BENCH_ARGS)

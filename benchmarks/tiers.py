@@ -1,0 +1,231 @@
+"""`make bench-tiers`: what pages on disk save after a restart, and what a slow disk costs.
+
+An engine in a process of its own reads a long prompt, with a page cache, and ends. Another one is
+asked for the same prompt with another question: its first token is compared, and all tokens must be
+those of an engine without a page cache. Then a disk that gives 20 MB/s: prompts of several lengths
+whose pages are there are asked of an engine with the slow disk and of one without, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from report import caption, machine_facts, note, positive, save, table
+from twostroke.cache.disk import DiskTier
+from twostroke.core.config import EngineOptions, SpeculationOptions
+from twostroke.core.request import Hints
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.tier_options import TierOptions
+from twostroke.engine import tiers
+from twostroke.engine.build import build
+
+if TYPE_CHECKING:
+    from twostroke.engine.build import Engine
+
+_OUTPUT = 16
+_QUESTION = 24  # tokens after the system prompt
+_BYTES_S = 20e6
+_LEAST_FACTOR = 20.0
+_MOST_LOSS = 0.05
+_LENGTHS = (256, 512, 1024, 2048)
+
+
+class SlowDisk(DiskTier):
+    """A disk that gives `_BYTES_S` bytes a second, as soon as it is found to be slow or later."""
+
+    hides_it = False  # when it is probed
+
+    def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
+        """Read a page, and take as long as the slow disk would."""
+        began_s = time.perf_counter()
+        was_there = super().fetch(name, page)
+        time.sleep(max(0.0, len(page) / _BYTES_S - (time.perf_counter() - began_s)))
+        return was_there
+
+    def probe(self) -> float:
+        """Return the seconds for a page."""
+        return super().probe() if self.hides_it else self._page_bytes / _BYTES_S
+
+
+class HiddenSlowDisk(SlowDisk):
+    """A disk that becomes slow after it was measured."""
+
+    hides_it = True
+
+
+def _options(folder: str | None) -> EngineOptions:
+    return EngineOptions(speculation=SpeculationOptions("off"), tiers=TierOptions(folder))
+
+
+def _prompt(engine: Engine, seed: int, count: int) -> list[int]:
+    """Return tokens that no other seed has, as a text of the model's own."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000, engine.card.tokenizer.vocab_size - 100) for _ in range(count)]
+
+
+def _ask(engine: Engine, prompt: list[int], hints: Hints = Hints()) -> dict[str, Any]:  # noqa: B008
+    params = SamplingParams(temperature=0, max_tokens=_OUTPUT, ignore_eos=True)
+    output = engine.client.generate(prompt, params, hints=hints).wait()[0]
+    assert output.timings is not None
+    assert output.usage is not None
+    return {
+        "ttft_s": output.timings.ttft_s,
+        "tokens": list(output.token_ids),
+        "cached": output.usage.cached_tokens,
+    }
+
+
+def _flush(engine: Engine, within_s: float = 60.0) -> None:
+    """Wait until pages are written: no more come for a second."""
+    until_s, before = time.monotonic() + within_s, -1
+    while time.monotonic() < until_s:
+        (totals,) = engine.client.loop.snapshot().tiers
+        if totals.pages_written == before:
+            return
+        before = totals.pages_written
+        time.sleep(1.0)
+
+
+def _worker(given: argparse.Namespace) -> None:
+    """Ask one engine, in this process, and print what it said."""
+    with build(given.model, _options(given.folder)) as engine:
+        _ask(engine, _prompt(engine, 99, 300))  # the first steps find untouched memory
+        most = engine.context_length - _OUTPUT - _QUESTION
+        system = _prompt(engine, 1, min(given.tokens, most))
+        found = []
+        for question in given.questions:
+            hints = Hints(keep_s=3600.0) if given.folder else Hints()
+            prompt = system + _prompt(engine, 1000 + question, _QUESTION)
+            found.append(_ask(engine, prompt, hints))
+        if given.folder:
+            _flush(engine)
+            (totals,) = engine.client.loop.snapshot().tiers
+            print(json.dumps({"found": found, "tokens": len(system), "pages": totals.pages_read}))
+        else:
+            print(json.dumps({"found": found, "tokens": len(system)}))
+
+
+def _in_a_process(given: argparse.Namespace, folder: str | None, *questions: int) -> Any:
+    command = [sys.executable, __file__, "--worker", "--model", given.model]
+    command += ["--tokens", str(given.tokens), "--questions", *map(str, questions)]
+    command += ["--folder", folder] if folder else []
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _restart(given: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Return the first tokens' times, cold and after a restart, in a few rounds."""
+    note("An engine reads the prompt")
+    _in_a_process(given, folder, 0)
+    cold, warm, same = [], [], True
+    for number in range(1, given.rounds + 1):
+        note(f"Round {number} of {given.rounds}: without, then with a page cache")
+        without = _in_a_process(given, None, number)
+        with_ = _in_a_process(given, folder, number)
+        cold.append(without["found"][0]["ttft_s"])
+        warm.append(with_["found"][0]["ttft_s"])
+        same &= without["found"][0]["tokens"] == with_["found"][0]["tokens"]
+        cached = with_["found"][0]["cached"]
+    return {
+        "prompt_tokens": without["tokens"],
+        "cached_tokens": cached,
+        "cold_s": cold,
+        "warm_s": warm,
+        "factor": median(cold) / median(warm),
+        "same_tokens": same,
+    }
+
+
+def _slow(given: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+    """Return the first tokens' times with a slow disk and without any, by length and kind."""
+    rows = []
+    for kind in (SlowDisk, HiddenSlowDisk):
+        with build(given.model, _options(folder)) as engine:
+            for length in _LENGTHS:
+                for number in range(given.pairs):
+                    _ask(engine, _prompt(engine, length + number, length), Hints(keep_s=3600.0))
+            _flush(engine)
+        vars(tiers)["DiskTier"] = kind
+        try:
+            with (
+                build(given.model, _options(folder)) as slow,
+                build(given.model, _options(None)) as plain,
+            ):
+                for engine in (slow, plain):
+                    for number in range(4):  # what steps take is known from then on
+                        _ask(engine, _prompt(engine, 77 + number, 600))
+                for length in _LENGTHS:
+                    times: dict[str, list[float]] = {"slow": [], "plain": []}
+                    for number in range(given.pairs):
+                        prompt = _prompt(plain, length + number, length)
+                        order = [("slow", slow), ("plain", plain)]
+                        for name, engine in order if number % 2 else order[::-1]:
+                            times[name].append(_ask(engine, prompt)["ttft_s"])
+                    ratios = [a / b for a, b in zip(times["slow"], times["plain"], strict=True)]
+                    worse = median(times["slow"]) / median(times["plain"]) - 1
+                    facts = {"kind": kind.__name__, "length": length, **times, "ratios": ratios}
+                    rows.append({**facts, "worse": worse})
+        finally:
+            vars(tiers)["DiskTier"] = DiskTier
+    return rows
+
+
+def main() -> None:
+    """Measure, then print and keep the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=positive, default=8000, help="of the system prompt")
+    parser.add_argument("--rounds", type=positive, default=3, help="of restarts")
+    parser.add_argument("--pairs", type=positive, default=5, help="of prompts of each length")
+    parser.add_argument("--only", choices=("restart", "slow"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--questions", type=int, nargs="*", default=(), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        _worker(given)
+        return
+    result: dict[str, Any] = dict(machine_facts())
+    text: list[str] = []
+    with tempfile.TemporaryDirectory() as place:
+        if given.only != "slow":
+            found = result["restart"] = _restart(given, place)
+            cold_s, warm_s = median(found["cold_s"]), median(found["warm_s"])
+            rows = [
+                ("prompt, tokens", f"{found['prompt_tokens'] + _QUESTION:,}"),
+                ("of these found on disk", f"{found['cached_tokens']:,}"),
+                ("first token, without a page cache", f"{cold_s:.2f} s"),
+                ("first token after a restart", f"{warm_s:.3f} s"),
+                ("times shorter", f"{found['factor']:.1f}"),
+                ("same tokens", "yes" if found["same_tokens"] else "NO"),
+            ]
+            header = (f"restart; asked at least {_LEAST_FACTOR:g} times shorter", "")
+            text += ["## Pages on disk after a restart", "", table(header, rows), ""]
+        if given.only != "restart":
+            slow = result["slow"] = _slow(given, place)
+            lines = [
+                (
+                    "known" if one["kind"] == "SlowDisk" else "not known",
+                    f"{one['length']:,}",
+                    f"{1e3 * median(one['plain']):.0f} ms",
+                    f"{1e3 * median(one['slow']):.0f} ms",
+                    f"{100 * one['worse']:+.1f}%",
+                )
+                for one in slow
+            ]
+            columns = ("that it is slow is", "prompt", "without", "with", "difference")
+            asked = f"A disk of {_BYTES_S / 1e6:g} MB/s; asked: at most {100 * _MOST_LOSS:g}% worse"
+            text += ["## A slow disk", "", asked, "", table(columns, lines), ""]
+    save("tiers", result, "\n".join([*text, caption(result)]))
+
+
+if __name__ == "__main__":
+    main()
