@@ -83,17 +83,6 @@ def _ask(engine: Engine, prompt: list[int], hints: Hints = Hints()) -> dict[str,
     }
 
 
-def _flush(engine: Engine, within_s: float = 60.0) -> None:
-    """Wait until pages are written: no more come for a second."""
-    until_s, before = time.monotonic() + within_s, -1
-    while time.monotonic() < until_s:
-        (totals,) = engine.client.loop.snapshot().tiers
-        if totals.pages_written == before:
-            return
-        before = totals.pages_written
-        time.sleep(1.0)
-
-
 def _worker(given: argparse.Namespace) -> None:
     """Ask one engine, in this process, and print what it said."""
     with build(given.model, _options(given.folder)) as engine:
@@ -106,7 +95,7 @@ def _worker(given: argparse.Namespace) -> None:
             prompt = system + _prompt(engine, 1000 + question, _QUESTION)
             found.append(_ask(engine, prompt, hints))
         if given.folder:
-            _flush(engine)
+            engine.client.loop.pages.flush(60.0)
             (totals,) = engine.client.loop.snapshot().tiers
             print(json.dumps({"found": found, "tokens": len(system), "pages": totals.pages_read}))
         else:
@@ -152,7 +141,7 @@ def _slow(given: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
             for length in _LENGTHS:
                 for number in range(given.pairs):
                     _ask(engine, _prompt(engine, length + number, length), Hints(keep_s=3600.0))
-            _flush(engine)
+            engine.client.loop.pages.flush(60.0)
         vars(tiers)["DiskTier"] = kind
         try:
             with (

@@ -29,6 +29,7 @@ _logger = logging.getLogger("twostroke.cache")
 
 _MAGIC: Final = b"TSPAGE01"
 _HEADER: Final = struct.Struct("<8s32sQfIII")  # magic, name, bytes, saved_s, place, 0, checksum
+HEADER_BYTES: Final = _HEADER.size
 _CHECKED: Final = _HEADER.size - 4  # the checksum covers what stands before it, and the page
 _PART: Final = ".part"  # of names of files that are not whole
 _PART_S: Final = 600.0  # after which nobody writes such a file any more
@@ -36,7 +37,7 @@ _PAUSE_S: Final = 60.0  # between tries to write after a failure
 _RESCAN_S: Final = 600.0  # between looks for what other servers have written
 _NUM_PROBED: Final = 4
 _FREE_SHARE: Final = 0.05  # of the bytes, freed together when there are too many
-_ABOUT: Final = "about.json"
+ABOUT: Final = "about.json"
 
 
 class DiskTier:
@@ -62,8 +63,8 @@ class DiskTier:
         self._count = 0
         try:
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
-            about = {"model": model, **asdict(kind)}
-            (self._folder / _ABOUT).write_text(json.dumps(about, default=asdict))
+            about = {"name": model, **asdict(kind)}
+            (self._folder / ABOUT).write_text(json.dumps(about, default=asdict))
         except OSError as error:
             if not self._folder.is_dir() and not folder.is_dir():
                 reason = f"{folder} cannot be used: {error.strerror}."

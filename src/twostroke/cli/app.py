@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "batch": "Run a file of requests.",
     "keys": "Make, limit and revoke the API keys of a server.",
     "usage": "Show what keys and tenants have used of a server, and what it costs.",
+    "cache": "List, fill, check and clean a folder of pages that outlive servers.",
     "embed": "Turn texts into vectors.",
     "compare": "Measure how much backends, formats or models differ.",
     "quantize": "Write a model with fewer bits, and score it.",

@@ -32,6 +32,7 @@ class Pages:
         on_submit: called under the loop's lock, so they must be quick.
         on_end: called under the lock with each request that ends.
         count: returns the counts of tiers.
+        flush: waits so many seconds until used pages are written to tiers; false if not all are.
         on_close: called before the pages are gone, to end all transfers.
         lock: the loop's. Who holds it sees no step begin or end.
     """
@@ -45,6 +46,7 @@ class Pages:
         self.on_end: list[Callable[[Request], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.count: Callable[[], tuple[TierTotals, ...]] = tuple
+        self.flush: Callable[[float], bool] = lambda _: True
         self.lock = self._changed = changed
         self.scheduler, self._transfers = scheduler, scheduler.prefixes.transfers
 

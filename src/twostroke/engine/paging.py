@@ -116,7 +116,7 @@ class Paging:
         self._writer.start()
         pages.on_submit.append(self._submitted)
         pages.on_close.append(self.close)
-        pages.count = self.totals
+        pages.count, pages.flush = self.totals, self.flush
         pages.scheduler.prefixes.watcher = self
 
     def totals(self) -> tuple[TierTotals, ...]:

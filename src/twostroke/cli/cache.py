@@ -1,0 +1,143 @@
+"""`twostroke cache`: list, fill, check and clean the folder of a page cache."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from msgspec.structs import asdict
+
+from twostroke.cli.help import Command, Group, TextFile, option
+from twostroke.cli.options import MACHINE, TIERS, engine_options
+from twostroke.cli.pull import open_engine
+from twostroke.cli.terminal import show_table
+from twostroke.core.errors import UsageError
+from twostroke.fetch.disk import megabytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.engine.build import Engine
+
+_DAY_S: Final = 86_400.0
+_FLUSH_S: Final = 600.0
+_HEAD: Final = (
+    *("MODEL", "KV", "ARITHMETIC", "PAGES", "TOKENS"),
+    *("SIZE", "KEPT", "SAVES", "LAST USED"),
+)
+_folder = click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+_as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+
+
+@click.group("cache", cls=Group)
+def command() -> None:
+    """List, fill, check and clean DIR, the --page-cache of servers, which may use it meanwhile."""
+
+
+@command.command("ls")
+@_folder
+@_as_json
+def list_command(folder: Path, as_json: bool) -> None:
+    """Show what is stored, by model, format and arithmetic, and what computing it would take."""
+    from twostroke.cache.folder import read_folder
+
+    kinds = read_folder(folder, time.time())
+    if as_json:
+        click.echo(json.dumps([asdict(kind) for kind in kinds], indent=1))
+        return
+    rows = [
+        (
+            *(kind.model, kind.kv_format, kind.arithmetic),
+            *(f"{kind.num_pages:,}", f"{kind.num_pages * kind.page_size:,}"),
+            *(megabytes(kind.num_bytes), f"{kind.kept:,}", f"{kind.saved_s:,.0f} s"),
+            datetime.fromtimestamp(kind.used_s, UTC).strftime("%Y-%m-%d %H:%M")
+            if kind.num_pages
+            else "-",
+        )
+        for kind in kinds
+    ]
+    show_table([_HEAD, *rows], right=(3, 4, 5, 6, 7))
+
+
+@command.command("verify")
+@_folder
+def verify_command(folder: Path) -> int:
+    """Read all pages, and remove those that are damaged."""
+    from twostroke.cache.folder import read_folder, verify
+
+    num_pages = sum(kind.num_pages for kind in read_folder(folder, time.time()))
+    count = 0
+    for path, fault in verify(folder):
+        count += 1
+        click.echo(f"Removed {path}: {fault}")
+    click.echo(f"Read {num_pages:,} pages; {count:,} were damaged.")
+    return int(count > 0)
+
+
+@command.command("clean")
+@_folder
+@option("--model", help="Remove the pages of this model only, as `ls` names it.")
+@option("--days", type=click.FloatRange(min=0), help="Remove what was not used for so many days.")
+@option("--all", "is_all", is_flag=True, help="Remove all pages, also those that are kept.")
+def clean_command(folder: Path, model: str | None, days: float | None, is_all: bool) -> None:
+    """Remove pages: of a model, those that were not used for some days, or all."""
+    from twostroke.cache.folder import clean
+
+    if not is_all and days is None and model is None:
+        raise UsageError("Say what to remove: --all, --days, or --model.")
+    before_s = time.time() - days * _DAY_S if days is not None else float("inf")
+    count, num_bytes = clean(folder, model, before_s)
+    click.echo(f"Removed {count:,} pages, {megabytes(num_bytes)}.")
+
+
+@command.command("warm", cls=Command, params=[*MACHINE.values(), *TIERS[1:]])
+@click.argument("model")
+@_folder
+@option("--system", "systems", type=TextFile(), multiple=True, help="A file with a system prompt.")
+@option("--prompt", "prompts", type=TextFile(), multiple=True, help="A file with a whole prompt.")
+@option("--days", type=click.FloatRange(min=0), default=30.0, help="How long to keep its pages.")
+def warm_command(model: str, folder: Path, **given: Any) -> None:
+    """Compute prompts with MODEL and store their pages in DIR, before a server needs them.
+
+    The other options must be those of the server, which finds only pages of its own kind.
+    """
+    from twostroke.core.request import Hints
+    from twostroke.core.sampling import SamplingParams
+
+    systems, prompts, days = given.pop("systems"), given.pop("prompts"), given.pop("days")
+    if not systems and not prompts:
+        raise UsageError("Name a prompt: --system FILE, or --prompt FILE.")
+    given["page_cache"] = str(folder)
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    hints = Hints(keep_s=days * _DAY_S)
+    with open_engine(model, engine_options(given, model)) as engine:
+        num_tokens = 0
+        for tokens in _encoded(engine, systems, prompts):
+            engine.client.generate(tokens, params, hints=hints).wait()
+            num_tokens += len(tokens)
+            engine.client.loop.pages.flush(_FLUSH_S)
+    click.echo(f"Read {num_tokens:,} tokens; their pages are in {folder}.")
+
+
+def _encoded(
+    engine: Engine, systems: tuple[str, ...], prompts: tuple[str, ...]
+) -> Iterator[list[int]]:
+    """Yield the tokens of prompts, and those that conversations with a system prompt begin with."""
+    from twostroke.engine.prompts import encode_chat, encode_text
+
+    for system in systems:
+        both = [
+            encode_chat(
+                engine.card,
+                [{"role": "system", "content": system}, {"role": "user", "content": text}],
+            )
+            for text in ("a", "1")
+        ]
+        same = next((at for at, two in enumerate(zip(*both, strict=False)) if len({*two}) > 1), 0)
+        yield both[0][: max(1, same)]
+    for prompt in prompts:
+        yield encode_text(engine.card, prompt)

@@ -1,0 +1,80 @@
+"""`twostroke cache`: what it shows, stores, finds damaged and removes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.tiny import write_tiny_gguf
+from twostroke.cache.disk import stored_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Ran
+
+    Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def folder(cli: Cli, tmp_path: Path) -> Path:
+    """A folder with the pages of two prompts."""
+    place = tmp_path
+    model = write_tiny_gguf(place / "tiny.gguf")
+    (place / "system.txt").write_text("You answer in rhymes. " * 12)
+    (place / "prompt.txt").write_text("Once upon a time there was a world. " * 6)
+    pages = place / "pages"
+    files = ["--system", str(place / "system.txt"), "--prompt", str(place / "prompt.txt")]
+    done = cli("cache", "warm", str(model), str(pages), *files, "--backend", "cpu")
+    assert done.code == 0, done.err
+    assert "their pages are in" in done.out
+    return pages
+
+
+def test_ls_shows_what_warm_has_stored(cli: Cli, folder: Path) -> None:
+    (kind,) = json.loads(cli("cache", "ls", str(folder), "--json").out)
+    assert kind["num_pages"] == kind["kept"] > 5
+    assert kind["model"] == "tiny"
+    assert kind["kv_format"] == "f16"
+    text = cli("cache", "ls", str(folder)).out
+    assert text.splitlines()[0].split()[:3] == ["MODEL", "KV", "ARITHMETIC"]
+    assert f"{kind['num_pages']}" in text
+
+
+def test_verify_removes_what_is_damaged(cli: Cli, folder: Path) -> None:
+    count = len(list(stored_pages(folder)))
+    whole = cli("cache", "verify", str(folder))
+    assert (whole.code, whole.out) == (0, f"Read {count} pages; 0 were damaged.\n")
+    path = next(stored_pages(folder))
+    path.write_bytes(path.read_bytes()[:-1] + b"\0\0")
+    done = cli("cache", "verify", str(folder))
+    assert done.code == 1
+    assert f"Removed {path}: has a wrong checksum." in done.out
+    assert not path.exists()
+
+
+def test_clean_removes_what_was_not_used(cli: Cli, folder: Path) -> None:
+    paths = list(stored_pages(folder))
+    os.utime(paths[0], (0, time.time() - 10 * 86_400))
+    assert cli("cache", "clean", str(folder)).code == 2
+    missing = cli("cache", "clean", str(folder), "--model", "other")
+    assert "has no pages of 'other'; it has: tiny." in missing.err
+    assert cli("cache", "clean", str(folder), "--days", "5").out.startswith("Removed 1 pages")
+    assert len(list(stored_pages(folder))) == len(paths) - 1
+    assert cli("cache", "clean", str(folder), "--all").out.startswith(f"Removed {len(paths) - 1}")
+    assert not list(stored_pages(folder))
+
+
+def test_folders_of_other_things_are_refused(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_text("")
+    for words in (("ls",), ("verify",), ("clean", "--all")):
+        done = cli("cache", words[0], str(tmp_path), *words[1:])
+        assert done.code == 2
+        assert "is not the folder of a page cache." in done.err
+    assert "There is no folder" in cli("cache", "ls", str(tmp_path / "none")).err
+    assert (tmp_path / "photo.jpg").exists()
