@@ -68,6 +68,21 @@ def test_the_search_finds_each_way_to_run_data(line: str) -> None:
     assert roots & FORBIDDEN_MODULES or names & (FORBIDDEN_BUILTINS | FORBIDDEN_CALLS)
 
 
+def test_threads_share_decoders_that_are_made_at_import() -> None:
+    """msgspec reads a struct's fields at its first use; two threads at once crash the process."""
+    rooms = ("http", "records", "router", "serve")
+    sources = [path for room in rooms for path in (PACKAGE / room).rglob("*.py")]
+    found = {
+        f"{path}:{node.lineno}"
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.keyword) and node.arg == "type"
+        if isinstance(node.value, ast.Name) and node.value.id.lstrip("_")[:1].isupper()
+    }
+    assert len(sources) > 100
+    assert not found
+
+
 def test_environment_is_read_in_one_place() -> None:
     faults = [
         f"{path.relative_to(ROOT)}:{line}: {name}"

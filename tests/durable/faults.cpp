@@ -120,9 +120,9 @@ int sync_file(int file, const char* name) {
   const std::string path = path_of(file);
   const bool counts = is_below(path) || is_below(path + "/x");
   if (counts && fails()) return -1;
-  const int result = real<int (*)(int)>(name)(file);
-  if (counts && !result) synced(file);
-  return result;
+  if (!counts) return real<int (*)(int)>(name)(file);
+  synced(file);  // the machine does not lose its power: a real sync would only wait for other work
+  return 0;
 }
 
 ssize_t write_file(int file, const void* data, size_t size, off_t offset) {

@@ -37,6 +37,16 @@ def test_percentiles_are_close_to_those_of_the_values() -> None:
         assert found.percentile(percent / 100) == pytest.approx(exact[percent - 1], rel=0.07)
 
 
+def test_counts_that_stay_are_kept_once() -> None:
+    """Each of the last seconds has all distributions, of which most do not change."""
+    histogram = Histogram()
+    histogram.observe(1.0)
+    first = histogram.read()
+    assert histogram.read() is first
+    histogram.observe(1.0)
+    assert (first.count, histogram.read().count) == (1, 2)
+
+
 def test_values_beyond_the_bounds_are_counted_too() -> None:
     histogram = Histogram()
     histogram.observe(0.0)

@@ -81,19 +81,23 @@ class Distribution(Frozen):
 class Histogram:
     """Counts values into buckets. Not thread-safe."""
 
-    __slots__ = ("_bounds", "_counts", "_sum", "_unit")
+    __slots__ = ("_bounds", "_counts", "_read", "_sum", "_unit")
 
     def __init__(self, unit: str = "seconds") -> None:
         """Have a bucket up to each of the unit's `BOUNDS`, and one above."""
         self._unit, self._bounds = unit, BOUNDS[unit]
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
+        self._read: Distribution | None = None
 
     def observe(self, value: float, count: int = 1) -> None:
         """Count a value, `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
+        self._read = None
 
     def read(self) -> Distribution:
-        """Return the counts so far."""
-        return Distribution(self._unit, tuple(self._counts), self._sum)
+        """Return the counts so far: the same ones again if nothing was counted since."""
+        if self._read is None:
+            self._read = Distribution(self._unit, tuple(self._counts), self._sum)
+        return self._read

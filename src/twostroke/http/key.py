@@ -119,6 +119,9 @@ class Key(Frozen, kw_only=True):
         return "expired" if is_over else "valid"
 
 
+_decoder: Final = msgspec.json.Decoder(Key)  # made before threads use it
+
+
 def digest(key: bytes) -> str:
     """Return what is kept of a key."""
     return hashlib.sha256(key).hexdigest()
@@ -190,4 +193,4 @@ def note_use(db: Connection, id_: str, minute: int) -> None:
 
 
 def _decode(body: bytes) -> Key:
-    return msgspec.json.decode(body, type=Key)
+    return _decoder.decode(body)

@@ -234,9 +234,12 @@ async def fetch(
         connection.release()
 
 
+_loads: Final = msgspec.json.Decoder(Load)
+
+
 def _load(body: bytes) -> Load | None:
     try:
-        return msgspec.json.decode(body, type=Load)
+        return _loads.decode(body)
     except msgspec.MsgspecError:
         return None
 

@@ -86,6 +86,9 @@ class Batch(Frozen, kw_only=True):
         return self.status not in ENDED
 
 
+_decoder: Final = msgspec.json.Decoder(Batch)  # made before threads use it
+
+
 def insert(db: Connection, batch: Batch) -> None:
     """Keep a new batch."""
     db.execute(
@@ -183,4 +186,4 @@ def drop_results(db: Connection, id_: str) -> None:
 
 
 def _decode(body: bytes) -> Batch:
-    return msgspec.json.decode(body, type=Batch)
+    return _decoder.decode(body)

@@ -50,6 +50,11 @@ class _Body(msgspec.Struct):
     stream: Any = None
 
 
+# Made before threads use them.
+_fields: Final = msgspec.json.Decoder(_Fields)
+_body: Final = msgspec.json.Decoder(_Body)
+
+
 class WrongLineError(Exception):
     """A line is wrong; its argument is a `LineError`."""
 
@@ -104,9 +109,9 @@ def parse(number: int, text: bytes, limits: Limits) -> Line:
     if depth_exceeds(text, limits.max_json_depth):
         raise wrong("invalid_json_line", "The line is nested too deeply.")
     try:
-        fields = msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"), type=_Fields)
+        fields = _fields.decode(text.removeprefix(b"\xef\xbb\xbf"))
         raw = bytes(fields.body)
-        body = msgspec.json.decode(raw or b"{}", type=_Body)
+        body = _body.decode(raw or b"{}")
     except (msgspec.MsgspecError, UnicodeDecodeError):
         message = "The line, or the field 'body' in it, is not a JSON object."
         raise wrong("invalid_json_line", message) from None

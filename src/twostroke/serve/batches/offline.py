@@ -53,6 +53,11 @@ class _Answered(msgspec.Struct):
     usage: _Usage | None = None
 
 
+# Made before threads use them.
+_id: Final = msgspec.json.Decoder(_Id)
+_answered: Final = msgspec.json.Decoder(_Answered)
+
+
 class Results:
     """A file of results that grows by whole lines, and gets its name when all are there.
 
@@ -76,7 +81,7 @@ class Results:
             if not line.endswith(b"\n"):
                 break
             try:
-                id_ = msgspec.json.decode(line, type=_Id).custom_id
+                id_ = _id.decode(line).custom_id
             except msgspec.MsgspecError:
                 self._file.close()
                 message = f"{self.partial} is not a file of results: remove it to begin again."
@@ -192,7 +197,7 @@ async def run(
 
 def _num_tokens(answer: Answer) -> int:
     try:
-        usage = msgspec.json.decode(answer.body, type=_Answered).usage
+        usage = _answered.decode(answer.body).usage
     except msgspec.ValidationError:  # another server's form
         return 0
     return 0 if usage is None else usage.completion_tokens + usage.output_tokens

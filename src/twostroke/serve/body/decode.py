@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=msgspec.Struct)
 
 _ANY = msgspec.json.Decoder()
+_preparing = threading.Lock()
 
 # A string is consumed whole, also one without an end, so that the scan is linear.
 _BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
@@ -78,11 +80,19 @@ def convert(value: object, kind: Any, where: str) -> tuple[Any, list[Ignored]]:
     `BodyDecoder.decode`; `where` is the part's place in the body.
     """
     ignored: list[Ignored] = []
+    _prepare(kind)
     try:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError:
         converted, ignored = _convert_leniently(value, kind, where)
     return converted, [*ignored, *_without_effect(converted, where, _marks_in(kind))]
+
+
+@cache
+def _prepare(kind: Any) -> None:
+    """Have msgspec read a type's fields in one thread: two at once crash the process."""
+    with _preparing:
+        msgspec.json.Decoder(kind)
 
 
 def depth_exceeds(body: bytes, limit: int) -> bool:
