@@ -55,7 +55,7 @@ def test_commands_and_their_options_are_known(where: str) -> None:
 
 
 def test_probes_ask_paths_that_are_served() -> None:
-    paths = HealthReports(None, "", lambda: False).routes()  # type: ignore[arg-type]
+    paths = HealthReports(None, [""], lambda: False).routes()  # type: ignore[arg-type]
     [container] = pod()["containers"]
     asked = {probe: container[probe]["httpGet"]["path"] for probe in PROBES}
     assert set(asked.values()) <= paths.keys()

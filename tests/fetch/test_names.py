@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from twostroke.core.errors import ModelNotFoundError, UsageError
 from twostroke.fetch.names import HubName, look_up, parse_hub_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,10 @@ def test_malformed_hub_names_are_refused_with_the_right_form(typed: str) -> None
         parse_hub_name(typed)
 
 
-def test_a_repository_without_its_prefix_gets_a_hint() -> None:
+def test_a_repository_without_its_prefix_gets_a_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # "../x" may exist beside the repository
     for name in ("Qwen/Qwen3-0.6B-GGUF", "o/r:Q4_0"):
         with pytest.raises(ModelNotFoundError, match=f"Did you mean 'hf:{name}'"):
             look_up(name)
