@@ -43,6 +43,8 @@ class HandoverOptions(Frozen):
         if self.role != "decode" and self.prefill_peers:
             reason = "needs {other} decode."
             raise UsageError(reason, field="prefill_peers", other=Field("role"))
+        if self.role != "decode" and self.disaggregate != "auto":
+            raise UsageError("needs {other} decode.", field="disaggregate", other=Field("role"))
         if self.role != "prefill" and self.peer_address is not None:
             raise UsageError("needs {other} prefill.", field="peer_address", other=Field("role"))
         for address in self.prefill_peers:
