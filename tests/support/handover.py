@@ -17,7 +17,7 @@ from twostroke.core.config import (
 )
 from twostroke.core.handover_options import HandoverOptions
 from twostroke.engine.handover import messages
-from twostroke.engine.handover.connection import Connection, PeerLostError
+from twostroke.engine.handover.connection import Connection, PeerListener, PeerLostError
 
 if TYPE_CHECKING:
     import random
@@ -165,3 +165,32 @@ class Network:
 
 
 SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, seed=5, ignore_eos=True)
+
+
+@contextmanager
+def scripted_prefill(answer: Callable[[Connection, Any], None]) -> Iterator[str]:
+    """Yield the address of a peer that welcomes all, and then does with each question as told.
+
+    Like a prefill engine that lives, it reports its load.
+    """
+
+    def serve(connection: Connection) -> None:
+        with suppress(PeerLostError):
+            hello = connection.receive()
+            connection.send(messages.Welcome(messages.VERSION, hello.kind, 1000))
+            threading.Thread(target=report, args=(connection,), daemon=True).start()
+            while True:
+                answer(connection, connection.receive())
+        connection.close()
+
+    def report(connection: Connection) -> None:
+        with suppress(PeerLostError):
+            while True:
+                connection.send(messages.Load(0.0, 0.0))
+                time.sleep(0.2)
+
+    listener = PeerListener(("127.0.0.1", 0), b"", None, serve)
+    try:
+        yield f"127.0.0.1:{listener.port}"
+    finally:
+        listener.close()

@@ -3,16 +3,87 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support.handover import (
+    SAMPLED,
+    Network,
+    answers,
+    check_clean,
+    decode,
+    options,
+    pair,
+    scripted_prefill,
+    view,
+    wait_until,
+)
 from support.handover_rounds import play_round
+from support.tiny import tiny_of, write_tiny_gguf
+from twostroke import LLM
+from twostroke.engine.handover import lending, messages, peer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from twostroke.engine.handover.connection import Connection
+
+PROMPT = [3 + n % 200 for n in range(100)]  # six full pages, and a part of one
 
 
 @pytest.mark.seeds(6)
 def test_faults_cost_time_and_no_request(seed: int, tmp_path: Path) -> None:
     play_round(seed, tmp_path, Counter())
+
+
+def _outcomes(folder: Path, answer: Callable[[Connection, Any], None], within_s: float) -> Any:
+    """Answer a prompt that a scripted peer was to read; return how the transfers ended.
+
+    The tokens must be those of one engine, and no page may stay held.
+    """
+    path = write_tiny_gguf(folder / "m.gguf", tiny_of("llama"))
+    with LLM(path, options()) as alone:
+        expected = answers(alone, [PROMPT], SAMPLED)
+    with scripted_prefill(answer) as address, decode(path, address) as llm:
+        generation = llm.engine.client.generate(PROMPT, SAMPLED)
+        wait_until(lambda: view(llm).borrower.transfers, within_s)
+        assert [[choice.token_ids for choice in generation.wait()]] == expected
+        check_clean(llm)
+        return view(llm).borrower.transfers
+
+
+def test_pages_whose_lease_has_ended_are_not_used(tmp_path: Path) -> None:
+    def answer(connection: Connection, question: Any) -> None:
+        if isinstance(question, messages.Read):
+            connection.send(messages.Offer(question.id, 1, [(0, n, n) for n in range(6)]))
+        elif isinstance(question, messages.Fetch):
+            connection.send(messages.Content(question.number, is_valid=False))
+            connection.send(messages.Finished(question.id))
+
+    assert _outcomes(tmp_path, answer, 10.0) == {"late": 1}
+
+
+def test_a_transfer_without_progress_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "PATIENCE_S", 0.3)
+    assert _outcomes(tmp_path, lambda *_: None, 10.0) == {"late": 1}
+
+
+def test_a_lost_connection_ends_its_transfers_at_once(tmp_path: Path) -> None:
+    assert _outcomes(tmp_path, lambda connection, _: connection.cut(), 10.0) == {"lost": 1}
+
+
+def test_a_lease_ends_though_nothing_more_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "LEASE_S", 0.3)
+    monkeypatch.setattr(peer, "PATIENCE_S", 0.1)
+    path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
+    Network(monkeypatch, lambda kind: "lost" if kind in {"Fetch", "Abort"} else "", Counter())
+    with pair(path, "shared") as (first, second):
+        assert answers(second, [PROMPT], SAMPLED)
+        check_clean(first)
+        assert view(first).lender.num_leases_late
