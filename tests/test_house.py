@@ -29,6 +29,7 @@ FORBIDDEN_CALLS = {"torch.load", "np.load", "numpy.load", "os.system", "os.popen
 ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
 FRAMEWORKS = (
     "torch",
+    "triton",
     "transformers",
     "ray",
     "mpi4py",
@@ -252,7 +253,12 @@ def _modules() -> Iterator[str]:
     for path in SOURCES:
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         # Importing __main__ would start the command line; others are extras with PyTorch or Ray.
-        needing = {("backends", "torch"), ("compress", "distill"), ("fleet", "ray_cluster")}
+        needing = {
+            ("backends", "torch"),
+            ("backends", "gpu"),
+            ("compress", "distill"),
+            ("fleet", "ray_cluster"),
+        }
         is_extra = parts[1:3] in needing or parts[1] == "train"
         if parts[-1] != "__main__" and not is_extra:
             yield ".".join(part for part in parts if part != "__init__")

@@ -1,0 +1,115 @@
+"""Adds what a layer computed to the residual stream, and norms the sum for the next products."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.backends.gpu.launch import Gpu
+
+
+class Norm(Frozen, eq=False):
+    """A norm of whole rows: its weight (width,) in float32, offset added, and its epsilon."""
+
+    weight: Tensor
+    epsilon: float
+
+
+def launch(
+    gpu: Gpu,
+    header: Tensor,
+    num_rows: int,
+    *,
+    residual: Tensor | None,
+    delta: Parts | None = None,
+    bias: Tensor | None = None,
+    post: Norm | None = None,
+    norm: Norm | None = None,
+    output: Tensor | None = None,
+) -> None:
+    """Compute `residual += post(delta + bias)` and `output = norm(residual)`, as far as given.
+
+    `residual` (rows, width) is float32. Without one, `output` is the norm of the rest.
+    """
+    given = next(x for x in (residual, output) if x is not None)
+    width = given.shape[1]
+    block = triton.next_power_of_2(width)
+    unused = header
+    gpu.launch(
+        _add_norm,
+        (num_rows,),
+        header,
+        unused if residual is None else residual,
+        unused if delta is None else delta.values,
+        unused if bias is None else bias,
+        unused if post is None else post.weight,
+        unused if norm is None else norm.weight,
+        unused if output is None else output,
+        delta.count if delta else 0,
+        delta.part_stride if delta else 0,
+        num_warps=min(16, max(1, block // 512)),
+        DELTA_STRIDE=delta.row_stride if delta else 0,
+        POST_EPSILON=post.epsilon if post else 0.0,
+        EPSILON=norm.epsilon if norm else 0.0,
+        WIDTH=width,
+        BLOCK=block,
+        HAS_RESIDUAL=residual is not None,
+        HAS_DELTA=delta is not None,
+        HAS_BIAS=bias is not None,
+        HAS_POST=post is not None,
+        HAS_OUTPUT=output is not None,
+    )
+
+
+@triton.jit(do_not_specialize=["num_parts", "part_stride"])
+def _add_norm(
+    header,
+    residual,
+    delta,
+    bias,
+    post_weight,
+    weight,
+    output,
+    num_parts,
+    part_stride,
+    DELTA_STRIDE: tl.constexpr,
+    POST_EPSILON: tl.constexpr,
+    EPSILON: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(header):
+        return
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    x = tl.zeros((BLOCK,), tl.float32)
+    if HAS_DELTA:
+        x = sum_parts(delta + row * DELTA_STRIDE + columns, inside, num_parts, part_stride)
+        if HAS_BIAS:
+            x += tl.load(bias + columns, inside, 0.0)
+        if HAS_POST:
+            x = x / tl.sqrt(tl.sum(x * x, 0) / WIDTH + POST_EPSILON)
+            x *= tl.load(post_weight + columns, inside, 0.0)
+    if HAS_RESIDUAL:
+        at = residual + row * WIDTH + columns
+        x += tl.load(at, inside, 0.0)
+        if HAS_DELTA:
+            tl.store(at, x, inside)
+    if HAS_OUTPUT:
+        y = x / tl.sqrt(tl.sum(x * x, 0) / WIDTH + EPSILON)
+        y *= tl.load(weight + columns, inside, 0.0)
+        tl.store(output + row * WIDTH + columns, y.to(output.dtype.element_ty), inside)

@@ -1,0 +1,103 @@
+"""Products with matrices of the element type: few rows in Triton, many in a library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.backends.gpu.kernels.parts import Parts
+    from twostroke.backends.gpu.launch import Gpu
+
+FEW_ROWS: Final = 64  # up to which a product reads its weights at memory speed
+_BLOCK_N: Final = 64
+_LEAST_DEPTH: Final = 512  # inputs of a part
+
+
+def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
+    """Return in how many parts a product of few rows sums, so that all units have work.
+
+    One number for all products that write into the same `Parts`: `width` is that of all.
+    """
+    blocks = -(-width // _BLOCK_N) * -(-num_rows // FEW_ROWS)
+    parts = 1
+    while (
+        parts < 8
+        and 2 * parts * blocks <= 4 * gpu.num_units
+        and depth // (2 * parts) >= _LEAST_DEPTH
+    ):
+        parts *= 2
+    return parts
+
+
+def launch(
+    gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, weight: Tensor, output: Parts
+) -> None:
+    """Write `x @ weight.T` into `output`: x is (rows, depth) and weight (width, depth)."""
+    width, depth = weight.shape
+    if num_rows > FEW_ROWS and output.values.dtype == gpu.element:
+        out = torch.as_strided(output.values, (num_rows, width), (output.row_stride, 1))
+        torch.mm(x[:num_rows], weight.T, out=out)
+        return
+    block_m = max(16, min(FEW_ROWS, triton.next_power_of_2(num_rows)))
+    gpu.launch(
+        _product,
+        (-(-width // _BLOCK_N), output.count, -(-num_rows // block_m)),
+        header,
+        x,
+        weight,
+        output.values,
+        output.part_stride,
+        num_warps=4,
+        num_stages=4,
+        WIDTH=width,
+        DEPTH=depth,
+        PART_DEPTH=-(-depth // output.count // 64) * 64,
+        ROW_STRIDE=output.row_stride,
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=128 if depth >= 128 else 64,
+    )
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def _product(
+    header,
+    x,
+    weight,
+    output,
+    part_stride,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PART_DEPTH: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    num_rows = tl.load(header)
+    part = tl.program_id(1)
+    first_row = tl.program_id(2) * BLOCK_M
+    if first_row >= num_rows:
+        return
+    rows = first_row + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    places = tl.arange(0, BLOCK_K)
+    is_row, is_column = rows < num_rows, columns < WIDTH
+    x_at = x + rows[:, None].to(tl.int64) * DEPTH + places[None, :]
+    weight_at = weight + columns[None, :].to(tl.int64) * DEPTH + places[:, None]
+    start = part * PART_DEPTH
+    end = tl.minimum(start + PART_DEPTH, DEPTH)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(start, end, BLOCK_K):
+        is_place = k + places < end
+        a = tl.load(x_at + k, is_row[:, None] & is_place[None, :], 0.0)
+        b = tl.load(weight_at + k, is_place[:, None] & is_column[None, :], 0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    at = output + part * part_stride + rows[:, None].to(tl.int64) * ROW_STRIDE + columns[None, :]
+    tl.store(at, total.to(output.dtype.element_ty), is_row[:, None] & is_column[None, :])

@@ -1,0 +1,97 @@
+"""How kernels are launched: on a GPU, in Triton's interpreter, or only listed for a compiler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_POINTERS: Final = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Launch(Frozen, eq=False):
+    """One launch of a kernel.
+
+    `arguments` are tensors, which kernels see as pointers to their first value (16-byte aligned),
+    and numbers; `constants` are compiled in. A tensor's values lie one after another: kernels get
+    no strides that the constants or numbers do not say.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Triton's type of each argument, by name, as a compiler needs them."""
+        names = self.kernel.arg_names
+        found = dict(zip(names, map(_type_of, self.arguments), strict=False))
+        return {name: found.get(name, "constexpr") for name in names}
+
+
+class Gpu(Frozen, eq=False):
+    """A GPU as those see it who launch kernels; `run` does, or notes, what is to be launched.
+
+    `architecture` is 90 for sm_90, and `num_units` counts the streaming multiprocessors. Values
+    that go into products have the type `element`.
+    """
+
+    device: torch.device
+    architecture: int
+    num_units: int
+    element: torch.dtype
+    run: Callable[[Launch], None]
+    is_interpreted: bool = False
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        num_warps: int = 4,
+        num_stages: int = 2,
+        **constants: Any,
+    ) -> None:
+        """Launch `kernel` on a grid; `constants` are its compile-time arguments by name."""
+        self.run(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
+
+
+def start(launch: Launch) -> None:
+    """Launch on the current stream, or interpret at once where `TRITON_INTERPRET` is set."""
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    launch.kernel[launch.grid](*launch.arguments, **launch.constants, **options)
+
+
+def interpreted(element: torch.dtype = torch.float16) -> Gpu:
+    """Return a GPU whose kernels are interpreted on the processor, with the constants of sm_90."""
+    return Gpu(torch.device("cpu"), 90, 2, element, start, is_interpreted=True)
+
+
+def listing(
+    launches: list[Launch], architecture: int, element: torch.dtype = torch.bfloat16
+) -> Gpu:
+    """Return a GPU that does nothing but append what is launched; its tensors have no memory."""
+    return Gpu(torch.device("meta"), architecture, 132, element, launches.append)
+
+
+def _type_of(argument: Any) -> str:
+    if isinstance(argument, torch.Tensor):
+        return _POINTERS[argument.dtype]
+    return "fp32" if isinstance(argument, float) else "i32"

@@ -1,0 +1,14 @@
+"""Kernels run in Triton's interpreter, on the processor; without PyTorch and Triton tests skip."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+collect_ignore_glob: list[str] = []
+
+if find_spec("torch") and find_spec("triton"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    import torch
+
+    torch.set_num_threads(1)
