@@ -48,7 +48,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -155,6 +155,9 @@ test-machine: build ## Do 10,000,000 random operations on pages, scheduler, engi
 
 test-handover: build ## Lose, delay and double messages between prefill and decode engines (HANDOVER_ARGS=).
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/handover.py $(HANDOVER_ARGS)
+
+test-exact-fleet: build pull ## Compare answers of prefill and decode engines with those of one (EXACT_ARGS=).
+	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/handed_over.py $(EXACT_ARGS)
 
 test-models-on-demand: build pull ## Send 500 hostile requests for three models with memory for two (DEMAND_ARGS=).
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/demand.py $(DEMAND_ARGS)

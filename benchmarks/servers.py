@@ -40,7 +40,7 @@ class Server:
             SystemExit: it ends, or is not healthy in time.
         """
         note(f"Starting {name}")
-        self.port, log = _free_port(), folder / f"{name}.log"
+        self.port, log = free_port(), folder / f"{name}.log"
         with log.open("wb") as output:
             where = ("--host", "127.0.0.1", "--port", str(self.port))
             process = subprocess.Popen([*command, *where], stdout=output, stderr=output)
@@ -54,7 +54,8 @@ class Server:
             time.sleep(0.1)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port at which nobody listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -1,0 +1,123 @@
+"""Prompts answered by one engine, and by a decode engine for which another process reads them."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from servers import Server, free_port, our_command
+from support.handover import check_clean, view, wait_until
+from twostroke import LLM, SamplingParams
+from twostroke.core.config import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
+from twostroke.core.constraint import Constraint
+from twostroke.core.handover_options import HandoverOptions
+from twostroke.measure.compare import held_out_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from twostroke.engine.output import Completion
+
+_CONTEXT, _BUDGET = 512, 64
+_LONGEST = 300  # tokens of a prompt
+_MOST_TOGETHER = 16
+_FORMS = (
+    Constraint("regex", "[A-Z][a-z ]{4,20}[.]"),
+    Constraint("choice", '["yes", "no", "perhaps"]'),
+    Constraint("json_schema", '{"type": "object", "properties": {"a": {"type": "boolean"}}}'),
+)
+
+
+class Case(NamedTuple):
+    """How prompts are handed over; `host` is the prefill engine's, `speculate` the decode one's."""
+
+    model: str
+    kv_format: str = "f16"
+    host: str = "127.0.0.1"  # any other is not known as this machine, so pages are sent
+    speculate: str = "off"
+
+
+class Found(NamedTuple):
+    """How many answers were compared, which prompts' differ, and what was handed over."""
+
+    num_answers: int
+    different: list[int]
+    transfers: dict[str, int]
+    num_bytes: int
+
+
+def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
+    """Answer `count` prompts both ways, in batches; no page may stay held."""
+    with LLM(case.model, _options(case)) as alone:
+        prompts = list(_prompts(alone, count, seed))
+        params = [_params(number) for number in range(count)]
+        expected = list(map(_all_of, alone.generate(prompts, params)))
+    with ExitStack() as stack:
+        address = f"{case.host}:{free_port()}"
+        command = (*our_command(case.model, 1), "--accept-quality", "--no-access-log")
+        role = ("--role", "prefill", "--peer-address", address)
+        cache = ("--kv-format", case.kv_format, "--context-length", str(_CONTEXT))
+        Server("prefill", (*command, *role, *cache), folder, stack)
+        handover = HandoverOptions("decode", None, (address,), "always")
+        llm = stack.enter_context(LLM(case.model, _options(case, handover)))
+        wait_until(lambda: view(llm).borrower.peers[0].state == "up")
+        found: list[Any] = []
+        rng = random.Random(seed)
+        while len(found) < count:
+            part = slice(len(found), len(found) + rng.randint(1, _MOST_TOGETHER))
+            found += map(_all_of, llm.generate(prompts[part], params[part]))
+        check_clean(llm)
+        borrower = view(llm).borrower
+    different = [
+        n for n, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]
+    ]
+    return Found(sum(map(len, found)), different, borrower.transfers, borrower.num_bytes)
+
+
+def _options(case: Case, handover: HandoverOptions | None = None) -> EngineOptions:
+    """Return options of a decode engine, or of one engine that computes all by itself."""
+    is_alone = handover is None
+    return EngineOptions(
+        ComputeOptions(num_threads=1),
+        CacheOptions(context_length=_CONTEXT, kv_format=case.kv_format, prefix_cache=not is_alone),
+        BatchOptions(token_budget=_BUDGET),
+        SpeculationOptions("off" if is_alone else case.speculate),
+        accept_quality=True,
+        handover=handover or HandoverOptions(),
+    )
+
+
+def _prompts(llm: LLM, count: int, seed: int) -> Iterator[list[int]]:
+    """Yield stretches of prose and code, some of which begin alike."""
+    rng = random.Random(seed)
+    text = llm.engine.card.tokenizer.encode(held_out_text())
+    begins = [text[start : start + _LONGEST // 2] for start in (0, 500, 1000)]
+    for _ in range(count):
+        length = rng.randint(1, _LONGEST // 2)
+        start = rng.randrange(len(text) - length)
+        yield (rng.choice(begins) if rng.random() < 0.6 else []) + text[start : start + length]
+
+
+def _params(number: int) -> SamplingParams:
+    """Return greedy or drawn sampling, some of it constrained, some with several answers."""
+    return SamplingParams(
+        temperature=0.0 if number % 2 else 0.9,
+        seed=number,
+        max_tokens=4 + number % 16,
+        logprobs=None if number % 6 else 2,
+        frequency_penalty=0.0 if number % 7 else 0.5,
+        n=1 if number % 5 else 3,
+        constraint=_FORMS[number // 4 % len(_FORMS)] if number % 4 == 1 else None,
+    )
+
+
+def _all_of(answer: list[Completion]) -> list[tuple[object, ...]]:
+    return [(one.token_ids, one.text, one.finish_reason.value, one.logprobs) for one in answer]
