@@ -1,9 +1,12 @@
 """`make bench-tiers`: what pages on disk save after a restart, and what a slow disk costs.
 
-An engine in a process of its own reads a long prompt, with a page cache, and ends. Another one is
-asked for the same prompt with another question: its first token is compared, and all tokens must be
-those of an engine without a page cache. Then a disk that gives 20 MB/s: prompts of several lengths
-whose pages are there are asked of an engine with the slow disk and of one without, in turns.
+An engine in a process of its own reads a long prompt and is asked several questions about it. One
+with a page cache does so, too, and ends. Then others, each in a new process, are asked one question
+each: their first tokens are compared, and all tokens must be those of the first engine.
+
+Then a disk that gives 20 MB/s: prompts of several lengths whose pages are there are asked of an
+engine with the slow disk and of one without, in turns. The disk is slow from the start, or becomes
+slow just before each prompt, after an engine has found it fast.
 """
 
 from __future__ import annotations
@@ -35,30 +38,27 @@ _QUESTION = 24  # tokens after the system prompt
 _BYTES_S = 20e6
 _LEAST_FACTOR = 20.0
 _MOST_LOSS = 0.05
-_LENGTHS = (256, 512, 1024, 2048)
+_LENGTHS = (256, 1024)
+_REMINDER = 320  # tokens that are read from the disk while it is fast
+_OTHER = 50_000  # added to the seeds of these
 
 
 class SlowDisk(DiskTier):
-    """A disk that gives `_BYTES_S` bytes a second, as soon as it is found to be slow or later."""
+    """A disk that gives `_BYTES_S` bytes a second while `is_slow`."""
 
-    hides_it = False  # when it is probed
+    is_slow = True
 
     def fetch(self, name: bytes, page: memoryview[Any]) -> bool:
         """Read a page, and take as long as the slow disk would."""
         began_s = time.perf_counter()
         was_there = super().fetch(name, page)
-        time.sleep(max(0.0, len(page) / _BYTES_S - (time.perf_counter() - began_s)))
+        if self.is_slow:
+            time.sleep(max(0.0, len(page) / _BYTES_S - (time.perf_counter() - began_s)))
         return was_there
 
     def probe(self) -> float:
         """Return the seconds for a page."""
-        return super().probe() if self.hides_it else self._page_bytes / _BYTES_S
-
-
-class HiddenSlowDisk(SlowDisk):
-    """A disk that becomes slow after it was measured."""
-
-    hides_it = True
+        return self._page_bytes / _BYTES_S if self.is_slow else super().probe()
 
 
 def _options(folder: str | None) -> EngineOptions:
@@ -97,7 +97,7 @@ def _worker(given: argparse.Namespace) -> None:
         if given.folder:
             engine.client.loop.pages.flush(60.0)
             (totals,) = engine.client.loop.snapshot().tiers
-            print(json.dumps({"found": found, "tokens": len(system), "pages": totals.pages_read}))
+            print(json.dumps({"found": found, "tokens": len(system), "read_s": totals.read_s}))
         else:
             print(json.dumps({"found": found, "tokens": len(system)}))
 
@@ -111,23 +111,28 @@ def _in_a_process(given: argparse.Namespace, folder: str | None, *questions: int
 
 
 def _restart(given: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Return the first tokens' times, cold and after a restart, in a few rounds."""
-    note("An engine reads the prompt")
-    _in_a_process(given, folder, 0)
-    cold, warm, same = [], [], True
-    for number in range(1, given.rounds + 1):
-        note(f"Round {number} of {given.rounds}: without, then with a page cache")
-        without = _in_a_process(given, None, number)
-        with_ = _in_a_process(given, folder, number)
-        cold.append(without["found"][0]["ttft_s"])
-        warm.append(with_["found"][0]["ttft_s"])
-        same &= without["found"][0]["tokens"] == with_["found"][0]["tokens"]
-        cached = with_["found"][0]["cached"]
+    """Return the first tokens' times: computed, and after each of some restarts."""
+    questions = range(1, given.rounds + 1)
+    note("An engine without a page cache reads the prompt")
+    without = _in_a_process(given, None, *questions)
+    note("An engine with a page cache reads it")
+    first = _in_a_process(given, folder, 0)
+    note(f"First token after {first['found'][0]['ttft_s']:.2f} s")
+    warm, same = [], True
+    for number in questions:
+        note(f"Restart {number} of {given.rounds}")
+        again = _in_a_process(given, folder, number)
+        (found,) = again["found"]
+        warm.append(found["ttft_s"])
+        same &= found["tokens"] == without["found"][number - 1]["tokens"]
+        note(f"First token after {found['ttft_s']:.3f} s")
+    cold = [without["found"][0]["ttft_s"], first["found"][0]["ttft_s"]]
     return {
         "prompt_tokens": without["tokens"],
-        "cached_tokens": cached,
+        "cached_tokens": found["cached"],
         "cold_s": cold,
         "warm_s": warm,
+        "read_s": again["read_s"],
         "factor": median(cold) / median(warm),
         "same_tokens": same,
     }
@@ -135,35 +140,45 @@ def _restart(given: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def _slow(given: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     """Return the first tokens' times with a slow disk and without any, by length and kind."""
+    seeds = [(length, length + number) for length in _LENGTHS for number in range(given.pairs)]
+    note("An engine stores the prompts")
+    with build(given.model, _options(folder)) as engine:
+        for length, seed in seeds:
+            _ask(engine, _prompt(engine, seed, length), Hints(keep_s=3600.0))
+            _ask(engine, _prompt(engine, _OTHER + seed, _REMINDER), Hints(keep_s=3600.0))
+        engine.client.loop.pages.flush(60.0)
     rows = []
-    for kind in (SlowDisk, HiddenSlowDisk):
-        with build(given.model, _options(folder)) as engine:
-            for length in _LENGTHS:
-                for number in range(given.pairs):
-                    _ask(engine, _prompt(engine, length + number, length), Hints(keep_s=3600.0))
-            engine.client.loop.pages.flush(60.0)
-        vars(tiers)["DiskTier"] = kind
-        try:
-            with (
-                build(given.model, _options(folder)) as slow,
-                build(given.model, _options(None)) as plain,
-            ):
-                for engine in (slow, plain):
-                    for number in range(4):  # what steps take is known from then on
-                        _ask(engine, _prompt(engine, 77 + number, 600))
-                for length in _LENGTHS:
-                    times: dict[str, list[float]] = {"slow": [], "plain": []}
-                    for number in range(given.pairs):
-                        prompt = _prompt(plain, length + number, length)
-                        order = [("slow", slow), ("plain", plain)]
-                        for name, engine in order if number % 2 else order[::-1]:
-                            times[name].append(_ask(engine, prompt)["ttft_s"])
-                    ratios = [a / b for a, b in zip(times["slow"], times["plain"], strict=True)]
-                    worse = median(times["slow"]) / median(times["plain"]) - 1
-                    facts = {"kind": kind.__name__, "length": length, **times, "ratios": ratios}
-                    rows.append({**facts, "worse": worse})
-        finally:
-            vars(tiers)["DiskTier"] = DiskTier
+    vars(tiers)["DiskTier"] = SlowDisk
+    try:
+        for is_known in (True, False):
+            rows += _pairs(given, folder, is_known=is_known)
+    finally:
+        vars(tiers)["DiskTier"] = DiskTier
+    return rows
+
+
+def _pairs(given: argparse.Namespace, folder: str, *, is_known: bool) -> list[dict[str, Any]]:
+    """Return a row for each length, of a disk that is slow from the start or becomes slow."""
+    rows = []
+    SlowDisk.is_slow = is_known
+    with build(given.model, _options(folder)) as slow, build(given.model, _options(None)) as plain:
+        for engine in (slow, plain):
+            for number in range(3):  # what steps take is known from then on
+                _ask(engine, _prompt(engine, 7700 + number, 600))
+        for length in _LENGTHS:
+            note(f"A disk that {'is' if is_known else 'becomes'} slow: {length} tokens")
+            times: dict[str, list[float]] = {"slow": [], "plain": []}
+            for number in range(given.pairs):
+                prompt = _prompt(plain, length + number, length)
+                order = [("slow", slow), ("plain", plain)]
+                for name, engine in order if number % 2 else order[::-1]:
+                    if name == "slow" and not is_known:
+                        SlowDisk.is_slow = False
+                        _ask(slow, _prompt(slow, _OTHER + length + number, _REMINDER))
+                        SlowDisk.is_slow = True
+                    times[name].append(_ask(engine, prompt)["ttft_s"])
+            worse = median(times["slow"]) / median(times["plain"]) - 1
+            rows.append({"is_known": is_known, "length": length, **times, "worse": worse})
     return rows
 
 
@@ -193,6 +208,7 @@ def main() -> None:
                 ("of these found on disk", f"{found['cached_tokens']:,}"),
                 ("first token, without a page cache", f"{cold_s:.2f} s"),
                 ("first token after a restart", f"{warm_s:.3f} s"),
+                ("of this, pages are read for", f"{found['read_s']:.3f} s"),
                 ("times shorter", f"{found['factor']:.1f}"),
                 ("same tokens", "yes" if found["same_tokens"] else "NO"),
             ]
@@ -202,7 +218,7 @@ def main() -> None:
             slow = result["slow"] = _slow(given, place)
             lines = [
                 (
-                    "known" if one["kind"] == "SlowDisk" else "not known",
+                    "is slow" if one["is_known"] else "becomes slow",
                     f"{one['length']:,}",
                     f"{1e3 * median(one['plain']):.0f} ms",
                     f"{1e3 * median(one['slow']):.0f} ms",
@@ -210,7 +226,7 @@ def main() -> None:
                 )
                 for one in slow
             ]
-            columns = ("that it is slow is", "prompt", "without", "with", "difference")
+            columns = ("the disk", "prompt", "without", "with", "difference")
             asked = f"A disk of {_BYTES_S / 1e6:g} MB/s; asked: at most {100 * _MOST_LOSS:g}% worse"
             text += ["## A slow disk", "", asked, "", table(columns, lines), ""]
     save("tiers", result, "\n".join([*text, caption(result)]))
