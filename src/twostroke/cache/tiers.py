@@ -66,7 +66,7 @@ class Worth(Frozen):
 
 
 class TierTotals(Frozen):
-    """Counts of a tier since the engine's start; `stored` is as of now, 0 if it is not known.
+    """Counts of a tier since the engine's start; `stored` is as of now, None if it is not known.
 
     `saved_s` is the computing that fetched pages have saved, less the time for them. `slow` counts
     transfers that were given up, or not begun, because computing is faster.
@@ -83,8 +83,8 @@ class TierTotals(Frozen):
     write_s: float = 0.0
     slow: int = 0
     saved_s: float = 0.0
-    pages_stored: int = 0
-    bytes_stored: int = 0
+    pages_stored: int | None = None
+    bytes_stored: int | None = None
 
 
 class Tier(Protocol):
@@ -106,8 +106,8 @@ class Tier(Protocol):
     def probe(self) -> float:
         """Return how many seconds a page takes now; 0 if that cannot be measured."""
 
-    def size(self) -> tuple[int, int]:
-        """Return how many pages it has, and their bytes; zeros if it does not know."""
+    def size(self) -> tuple[int, int] | None:
+        """Return how many pages it has, and their bytes; None if it does not know."""
 
     def close(self) -> None:
         """Give back files and connections."""

@@ -189,9 +189,10 @@ class EngineLoop:
                 self._ranks.give_up()
         self._thread.join(timeout=_END_S)
         if not self._thread.is_alive():
-            self.pages.close()
+            pages_are_free = self.pages.close()
             self.speculator.close()
-            self._backend.close()
+            if pages_are_free:
+                self._backend.close()
 
     def _check_running(self) -> None:
         if self._failure is not None:

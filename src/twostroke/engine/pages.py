@@ -33,7 +33,7 @@ class Pages:
         on_end: called under the lock with each request that ends.
         count: returns the counts of tiers.
         flush: waits so many seconds until used pages are written to tiers; false if not all are.
-        on_close: called before the pages are gone, to end all transfers.
+        on_close: called before the pages are gone, to end all transfers; false if they cannot be.
         lock: the loop's. Who holds it sees no step begin or end.
     """
 
@@ -44,7 +44,7 @@ class Pages:
         self.memory = memory
         self.on_submit: list[Callable[[Ticket], None]] = []
         self.on_end: list[Callable[[Request], None]] = []
-        self.on_close: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], bool]] = []
         self.count: Callable[[], tuple[TierTotals, ...]] = tuple
         self.flush: Callable[[float], bool] = lambda _: True
         self.lock = self._changed = changed
@@ -74,10 +74,10 @@ class Pages:
         with self._changed:
             return self.scheduler.backlog()
 
-    def close(self) -> None:
-        """End all transfers and leases."""
-        for end in self.on_close:
-            end()
+    def close(self) -> bool:
+        """End all transfers and leases; False if something may still use their pages."""
+        have_ended = [end() for end in self.on_close]
+        return all(have_ended)
 
     def expect(self, ticket: Ticket, within_s: float = math.inf) -> Transfer | None:
         """See `Transfers.begin`."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -38,6 +38,8 @@ _MOST_OFFERS: Final = 1000  # that wait to be written
 _MOST_SEEN: Final = 1 << 17  # keys whose second computing is recognized
 _BUSY_SHARE: Final = 0.1  # of the time in which pages are written while requests run
 _TOUCH_S: Final = 60.0  # between two notes of a page's use
+_FLUSH_S: Final = 3.0  # at the end, in which pages are still written
+_CLOSE_S: Final = 1.0  # after which a tier is left that does not answer
 
 
 class _Measured:
@@ -70,13 +72,15 @@ class _Measured:
         return self._page_s if time.monotonic() < self._known_until_s else 0.0
 
     def totals(self) -> TierTotals:
-        pages, num_bytes = self.tier.size()
+        pages, num_bytes = self.tier.size() or (None, None)
         with self._lock:
-            ints = TierTotals.__struct_fields__[1:]
-            counts = {name: self.counts.get(name, 0) for name in ints}
-        whole = {k: v if k.endswith("_s") else int(v) for k, v in counts.items()}
-        whole |= {"pages_stored": pages, "bytes_stored": num_bytes}
-        return TierTotals(self.tier.title, **whole)  # type: ignore[arg-type]
+            counts = {k: v if k.endswith("_s") else int(v) for k, v in self.counts.items()}
+        return TierTotals(
+            self.tier.title,
+            pages_stored=pages,
+            bytes_stored=num_bytes,
+            **counts,  # type: ignore[arg-type]
+        )
 
 
 class _Offer(Frozen):
@@ -84,6 +88,14 @@ class _Offer(Frozen):
 
     keys: tuple[bytes, ...]
     worth: Worth
+
+
+class _Asked(Frozen):
+    """A transfer that is to be brought, when it began, and the seconds that it may lose."""
+
+    transfer: Transfer
+    began_s: float
+    slack_s: float
 
 
 class Paging:
@@ -97,23 +109,33 @@ class Paging:
     """
 
     def __init__(
-        self, pages: Pages, kind: PageKind, tiers: Sequence[Tier], seconds: Seconds
+        self,
+        pages: Pages,
+        kind: PageKind,
+        tiers: Sequence[Tier],
+        seconds: Seconds,
+        is_measured: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Begin; `pages` ends it."""
+        """Begin; `pages` ends it. Until `is_measured`, computing takes longer than `seconds`."""
         self._pages, self._kind, self._seconds = pages, kind, seconds
+        self._is_measured = is_measured
         self._tiers = [_Measured(tier) for tier in tiers]
         for tier in self._tiers:
             tier.took(tier.tier.probe())
         self._size = kind.groups.page_size
         self._num_groups = len(kind.groups.windows)
-        self._fetchers = ThreadPoolExecutor(_NUM_FETCHING, "twostroke-fetch")
+        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._bringing: set[Transfer] = set()  # those that were asked for and have not ended
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._touched: OrderedDict[bytes, float] = OrderedDict()  # when, by key of the last place
         self._offers: deque[_Offer] = deque(maxlen=_MOST_OFFERS)
         self._has_offers = threading.Event()
         self._is_closing = False
-        self._writer = threading.Thread(target=self._write_all, name="twostroke-pages", daemon=True)
-        self._writer.start()
+        work = [(self._write_all, "twostroke-pages")]
+        work += [(self._bring_all, "twostroke-fetch")] * _NUM_FETCHING
+        self._threads = [threading.Thread(target=do, name=name, daemon=True) for do, name in work]
+        for thread in self._threads:
+            thread.start()
         pages.on_submit.append(self._submitted)
         pages.on_close.append(self.close)
         pages.count, pages.flush = self.totals, self.flush
@@ -132,15 +154,26 @@ class Paging:
             time.sleep(0.01)
         return True
 
-    def close(self) -> None:
-        """Write what was offered, for a moment at most, and end all transfers."""
-        self.flush(5.0)
+    def close(self) -> bool:
+        """Write what was offered, for a moment at most, and end all transfers.
+
+        Return whether they have ended: a tier that does not answer may still use their pages.
+        """
+        if not self._is_closing:
+            self.flush(_FLUSH_S)
         self._is_closing = True
         self._has_offers.set()
-        self._fetchers.shutdown(wait=True, cancel_futures=True)
-        self._writer.join()
+        for _ in range(_NUM_FETCHING):
+            self._asked.put(None)
+        until_s = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            _logger.warning("The page cache does not answer; the engine ends without it.")
+            return False
         for tier in self._tiers:
             tier.tier.close()
+        return True
 
     # Called under the loop's lock.
 
@@ -187,29 +220,35 @@ class Paging:
         """Let a request that was queued wait for pages, if computing them takes long."""
         num_tokens = len(ticket.request.tokens)
         whole_s = self._seconds(0, num_tokens)
-        if whole_s < _LEAST_S or self._is_closing:
+        is_hanging = any(transfer.is_dropped for transfer in self._bringing)
+        if whole_s < _LEAST_S or is_hanging or self._is_closing:
             return
         slack_s = max(_MOST_LOSS * whole_s, min(_LEAST_SLACK_S, whole_s / 10))
+        if not self._is_measured():
+            slack_s = whole_s / 2
         transfer = self._pages.expect(ticket, slack_s)
         if transfer is None:
             return
-        began_s = time.monotonic()
-        try:
-            self._fetchers.submit(self._bring, transfer, began_s, slack_s)
-        except RuntimeError:  # it is closing
-            self._pages.end(transfer)
+        self._bringing.add(transfer)
+        self._asked.put(_Asked(transfer, time.monotonic(), slack_s))
 
     # Called by the fetching threads.
 
-    def _bring(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
-        try:
-            self._fetch(transfer, began_s, slack_s)
-        except Exception:
-            _logger.exception("Pages could not be brought; they are computed.")
-        finally:
-            self._pages.end(transfer)
+    def _bring_all(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            transfer = asked.transfer
+            try:
+                self._fetch(transfer, asked.began_s, asked.slack_s)
+            except Exception:
+                _logger.exception("Pages could not be brought; they are computed.")
+            finally:
+                with self._pages.lock:
+                    self._bringing.discard(transfer)
+                self._pages.end(transfer)
 
     def _fetch(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
+        if transfer.is_dropped or self._is_closing:
+            return
         where = self._find(transfer)
         wanted = self._pages.narrow(transfer, where.__contains__)
         if not wanted or transfer.is_dropped:

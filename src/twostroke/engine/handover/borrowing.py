@@ -46,10 +46,11 @@ class Borrower:
         self._pages.on_end.append(self._ended)
         self._pages.on_close.append(self.close)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """End all transfers and connections."""
         for peer in self.peers:
             peer.close()
+        return True
 
     def view(self) -> BorrowerView:
         """Return what it did, and with whom."""

@@ -108,7 +108,7 @@ class Lender:
         self._listener = PeerListener(address, secret, memory, self._serve)
         self.pages.on_close.append(self.close)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """End all connections and leases."""
         self._listener.close()
         for guest in list(self._guests):
@@ -116,6 +116,7 @@ class Lender:
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
+        return True
 
     def view(self) -> LenderView:
         """Return what it does now."""

@@ -343,6 +343,7 @@ def _tiers(tiers: Iterable[TierTotals]) -> Iterator[Metric]:
     of = {tier.tier: tier for tier in tiers}
     for family, key, name, text in _TIERS if of else ():
         samples = [((tier,), getattr(totals, key)) for tier, totals in of.items()]
+        samples = [sample for sample in samples if sample[1] is not None]
         metric = family(f"twostroke_tier_{name}", text, labels=("tier",))
         yield _filled(metric, samples)
 
