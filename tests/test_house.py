@@ -37,6 +37,8 @@ FRAMEWORKS = (
     "huggingface_hub",
     "matplotlib",
     "opentelemetry",
+    "cryptography",
+    "redis",
 )
 
 

@@ -11,9 +11,11 @@ import pytest
 
 from support.engines import tiny_client
 from support.stored_pages import kind
+from support.stores import SECRET, missing, store
 from support.tiny import write_tiny_gguf
 from twostroke.cache import PageGroups
 from twostroke.cache.disk import DiskTier
+from twostroke.cache.store import StoreTier
 from twostroke.core.config import CacheOptions, EngineOptions, ParallelOptions
 from twostroke.core.errors import UsageError
 from twostroke.core.request import Hints
@@ -38,15 +40,23 @@ PROMPT = [3 + i * i % 200 for i in range(100)]  # 6 pages, and 4 tokens
 
 @contextmanager
 def engine(
-    folder: Path, tiers: Sequence[Tier] | None = None, token_s: float = 0.01, **changes: Any
+    folder: Path,
+    tiers: Sequence[Tier] | None = None,
+    token_s: float = 0.01,
+    url: str | None = None,
+    **changes: Any,
 ) -> Iterator[tuple[Client, Paging]]:
-    """Yield an engine whose pages stay in a folder, and that takes `token_s` for each token."""
+    """Yield an engine that takes `token_s` for each token; its pages stay in a folder, or a store.
+
+    `tiers` are used instead of the folder.
+    """
     folder.mkdir(exist_ok=True)
     with tiny_client(folder, num_pages=96) as (client, backend):
         page_bytes = backend.pages.page_bytes
         of = kind(page_bytes=page_bytes, groups=PageGroups(16), **changes)
         if tiers is None:
             tiers = [DiskTier(folder / "pages", of, 10**9, "tiny")]
+            tiers += [StoreTier(url, of)] if url else []
         paging = Paging(client.loop.pages, of, tiers, lambda first, end: (end - first) * token_s)
         yield client, paging
 
@@ -113,6 +123,30 @@ def test_other_kinds_and_other_tenants_compute(tmp_path: Path) -> None:
         assert answer(client, PROMPT, caller=Caller(tenant="a")) == (tokens, 0)
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_machines_share_a_store_and_keep_what_they_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_STORE_KEY", SECRET)
+    caller = Caller(tenant="t")
+    with store(tmp_path) as server:
+        with engine(tmp_path / "a", url=server.url) as (client, paging):
+            tokens, _ = answer(
+                client, PROMPT, hints=Hints(keep_s=3600.0), caller=Caller(tenant="t")
+            )
+            assert paging.flush(5.0)
+        with engine(tmp_path / "b", url=server.url) as (client, paging):
+            assert answer(client, PROMPT) == (tokens, 0), "of another tenant"
+            assert answer(client, PROMPT, caller=caller) == (tokens, 96)
+            assert paging.flush(5.0)
+            disk, shared = client.loop.snapshot().tiers
+            assert (disk.tier, disk.pages_read, disk.pages_written) == ("disk", 0, 6)
+            assert (shared.tier, shared.pages_read, shared.pages_written) == ("store", 6, 0)
+            assert shared.pages_stored is None
+        with server.frozen(), engine(tmp_path / "b", url=server.url) as (client, _):
+            assert answer(client, PROMPT, caller=caller) == (tokens, 96)
+
+
 class Faulty:
     """A tier that claims to have every page, and does with each of them as it is told."""
 
@@ -169,6 +203,33 @@ def test_a_tier_that_fails_or_is_slow_costs_no_request(tmp_path: Path, fault: st
         tier.gate.set()
 
 
+def test_a_tier_that_hangs_is_left_alone_and_delays_no_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = Faulty("hangs")
+    with engine(tmp_path, [tier]) as (client, _):
+        answer(client, PROMPT)
+        answer(client, [9, *PROMPT])
+        assert totals(client).lookups == 1, "another request waited for a tier that hangs"
+        began_s = time.monotonic()
+        client.loop.close()
+        assert time.monotonic() - began_s < 3.0
+    assert "The page cache does not answer" in caplog.text
+    tier.gate.set()
+
+
+def test_the_first_request_gives_pages_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    with engine(tmp_path) as (client, paging):
+        monkeypatch.setattr(client.loop.pages, "expect", lambda _, within_s: waits.append(within_s))
+        for is_measured in (False, True):
+            monkeypatch.setattr(paging, "_is_measured", lambda is_measured=is_measured: is_measured)
+            answer(client, [8, *PROMPT])
+    assert waits == pytest.approx([1.01 / 2, 0.1])
+
+
 def test_short_prompts_are_not_looked_up(tmp_path: Path) -> None:
     tier = Faulty("damaged")
     with engine(tmp_path, [tier], token_s=0.0005) as (client, _):
@@ -191,6 +252,6 @@ def test_options_that_exclude_a_page_cache_are_refused(tmp_path: Path) -> None:
         EngineOptions(cache=CacheOptions(prefix_cache=False), tiers=tiers)
     with pytest.raises(UsageError, match="one process"):
         EngineOptions(parallel=ParallelOptions(tensor=2), tiers=tiers)
-    for wrong in ({"page_cache": ""}, {"page_cache_bytes": 10**9}):
+    for wrong in ({"page_cache": ""}, {"page_cache_bytes": 10**9}, {"page_store": "http://a"}):
         with pytest.raises(UsageError):
             TierOptions(**wrong)  # type: ignore[arg-type]

@@ -1,67 +1,147 @@
-"""`make test-tiers`: page files damaged, swapped or of others, 10,000; each must be a miss.
+"""`make test-tiers`: stored pages damaged, swapped or of others, 10,000; each must be a miss.
 
-Pages are damaged in every way of `stored_pages.DAMAGES`, or replaced by the same page of another
-model, format, level, page size or kind, under the right name. Then a tiny engine answers prompts
-whose stored pages are damaged while it runs and between its starts: its tokens must stay the same.
+Files in a folder, then entries of a Redis server, are damaged in every way of
+`stored_pages.DAMAGES`, or replaced by the same page of another tenant, model, format, level, page
+size or kind, under the right name. Then tiny engines answer prompts whose stored files and entries
+are damaged while they run and between their starts: the tokens must stay the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import random
 import sys
 import tempfile
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from support.engines import tiny_client
 from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
+from support.stores import SECRET, Store, missing, store
 from twostroke.cache import PageGroups
 from twostroke.cache.disk import DiskTier, stored_pages
+from twostroke.cache.store import StoreTier
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.paging import Paging
+
+if TYPE_CHECKING:
+    from twostroke.cache.tiers import PageKind, Tier
 
 _NUM_PAGES = 40
 _GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def damage_pages(count: int, rng: random.Random, folder: Path) -> Counter[str]:
+class Place(Protocol):
+    """Where pages are stored, and how what is there can be changed."""
+
+    def tier(self, of: PageKind) -> Tier:
+        """Return a new tier for pages of a kind."""
+
+    def stored(self) -> list[object]:
+        """Return where each page is."""
+
+    def where(self, tier: Tier, name: bytes) -> object:
+        """Return where a page is."""
+
+    def read(self, where: object) -> bytes:
+        """Return what is there."""
+
+    def write(self, where: object, data: bytes) -> None:
+        """Put something else there."""
+
+
+class Files:
+    """Implements `Place` with a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def tier(self, of: PageKind) -> DiskTier:
+        return DiskTier(self._folder, of, 10**9, "m")
+
+    def stored(self) -> list[Path]:
+        return list(stored_pages(self._folder))
+
+    def where(self, tier: DiskTier, name: bytes) -> Path:
+        return tier._path(name)
+
+    def read(self, where: Path) -> bytes:
+        return where.read_bytes()
+
+    def write(self, where: Path, data: bytes) -> None:
+        where.write_bytes(data)
+
+
+class Entries:
+    """Implements `Place` with a Redis server."""
+
+    def __init__(self, running: Store) -> None:
+        self._client, self._url = running.client(), running.url
+
+    def tier(self, of: PageKind) -> StoreTier:
+        return StoreTier(self._url, of)
+
+    def stored(self) -> list[bytes]:
+        return list(self._client.scan_iter())
+
+    def where(self, tier: StoreTier, name: bytes) -> bytes:
+        return tier._key(name)
+
+    def read(self, where: bytes) -> bytes:
+        return self._client.get(where) or b""
+
+    def write(self, where: bytes, data: bytes) -> None:
+        self._client.set(where, data)
+
+
+def damage_pages(count: int, rng: random.Random, place: Place) -> Counter[str]:
     """Damage `count` stored pages; return how many were missed, by damage, and what was wrong."""
     counts: Counter[str] = Counter()
-    tiers = {of: DiskTier(folder, of, 10**9, "m") for of in (kind(), *OTHER_KINDS)}
+    tiers = {of: place.tier(of) for of in (kind(), *OTHER_KINDS)}
     keys = [(0, bytes([number]) * 32) for number in range(_NUM_PAGES)]
+    theirs = [(0, bytes([number]) * 31 + b"t") for number in range(_NUM_PAGES)]  # another tenant's
     own = tiers[kind()]
     for of, tier in tiers.items():
-        for number, key in enumerate(keys):
+        for number, key in enumerate([*keys, *theirs]):
             # All kinds have other bytes, so that a wrong page would be seen.
             content = memoryview(content_of(number + 1000 * list(tiers).index(of)))
             tier.offer(of.name(key), content, WORTH)
-    whole = {of: [t._path(of.name(key)).read_bytes() for key in keys] for of, t in tiers.items()}
-    mine = whole[kind()]
+    whole = {
+        of: [place.read(place.where(tier, of.name(key))) for key in [*keys, *theirs]]
+        for of, tier in tiers.items()
+    }
+    mine, tenants = whole[kind()][:_NUM_PAGES], whole[kind()][_NUM_PAGES:]
     for _ in range(count):
         number = rng.randrange(_NUM_PAGES)
         name = kind().name(keys[number])
-        path = own._path(name)
-        what = rng.choice([*DAMAGES, "of another kind"])
+        where = place.where(own, name)
+        what = rng.choice([*DAMAGES, "of another kind", "of another tenant"])
         if what in DAMAGES:
             others = [*mine[:number], *mine[number + 1 :]]
             bad = DAMAGES[what](rng, mine[number], others)
-        else:
+        elif what == "of another kind":
             bad = whole[rng.choice(OTHER_KINDS)][number]
-        path.write_bytes(bad)
+        else:
+            bad = tenants[number]
+        place.write(where, bad)
         page = bytearray(PAGE_BYTES)
         found = own.fetch(name, memoryview(page))
         is_whole = bad == mine[number]
         counts["nothing changed" if is_whole else what] += 1
         if found != is_whole or (found and bytes(page) != content_of(number)):
             counts["WRONG"] += 1
-        path.write_bytes(mine[number])
+        place.write(where, mine[number])
     return counts
 
 
-def damage_under_engines(rounds: int, rng: random.Random, folder: Path) -> Counter[str]:
+def damage_under_engines(
+    rounds: int, rng: random.Random, folder: Path, place: Place
+) -> Counter[str]:
     """Damage the pages of tiny engines; return how many answers were right and wrong."""
     counts: Counter[str] = Counter()
     prompts = [[3 + (i * i + seed * i) % 200 for i in range(100)] for seed in range(6)]
@@ -70,17 +150,16 @@ def damage_under_engines(rounds: int, rng: random.Random, folder: Path) -> Count
         right = [client.generate(prompt, _GREEDY).wait()[0].token_ids for prompt in prompts]
     of = kind(page_bytes=page_bytes, groups=PageGroups(16))
     for _ in range(rounds):
-        files = list(stored_pages(folder / "pages"))
-        for path in rng.sample(files, len(files) // 2):
-            data = path.read_bytes()
+        stored = place.stored()
+        for where in rng.sample(stored, len(stored) // 2):
+            data = place.read(where)
             if len(data) < 200:  # it was cut before
                 continue
-            others = [one.read_bytes() for one in rng.sample(files, min(3, len(files)))]
-            path.write_bytes(rng.choice(list(DAMAGES.values()))(rng, data, others))
-            counts["files damaged"] += 1
+            others = [place.read(one) for one in rng.sample(stored, min(3, len(stored)))]
+            place.write(where, rng.choice(list(DAMAGES.values()))(rng, data, others))
+            counts["damaged"] += 1
         with tiny_client(folder) as (client, _):
-            disk = DiskTier(folder / "pages", of, 10**9, "tiny")
-            Paging(client.loop.pages, of, [disk], lambda first, end: (end - first) * 0.01)
+            Paging(client.loop.pages, of, [place.tier(of)], lambda first, end: (end - first) * 0.01)
             for number in rng.sample(range(len(prompts)), len(prompts)):
                 asked = client.generate(prompts[number], _GREEDY, hints=Hints(keep_s=60.0))
                 output = asked.wait()[0]
@@ -99,14 +178,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     logging.getLogger("twostroke").setLevel(logging.ERROR)
+    os.environ["TWOSTROKE_STORE_KEY"] = SECRET
     rng, wrong = random.Random(given.seed), 0
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        for name, counts in (
-            ("pages", damage_pages(given.pages, rng, Path(first))),
-            ("engines", damage_under_engines(given.rounds, rng, Path(second))),
-        ):
-            wrong += counts["WRONG"]
-            print(f"{name}: " + ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items())))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+
+        def new(name: str) -> Path:
+            (Path(folder) / name).mkdir()
+            return Path(folder) / name
+
+        places: list[tuple[str, Place, Place]] = [("files", Files(new("a")), Files(new("b")))]
+        if reason := missing():
+            print(f"entries of a store: skipped, this {reason}")
+        else:
+            running = [stack.enter_context(store(new(name))) for name in ("c", "d")]
+            places.append(("entries", *map(Entries, running)))
+        for name, first, second in places:
+            found = damage_pages(given.pages, rng, first)
+            under = damage_under_engines(given.rounds, rng, new(name), second)
+            for what, counts in ((name, found), (f"engines with {name}", under)):
+                wrong += counts["WRONG"]
+                told = ", ".join(f"{n:,} {of}" for of, n in sorted(counts.items()))
+                print(f"{what}: {told}")
     print("Nothing was wrong." if not wrong else f"{wrong} times something was wrong.")
     return min(1, wrong)
 

@@ -263,6 +263,12 @@ TIERS: Final = [
         type=ByteSize(),
         help="Most that the folder holds, such as 50GB [default: 10GB].",
     ),
+    _keeping(
+        ["--page-store"],
+        metavar="URL",
+        help="Share them with servers on other machines in this Redis server, redis:// or "
+        "rediss://; needs twostroke[store] and TWOSTROKE_STORE_KEY.",
+    ),
 ]
 
 # What the operators of a server see: logs, objectives, traces, the dashboard.

@@ -340,7 +340,7 @@ class EngineOptions(Frozen):
                 raise UsageError(reason, field="page_size", other=Field("kv_shares"))
 
     def _check_tiers(self) -> None:
-        field = "page_cache"
+        field = self.tiers.field
         if not self.cache.prefix_cache:
             raise UsageError("needs {other}.", field=field, other=Field("prefix_cache"))
         if self.parallel.num_ranks > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,26 @@ def peer_secret() -> bytes:
     if secret is not None and not secret.strip():
         raise UsageError("TWOSTROKE_PEER_SECRET is empty: set it to a secret, or unset it.")
     return (secret or "").encode()
+
+
+def store_key() -> bytes:
+    """Return the secret that seals pages in a store, from `TWOSTROKE_STORE_KEY`: 32 bytes.
+
+    Raises:
+        UsageError: it is not set, or not 64 hexadecimal digits.
+    """
+    text = os.environ.get("TWOSTROKE_STORE_KEY", "").strip()
+    with suppress(ValueError):
+        if len(text) == 64:
+            return bytes.fromhex(text)
+    what = "not 64 hexadecimal digits" if text else "not set"
+    reason = f"needs a secret, and TWOSTROKE_STORE_KEY is {what}: make one by openssl rand -hex 32."
+    raise UsageError(reason, field="page_store")
+
+
+def store_password() -> str | None:
+    """Return the password of a page store from `TWOSTROKE_STORE_PASSWORD`, None if not set."""
+    return os.environ.get("TWOSTROKE_STORE_PASSWORD") or None
 
 
 def link() -> str | None:

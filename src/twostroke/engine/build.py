@@ -32,7 +32,7 @@ from twostroke.engine.limits import Limits
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.sizing import size_cache
-from twostroke.engine.tiers import begin_paging, weights_digest
+from twostroke.engine.tiers import begin_paging, check_tiers, weights_digest
 from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
 from twostroke.program.mesh import ONE_RANK, Mesh
@@ -119,6 +119,7 @@ def build(
         BackendError: no backend can run here.
     """
     options = options or EngineOptions()
+    check_tiers(options.tiers)
     loaded = load(model)
     program = build_program(loaded.spec)
     options = replace(options, compute=with_known_bits(options.compute, loaded, program, say))

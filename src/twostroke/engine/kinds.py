@@ -29,7 +29,7 @@ def page_kind(
     level = _ALIKE.get(facts.level, facts.level)
     if memory is None:
         reason = "needs one process with pages in its memory: the backend cpu, without ranks."
-        raise UsageError(reason, field="page_cache" if options.tiers.is_used else "role")
+        raise UsageError(reason, field=options.tiers.field if options.tiers.is_used else "role")
     return PageKind(
         model=card.identity,
         kv_format=size.kv_format,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from twostroke.cache.disk import DiskTier
+from twostroke.cache.store import StoreTier, check_store
 from twostroke.core import env
 from twostroke.core.errors import Field, ModelFormatError, UsageError
 from twostroke.core.files import read_json, write_json
@@ -38,7 +39,7 @@ def begin_paging(client: Client, kind: PageKind, digest: str, tiers: TierOptions
     if not loop.pages.most_held:
         raise UsageError(
             "needs more pages than those of the longest request: raise {other}, or lower {more}.",
-            field="page_cache",
+            field=tiers.field,
             other=Field("memory_bytes"),
             more=Field("context_length"),
         )
@@ -53,7 +54,19 @@ def begin_paging(client: Client, kind: PageKind, digest: str, tiers: TierOptions
     if tiers.page_cache is not None:
         folder = Path(tiers.page_cache).expanduser()
         found.append(DiskTier(folder, kind, tiers.most_bytes, client.card.name))
-    Paging(loop.pages, kind, found, seconds)
+    if tiers.page_store is not None:
+        found.append(StoreTier(tiers.page_store, kind))
+    Paging(loop.pages, kind, found, seconds, lambda: time.num_steps > 0)
+
+
+def check_tiers(tiers: TierOptions) -> None:
+    """Refuse, before a model is loaded, what no tier could be opened with.
+
+    Raises:
+        UsageError: as `begin_paging`.
+    """
+    if tiers.page_store is not None:
+        check_store(tiers.page_store)
 
 
 def weights_digest(loaded: LoadedModel) -> str:
