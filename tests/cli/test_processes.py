@@ -287,6 +287,7 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
         (("--port", "0", "--drain", "-1"), 2, "--drain must be from 0 to 86400 seconds, got -1.0"),
         (("--port", "0", "--drain", "nan"), 2, "--drain must be from 0 to 86400 seconds, got nan"),
         (("--port", "0", "--policy", "static", "--batch-size", "300"), 2, "A batch of 300"),
+        (("--port", "0", "--batch-size", "4"), 2, "--batch-size has no effect without --policy"),
         (("--port", "0", "--objective", "tttf=1"), 2, "with a name of queue, ttft"),
         (("--port", "0", *["--objective", "e2e=1"] * 2), 2, "--objective is given twice for e2e"),
         (("--port", "0", "--otlp-endpoint", "localhost"), 2, "must be the address of a collector"),

@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Server:
     """A server process that can be stopped and started again at the same address."""
 
-    model: Path
+    models: list[str]
     port: int
     key: str | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -46,7 +46,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}/"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "twostroke", "serve", str(self.model), "--name", "smollm2"]
+        command = [sys.executable, "-m", "twostroke", "serve", *self.models]
         command += ["--port", str(self.port), "--drain", "0"]
         keys = {} if self.key is None else {"TWOSTROKE_API_KEY": self.key}
         surroundings = {**os.environ, **keys}
@@ -71,11 +71,13 @@ class Server:
 
 
 @contextmanager
-def _served(model: Path, key: str | None = None) -> Iterator[Server]:
+def _served(model: Path, key: str | None = None, names: str = "smollm2") -> Iterator[Server]:
+    several = ["--models", ",".join(f"{name}={model}" for name in names.split())]
+    models = several if " " in names else [str(model), "--name", names]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = Server(model, port, key)
+    server = Server(models, port, key)
     server.start()
     try:
         yield server
@@ -115,6 +117,13 @@ def own_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
 def key_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
     """A server that asks for the key "sk-right"."""
     with _served(smollm2_path, "sk-right") as server:
+        yield server
+
+
+@pytest.fixture
+def models_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
+    """A server of two models, which are loaded when they are asked for."""
+    with _served(smollm2_path, names="first second") as server:
         yield server
 
 

@@ -91,6 +91,24 @@ def test_map_shows_shared_prefixes(visit: Visiting, server: Any) -> None:
     visit.page.mouse.move(0, 0)
 
 
+def test_one_of_several_models_is_chosen(models_server: Any, visit: Visiting) -> None:
+    visit = visit(models_server, "#dashboard")
+    table = "section[aria-label=Models]"
+    visit.page.wait_for_selector(f"{table} tr:has-text('second'):has-text('unloaded')")
+    assert visit.page.inner_text(f"{table} [aria-pressed=true]") == "first"
+    body = {"model": "second", "prompt": "A", "max_tokens": 1}
+    headers = {"content-type": "application/json"}
+    asked = urllib.request.Request(
+        f"{models_server.url}v1/completions", json.dumps(body).encode(), headers
+    )
+    urllib.request.urlopen(asked).close()
+    loaded = f"{table} tr:has-text('second'):not(:has-text('unloaded'))"
+    visit.page.wait_for_selector(f"{loaded}:has-text('loaded')")
+    visit.page.click(f"{table} button:has-text('first')")
+    visit.page.wait_for_selector(".about:has-text('first: llama'):has-text('not loaded')")
+    assert visit.page.inner_text(f"{table} [aria-pressed=true]") == "first"
+
+
 def test_charts_begin_with_what_was_before(visit: Visiting, server: Any) -> None:
     with _load(server):
         visit = visit(server)
@@ -102,7 +120,7 @@ def test_charts_begin_with_what_was_before(visit: Visiting, server: Any) -> None
         visit.wait_for(f"({line}).split('L').length >= 3")
         states = [url for url in asked if "/api/state" in url]
         assert len(states) <= 2
-        assert states[0].endswith("?past")
+        assert states[0].endswith("?past=")
 
 
 def test_nothing_is_asked_while_nobody_looks(visit: Visiting, server: Any) -> None:

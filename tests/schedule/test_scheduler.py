@@ -14,7 +14,10 @@ from twostroke.core.errors import (
     UsageError,
 )
 from twostroke.core.request import FinishReason
+from twostroke.core.service import BATCH_SERVICE, SERVICES
 from twostroke.schedule import SchedulerConfig
+
+LINE = SERVICES[BATCH_SERVICE]
 
 
 def test_idle_scheduler_has_nothing_to_plan():
@@ -52,6 +55,41 @@ def test_requests_with_one_pending_token_go_first_and_prompts_share_what_is_left
     assert steps.step() == {"a": 1, "b": 3, "c": 4}
     assert steps.step() == {"a": 1, "b": 1, "c": 6}
     assert steps.step() == {"a": 1, "b": 1, "c": 0 + 1}
+
+
+def test_lines_of_batches_pause_while_other_prompts_are_read():
+    steps = Steps(token_budget=8, cache=False)
+    steps.add("line", 3, priority=LINE, max_tokens=9)
+    steps.add("more", 9, priority=LINE, max_tokens=9)
+    assert steps.step() == {"line": 3, "more": 5}
+    steps.add("user", 12, max_tokens=2)
+    assert steps.step() == {"user": 8}
+    assert steps.step() == {"user": 4}
+    assert steps.step() == {"user": 1, "line": 1, "more": 4}
+    steps.finish()
+
+
+def test_lines_of_batches_go_on_while_no_other_prompt_can_be_read():
+    steps = Steps(num_pages=12, token_budget=40, cache=False)
+    steps.add("user", 24, max_tokens=8)
+    assert steps.step() == {"user": 24}
+    steps.add("line", 5, priority=LINE, max_tokens=9)
+    assert steps.step() == {"user": 1, "line": 5}
+    steps.add("next", 36, max_tokens=2)
+    assert steps.step() == {"user": 1, "line": 1}, "pages for the next one are missing"
+    steps.finish()
+
+
+def test_a_line_that_was_overtaken_often_does_not_pause():
+    steps = Steps(token_budget=8, cache=False, max_overtakes=2)
+    line = steps.add("line", 3, priority=LINE, max_tokens=20)
+    steps.step()
+    for number in range(12):
+        steps.add(f"user{number}", 12, max_tokens=1)
+    while line.num_output < 4:
+        assert sum(steps.step().values()) <= 8
+    assert len(steps.scheduler.view().running) > 1 or len(steps.scheduler._waiting)
+    steps.finish()
 
 
 def test_no_more_requests_run_than_allowed():

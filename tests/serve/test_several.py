@@ -94,6 +94,17 @@ def test_what_needs_no_engine_loads_none(server: Several) -> None:
     assert server.count("model_loads_total") == before
 
 
+def test_what_can_never_run_loads_nothing(server: Several) -> None:
+    loads = server.count("model_loads_total")
+    [asleep] = [name for name, state in server.states().items() if state == "unloaded"]
+    prompt = server.complete(asleep, prompt="a" * 9000)
+    text = server.http.post("/v1/embeddings", json={"model": asleep, "input": "a" * 9000})
+    for answer in (prompt, text):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert server.count("model_loads_total") == loads
+
+
 def test_embeddings_grammars_and_the_state_of_each_model(server: Several) -> None:
     for name in "ab":
         body = {"model": name, "input": "hello"}

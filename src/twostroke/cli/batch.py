@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import replace
 
+from twostroke.cli.given import check_batching
 from twostroke.cli.help import Command, option
 from twostroke.cli.options import BATCHING, MACHINE, PARALLEL, engine_options, speculation
 from twostroke.cli.pull import open_engine
@@ -157,6 +158,7 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
     from twostroke.serve.layers import build_app
     from twostroke.serve.options import ServeOptions
 
+    check_batching(given["policy"])
     with open_engine(model, engine_options(given, model), quiet=quiet) as engine:
         loop = engine.client.loop
         engine.client.grammars.prepare()

@@ -8,9 +8,9 @@ import click
 import msgspec
 
 from twostroke.cli.drawing import PLOTS, check_file, file_option
+from twostroke.cli.given import is_given
 from twostroke.cli.help import Command, option
 from twostroke.cli.planning import (
-    is_given,
     kv_format_option,
     objective_options,
     price_option,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from twostroke.cli.given import check_effect
 from twostroke.cli.help import Command, option
 from twostroke.cli.planning import (
     MS,
     Number,
-    check_effect,
     objective_options,
     price_option,
     share_options,

@@ -1,15 +1,13 @@
-"""The options that plan, plan buy and simulate share, and the refusal of those without effect."""
+"""The options that plan, plan buy and simulate share."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from click.core import ParameterSource
 
 from twostroke.cache.formats import FORMATS
 from twostroke.cli.help import OneOf, option
-from twostroke.core.errors import Field, UsageError
 from twostroke.core.ranges import check_number
 from twostroke.program.storage import WEIGHTS
 
@@ -73,20 +71,3 @@ def share_options(mfu: float, mbu: float) -> Callable[[Any], Any]:
         return option("--mfu", default=mfu, help=arithmetic)(command)
 
     return add
-
-
-def is_given(name: str) -> bool:
-    """Whether an option stands on the command line."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is ParameterSource.COMMANDLINE
-
-
-def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") -> None:
-    """Refuse an option that is given without `other` (with `value`), on which its effect depends.
-
-    Raises:
-        UsageError: it has no effect.
-    """
-    if is_given(name) and not has_effect:
-        reason = f"has no effect without {{other}}{value and ' '}{value}: add that, or leave "
-        raise UsageError(f"{reason}{{this}} out.", field=name, other=Field(other), this=Field(name))

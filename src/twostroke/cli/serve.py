@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from twostroke.cli.given import check_batching
 from twostroke.cli.help import ByteSize, Command, OneOf, option
 from twostroke.cli.options import (
     BATCHING,
@@ -178,6 +179,7 @@ def command(**given: Any) -> int:
         check_endpoint(given["otlp_endpoint"])
     asked = asked_models(given["model"], given["models"])
     is_several = bool(given["models"])
+    check_batching(given["policy"])
     options, form = engine_options(given, asked[0][1]), given["log_format"]
     if is_several:
         check_alone(given, options)

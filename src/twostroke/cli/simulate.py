@@ -10,12 +10,11 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.cli.drawing import check_folder
+from twostroke.cli.given import check_batching, check_effect, is_given
 from twostroke.cli.help import ByteSize, Command, OneOf, option
 from twostroke.cli.options import BATCHING, MACHINE, engine_options
 from twostroke.cli.planning import (
     Number,
-    check_effect,
-    is_given,
     kv_format_option,
     objective_options,
     price_option,
@@ -157,8 +156,7 @@ def _check_effects(given: dict[str, Any]) -> None:
     if given["rate"] is not None:
         check_effect("burstiness", "arrivals", has_effect=is_gamma, value="gamma")
     check_effect("seed", "rate", has_effect=given["rate"] is not None)
-    check_effect("batch_size", "policy", has_effect=policy != "continuous", value="dynamic")
-    check_effect("max_wait_s", "policy", has_effect=policy == "dynamic", value="dynamic")
+    check_batching(policy)
 
 
 def _load(given: dict[str, Any]) -> Load:

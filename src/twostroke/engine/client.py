@@ -90,7 +90,7 @@ class Caller(Frozen):
 
 
 _ANYONE: Final = Caller()
-_UNDRAWN: Final = SamplingParams()  # of requests that draw no token
+UNDRAWN: Final = SamplingParams()  # of requests that draw no token
 _serial = itertools.count(1)
 
 
@@ -212,10 +212,10 @@ class Client:
         """Queue texts, whose embeddings go to `generation`; the rest as `embed_async`."""
         card, mailbox = self.card, generation.mailbox
         pooling = choose_pooling(params, card.name, card.pooling, card.embedding_width)
-        self._check_prompts(texts, _UNDRAWN, caller, pooling)
+        self._check_prompts(texts, UNDRAWN, caller, pooling)
         embedders = []
         for index, tokens in enumerate(texts):
-            request = _new_request(tokens, _UNDRAWN, caller, pooling)
+            request = new_request(tokens, UNDRAWN, caller, pooling)
             embedders.append(Embedder(request, index, mailbox, params.dimensions, caller.service))
         generation.submit_gradually(embedders)
 
@@ -234,7 +234,7 @@ class Client:
         if params.end_ids or params.stop_token_ids:  # otherwise all requests share one set
             ends = ends.union(params.end_ids, params.stop_token_ids)
         for index in range(params.n):
-            request = _new_request(tokens, params, caller)
+            request = new_request(tokens, params, caller)
             request.seed = (first_seed + index) % 2**64
             request.end_ids = ends
             request.hints = hints
@@ -259,7 +259,7 @@ class Client:
     ) -> None:
         """Refuse prompts that can never run."""
         for place, tokens in enumerate(prompts):
-            self.loop.check(_new_request(tokens, params, caller, pooling))
+            self.loop.check(new_request(tokens, params, caller, pooling))
             field = caller.prompt_field
             self._check_ids(tokens, field if len(prompts) == 1 else f"{field}[{place}]")
 
@@ -283,9 +283,10 @@ class Client:
         return self.card.cost.program.vocab_size
 
 
-def _new_request(
+def new_request(
     tokens: Sequence[int], params: SamplingParams, caller: Caller, pooling: Pooling | None = None
 ) -> Request:
+    """Return a prompt's request, or that of a text to embed."""
     return Request(
         id=f"r{next(_serial)}",
         tokens=list(tokens),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final, Self
 from msgspec.structs import replace
 
 from twostroke.backends import BackendFacts
+from twostroke.cache import PageGroups
+from twostroke.core.embedding import Pooling
 from twostroke.core.errors import (
     MemoryLimitError,
     ModelFormatError,
@@ -19,6 +21,7 @@ from twostroke.core.errors import (
 )
 from twostroke.engine import wire
 from twostroke.engine.build import make_card
+from twostroke.engine.client import UNDRAWN, new_request
 from twostroke.engine.compute import auto_kv_format, cost_model, weight_bytes
 from twostroke.engine.counters import Counters
 from twostroke.engine.limits import Limits
@@ -30,6 +33,7 @@ from twostroke.engine.view import View
 from twostroke.fetch.disk import megabytes
 from twostroke.models import build_program
 from twostroke.schedule import SchedulerConfig, SchedulerStats
+from twostroke.schedule.config import max_len
 from twostroke.schedule.residence import Residence, ResidentView
 from twostroke.spec import SpeculationStats
 from twostroke.weights import weights_identity
@@ -238,6 +242,7 @@ class SleepingEngine(RemoteEngine):
         self._used_s = time.monotonic()
         if self._life.is_up and not self.is_closed:
             return await super()._ask(message, num_answers)
+        self._check_fits(message)
         self._check_may_load()
         # An objective for the first token is for a model that is there.
         caller = replace(message.caller, start_within_s=math.inf)
@@ -254,6 +259,24 @@ class SleepingEngine(RemoteEngine):
                 raise OverloadedError(f"{len(self._asked)} requests wait for the model.")
         self.changed()
         return await super()._inquire(message)
+
+    def _check_fits(self, message: wire.Generate | wire.Embed) -> None:
+        """Refuse what can never run, rather than load the model for it.
+
+        Raises:
+            RequestError: a prompt is empty.
+            ContextLengthError: one is too long.
+        """
+        backend, context_length = self.facts.backend, self.facts.config.context_length
+        groups = PageGroups(backend.page_size, backend.windows)
+        most_tokens = groups.most_tokens(backend.num_pages, context_length)
+        caller = message.caller
+        if isinstance(message, wire.Embed):
+            requests = [new_request(one, UNDRAWN, caller, Pooling.LAST) for one in message.texts]
+        else:
+            requests = [new_request(one, message.params, caller) for one in message.prompts]
+        for request in requests:
+            max_len(request, context_length, most_tokens)
 
     def _check_may_load(self) -> None:
         if self._refusal is not None and time.monotonic() < self._refusal[0]:

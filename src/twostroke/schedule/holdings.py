@@ -71,6 +71,10 @@ class Holdings:
             num_places, request.num_computed, num_tokens, self._token_budget
         )
 
+    def reserve(self, running: Sequence[Ticket]) -> int:
+        """Return how many pages running requests may still take before they need to draw."""
+        return sum([self.num_reserved(ticket.request) for ticket in running])
+
     def num_victims(
         self,
         ticket: Ticket,

@@ -47,7 +47,7 @@ class Scheduler:
     may be added and finished at any time, but pages stay where they are until all steps that use
     them are committed, so a request is preempted only while no step is in flight.
 
-    `prefixes` knows what the prefix cache holds, and takes in what comes from elsewhere.
+    `prefixes` knows what the prefix cache holds, and what comes from elsewhere.
     """
 
     def __init__(
@@ -157,8 +157,9 @@ class Scheduler:
         """Decide the next step, or None; allocate the pages that it writes to.
 
         First come the running requests with one pending token, which are always served (or take
-        turns, if steps may be in flight), then, by rank, those with more and waiting ones. `budget`
-        is the most tokens it computes, if less than usual.
+        turns, if steps may be in flight), then, by rank, those with more and waiting ones. While
+        other prompts are read, lines of batches pause. `budget` is the most tokens it computes, if
+        less than usual.
         """
         assert len(self._flights) <= self.config.steps_ahead, "steps in flight come first"
         if self._must_land and self._flights:
@@ -166,8 +167,7 @@ class Scheduler:
         self._must_land = False
         self._waiting.make_ready(len(self._running))
         sketch = StepSketch(budget or self.config.step_budget, self.config.most_scored)
-        page_size = self._pool.page_size
-        slices, owners = sketch.slices, sketch.owners
+        slices, owners, page_size = sketch.slices, sketch.owners, self._pool.page_size
         behind: list[Ticket] = []
         for ticket in in_turn(self._running, self.config.steps_ahead):
             request = ticket.request
@@ -178,12 +178,11 @@ class Scheduler:
                 slices.append(Slice(request, start, 1, True))  # noqa: FBT003 - keywords cost time
                 owners.append(ticket)
                 request.num_planned = end
+        sketch.put_aside(self._running, behind, self._waiting.ready)
         sketch.budget = max(0, sketch.budget - len(slices))
-        for ticket in behind:
-            self._admit(sketch, ticket)
-            if ticket.is_running and sketch.budget:
-                self._give_slice(ticket, sketch)
-        self._admit(sketch, None)
+        self._read_prompts(sketch, behind)
+        if sketch.take_back():
+            self._read_prompts(sketch, behind)
         if not slices:
             is_stuck = not self._flights and any(t.request.num_pending for t in self._running)
             assert not is_stuck, "no progress"
@@ -285,11 +284,16 @@ class Scheduler:
         since_s = min((ticket.request.arrival_s for ticket in self._waiting), default=None)
         return SchedulerView(self.stats(), running, held, counts, cached, since_s)
 
+    def _read_prompts(self, sketch: StepSketch, behind: Sequence[Ticket]) -> None:
+        for ticket in behind:
+            self._admit(sketch, ticket)
+            if ticket.is_running and sketch.budget and not sketch.pauses(ticket):
+                self._give_slice(ticket, sketch)
+        self._admit(sketch, None)
+
     def _give_slice(self, ticket: Ticket, sketch: StepSketch) -> None:
-        request = ticket.request
-        wanted = min(request.num_pending, sketch.budget)
-        count = self._make_room(ticket, sketch.most_rows(request, wanted), sketch)
-        if count:
+        wanted = min(ticket.request.num_pending, sketch.budget)
+        if count := self._make_room(ticket, sketch.most_rows(ticket.request, wanted), sketch):
             sketch.add(ticket, count)
 
     def _make_room(self, ticket: Ticket, wanted: int, sketch: StepSketch) -> int:
@@ -314,7 +318,7 @@ class Scheduler:
                 return
             if not sketch.most_rows(ticket.request, 1):
                 return
-            hit = self.prefixes.match(ticket)
+            hit = None if sketch.pauses(ticket) else self.prefixes.match(ticket)
             if hit is None:
                 at += 1
                 continue
@@ -337,8 +341,7 @@ class Scheduler:
     def _reserve(self, sketch: StepSketch) -> int:
         """Pages that the running requests may still need soon."""
         if sketch.reserved is None:
-            reserved = self._holdings.num_reserved
-            sketch.reserved = sum(reserved(ticket.request) for ticket in self._running)
+            sketch.reserved = self._holdings.reserve(self._running)
         return sketch.reserved
 
     def _start(self, ticket: Ticket, hit: PrefixHit) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.embedding import Pooling
+from twostroke.core.service import BATCH_SERVICE, SERVICES
 from twostroke.core.step import Slice
+from twostroke.schedule.ticket import rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from twostroke.core.request import Request
     from twostroke.schedule.ticket import Ticket
@@ -25,9 +27,20 @@ class StepSketch:
         most_scored: how many more rows may report log-probabilities of prompts.
         preempted: requests that lost their pages for this step.
         reserved: pages that running requests may still need soon; None if not known.
+        urgent: the request for whose prompt lines of batches pause, if they rank after it.
     """
 
-    __slots__ = ("budget", "most_scored", "owners", "preempted", "reserved", "slices")
+    __slots__ = (
+        "_aside",
+        "_has_read",
+        "budget",
+        "most_scored",
+        "owners",
+        "preempted",
+        "reserved",
+        "slices",
+        "urgent",
+    )
 
     def __init__(self, budget: int, most_scored: int) -> None:
         self.budget = budget
@@ -36,6 +49,9 @@ class StepSketch:
         self.owners: list[Ticket] = []
         self.preempted: list[Request] = []
         self.reserved: int | None = None
+        self.urgent: Ticket | None = None
+        self._aside: list[tuple[Slice, Ticket]] = []
+        self._has_read = False
 
     def most_rows(self, request: Request, wanted: int) -> int:
         """Return how many of the `wanted` next rows a request may have, by the scored ones."""
@@ -57,6 +73,7 @@ class StepSketch:
         request.num_planned += count
         self.budget -= count
         self.most_scored -= scored
+        self._has_read = True
 
     def preempt(self, ticket: Ticket) -> None:
         """Take out a request that has just lost its pages."""
@@ -67,6 +84,48 @@ class StepSketch:
             self.budget += self.slices[at].count
             self.most_scored += self.slices[at].num_scored
             del self.slices[at], self.owners[at]
+
+    def pauses(self, ticket: Ticket) -> bool:
+        """Whether a request is a line of a batch that lets the urgent one go first."""
+        urgent = self.urgent
+        return urgent is not None and is_background(ticket) and urgent.rank < ticket.rank
+
+    def put_aside(
+        self, running: Sequence[Ticket], behind: Sequence[Ticket], ready: Sequence[Ticket]
+    ) -> None:
+        """Take out lines of batches, with one row each, if others have prompts to read.
+
+        These are among those `behind`, and among those that wait and are `ready`. A line that ranks
+        before them stays, so that no line waits for ever. All are in the order of their ranks.
+        """
+        if not running or not is_background(running[-1]):
+            return
+        urgent = [ticket for ticket in (*behind, *ready) if not is_background(ticket)]
+        self.urgent = min(urgent, key=rank_of, default=None)
+        pairs = list(zip(self.slices, self.owners, strict=True))
+        self._aside = [pair for pair in pairs if self.pauses(pair[1])]
+        kept = [pair for pair in pairs if not self.pauses(pair[1])]
+        self.slices[:], self.owners[:] = [piece for piece, _ in kept], [owner for _, owner in kept]
+        for piece, _ in self._aside:
+            piece.request.num_planned = piece.start
+
+    def take_back(self) -> bool:
+        """Let nobody pause if no prompt could be read after all; return whether that is so."""
+        if self.urgent is None or self._has_read:
+            return False
+        self.urgent = None
+        for piece, ticket in self._aside:
+            if ticket.is_running:  # it has its pages
+                self.slices.append(piece)
+                self.owners.append(ticket)
+                piece.request.num_planned = piece.start + piece.count
+        self.budget = max(0, self.budget - len(self._aside))
+        return True
+
+
+def is_background(ticket: Ticket) -> bool:
+    """Whether a request is a line of a batch."""
+    return ticket.request.priority >= SERVICES[BATCH_SERVICE]
 
 
 def in_turn(running: list[Ticket], steps_ahead: int) -> Iterable[Ticket]:

@@ -28,7 +28,8 @@ class Launch(Frozen, eq=False):
 
     `arguments` are tensors, which kernels see as pointers to their first value (16-byte aligned),
     and numbers; `constants` are compiled in. A tensor's values lie one after another: kernels get
-    no strides that the constants or numbers do not say.
+    no strides that the constants or numbers do not say. With `may_contract` a product and the sum
+    that it is added to may be rounded once.
     """
 
     kernel: Any
@@ -37,6 +38,16 @@ class Launch(Frozen, eq=False):
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    may_contract: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Triton's own options."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": self.may_contract,
+        }
 
     @property
     def types(self) -> dict[str, str]:
@@ -67,16 +78,16 @@ class Gpu(Frozen, eq=False):
         *arguments: Any,
         num_warps: int = 4,
         num_stages: int = 2,
+        may_contract: bool = True,
         **constants: Any,
     ) -> None:
         """Launch `kernel` on a grid; `constants` are its compile-time arguments by name."""
-        self.run(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
+        self.run(Launch(kernel, grid, arguments, constants, num_warps, num_stages, may_contract))
 
 
 def start(launch: Launch) -> None:
     """Launch on the current stream, or interpret at once where `TRITON_INTERPRET` is set."""
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    launch.kernel[launch.grid](*launch.arguments, **launch.constants, **options)
+    launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
 
 
 def interpreted(element: torch.dtype = torch.float16) -> Gpu:

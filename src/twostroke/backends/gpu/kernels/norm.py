@@ -71,26 +71,11 @@ def launch(
 
 @triton.jit(do_not_specialize=["num_parts", "part_stride"])
 def _add_norm(
-    header,
-    residual,
-    delta,
-    bias,
-    post_weight,
-    weight,
-    output,
-    num_parts,
-    part_stride,
-    DELTA_STRIDE: tl.constexpr,
-    POST_EPSILON: tl.constexpr,
-    EPSILON: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_POST: tl.constexpr,
-    HAS_OUTPUT: tl.constexpr,
-):
+    header, residual, delta, bias, post_weight, weight, output, num_parts, part_stride,
+    DELTA_STRIDE: tl.constexpr, POST_EPSILON: tl.constexpr, EPSILON: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_DELTA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_POST: tl.constexpr, HAS_OUTPUT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(header):
         return

@@ -67,19 +67,10 @@ def launch(
 
 @triton.jit(do_not_specialize=["part_stride"])
 def _product(
-    header,
-    x,
-    weight,
-    output,
-    part_stride,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PART_DEPTH: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    header, x, weight, output, part_stride,
+    WIDTH: tl.constexpr, DEPTH: tl.constexpr, PART_DEPTH: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     num_rows = tl.load(header)
     part = tl.program_id(1)
     first_row = tl.program_id(2) * BLOCK_M

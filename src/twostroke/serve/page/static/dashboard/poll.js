@@ -18,6 +18,7 @@ export class Poller {
   #waiting = 0;
   #isAsking = false;
   #lastState_ms = -Infinity;
+  #model = null;
 
   constructor(onState, onTrouble) {
     this.#onState = onState;
@@ -27,6 +28,13 @@ export class Poller {
 
   setWanted(isWanted) {
     this.#isWanted = isWanted;
+    this.#wake();
+  }
+
+  /** Ask for another model's state from now on. */
+  choose(model) {
+    this.#model = model;
+    this.#lastState_ms = -Infinity;
     this.#wake();
   }
 
@@ -40,10 +48,16 @@ export class Poller {
     const begun = performance.now();
     let pause = EVERY_MS;
     try {
-      const path = begun - this.#lastState_ms > GAP_MS ? "api/state?past" : "api/state";
-      const response = await ask(path, { signal: AbortSignal.timeout(5000) });
-      this.#onState(await response.json());
-      this.#lastState_ms = begun;
+      const asked = new URLSearchParams();
+      const model = this.#model;
+      if (begun - this.#lastState_ms > GAP_MS) asked.set("past", "");
+      if (model !== null) asked.set("model", model);
+      const response = await ask(`api/state?${asked}`, { signal: AbortSignal.timeout(5000) });
+      const state = await response.json();
+      if (model === this.#model) {
+        this.#onState(state);
+        this.#lastState_ms = begun;
+      } else pause = 0;
     } catch (error) {
       this.#lastState_ms = -Infinity; // a server that began anew has another past
       if (error.status === 404 || error.status === 401) pause = SELDOM_MS;

@@ -6,6 +6,7 @@ import { Chart } from "./chart.js";
 import { Guesses } from "./guesses.js";
 import { History } from "./history.js";
 import { Latency } from "./latency.js";
+import { Models } from "./models.js";
 import { PageMap } from "./pages.js";
 import { Poller } from "./poll.js";
 import { Ranks } from "./ranks.js";
@@ -38,6 +39,7 @@ export class Dashboard {
   #roofline = new Roofline();
   #latency = new Latency();
   #guesses = new Guesses();
+  #models = new Models((name) => this.#poller.choose(name));
   #ranks = new Ranks();
   #requests = new Requests((place) => this.#map.single(place));
 
@@ -48,7 +50,7 @@ export class Dashboard {
     const charts = h("div.cards.three", {}, this.#batch.element, this.#flow.element, this.#steps.element);
     const maps = h("div.cards.two", {}, this.#map.element, this.#roofline.element);
     const tables = h("div.cards.two", {}, this.#latency.element, this.#guesses.element);
-    place.append(h("div.dashboard", {}, head, this.#trouble, tiles, charts, maps, this.#requests.element, this.#ranks.element, tables));
+    place.append(h("div.dashboard", {}, head, this.#trouble, this.#models.element, tiles, charts, maps, this.#requests.element, this.#ranks.element, tables));
     new ResizeObserver(() => this.#draw()).observe(place);
     window.addEventListener("themechange", () => this.#draw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
@@ -72,6 +74,7 @@ export class Dashboard {
     if (!state || this.#place.hidden) return;
     const window = state.window[this.#window];
     this.#showAbout(state);
+    this.#models.show(state.models, state.model.name);
     this.#showTiles(state, window);
     this.#batch.update();
     this.#flow.update();

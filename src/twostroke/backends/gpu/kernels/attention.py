@@ -1,0 +1,285 @@
+"""Attention over pages: tiles of rows against pieces of their contexts, and the pieces' merge."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.backends.gpu.launch import Gpu
+
+ITEM = (
+    8  # numbers: row, rows, table, position, first and last token + 1, slot or -1, slots of a row
+)
+MERGE = 4  # numbers: row, first slot, slots, 0
+
+
+class Heads(Frozen):
+    """The shape of attention, and where a layer's keys and values lie.
+
+    Query head h reads key-value head `h // group`. Tokens of a page are `page_size`; a page's keys
+    of this layer begin `keys_at` values into it, as (kv_heads, page_size, head_dim), and its values
+    `values_at`. Pages are `page_stride` values apart. A table of pages has `table_stride` numbers,
+    those of the layer's cache group from `group_at` on. `window` 0 means that all is seen.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    soft_cap: float
+    page_size: int
+    page_stride: int
+    keys_at: int
+    values_at: int
+    table_stride: int
+    group_at: int
+
+    @property
+    def group(self) -> int:
+        """How many query heads read one key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The shapes and places as kernels' constants."""
+        return {
+            "HEADS": self.num_heads,
+            "KV_HEADS": self.num_kv_heads,
+            "DIM": self.head_dim,
+            "PAGE_SIZE": self.page_size,
+            "PAGE_STRIDE": self.page_stride,
+            "KEYS_AT": self.keys_at,
+            "VALUES_AT": self.values_at,
+            "TABLE_STRIDE": self.table_stride,
+            "GROUP_AT": self.group_at,
+        }
+
+
+class Work(Frozen, eq=False):
+    """What a step's attention is to do: places in the frame's header of (offset, count) pairs.
+
+    `frame` has the items and merges at these offsets. Sums of pieces go to `sums` (slots, heads,
+    head_dim) and `tops` (slots, heads, 2), both float32.
+    """
+
+    header: Tensor
+    frame: Tensor
+    tables: Tensor
+    sums: Tensor
+    tops: Tensor
+
+
+def rows_of(heads_in_group: int, block: int) -> int:
+    """Return how many rows a tile of `block` pairs of row and head has."""
+    return max(1, block // heads_in_group)
+
+
+def small_block(group: int) -> int:
+    """Return the pairs of row and head in a tile of decode."""
+    return max(16, 1 << (group - 1).bit_length())
+
+
+def large_block(group: int, head_dim: int) -> int:
+    """Return the pairs of row and head in a tile of prefill."""
+    return max(128 if head_dim <= 128 else 64, small_block(group))
+
+
+def launch(
+    gpu: Gpu,
+    work: Work,
+    place: int,
+    max_items: int,
+    block_m: int,
+    q: Tensor,
+    cache: Tensor,
+    output: Tensor,
+    heads: Heads,
+) -> None:
+    """Compute the items at `place` of the header, of which there may be `max_items`.
+
+    q and output are (rows, heads * head_dim); what has one piece is written to the output.
+    """
+    is_small = block_m == small_block(heads.group)
+    block_d = max(16, triton.next_power_of_2(heads.head_dim))
+    per_unit = 4 if is_small else 1
+    num_programs = min(max_items * heads.num_kv_heads, per_unit * gpu.num_units)
+    gpu.launch(
+        _attention,
+        (num_programs,),
+        work.header,
+        work.frame,
+        work.tables,
+        q,
+        cache,
+        output,
+        work.sums,
+        work.tops,
+        num_warps=4 if block_m * block_d <= 8192 else 8,
+        num_stages=3 if block_d <= 128 else 2,
+        PLACE=place,
+        GROUP=heads.group,
+        SCALE=heads.scale,
+        WINDOW=heads.window,
+        SOFT_CAP=heads.soft_cap,
+        **heads.constants,
+        BLOCK_M=block_m,
+        BLOCK_N=64 if block_d <= 128 else 32,
+        BLOCK_D=block_d,
+        NUM_PROGRAMS=num_programs,
+        ITEM=ITEM,
+    )
+
+
+def merge(gpu: Gpu, work: Work, place: int, max_merges: int, output: Tensor, heads: Heads) -> None:
+    """Add up the pieces of rows that have several, in their order."""
+    num_programs = min(max_merges * heads.num_heads, 16 * gpu.num_units)
+    gpu.launch(
+        _merge,
+        (num_programs,),
+        work.header,
+        work.frame,
+        work.sums,
+        work.tops,
+        output,
+        num_warps=1,
+        PLACE=place,
+        HEADS=heads.num_heads,
+        DIM=heads.head_dim,
+        BLOCK_D=triton.next_power_of_2(heads.head_dim),
+        NUM_PROGRAMS=num_programs,
+        MERGE=MERGE,
+    )
+
+
+@triton.jit
+def _with_block(
+    queries, keys, values, is_seen, top, total, mixed, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr
+):
+    """Return the sums of rows after a block of tokens more."""
+    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * SCALE
+    if SOFT_CAP > 0:
+        scores = SOFT_CAP * (2 / (1 + tl.exp(-2 * scores / SOFT_CAP)) - 1)
+    scores = tl.where(is_seen, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    shares = tl.exp(scores - base[:, None])
+    shrink = tl.exp(top - base)
+    mixed *= shrink[:, None]
+    values = values.to(queries.dtype)
+    mixed = tl.dot(shares.to(queries.dtype), values, mixed, input_precision="ieee")
+    return new_top, total * shrink + tl.sum(shares, 1), mixed
+
+
+@triton.jit
+def _is_seen(places, seen_at, is_token, WINDOW: tl.constexpr):
+    """Return whether the row at each place sees each token, (places, tokens)."""
+    distance = places[:, None] - seen_at[None, :]
+    is_seen = (distance >= 0) & is_token[None, :]
+    if WINDOW:
+        is_seen &= distance < WINDOW
+    return is_seen
+
+
+@triton.jit
+def _attention(
+    header, frame, tables, q, cache, output, sums, tops,
+    PLACE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
+    VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
+):  # fmt: skip
+    items = frame + tl.load(header + PLACE)
+    num_work = tl.load(header + PLACE + 1) * KV_HEADS
+    pairs = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    tokens = tl.arange(0, BLOCK_N)
+    is_dim = dims < DIM
+    for index in range(tl.program_id(0), num_work, NUM_PROGRAMS):
+        kv_head = index % KV_HEADS
+        item = items + index // KV_HEADS * ITEM
+        row = tl.load(item)
+        num_rows = tl.load(item + 1)
+        table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
+        position = tl.load(item + 3)
+        start = tl.load(item + 4)
+        end = tl.load(item + 5)
+        slot = tl.load(item + 6)
+        row_slots = tl.load(item + 7)
+        within = pairs // GROUP
+        head = kv_head * GROUP + pairs % GROUP
+        is_pair = within < num_rows
+        at = (row + within).to(tl.int64) * (HEADS * DIM) + head * DIM
+        is_query = is_pair[:, None] & is_dim[None, :]
+        queries = tl.load(q + at[:, None] + dims[None, :], is_query, 0.0)  # (pairs, dims)
+        first = position - WINDOW + 1 if WINDOW else 0
+        top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for block in range(start, end, BLOCK_N):
+            seen_at = block + tokens
+            is_token = (seen_at < end) & (seen_at >= first)
+            page = tl.load(table + seen_at // PAGE_SIZE, is_token, 0).to(tl.int64)
+            line = (kv_head * PAGE_SIZE + seen_at % PAGE_SIZE) * DIM
+            stored = cache + page * PAGE_STRIDE + line
+            is_key = is_token[None, :] & is_dim[:, None]
+            keys = tl.load(stored[None, :] + KEYS_AT + dims[:, None], is_key, 0.0)
+            is_value = is_token[:, None] & is_dim[None, :]
+            values = tl.load(stored[:, None] + VALUES_AT + dims[None, :], is_value, 0.0)
+            is_seen = _is_seen(position + within, seen_at, is_token, WINDOW)
+            top, total, mixed = _with_block(
+                queries, keys, values, is_seen, top, total, mixed, SCALE, SOFT_CAP
+            )
+        if slot < 0:
+            result = mixed / tl.where(total == 0, 1.0, total)[:, None]
+            result = result.to(output.dtype.element_ty)
+            tl.store(output + at[:, None] + dims[None, :], result, is_query)
+        else:
+            to = (slot + within * row_slots).to(tl.int64) * HEADS + head
+            tl.store(sums + to[:, None] * DIM + dims[None, :], mixed, is_query)
+            tl.store(tops + to * 2, top, is_pair)
+            tl.store(tops + to * 2 + 1, total, is_pair)
+
+
+@triton.jit
+def _merge(
+    header, frame, sums, tops, output,
+    PLACE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    merges = frame + tl.load(header + PLACE)
+    num_work = tl.load(header + PLACE + 1) * HEADS
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < DIM
+    for index in range(tl.program_id(0), num_work, NUM_PROGRAMS):
+        head = index % HEADS
+        entry = merges + index // HEADS * MERGE
+        row = tl.load(entry).to(tl.int64)
+        first = tl.load(entry + 1).to(tl.int64)
+        count = tl.load(entry + 2)
+        top = -float("inf")
+        total = 0.0
+        mixed = tl.zeros((BLOCK_D,), tl.float32)
+        for piece in range(count):
+            slot = (first + piece) * HEADS + head
+            piece_top = tl.load(tops + slot * 2)
+            piece_total = tl.load(tops + slot * 2 + 1)
+            piece_mixed = tl.load(sums + slot * DIM + dims, is_dim, 0.0)
+            new_top = tl.maximum(top, piece_top)
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)
+            ours = tl.exp(top - base)
+            theirs = tl.exp(piece_top - base)
+            total = total * ours + piece_total * theirs
+            mixed = mixed * ours + piece_mixed * theirs
+            top = new_top
+        result = (mixed / total).to(output.dtype.element_ty)
+        tl.store(output + row * (HEADS * DIM) + head * DIM + dims, result, is_dim)

@@ -1,0 +1,186 @@
+"""Operations value by value: gated activations, sums, factors, soft caps, and chosen rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import triton
+import triton.language as tl
+
+from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
+from twostroke.program import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.backends.gpu.launch import Gpu
+
+_BLOCK: Final = 1024
+_FUNCTIONS: Final = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+
+
+def activate(
+    gpu: Gpu,
+    header: Tensor,
+    num_rows: int,
+    gate: tuple[Parts, Tensor | None],
+    up: tuple[Parts, Tensor | None],
+    activation: Activation,
+    output: Tensor,
+) -> None:
+    """Write `activation(gate) * up`; each comes with its bias, and output is (rows, width)."""
+    width, unused = output.shape[1], header
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    gpu.launch(
+        _activate,
+        (num_rows, -(-width // block)),
+        header,
+        gate[0].values,
+        up[0].values,
+        unused if gate[1] is None else gate[1],
+        unused if up[1] is None else up[1],
+        output,
+        gate[0].count,
+        gate[0].part_stride,
+        up[0].count,
+        up[0].part_stride,
+        GATE_STRIDE=gate[0].row_stride,
+        UP_STRIDE=up[0].row_stride,
+        WIDTH=width,
+        HAS_GATE_BIAS=gate[1] is not None,
+        HAS_UP_BIAS=up[1] is not None,
+        FUNCTION=_FUNCTIONS[activation],
+        BLOCK=block,
+    )
+
+
+def combine(
+    gpu: Gpu,
+    header: Tensor,
+    num_rows: int,
+    a: Parts,
+    output: Tensor,
+    *,
+    bias: Tensor | None = None,
+    factor: float = 1.0,
+    b: Parts | None = None,
+    soft_cap: float = 0.0,
+) -> None:
+    """Write `cap((a + bias) * factor + b)` to output (rows, width), of any floating type.
+
+    `soft_cap` c means `c * tanh(x / c)`.
+    """
+    width, unused = output.shape[1], header
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    gpu.launch(
+        _combine,
+        (num_rows, -(-width // block)),
+        header,
+        a.values,
+        unused if bias is None else bias,
+        unused if b is None else b.values,
+        output,
+        a.count,
+        a.part_stride,
+        b.count if b else 0,
+        b.part_stride if b else 0,
+        A_STRIDE=a.row_stride,
+        B_STRIDE=b.row_stride if b else 0,
+        WIDTH=width,
+        FACTOR=factor,
+        SOFT_CAP=soft_cap,
+        HAS_BIAS=bias is not None,
+        HAS_B=b is not None,
+        BLOCK=block,
+    )
+
+
+def take_rows(
+    gpu: Gpu,
+    header: Tensor,
+    num_rows: int,
+    x: Tensor,
+    chosen: Tensor,
+    output: Tensor,
+    *,
+    factor: float = 1.0,
+) -> None:
+    """Write `output[r] = x[chosen[r]] * factor`: an embedding, or the rows that get logits."""
+    width = output.shape[1]
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    gpu.launch(
+        _take_rows,
+        (num_rows, -(-width // block)),
+        header,
+        x,
+        chosen,
+        output,
+        WIDTH=width,
+        FACTOR=factor,
+        BLOCK=block,
+    )
+
+
+@triton.jit(do_not_specialize=["gate_count", "gate_part_stride", "up_count", "up_part_stride"])
+def _activate(
+    header, gate, up, gate_bias, up_bias, output, gate_count, gate_part_stride, up_count,
+    up_part_stride,
+    GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, FUNCTION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(header):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    x = sum_parts(gate + row * GATE_STRIDE + columns, inside, gate_count, gate_part_stride)
+    y = sum_parts(up + row * UP_STRIDE + columns, inside, up_count, up_part_stride)
+    if HAS_GATE_BIAS:
+        x += tl.load(gate_bias + columns, inside, 0.0)
+    if HAS_UP_BIAS:
+        y += tl.load(up_bias + columns, inside, 0.0)
+    if FUNCTION == 0:
+        x = x / (1 + tl.exp(-x))
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x / (1 + tl.exp(-2 * inner))  # x / 2 * (1 + tanh(inner))
+    at = output + row * WIDTH + columns
+    tl.store(at, (x * y).to(output.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["a_count", "a_part_stride", "b_count", "b_part_stride"])
+def _combine(
+    header, a, bias, b, output, a_count, a_part_stride, b_count, b_part_stride,
+    A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
+    SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(header):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    x = sum_parts(a + row * A_STRIDE + columns, inside, a_count, a_part_stride)
+    if HAS_BIAS:
+        x += tl.load(bias + columns, inside, 0.0)
+    x *= FACTOR
+    if HAS_B:
+        x += sum_parts(b + row * B_STRIDE + columns, inside, b_count, b_part_stride)
+    if SOFT_CAP > 0:
+        x = SOFT_CAP * (2 / (1 + tl.exp(-2 * x / SOFT_CAP)) - 1)
+    tl.store(output + row * WIDTH + columns, x.to(output.dtype.element_ty), inside)
+
+
+@triton.jit
+def _take_rows(
+    header, x, chosen, output,
+    WIDTH: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(header):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    values = tl.load(x + tl.load(chosen + row).to(tl.int64) * WIDTH + columns, inside, 0.0)
+    values = values.to(tl.float32) * FACTOR
+    tl.store(output + row * WIDTH + columns, values.to(output.dtype.element_ty), inside)

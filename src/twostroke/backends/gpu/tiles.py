@@ -1,0 +1,111 @@
+"""Divides a step's attention into items: tiles of rows, and pieces of their contexts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int32]
+
+MOST_PIECES: Final = 33  # of one row: a context's first and last piece may be cut by a window
+_MOST_FULL_PIECES: Final = 32
+_FEW_ROWS: Final = 16  # a slice of no more divides its context; one of more has tiles of many rows
+
+
+class Tiling(Frozen):
+    """How layers of one shape are divided: the window, and how many rows tiles have.
+
+    A context is cut at multiples of a size that depends on its length alone: `piece` tokens, or
+    the power of two times as many that makes at most 32 pieces.
+    """
+
+    window: int | None
+    small_rows: int
+    large_rows: int
+    piece: int = 256
+
+
+class Items(Frozen, eq=False):
+    """Items (n, 8) of few rows and of many, merges (n, 4), and how many slots their pieces take."""
+
+    small: Ints
+    large: Ints
+    merges: Ints
+    num_slots: int
+
+
+def divide(slices: Ints, tiling: Tiling, first_slot: int = 0) -> Items:
+    """Return the items of a step's slices, (row, number of rows, position, table) each."""
+    is_few = slices[:, 1] <= _FEW_ROWS
+    small = _tiles(slices[is_few], tiling.small_rows)
+    large = _tiles(slices[~is_few], tiling.large_rows)
+    start, end = _seen(large, tiling)
+    whole = np.full(len(large), -1, np.int32)
+    large_items = np.stack(
+        [*(large[:, i] for i in (0, 1, 3, 2)), start, end, whole, np.zeros_like(whole)], axis=1
+    )
+    return _pieces(small, large_items, tiling, first_slot)
+
+
+def _tiles(slices: Ints, most_rows: int) -> Ints:
+    """Return the slices cut into at most so many rows each."""
+    counts = -(-slices[:, 1] // most_rows)
+    if len(slices) == 0 or counts.max() == 1:
+        return slices
+    first = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    first = first.astype(np.int32) * np.int32(most_rows)
+    tiles = np.repeat(slices, counts, axis=0)
+    tiles[:, 0] += first
+    tiles[:, 1] = np.minimum(tiles[:, 1] - first, most_rows)
+    tiles[:, 2] += first
+    return tiles
+
+
+def _seen(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
+    """Return the first position that a tile's rows see, and the one after the last."""
+    end = tiles[:, 2] + tiles[:, 1]
+    if tiling.window is None:
+        return np.zeros_like(end), end
+    return np.maximum(0, tiles[:, 2] + 1 - tiling.window), end
+
+
+def _pieces(tiles: Ints, large: Ints, tiling: Tiling, first_slot: int) -> Items:
+    """Cut the contexts of tiles of few rows."""
+    start, end = _seen(tiles, tiling)
+    ratio = np.maximum(1, -(-end // (_MOST_FULL_PIECES * tiling.piece)))
+    size = tiling.piece * (1 << np.ceil(np.log2(ratio)).astype(np.int32))
+    first = start // size
+    counts = -(-end // size) - first
+    num = int(counts.sum())
+    of_tile = np.repeat(np.arange(len(tiles)), counts)
+    place = (np.arange(num) - np.repeat(counts.cumsum() - counts, counts)).astype(np.int32)
+    size_of, at = size[of_tile], first[of_tile] + place
+    is_cut = counts > 1
+    slots = np.where(is_cut, counts * tiles[:, 1], 0)
+    slot_of_tile = first_slot + slots.cumsum() - slots
+    small = np.empty((num, 8), np.int32)
+    small[:, :4] = tiles[of_tile][:, (0, 1, 3, 2)]
+    small[:, 4] = np.maximum(at * size_of, start[of_tile])
+    small[:, 5] = np.minimum((at + 1) * size_of, end[of_tile])
+    small[:, 6] = np.where(is_cut[of_tile], slot_of_tile[of_tile] + place, -1)
+    small[:, 7] = counts[of_tile]
+    return Items(small, large, _merges(tiles, counts, slot_of_tile), int(slots.sum()))
+
+
+def _merges(tiles: Ints, counts: Ints, slots: Ints) -> Ints:
+    """Return (row, first slot, slots, 0) for each row whose context is cut."""
+    is_cut = counts > 1
+    tiles, counts, slots = tiles[is_cut], counts[is_cut], slots[is_cut]
+    rows = tiles[:, 1]
+    within = np.arange(rows.sum()) - np.repeat(rows.cumsum() - rows, rows)
+    merges = np.zeros((len(within), 4), np.int32)
+    merges[:, 0] = np.repeat(tiles[:, 0], rows) + within
+    merges[:, 1] = np.repeat(slots, rows) + within * np.repeat(counts, rows)
+    merges[:, 2] = np.repeat(counts, rows)
+    return merges

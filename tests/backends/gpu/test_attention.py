@@ -1,0 +1,191 @@
+"""Attention over pages, and the write of keys and values, against NumPy twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from twostroke.backends.gpu.kernels import attention, rope  # noqa: E402
+from twostroke.backends.gpu.kernels.attention import Heads, Work  # noqa: E402
+from twostroke.backends.gpu.kernels.norm import Norm  # noqa: E402
+from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
+from twostroke.backends.gpu.launch import interpreted  # noqa: E402
+from twostroke.backends.gpu.tiles import MOST_PIECES, Tiling, divide  # noqa: E402
+
+PAGE, PAGES = 16, 24
+
+
+def heads_of(rng: np.random.Generator, window: int | None = None, cap: float = 0.0) -> Heads:
+    kv, group, dim = (int(rng.choice(found)) for found in ((1, 2, 3), (1, 2, 5), (16, 24, 64)))
+    line = kv * PAGE * dim
+    places = {
+        "page_size": PAGE,
+        "page_stride": 2 * line + 64,
+        "keys_at": 32,
+        "values_at": 32 + line,
+    }
+    tables = {"table_stride": 32, "group_at": 16}
+    shape = {"num_heads": kv * group, "num_kv_heads": kv, "head_dim": dim, "scale": dim**-0.5}
+    return Heads(**shape, window=window or 0, soft_cap=cap, **places, **tables)
+
+
+def attend(heads: Heads, q: Any, keys: Any, values: Any, position: int) -> Any:
+    """Return one row's attention; q is (heads, dim), keys and values (tokens, kv_heads, dim)."""
+    first = max(0, position + 1 - heads.window) if heads.window else 0
+    seen = slice(first, position + 1)
+    rows = []
+    for head in range(heads.num_heads):
+        scores = keys[seen, head // heads.group] @ q[head] * heads.scale
+        if heads.soft_cap:
+            scores = heads.soft_cap * np.tanh(scores / heads.soft_cap)
+        shares = np.exp(scores - scores.max())
+        rows.append(shares / shares.sum() @ values[seen, head // heads.group])
+    return np.concatenate(rows)
+
+
+@pytest.mark.seeds(4)
+def test_attention_equals_its_twin(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    window, cap = [(None, 0.0), (40, 0.0), (None, 5.0), (9, 2.0)][seed % 4]
+    heads, dtype = heads_of(rng, window, cap), (torch.float16, torch.float32)[seed % 2]
+    counts = [1, 3, 20, 1, 17 + seed]
+    starts = [int(rng.integers(0, 150)) for _ in counts]
+    tables = np.full((8, 2, 16), -1, np.int32)
+    table_of = rng.permutation(8)[: len(counts)]
+    pool = iter(rng.permutation(60).tolist())
+    cache = rng.standard_normal((60, heads.page_stride)).astype(np.float16)
+    slices, row = [], 0
+    for count, start, table in zip(counts, starts, table_of, strict=True):
+        first = max(0, start + 1 - (window or 10**6)) // PAGE
+        for place in range(first, -(-(start + count) // PAGE)):
+            tables[table, 1, place] = next(pool)
+        slices.append((row, count, start, table))
+        row += count
+    q = rng.standard_normal((row, heads.num_heads * heads.head_dim)).astype(np.float16)
+    block = attention.small_block(heads.group)
+    large = attention.large_block(heads.group, heads.head_dim)
+    tiling = Tiling(window, attention.rows_of(heads.group, block), 32 // heads.group or 1, piece=32)
+    items = divide(np.array(slices, np.int32), tiling)
+    frame, places = [], []
+    for part in (items.small, items.large, items.merges):
+        places += [len(frame), len(part)]
+        frame += part.reshape(-1).tolist()
+    slots = items.num_slots
+    work = Work(
+        torch.tensor(places, dtype=torch.int32),
+        torch.tensor(frame, dtype=torch.int32),
+        torch.from_numpy(tables),
+        torch.zeros(max(1, slots), heads.num_heads, heads.head_dim),
+        torch.zeros(max(1, slots), heads.num_heads, 2),
+    )
+    output = torch.zeros(q.shape, dtype=dtype)
+    gpu, tensors = (
+        interpreted(dtype),
+        (torch.from_numpy(q).to(dtype), torch.from_numpy(cache), output),
+    )
+    attention.launch(gpu, work, 0, len(items.small), block, *tensors, heads)
+    attention.launch(gpu, work, 2, len(items.large), large, *tensors, heads)
+    attention.merge(gpu, work, 4, row, output, heads)
+    assert slots
+    for first_row, count, start, table in slices:
+        reached = start + count
+        lines = np.zeros((2, reached, heads.num_kv_heads, heads.head_dim), np.float32)
+        for position in range(reached):
+            page = tables[table, 1, position // PAGE]
+            if page >= 0:
+                for kind, at in enumerate((heads.keys_at, heads.values_at)):
+                    stored = cache[page, at:][: heads.num_kv_heads * PAGE * heads.head_dim]
+                    stored = stored.reshape(heads.num_kv_heads, PAGE, heads.head_dim)
+                    lines[kind, position] = stored[:, position % PAGE]
+        for i in range(count):
+            own = q[first_row + i].reshape(heads.num_heads, -1).astype(np.float32)
+            expected = attend(heads, own, *lines, start + i)
+            found = output[first_row + i].numpy()
+            np.testing.assert_allclose(found, expected, rtol=5e-3, atol=5e-3)
+
+
+def test_pieces_depend_on_the_context_alone() -> None:
+    tiling = Tiling(None, 4, 32)
+    for position in (0, 255, 256, 8191, 8192, 70_000, 131_071):
+        alone = divide(np.array([[0, 1, position, 3]], np.int32), tiling)
+        slices = [[0, 1, 5, 0], [1, 40, 17, 2], [41, 1, position, 3], [42, 1, 99, 1]]
+        among = divide(np.array(slices, np.int32), tiling)
+        own = among.small[among.small[:, 0] == 41]
+        np.testing.assert_array_equal(own[:, 4:6], alone.small[:, 4:6])
+        assert len(own) <= MOST_PIECES
+        assert own[0, 4] == 0
+        assert own[-1, 5] == position + 1
+
+
+def rotated(x: Any, turn: Any, position: int, dim: int) -> Any:
+    cosine, sine = turn.table.numpy()[position]
+    pairs, x = turn.num_pairs, x.reshape(-1, dim).copy()
+    first, second = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        if turn.is_interleaved
+        else (slice(0, pairs), slice(pairs, 2 * pairs))
+    )
+    one, two = x[:, first].copy(), x[:, second].copy()
+    x[:, first], x[:, second] = one * cosine - two * sine, one * sine + two * cosine
+    return x
+
+
+@pytest.mark.seeds(6)
+def test_keys_and_values_are_turned_and_stored(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    heads = heads_of(rng)
+    dim, counts = heads.head_dim, (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+    rows, parts = (70 if seed == 5 else 3), 1 + seed % 2
+    width = dim * sum(counts)
+    product = rng.standard_normal((parts, rows, width), np.float32)
+    whole = Parts(torch.from_numpy(product), width, width, parts, rows * width)
+    biases = [rng.standard_normal(dim * count).astype(np.float32) for count in counts]
+    weights = [rng.standard_normal(dim).astype(np.float32) for _ in range(2)]
+    sources, at = [], 0
+    for i, count in enumerate(counts):
+        norm = Norm(torch.from_numpy(weights[i]), 1e-5) if i < 2 and seed % 3 == 0 else None
+        bias = torch.from_numpy(biases[i]) if seed % 2 else None
+        sources.append(rope.Source(whole.columns(at, dim * count), bias, norm))
+        at += dim * count
+    pairs = dim // 2 if seed % 3 else dim // 4
+    turn = rope.Turn(torch.randn(250, 2, pairs), pairs, bool(seed & 2))
+    positions = rng.permutation(250)[:rows].astype(np.int32)
+    tables = np.arange(2 * rows * 32, dtype=np.int32).reshape(2 * rows, 32)
+    extra = np.zeros(rows + 1, np.int32)
+    extra[2:] = 1  # row 1 is stored in one more table
+    cache = torch.zeros(2 * rows * 32, heads.page_stride, dtype=torch.float16)
+    output = torch.zeros(rows, heads.num_heads * dim)
+    arrays = (
+        positions,
+        np.arange(rows, dtype=np.int32),
+        extra,
+        np.array([rows + 1], np.int32),
+        tables,
+    )
+    places = rope.Places(*map(torch.from_numpy, arrays))
+    header = torch.tensor([rows], dtype=torch.int32)
+    given = (sources[0], sources[1], sources[2])
+    rope.launch(interpreted(), header, rows, places, given, (turn, turn), heads, cache, output)
+    for row in range(rows):
+        x = product[:, row].sum(0) + (np.concatenate(biases) if seed % 2 else 0)
+        found, at = [], 0
+        for i, count in enumerate(counts):
+            own = x[at : at + dim * count].reshape(count, dim)
+            at += dim * count
+            if i < 2 and seed % 3 == 0:
+                own = own / np.sqrt((own**2).mean(1, keepdims=True) + 1e-5) * weights[i]
+            found.append(rotated(own, turn, positions[row], dim) if i < 2 else own)
+        np.testing.assert_allclose(output[row].numpy(), found[0].reshape(-1), rtol=1e-4, atol=1e-4)
+        stored_in = [row, rows + 1] if row == 1 else [row]
+        for table in stored_in:
+            page = cache[tables[table, 16 + positions[row] // PAGE]].numpy()
+            for own, place in zip(found[1:], (heads.keys_at, heads.values_at), strict=True):
+                stored = page[place:][: own.size * PAGE].reshape(-1, PAGE, dim)
+                np.testing.assert_allclose(
+                    stored[:, positions[row] % PAGE], own, rtol=2e-3, atol=2e-3
+                )
