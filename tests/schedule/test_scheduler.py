@@ -58,14 +58,33 @@ def test_requests_with_one_pending_token_go_first_and_prompts_share_what_is_left
 
 
 def test_lines_of_batches_pause_while_other_prompts_are_read():
-    steps = Steps(token_budget=8, cache=False)
+    steps = Steps(token_budget=16, cache=False)
     steps.add("line", 3, priority=LINE, max_tokens=9)
-    steps.add("more", 9, priority=LINE, max_tokens=9)
-    assert steps.step() == {"line": 3, "more": 5}
-    steps.add("user", 12, max_tokens=2)
-    assert steps.step() == {"user": 8}
+    steps.add("more", 20, priority=LINE, max_tokens=9)
+    assert steps.step() == {"line": 3, "more": 13}
+    steps.add("user", 20, max_tokens=3)
+    assert steps.step() == {"user": 16}
     assert steps.step() == {"user": 4}
-    assert steps.step() == {"user": 1, "line": 1, "more": 4}
+    assert steps.step() == {"user": 1, "line": 1, "more": 1}
+    assert steps.step() == {"user": 1, "line": 1, "more": 1}
+    assert steps.step() == {"line": 1, "more": 5}
+    steps.finish()
+
+
+def test_few_lines_of_batches_go_on_while_others_run():
+    steps = Steps(token_budget=16, cache=False)
+    for name in "abc":
+        steps.add(name, 3, priority=LINE, max_tokens=4)
+    assert steps.step() == {"a": 3, "b": 3, "c": 3}
+    steps.add("user", 3, max_tokens=9)
+    steps.add("d", 3, priority=LINE, max_tokens=4)
+    assert steps.step() == {"user": 3}
+    for _ in range(3):
+        assert steps.step() == {"user": 1, "a": 1, "b": 1}
+    assert steps.step() == {"user": 1, "c": 1, "d": 1}
+    assert steps.step() == {"user": 1, "c": 1, "d": 1}
+    assert steps.step() == {"user": 1, "c": 1, "d": 1}
+    assert steps.step() == {"user": 1, "d": 1}
     steps.finish()
 
 

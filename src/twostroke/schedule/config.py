@@ -57,6 +57,14 @@ class SchedulerConfig(Frozen):
         """Most tokens that one of the steps in flight computes."""
         return -(-self.token_budget // (1 + self.steps_ahead))
 
+    @property
+    def most_lines(self) -> int:
+        """Most rows of a step that lines of batches have beside other requests.
+
+        Few, since each makes the others' next token later; enough for most of a processor's pace.
+        """
+        return max(1, self.step_budget // 8)
+
     def __post_init__(self) -> None:
         """Refuse what could not make progress."""
         if self.token_budget < self.max_running:

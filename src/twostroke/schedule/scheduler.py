@@ -158,8 +158,8 @@ class Scheduler:
 
         First come the running requests with one pending token, which are always served (or take
         turns, if steps may be in flight), then, by rank, those with more and waiting ones. While
-        other prompts are read, lines of batches pause. `budget` is the most tokens it computes, if
-        less than usual.
+        other prompts are read, lines of batches pause, and while others run, few of them go on.
+        `budget` is the most tokens it computes, if less than usual.
         """
         assert len(self._flights) <= self.config.steps_ahead, "steps in flight come first"
         if self._must_land and self._flights:
@@ -178,7 +178,7 @@ class Scheduler:
                 slices.append(Slice(request, start, 1, True))  # noqa: FBT003 - keywords cost time
                 owners.append(ticket)
                 request.num_planned = end
-        sketch.put_aside(self._running, behind, self._waiting.ready)
+        sketch.put_aside(self._running, behind, self._waiting.ready, self.config.most_lines)
         sketch.budget = max(0, sketch.budget - len(slices))
         self._read_prompts(sketch, behind)
         if sketch.take_back():
@@ -292,7 +292,7 @@ class Scheduler:
         self._admit(sketch, None)
 
     def _give_slice(self, ticket: Ticket, sketch: StepSketch) -> None:
-        wanted = min(ticket.request.num_pending, sketch.budget)
+        wanted = min(ticket.request.num_pending, sketch.most_for(ticket))
         if count := self._make_room(ticket, sketch.most_rows(ticket.request, wanted), sketch):
             sketch.add(ticket, count)
 

@@ -28,12 +28,14 @@ class StepSketch:
         preempted: requests that lost their pages for this step.
         reserved: pages that running requests may still need soon; None if not known.
         urgent: the request for whose prompt lines of batches pause, if they rank after it.
+        lines: how many more rows lines of batches may have beside other requests; None if all.
     """
 
     __slots__ = (
         "_aside",
         "_has_read",
         "budget",
+        "lines",
         "most_scored",
         "owners",
         "preempted",
@@ -50,6 +52,7 @@ class StepSketch:
         self.preempted: list[Request] = []
         self.reserved: int | None = None
         self.urgent: Ticket | None = None
+        self.lines: int | None = None
         self._aside: list[tuple[Slice, Ticket]] = []
         self._has_read = False
 
@@ -74,6 +77,7 @@ class StepSketch:
         self.budget -= count
         self.most_scored -= scored
         self._has_read = True
+        self._count(ticket, count)
 
     def preempt(self, ticket: Ticket) -> None:
         """Take out a request that has just lost its pages."""
@@ -86,41 +90,68 @@ class StepSketch:
             del self.slices[at], self.owners[at]
 
     def pauses(self, ticket: Ticket) -> bool:
-        """Whether a request is a line of a batch that lets the urgent one go first."""
-        urgent = self.urgent
-        return urgent is not None and is_background(ticket) and urgent.rank < ticket.rank
+        """Whether a request is a line of a batch that lets others go first."""
+        if not is_background(ticket):
+            return False
+        return self.lines == 0 or (self.urgent is not None and self.urgent.rank < ticket.rank)
+
+    def most_for(self, ticket: Ticket) -> int:
+        """Return how many more rows a request may have."""
+        if self.lines is None or not is_background(ticket):
+            return self.budget
+        return min(self.budget, self.lines)
 
     def put_aside(
-        self, running: Sequence[Ticket], behind: Sequence[Ticket], ready: Sequence[Ticket]
+        self,
+        running: Sequence[Ticket],
+        behind: Sequence[Ticket],
+        ready: Sequence[Ticket],
+        most_lines: int,
     ) -> None:
-        """Take out lines of batches, with one row each, if others have prompts to read.
+        """Take out lines of batches, with one row each, that slow down others.
 
+        If others run, no more than `most_lines` stay; if others have prompts to read, none does.
         These are among those `behind`, and among those that wait and are `ready`. A line that ranks
         before them stays, so that no line waits for ever. All are in the order of their ranks.
         """
         if not running or not is_background(running[-1]):
             return
+        if not is_background(running[0]):
+            self.lines = most_lines
         urgent = [ticket for ticket in (*behind, *ready) if not is_background(ticket)]
         self.urgent = min(urgent, key=rank_of, default=None)
+        if self.lines is None and self.urgent is None:
+            return
         pairs = list(zip(self.slices, self.owners, strict=True))
-        self._aside = [pair for pair in pairs if self.pauses(pair[1])]
-        kept = [pair for pair in pairs if not self.pauses(pair[1])]
-        self.slices[:], self.owners[:] = [piece for piece, _ in kept], [owner for _, owner in kept]
-        for piece, _ in self._aside:
-            piece.request.num_planned = piece.start
+        self.slices.clear()
+        self.owners.clear()
+        for piece, ticket in pairs:
+            if self.pauses(ticket):
+                self._aside.append((piece, ticket))
+                piece.request.num_planned = piece.start
+            else:
+                self._put(piece, ticket)
 
     def take_back(self) -> bool:
-        """Let nobody pause if no prompt could be read after all; return whether that is so."""
+        """Let nobody pause for a prompt if none could be read; return whether that is so."""
         if self.urgent is None or self._has_read:
             return False
         self.urgent = None
         for piece, ticket in self._aside:
-            if ticket.is_running:  # it has its pages
-                self.slices.append(piece)
-                self.owners.append(ticket)
+            if ticket.is_running and self.budget and not self.pauses(ticket):  # it has its pages
+                self._put(piece, ticket)
                 piece.request.num_planned = piece.start + piece.count
-        self.budget = max(0, self.budget - len(self._aside))
+                self.budget -= piece.count
         return True
+
+    def _put(self, piece: Slice, ticket: Ticket) -> None:
+        self.slices.append(piece)
+        self.owners.append(ticket)
+        self._count(ticket, piece.count)
+
+    def _count(self, ticket: Ticket, count: int) -> None:
+        if self.lines is not None and is_background(ticket):
+            self.lines -= count
 
 
 def is_background(ticket: Ticket) -> bool:
