@@ -34,7 +34,7 @@ TESTS_FAILED = 1  # of pytest's exit codes; any other means that the tests could
 # An editable install would import the unchanged tree.
 SITECUSTOMIZE = """
 import sys
-sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "ScikitBuildRedirectingFinder"]
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__name__.startswith("ScikitBuild")]
 """
 
 
