@@ -91,6 +91,11 @@ class Copy:
             else:
                 shutil.copy(source, folder / name)
         (folder / "src" / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+        which = [sys.executable, "-c", "import twostroke; print(twostroke.__file__)"]
+        found = subprocess.check_output(which, env=environment, cwd=folder, text=True).strip()
+        if not Path(found).is_relative_to(folder):
+            raise SystemExit(f"The tests would import {found}, in which no fault is planted.")
 
     def judge(self, fault: Fault) -> tuple[bool, str]:
         """Return whether the fault's tests fail with it and only with it, and which test does."""
