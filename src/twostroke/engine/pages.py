@@ -69,7 +69,7 @@ class Pages:
         for look in self.on_end:
             look(request)
 
-    def backlog(self) -> tuple[int, int]:
+    def backlog(self) -> tuple[int, list[int]]:
         """See `Scheduler.backlog`."""
         with self._changed:
             return self.scheduler.backlog()

@@ -270,11 +270,14 @@ class Scheduler:
             horizon_s=self._pool.horizon_s,
         )
 
-    def backlog(self) -> tuple[int, int]:
-        """Return how many tokens of prompts are not computed, and how many requests decode."""
-        counts = [ticket.request.num_pending for ticket in self._running]
-        num_waiting = self._waiting.num_tokens
-        return num_waiting + sum(n for n in counts if n > 1), sum(n <= 1 for n in counts)
+    def backlog(self) -> tuple[int, list[int]]:
+        """Return how many tokens of prompts are not computed, and what each answer lacks at most.
+
+        Answers are those that have begun; the second counts are in tokens, too.
+        """
+        pairs = [(one, one.request.num_pending) for one in self._running]
+        missing = [one.max_len - len(one.request.tokens) for one, count in pairs if count <= 1]
+        return self._waiting.num_tokens + sum(n for _, n in pairs if n > 1), missing
 
     def view(self) -> SchedulerView:
         """Return a copy of the running requests and of the state of all pages."""

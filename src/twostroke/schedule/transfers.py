@@ -116,13 +116,14 @@ class Transfers:
     def take(self, transfer: Transfer, wanted: Sequence[PageKey]) -> list[int]:
         """Return pages for the first of the `wanted` keys, for as many as there is room.
 
-        Only the transfer may write to them, until it ends. Pages that have arrived are let go if
-        that makes room: requests find them as long as they are not evicted.
+        Only the transfer may write to them, until it ends. They are in ascending order. Pages that
+        have arrived are let go if that makes room: requests find them as long as they are not
+        evicted.
         """
         if len(wanted) > self.most_held - self.num_held:
             self._let_go(transfer, [key for key in transfer.pages if key not in transfer.wanted])
         count = min(len(wanted), self.most_held - self.num_held, self._pool.num_available)
-        pages = self._pool.allocate(max(0, count))
+        pages = sorted(self._pool.allocate(max(0, count)))
         transfer.pages.update(zip(wanted, pages, strict=False))
         self.num_held += len(pages)
         return pages

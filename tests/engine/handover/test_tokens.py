@@ -74,6 +74,17 @@ def test_several_answers_of_a_prompt_share_one_transfer(tmp_path: Path) -> None:
         assert view(second).borrower.transfers["done"] <= len(prompts)
 
 
+def test_a_prompt_that_was_read_there_is_not_read_again(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    prompts = random_prompts(random.Random(4), 1)
+    with pair(path, "shared") as (first, second):
+        expected = answers(first, prompts, SAMPLED)
+        before = first.engine.client.loop.snapshot().strokes
+        assert answers(second, prompts, SAMPLED) == expected
+        assert view(second).borrower.transfers == {"done": 1}
+        assert first.engine.client.loop.snapshot().strokes == before
+
+
 def test_a_small_pool_reads_here_what_it_has_no_room_for(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf")
     prompts = random_prompts(random.Random(3), 30)

@@ -95,7 +95,9 @@ class Borrower:
         end = first + len(transfer.keys) * self._kind.page_size
         work = choice.Work(self._flops(first, end), len(wanted) * self._kind.page_bytes)
         views = [peer.outlook() for peer in there]
-        best, seconds = choice.choose(self._rule, work, self._here(ticket.request), views)
+        best, seconds = choice.choose(
+            self._rule, work, self._here(ticket.request, end - first), views
+        )
         self._decisions[choice.HERE if best is None else choice.THERE] += 1
         if best is None:
             self._pages.end(transfer)
@@ -109,7 +111,7 @@ class Borrower:
     def _flops(self, first: int, end: int) -> float:
         return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
 
-    def _here(self, request: Request) -> choice.Here:
+    def _here(self, request: Request, num_missing: int) -> choice.Here:
         now_s = time.monotonic()
         if now_s - self._paced_s > _READ_S:
             self._paced_s = now_s
@@ -117,8 +119,10 @@ class Borrower:
             recent = (span.last.strokes - span.first.strokes).prefill
             total = span.last.strokes.prefill
             self._pace = recent.flops_per_s or total.flops_per_s
-        num_tokens, num_streams = self._pages.backlog()
+        num_tokens, missing = self._pages.backlog()
         away = [one.request for peer in self.peers for one in peer.open.values()]
         num_tokens -= sum(len(one.tokens) for one in (request, *away))
         queue_flops = max(0, num_tokens) * self._flops(0, _TYPICAL) / _TYPICAL
-        return choice.Here(queue_flops, self._pace, num_streams)
+        step = max(1, self._loop.config.token_budget - len(missing))
+        num_steps = -(-num_missing // step)
+        return choice.Here(queue_flops, self._pace, num_steps, missing)

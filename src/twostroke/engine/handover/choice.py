@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Why a prompt is read here or there; the words of metrics and state.
 THERE: Final = "there"  # it takes fewer seconds, or the rule says so
@@ -25,11 +28,16 @@ class Work(Frozen):
 
 
 class Here(Frozen):
-    """A decode engine: work that waits or is being done, its pace, and streams that it delays."""
+    """A decode engine: work that waits or is being done, its pace, and the prompt's effect.
+
+    A prompt is read in `num_steps` steps. Each running stream gets a token in each of them, and
+    waits for all of the prompt only if it lacks as many: `missing` are the tokens that they lack.
+    """
 
     queue_flops: float
     flops_per_s: float
-    num_streams: int
+    num_steps: int = 1
+    missing: Sequence[int] = ()
 
 
 class There(Frozen):
@@ -41,29 +49,31 @@ class There(Frozen):
     overhead_s: float
 
 
-def here_s(work: Work, here: Here) -> float:
+def here_s(work: Work, here: Here, pace: float = _PACE) -> float:
     """Return the seconds that reading a prompt here costs all requests together.
 
-    The prompt waits for those before it. While it is read, each running stream waits, too.
+    The prompt waits for those before it. Each running stream waits for the steps that read it.
     """
-    pace = here.flops_per_s or _PACE
-    return (here.queue_flops + work.flops * (1 + here.num_streams)) / pace
+    delayed = sum(min(1.0, count / here.num_steps) for count in here.missing)
+    return (here.queue_flops + work.flops * (1 + delayed)) / (here.flops_per_s or pace)
 
 
-def there_s(work: Work, there: There) -> float:
+def there_s(work: Work, there: There, pace: float = _PACE) -> float:
     """Return the seconds until the pages that another engine computes are here.
 
     They are fetched while later ones are computed.
     """
-    computing_s = (there.queue_flops + work.flops) / (there.flops_per_s or _PACE)
+    computing_s = (there.queue_flops + work.flops) / (there.flops_per_s or pace)
     return max(computing_s, work.num_bytes / there.bytes_per_s) + there.overhead_s
 
 
 def choose(rule: str, work: Work, here: Here, others: list[There]) -> tuple[int | None, float]:
     """Return which of the `others` reads a prompt, None for none, and its seconds there."""
-    seconds = [there_s(work, there) for there in others]
+    paces = here.flops_per_s, *(there.flops_per_s for there in others)
+    pace = max(paces) or _PACE  # of an engine that has not read a prompt yet
+    seconds = [there_s(work, there, pace) for there in others]
     best = min(range(len(seconds)), key=seconds.__getitem__, default=None)
     if best is None or rule == "never":
         return None, 0.0
-    goes = rule == "always" or seconds[best] < here_s(work, here)
+    goes = rule == "always" or seconds[best] < here_s(work, here, pace)
     return (best, seconds[best]) if goes else (None, seconds[best])

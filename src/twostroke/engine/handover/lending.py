@@ -141,8 +141,9 @@ class Lender:
         recent = (span.last.strokes - span.first.strokes).prefill
         pace = recent.flops_per_s or self.loop.snapshot().strokes.prefill.flops_per_s
         with self.pages.lock:
-            requests = [one.request for guest in self._guests for one in guest.readings.values()]
-            counts = [(one.num_computed, one.num_prompt) for one in requests]
+            readings = [one for guest in self._guests for one in guest.readings.values()]
+            open_ = [one.request for one in readings if not one.has_ended]
+            counts = [(one.num_computed, one.num_prompt) for one in open_]
         return sum(self.flops(*count) for count in counts), pace
 
     def _serve(self, connection: Connection) -> None:
@@ -192,12 +193,16 @@ class _Guest:
         self._is_open = False
         self._connection.cut()
 
-    def offer(self, reading: _Reading) -> None:
-        """Offer the pages that are computed now, as many as there is room for."""
+    def offer(self, reading: _Reading, known: int | None = None) -> None:
+        """Offer the pages that are computed, as many as there is room for.
+
+        Of the first `known` places, some may be there; else those that the request has computed.
+        """
         with self._pages.lock:
             if not self._is_open or reading.id not in self.readings:
                 return
-            known = reading.request.num_computed // self._lender.kind.page_size
+            if known is None:
+                known = reading.request.num_computed // self._lender.kind.page_size
             ready = []
             for place, key in reading.unoffered:
                 if place >= known:
@@ -286,7 +291,12 @@ class _Guest:
             with self._pages.lock:
                 self.readings[question.id] = reading
                 lender.num_prompts += 1
-                lender.loop.submit([reading])
+                self.offer(reading, num_places)
+                reading.has_ended = not reading.unoffered  # all had been computed
+                if reading.has_ended:
+                    self.finish_if_done(reading)
+                else:
+                    lender.loop.submit([reading])
         except TwostrokeError as error:
             with self._pages.lock:
                 self.readings.pop(question.id, None)

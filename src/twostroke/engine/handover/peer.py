@@ -274,6 +274,7 @@ class Peer:
                 for at, key, page in named
                 if key in one.transfer.wanted and key not in one.asked
             ]
+            rest.sort(key=lambda one: one[2])  # neighbours are copied together
             one.asked.update(key for _, key, _ in rest)
         if not all(0 <= page < self._num_pages for _, _, page in rest):
             raise PeerLostError("A page was offered that cannot be.")
@@ -296,9 +297,7 @@ class Peer:
             one.num_writing += 1
         try:
             if self._shared is not None:
-                memory = self._memory
-                for (_, _, source), target in zip(part, pages, strict=True):
-                    self._shared.copy(source, memory[target])
+                self._shared.copy([page for _, _, page in part], self._memory, pages)
         finally:
             self._written(one)
         wanted = [at for at, _, _ in part]

@@ -7,11 +7,13 @@ import fcntl
 import mmap
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from twostroke.backends.memory import PageMemory
 
 _MAP_FIXED: Final = 0x10
@@ -67,9 +69,18 @@ class SharedPages:
             os.close(file)
         self._pages = np.frombuffer(self._map, np.uint8).reshape(num_pages, page_bytes)
 
-    def copy(self, page: int, target: memoryview[Any]) -> None:
-        """Copy a page, without Python's lock; IndexError if there is none of that number."""
-        np.copyto(np.frombuffer(target, np.uint8), self._pages[page])
+    def copy(self, pages: Sequence[int], memory: PageMemory, targets: Sequence[int]) -> None:
+        """Copy pages into `memory`, without Python's lock; neighbours in one go.
+
+        Copies of half a megabyte or less pass through the cache, at a quarter of the speed.
+        """
+        own = np.frombuffer(memory.memory, np.uint8).reshape(-1, memory.page_bytes)
+        first = 0
+        for last, (page, target) in enumerate(zip(pages, targets, strict=True), 1):
+            if pages[last : last + 1] != [page + 1] or targets[last : last + 1] != [target + 1]:
+                count = last - first
+                own[target + 1 - count : target + 1] = self._pages[page + 1 - count : page + 1]
+                first = last
 
     def close(self) -> None:
         """Unmap it."""

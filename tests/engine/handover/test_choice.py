@@ -1,0 +1,45 @@
+"""The rule `auto`: the seconds that a prompt costs here, against those there."""
+
+from __future__ import annotations
+
+import pytest
+
+from twostroke.engine.handover.choice import Here, There, Work, choose, here_s, there_s
+
+GIGA = 1e9
+WORK = Work(100 * GIGA, 10_000_000)
+HERE = Here(0.0, 50 * GIGA, 10)
+THERE = There(0.0, 50 * GIGA, 1e9, 0.005)
+
+
+@pytest.mark.parametrize(
+    ("missing", "seconds"),
+    [((), 2.0), ((1000,), 4.0), ((5,), 3.0), ((0, 10, 1000), 6.0)],
+)
+def test_a_stream_waits_no_longer_than_it_lasts(missing: tuple[int, ...], seconds: float) -> None:
+    here = Here(0.0, 50 * GIGA, 10, missing)
+    assert here_s(WORK, here) == pytest.approx(seconds)
+
+
+def test_pages_come_while_others_are_computed() -> None:
+    assert there_s(WORK, THERE) == pytest.approx(2.005)
+    slow = There(0.0, 50 * GIGA, 1e6, 0.005)
+    assert there_s(WORK, slow) == pytest.approx(10.005)
+
+
+def test_a_prompt_goes_where_it_costs_least() -> None:
+    busy = There(500 * GIGA, 50 * GIGA, 1e9, 0.005)
+    streams = Here(0.0, 50 * GIGA, 10, (50,))
+    assert choose("auto", WORK, HERE, [THERE])[0] is None  # nobody to protect
+    assert choose("auto", WORK, streams, [busy, THERE])[0] == 1
+    assert choose("auto", WORK, streams, [busy])[0] is None
+    assert choose("always", WORK, HERE, [busy])[0] == 0
+    assert choose("never", WORK, streams, [THERE])[0] is None
+
+
+def test_an_engine_without_a_known_pace_is_taken_to_be_like_the_others() -> None:
+    streams = Here(0.0, 500 * GIGA, 10, (50,))
+    unknown = There(0.0, 0.0, 1e9, 0.005)
+    assert choose("auto", WORK, streams, [unknown])[0] == 0
+    waits = Here(150 * GIGA, 0.0, 10)
+    assert choose("auto", WORK, waits, [THERE])[0] == 0
