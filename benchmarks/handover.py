@@ -1,0 +1,244 @@
+"""`make bench-handover`: prompts that another engine reads, against asked figures.
+
+- transfer: pages of a prompt that a prefill engine has read before, into a decode engine's memory
+  that has been used before, from the question to the last page; in turns with a copy of as many
+  bytes within one process.
+- first: the time from the end of a prefill engine's last step to the first token, less the decode
+  engine's own step, which computes the rest of the prompt.
+- streams, auto: see handover_load.py.
+
+Each part can be measured alone; parts that were measured before are kept in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from handover_load import LOADS, MIXES, auto, streams
+from pipe import Worker, claim_output, serve
+from report import RESULTS, caption, machine_facts, note, positive, save, table
+from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine.build import build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.engine.build import Engine
+
+PARTS = ("transfer", "first", "streams", "auto")
+_ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+_WARM = 4  # prompts after which all memory has been used
+
+
+def _options(given: argparse.Namespace, handover: HandoverOptions) -> EngineOptions:
+    return EngineOptions(
+        ComputeOptions(num_threads=1),
+        CacheOptions(context_length=given.tokens + 64, memory_bytes=given.memory),
+        speculation=SpeculationOptions("off"),
+        handover=handover,
+    )
+
+
+def _note_steps(engine: Engine) -> list[tuple[float, float]]:
+    """Let an engine note when each of its steps began and ended."""
+    backend, steps = engine.client.loop.backend, list[tuple[float, float]]()
+    run = backend.run
+
+    def timed(plan: Any) -> Any:
+        began_s = time.monotonic()
+        result = run(plan)
+        steps.append((began_s, time.monotonic()))
+        return result
+
+    vars(backend)["run"] = timed
+    return steps
+
+
+def _prefill_worker(given: argparse.Namespace) -> None:
+    """Be the prefill engine, and answer questions."""
+    answers = claim_output()
+    with build(given.model, _options(given, HandoverOptions("prefill", "127.0.0.1:0"))) as engine:
+        steps, look = _note_steps(engine), engine.client.view_handover
+        assert look is not None
+
+        def address() -> dict[str, Any]:
+            lender = look().lender
+            assert lender is not None
+            return {"address": f"127.0.0.1:{lender.port}"}
+
+        def read(prompt: list[int]) -> dict[str, Any]:
+            engine.client.generate(prompt, _ONE).wait()
+            return {}
+
+        serve({"address": address, "read": read, "last": lambda: {"end_s": steps[-1][1]}}, answers)
+
+
+class Pair:
+    """A decode engine in this process, and its prefill engine in another one."""
+
+    def __init__(self, given: argparse.Namespace, stack: ExitStack) -> None:
+        """Start both, and wait until they have met."""
+        command = [sys.executable, __file__, "--worker", "--model", given.model]
+        command += ["--tokens", str(given.tokens), "--memory", str(given.memory)]
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        self.prefill = Worker("prefill", command, folder / "log")
+        stack.callback(self.prefill.close)
+        address = self.prefill.ask("address")["address"]
+        handover = HandoverOptions("decode", None, (address,), "always")
+        self.engine = stack.enter_context(build(given.model, _options(given, handover)))
+        self.steps = _note_steps(self.engine)
+        while self.view().peers[0].state != "up":
+            time.sleep(0.05)
+        self._rng = random.Random(given.seed)
+
+    def prompts(self, count: int, num_tokens: int) -> Iterator[list[int]]:
+        """Yield prompts that nobody has seen, of whole pages and a token."""
+        size = self.engine.card.tokenizer.vocab_size
+        for _ in range(count):
+            yield [self._rng.randrange(1000, size - 100) for _ in range(num_tokens // 16 * 16 + 1)]
+
+    def view(self) -> Any:
+        """Return what the decode engine says of its transfers."""
+        look = self.engine.client.view_handover
+        assert look is not None
+        return look().borrower
+
+    def ask(self, prompt: list[int]) -> float:
+        """Have the prompt answered with a token; return when it came."""
+        (output,) = self.engine.client.generate(prompt, _ONE).wait()
+        assert output.timings is not None
+        return output.timings.first_token_s
+
+
+def transfer(given: argparse.Namespace) -> dict[str, Any]:
+    """Return bytes/s of transfers and of copies, the first of them into unused memory."""
+    ways, copies, num_bytes = [], [], 0
+    with ExitStack() as stack:
+        pair = Pair(given, stack)
+        for number, prompt in enumerate(pair.prompts(_WARM + given.rounds, given.tokens // 2)):
+            note(f"Transfer {number + 1} of {_WARM + given.rounds}")
+            pair.prefill.ask("read", prompt=prompt)
+            before = pair.view()
+            pair.ask(prompt)
+            after = pair.view()
+            num_bytes = after.num_bytes - before.num_bytes
+            ways.append(num_bytes / (after.seconds - before.seconds))
+            if not number:
+                source, target = (np.ones(num_bytes, np.uint8) for _ in range(2))
+            began_s = time.perf_counter()
+            np.copyto(target, source)
+            copies.append(num_bytes / (time.perf_counter() - began_s))
+    return {
+        "num_bytes": num_bytes,
+        "unused": ways[0],
+        "bytes_per_s": ways[_WARM:],
+        "copy_bytes_per_s": copies[_WARM:],
+    }
+
+
+def first(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds from the last prefill step to the first token, and of the step there."""
+    late, own = [], []
+    with ExitStack() as stack:
+        pair = Pair(given, stack)
+        for number, prompt in enumerate(pair.prompts(given.rounds + 1, given.tokens // 4)):
+            note(f"First token {number + 1} of {given.rounds + 1}")
+            token_s = pair.ask(prompt)
+            end_s = pair.prefill.ask("last")["end_s"]
+            began_s, ended_s = pair.steps[-1]
+            late.append(token_s - end_s)
+            own.append(ended_s - began_s)
+    return {"late_s": late[1:], "step_s": own[1:]}
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return a line for each figure that was measured: asked beside reached."""
+    rows = []
+    if found := result.get("transfer"):
+        ratio = median(found["bytes_per_s"]) / median(found["copy_bytes_per_s"])
+        size, pace = found["num_bytes"] / 1e6, median(found["bytes_per_s"]) / 1e9
+        reached = f"{100 * ratio:.0f}% ({size:.0f} MB at {pace:.1f} GB/s)"
+        rows += [("transfer beside memcpy", "80%", reached)]
+        rows += [("the same into unused memory", "", f"{found['unused'] / 1e9:.1f} GB/s")]
+    if found := result.get("first"):
+        pairs = zip(found["late_s"], found["step_s"], strict=True)
+        extra = sorted(1e3 * (late - step) for late, step in pairs)
+        reached = f"{median(extra):.1f} ms (at most {extra[-1]:.1f})"
+        step = f"{1e3 * median(found['step_s']):.0f} ms"
+        rows += [
+            (f"first token after the last prefill step and a step of {step}", "10 ms", reached)
+        ]
+    if found := result.get("streams"):
+        apart, mixed = found["apart"], found["mixed"]
+        reached = f"{1e3 * apart['itl_p99_s']:.0f} ms of {1e3 * mixed['itl_p99_s']:.0f} ms"
+        ratio = apart["itl_p99_s"] / mixed["itl_p99_s"]
+        rows += [
+            ("ITL p99 of four streams, prompts arriving", "1/5", f"1/{1 / ratio:.0f}: {reached}")
+        ]
+        for name, words, unit in (
+            ("itl_p50_s", "ITL p50 there", "s"),
+            ("ttft_p50_s", "TTFT p50 of the prompts", "s"),
+            ("goodput_per_min", "goodput, prompts a minute", ""),
+            ("stream_tokens_per_s", "tokens/s of the streams", ""),
+        ):
+            both = [f"{one[name]:.3g}{unit and ' ' + unit}" for one in (apart, mixed)]
+            rows += [(words, "", f"{both[0]} apart, {both[1]} mixed")]
+    for cell in result.get("auto", []):
+        means = {rule: cell["mean_s"][rule] for rule in ("auto", "always", "never")}
+        best = min(means["always"], means["never"])
+        name = f"auto, {cell['mix']}, load {cell['load']:g}"
+        words = ", ".join(f"{rule} {seconds:.2f} s" for rule, seconds in means.items())
+        rows += [(name, "97%", f"{100 * best / means['auto']:.0f}% ({words})")]
+    return rows
+
+
+def main() -> None:
+    """Measure some parts, then print and keep the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=positive, default=3000, help="of a prompt")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--memory", type=positive, default=120_000_000, help="bytes for pages")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=tuple(MIXES))
+    parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
+    parser.add_argument("--prompts", type=positive, default=4, help="that arrive beside streams")
+    parser.add_argument("--seconds", type=positive, default=20, help="of arrivals, for rule auto")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        _prefill_worker(given)
+        return
+    path = RESULTS / "handover.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    result |= machine_facts()
+    for name, measure in (("transfer", transfer), ("first", first), ("streams", streams)):
+        if name in given.parts:
+            result[name] = measure(given)
+    if "auto" in given.parts:
+        kept = [one for one in result.get("auto", []) if one["mix"] not in given.mixes]
+        result["auto"] = kept + auto(given)
+    lines = table(("", "asked", "reached"), _rows(result))
+    save(
+        "handover",
+        result,
+        "\n".join(["## Prefill and decode apart", "", lines, "", caption(result)]),
+    )
+
+
+if __name__ == "__main__":
+    main()
