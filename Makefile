@@ -48,7 +48,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -153,8 +153,8 @@ test-fleet: build ## Kill, freeze and cut off replicas behind a router under loa
 test-machine: build ## Do 10,000,000 random operations on pages, scheduler, engine and supervisor (MACHINE_ARGS=).
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/machine.py $(MACHINE_ARGS)
 
-test-handover: build ## Lose, delay and double messages between prefill and decode engines (HANDOVER_ARGS=).
-	@PYTHONPATH=src:tests $(BIN)/python tests/exact/handover.py $(HANDOVER_ARGS)
+test-handover: build ## Lose and double messages between prefill and decode engines, kill both (HANDOVER_ARGS=).
+	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/handover.py $(HANDOVER_ARGS)
 
 test-exact-fleet: build pull ## Compare answers of prefill and decode engines with those of one (EXACT_ARGS=).
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/handed_over.py $(EXACT_ARGS)
@@ -243,6 +243,9 @@ bench-overhead: native pull ## Measure a step without its kernels, and a request
 
 bench-tiers: native pull ## Measure pages on disk after a restart, and a slow disk.
 	@$(BIN)/python benchmarks/tiers.py $(BENCH_ARGS)
+
+bench-handover: native pull ## Measure prompts that another engine reads (BENCH_ARGS="--parts first").
+	@$(BIN)/python benchmarks/handover.py $(BENCH_ARGS)
 
 bench-batch: native pull ## Measure a file of requests, and a client beside a full batch.
 	@$(BIN)/python benchmarks/batches.py $(BENCH_ARGS)

@@ -1,13 +1,16 @@
-"""`make test-handover`: messages of a hand-over are lost, late, doubled, and connections cut.
+"""`make test-handover`: messages of a hand-over are lost, late, doubled, and processes killed.
 
-First each message suffers each fault, over each link; then come random rounds. Every request must
-be answered as by one engine, nothing may hang, and no page may stay held.
+First each message suffers each fault, over each link; then come random rounds, which cut
+connections, too. Every request must be answered as by one engine, nothing may hang, and no page may
+stay held. Last, engines and servers are killed and stopped (see support/handover_kills.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
+import random
 import sys
 import tempfile
 import time
@@ -15,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from support.handover import LINKS
+from support.handover_kills import KINDS, SIDES, campaign
 from support.handover_rounds import play_each, play_round
 
 
@@ -23,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first random round")
+    parser.add_argument("--kills", type=int, default=60)
     given = parser.parse_args()
     logging.disable(logging.WARNING)  # lost connections are no news here
     counts, began_s = Counter[str](), time.monotonic()
@@ -34,8 +39,23 @@ def main() -> int:
             play_round(seed, Path(place), counts)
     for what, count in sorted(counts.items()):
         print(f"  {what}: {count:,}")
-    print(f"No request was lost, in {time.monotonic() - began_s:.0f} s.")
-    return 0
+    wrong = _kill(given.kills, given.seed)
+    words = f"{len(wrong)} things went wrong" if wrong else "No request was lost"
+    print("\n".join([*wrong, f"{words}, in {time.monotonic() - began_s:.0f} s."]))
+    return 1 if wrong else 0
+
+
+def _kill(count: int, seed: int) -> list[str]:
+    """Do `count` faults of processes, and print what came of them; return what was wrong."""
+    every = [(side, kind) for side in SIDES for kind in KINDS]
+    faults = [every[number % len(every)] for number in range(count)]
+    random.Random(seed).shuffle(faults)
+    with tempfile.TemporaryDirectory() as place:
+        counts, wrong = asyncio.run(campaign(Path(place), faults, seed))
+    print(f"{count} faults of processes:")
+    for what, number in sorted(counts.items()):
+        print(f"  {what}: {number:,}")
+    return wrong
 
 
 if __name__ == "__main__":

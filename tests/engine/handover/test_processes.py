@@ -1,12 +1,14 @@
-"""Engines in processes hand prompts over; `make test-exact-fleet` does more of it."""
+"""Engines in processes hand prompts over; `make test-exact-fleet` and `test-handover` do more."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 
 from support.handed_over import Case, compare
+from support.handover_kills import campaign
 from support.tiny import tiny_of, write_tiny_gguf
 
 if TYPE_CHECKING:
@@ -24,3 +26,10 @@ def test_answers_are_those_of_one_engine(
     found = compare(Case(str(path), *how), 40, 1, tmp_path)
     assert not found.different
     assert found.transfers["done"] >= 20
+
+
+def test_a_killed_prefill_engine_costs_no_request(tmp_path: Path) -> None:
+    faults = [("prefill", "kill engine")]
+    counts, wrong = asyncio.run(campaign(tmp_path, faults, 1, together=2, most_tokens=1000))
+    assert not wrong
+    assert counts["answered"] == 2

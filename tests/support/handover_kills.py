@@ -1,0 +1,202 @@
+"""Kills and stops the processes of a prefill and a decode engine while prompts are handed over.
+
+Faults hit engines (their servers start them again) and servers (they are started again here), at
+random moments of a hand-over. A fault of the prefill side must cost no request and change no token.
+One of the decode side ends its requests with an error, or not at all. After each fault the engines
+must meet again, and neither may hold a page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+
+from quiet import descendants
+from servers import MODEL_NAME, Server, free_port, our_command
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke import LLM, SamplingParams
+from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SIDES = ("prefill", "decode")
+KINDS = ("kill engine", "stop engine", "kill server")
+_TOKENS, _CONTEXT = 8, 4096
+_MOMENT_S = 1.0  # in which a fault happens, after prompts were sent; reading them takes longer
+_ANSWERED_S, _BACK_S = 30.0, 30.0
+# Large enough for prompts to be read in several steps that take some time.
+_MODEL = Tiny(num_layers=6, hidden_size=256, ffn_size=1024, context_length=_CONTEXT)
+
+
+class Pair:
+    """Servers of both roles, and their clients."""
+
+    def __init__(self, path: Path, stack: ExitStack, http: httpx.AsyncClient) -> None:
+        """Start both."""
+        self._path, self._stack, self._http = path, stack, http
+        self._peer = f"127.0.0.1:{free_port()}"
+        self.servers: dict[str, Server] = {}
+        for side in SIDES:
+            self.start(side)
+
+    def start(self, side: str) -> None:
+        """Start a server, again where one was killed."""
+        roles = {
+            "prefill": ("--role", "prefill", "--peer-address", self._peer),
+            "decode": ("--role", "decode", "--prefill-peer", self._peer, "--disaggregate"),
+        }
+        always = ("always",) if side == "decode" else ()
+        command = (*our_command(str(self._path), 1), "--accept-quality", "--no-access-log")
+        size = ("--context-length", str(_CONTEXT), "--token-budget", "64", "--dashboard")
+        given = (*command, *size, *roles[side], *always)
+        self.servers[side] = Server(side, given, self._path.parent, self._stack)
+
+    def harm(self, side: str, kind: str) -> None:
+        """Send a signal to a process."""
+        pid = self.servers[side].pid
+        if kind != "kill server":
+            pid = next(one for one in descendants(pid) if _is_engine(one))
+        os.kill(pid, signal.SIGSTOP if kind == "stop engine" else signal.SIGKILL)
+
+    async def ask(self, prompt: Sequence[int]) -> str:
+        """Return an answer's text, or `error: ` and what the client was told."""
+        body = {"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": _TOKENS}
+        body |= {"temperature": 0, "ignore_eos": True}
+        url = f"http://127.0.0.1:{self.servers['decode'].port}/v1/completions"
+        try:
+            found = (await self._http.post(url, json=body)).json()
+        except httpx.HTTPError as error:
+            return f"error: {type(error).__name__}"
+        if "error" in found:
+            return f"error: {found['error']['code']}"
+        text: str = found["choices"][0]["text"]
+        return text
+
+    async def trouble(self) -> str:
+        """Return what is not as it is at rest; nothing once all is well."""
+        found = ""
+        for side, server in self.servers.items():
+            try:
+                url = f"http://127.0.0.1:{server.port}/api/state"
+                state = (await self._http.get(url)).json()
+            except (httpx.HTTPError, json.JSONDecodeError):
+                return f"{side} does not answer"
+            part = (state.get("handover") or {}).get("lender" if side == "prefill" else "borrower")
+            if part is None or state["pages"]["held"]:
+                found = f"{side} holds {state.get('pages', {}).get('held')} pages"
+            elif side == "prefill" and part["num_reading"]:
+                found = f"{part['num_reading']} prompts are being read"
+            elif side == "decode" and (part["peers"][0]["state"], part["peers"][0]["num_open"]) != (
+                "up",
+                0,
+            ):
+                found = f"the peer is {part['peers'][0]}"
+        return found
+
+    async def transfers(self) -> dict[str, int]:
+        """Return the decode engine's transfers since it was started."""
+        url = f"http://127.0.0.1:{self.servers['decode'].port}/api/state"
+        found: dict[str, int] = (await self._http.get(url)).json()["handover"]["borrower"][
+            "transfers"
+        ]
+        return found
+
+
+async def _fault(
+    pair: Pair, side: str, kind: str, prompts: list[list[int]], texts: list[str], rng: random.Random
+) -> tuple[Counter[str], list[str]]:
+    """Do one fault; return what came of the requests, and what was wrong."""
+    counts, wrong = Counter[str](), list[str]()
+    began_s = time.monotonic()
+    asked = [asyncio.create_task(pair.ask(prompt)) for prompt in prompts]
+    await asyncio.sleep(rng.uniform(0.0, _MOMENT_S))
+    pair.harm(side, kind)
+    done, late = await asyncio.wait(asked, timeout=_ANSWERED_S)
+    for task in late:
+        task.cancel()
+        wrong.append("a request hangs")
+    for task, text in zip(asked, texts, strict=True):
+        if task not in done:
+            continue
+        answer = task.result()
+        if answer == text:
+            counts["answered"] += 1
+        elif answer.startswith("error: ") and side == "decode":
+            counts[answer] += 1
+        else:
+            wrong.append(f"{answer!r} in place of {text!r}")
+    counts[f"{side} {kind}, seconds"] += round(time.monotonic() - began_s)
+    if kind == "kill server":
+        await asyncio.to_thread(pair.start, side)
+    wrong += await _at_rest(pair)
+    if (again := await pair.ask(prompts[0])) != texts[0]:
+        wrong.append(f"{again!r} afterwards")
+    return counts, [f"{side}, {kind}: {one}" for one in wrong]
+
+
+async def _at_rest(pair: Pair) -> list[str]:
+    """Wait until engines have met and hold nothing; return what is wrong if that never comes."""
+    deadline = time.monotonic() + _BACK_S
+    while trouble := await pair.trouble():
+        if time.monotonic() > deadline:
+            return [trouble]
+        await asyncio.sleep(0.05)
+    return []
+
+
+async def campaign(
+    folder: Path,
+    faults: Sequence[tuple[str, str]],
+    seed: int,
+    together: int = 4,
+    most_tokens: int = 3000,
+) -> tuple[Counter[str], list[str]]:
+    """Do faults, each a side and a kind, while `together` prompts are asked.
+
+    Returns what came of the requests, and what was wrong.
+    """
+    rng = random.Random(seed)
+    path = write_tiny_gguf(folder / "m.gguf", _MODEL)
+    prompts = [
+        [rng.randrange(3, 250) for _ in range(rng.randint(most_tokens // 2, most_tokens))]
+        for _ in range(together * len(faults))
+    ]
+    options = EngineOptions(
+        ComputeOptions(num_threads=1),
+        CacheOptions(context_length=_CONTEXT),
+        speculation=SpeculationOptions("off"),
+        accept_quality=True,
+    )
+    with LLM(path, options) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True)
+        texts = [choices[0].text for choices in llm.generate(prompts, greedy)]
+    counts, wrong = Counter[str](), list[str]()
+    async with httpx.AsyncClient(timeout=_ANSWERED_S, trust_env=False) as http:
+        with ExitStack() as stack:
+            pair = Pair(path, stack, http)
+            wrong += await _at_rest(pair)
+            for number, (side, kind) in enumerate(faults):
+                part = slice(number * together, (number + 1) * together)
+                seen = await _fault(pair, side, kind, prompts[part], texts[part], rng)
+                counts += seen[0]
+                wrong += seen[1]
+            counts.update({f"transfers {k}": n for k, n in (await pair.transfers()).items()})
+    return counts, wrong
+
+
+def _is_engine(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"twostroke.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
