@@ -271,10 +271,7 @@ class Scheduler:
         )
 
     def backlog(self) -> tuple[int, list[int]]:
-        """Return how many tokens of prompts are not computed, and what each answer lacks at most.
-
-        Answers are those that have begun; the second counts are in tokens, too.
-        """
+        """Return how many tokens prompts lack, and how many at most each answer that has begun."""
         pairs = [(one, one.request.num_pending) for one in self._running]
         missing = [one.max_len - len(one.request.tokens) for one, count in pairs if count <= 1]
         return self._waiting.num_tokens + sum(n for _, n in pairs if n > 1), missing

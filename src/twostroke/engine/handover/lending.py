@@ -194,10 +194,7 @@ class _Guest:
         self._connection.cut()
 
     def offer(self, reading: _Reading, known: int | None = None) -> None:
-        """Offer the pages that are computed, as many as there is room for.
-
-        Of the first `known` places, some may be there; else those that the request has computed.
-        """
+        """Offer pages of the first `known` places, or of those that the request has computed."""
         with self._pages.lock:
             if not self._is_open or reading.id not in self.readings:
                 return
@@ -293,9 +290,8 @@ class _Guest:
                 lender.num_prompts += 1
                 self.offer(reading, num_places)
                 reading.has_ended = not reading.unoffered  # all had been computed
-                if reading.has_ended:
-                    self.finish_if_done(reading)
-                else:
+                self.finish_if_done(reading)
+                if reading.unoffered:
                     lender.loop.submit([reading])
         except TwostrokeError as error:
             with self._pages.lock:
