@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from twostroke.router.dispatch import Asked, Dispatcher
-from twostroke.router.policy import POLICIES, View, homes
+from twostroke.router.known import Known
+from twostroke.router.policy import POLICIES, View, mix
 from twostroke.router.prompt import block_keys, extent, read_prompt
+from twostroke.router.ring import Ring
 
 _SIZE = 10  # units of a block
 
@@ -114,15 +117,46 @@ def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
 
 
 def test_homes_move_only_where_a_replica_leaves() -> None:
-    salts = np.random.default_rng(1).integers(0, 1 << 63, 50).astype(np.uint64)
-    shut = np.zeros(50, np.bool_)
-    before = [homes(salts, n * 7919, shut) for n in range(500)]
-    shut[before[0][0]] = True
+    ring, wait_s = Ring(), np.zeros(50)
+    for place in range(50):
+        ring.join(place, mix(place))
+    before = [ring.homes(mix(n), wait_s) for n in range(5000)]
+    wait_s[before[0][0]] = np.inf
     for number, pair in enumerate(before):
-        after = homes(salts, number * 7919, shut)
-        if before[0][0] not in pair:
+        after = ring.homes(mix(number), wait_s)
+        if before[0][0] in pair:
+            assert len(set(after)) == 2
+        else:
             assert after == pair
-    assert len({one for pair in before for one in pair}) == 50
+    shares = Counter(first for first, _ in before)
+    assert len(shares) == 50
+    assert max(shares.values()) < 2 * 5000 / 50
+
+
+def test_prompts_share_what_their_keys_share() -> None:
+    rng, known, texts, plain = random.Random(5), Known(10**6), [()], list[tuple[tuple, int]]()
+    known.begin_epoch(0)
+    known.begin_epoch(1)
+    for _ in range(800):
+        base = rng.choice(texts)
+        keys = base[: rng.randint(0, len(base))]
+        keys += tuple(rng.getrandbits(60) for _ in range(rng.randint(0, 5)))
+        texts.append(keys)
+        path = known.find(keys)
+        for place in (0, 1):
+            asked = [one for one, at in plain if at == place]
+            assert known.num_held(path, place) == max([_shared(one, keys) for one in asked] or [0])
+        longest, places = known.longest(path)
+        assert longest == max(known.num_held(path, place) for place in (0, 1))
+        assert set(places) == {p for p in (0, 1) if longest and known.num_held(path, p) == longest}
+        place = rng.randint(0, 1)
+        known.add(keys, path, place)
+        plain.append((keys, place))
+    assert len(known) == len({key for keys in texts for key in keys})
+
+
+def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return sum(a == b for a, b in zip(one, other, strict=False))
 
 
 def test_keys_follow_the_text_and_the_salt() -> None:

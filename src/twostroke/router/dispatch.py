@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from twostroke.core.frozen import Frozen
-from twostroke.router.known import Known
-from twostroke.router.policy import LOOKS_AT_PREFIXES, POLICIES, View, homes, least, mix
+from twostroke.router.known import Known, Run
+from twostroke.router.policy import LOOKS_AT_PREFIXES, POLICIES, View, mix
+from twostroke.router.ring import Ring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     import numpy.typing as npt
 
-    from twostroke.router.known import Stay
+    from twostroke.router.known import Path, Stay
 
 MAX_BLOCKS: Final = 1_000_000
 _KEPT: Final = 0.95  # of the sums of a pace, at each first token
 _FIRST_PACE_S: Final = 1e-6  # for a unit, until something was measured
 _PRIOR: Final = 20_000  # units of the fleet's mean pace that each replica's begins with
 _OVERHEAD: Final = 2000  # units that the rest of a first token counts as
+_TIE_S: Final = 1e-9  # for each request: less than waits differ
 _LATE: Final = 0.5  # of the work that should be done by now and is not
 
 
@@ -78,11 +81,11 @@ class Dispatcher:
         self._all = (0.0, 0.0)  # of the fleet's
         self._mean_pace_s = _FIRST_PACE_S
         self._free_at_s = np.zeros(0)  # when the work that was sent should be done
-        self._pending = np.zeros(0)  # units without a first token
-        self._late_s = np.zeros(0)
+        self._pending: list[float] = []  # units without a first token
+        self._least_s = np.zeros(0)  # of a wait; inf where no request may go
         self._num_open = np.zeros(0)
-        self._shut_s = np.zeros(0)  # 0, or inf where no request may go
-        self._salts = np.zeros(0, np.uint64)
+        self._is_open: list[bool] = []
+        self._ring = Ring()
 
     def __len__(self) -> int:
         return len(self.pace_s)
@@ -93,25 +96,28 @@ class Dispatcher:
             place = len(self.pace_s)
             self.pace_s.append(self._mean_pace_s)
             self._sums.append((0.0, 0.0))
-            for field in ("_free_at_s", "_pending", "_late_s", "_num_open", "_shut_s"):
+            self._pending.append(0.0)
+            self._is_open.append(False)
+            for field in ("_free_at_s", "_least_s", "_num_open"):
                 setattr(self, field, np.append(getattr(self, field), 0.0))
-            self._salts = np.append(self._salts, np.uint64(0))
         salt = 0
         for byte in name.encode():
             salt = mix(salt ^ byte)
-        self._salts[place] = salt
-        self._shut_s[place] = np.inf
+        self._ring.join(place, salt)
+        self._is_open[place] = False
         self.restart(place)
         return place
 
     def restart(self, place: int) -> None:
         """Note that a replica holds nothing, and computes nothing, of what was sent before."""
         self.known.begin_epoch(place)
-        self._free_at_s[place] = self._pending[place] = self._late_s[place] = 0.0
+        self._free_at_s[place] = 0.0
+        self._expect(place, 0.0)
 
     def open(self, place: int, *, is_open: bool) -> None:
         """Let a replica have new requests, or no more."""
-        self._shut_s[place] = 0.0 if is_open else np.inf
+        self._is_open[place] = is_open
+        self._expect(place, self._pending[place])
 
     def report(self, place: int, work_s: float, horizon_s: float | None) -> None:
         """Take in what a replica says: its queue, and the age of what it evicted last."""
@@ -122,7 +128,7 @@ class Dispatcher:
 
     def wait_s(self, place: int) -> float:
         """Return how long a new request would wait at a replica."""
-        return float(self._waits_s(self._clock())[place])
+        return max(self._free_at_s.item(place) - self._clock(), self._late_s(place))
 
     def num_open(self, place: int) -> int:
         """Return how many requests a replica has that have not ended."""
@@ -137,17 +143,17 @@ class Dispatcher:
         """
         now_s = self._clock()
         wait_s = self._waits_s(now_s)
-        wait_s += self._shut_s
         if among is not None:
             wait_s[~among] = np.inf
         for place in tried:
             wait_s[place] = np.inf
-        nearest = least(wait_s, self._num_open)
-        if wait_s[nearest] == np.inf:
+        nearest = int(wait_s.argmin())
+        if wait_s.item(nearest) == math.inf:
             return None
-        longest, held = 0, dict[int, int]()
+        longest, held, path = 0, dict[int, int](), list[tuple[Run, int]]()
         if self._looks:
-            longest, held = self._candidates(asked, wait_s, nearest)
+            path = self.known.find(asked.keys)
+            longest, held = self._candidates(path, asked.affinity, wait_s, nearest)
         extent, total, pace_s = self._extent, asked.num_units, self.pace_s
         missing_s = {place: (total - extent(num)) * pace_s[place] for place, num in held.items()}
         place = self._decide(View(self._number, wait_s, self._num_open, missing_s))
@@ -155,34 +161,31 @@ class Dispatcher:
         ticket = Ticket(place, now_s, hit, extent(longest), total - hit)
         self._number += 1
         self._charge(asked, ticket)
+        if self._looks:
+            ticket.stay = self.known.add(asked.keys, path, place)
         return ticket
 
     def _candidates(
-        self, asked: Asked, wait_s: npt.NDArray[np.float64], nearest: int
+        self, path: Path, affinity: int, wait_s: npt.NDArray[np.float64], nearest: int
     ) -> tuple[int, dict[int, int]]:
         """Return the blocks of the longest known prefix, and those that each candidate holds."""
-        keys = asked.keys
-        longest, holders = self.known.longest(keys)
-        held = {place: longest for place in holders if wait_s[place] != np.inf}
-        for place in (nearest, *homes(self._salts, asked.affinity, np.isinf(wait_s))):
-            if place not in held and wait_s[place] != np.inf:
-                held[place] = self.known.num_held(keys, longest, place)
+        longest, holders = self.known.longest(path)
+        held = {place: longest for place in holders if wait_s.item(place) != math.inf}
+        for place in (nearest, *self._ring.homes(affinity, wait_s)):
+            if place not in held:
+                held[place] = self.known.num_held(path, place)
         return longest, held
 
     def _charge(self, asked: Asked, ticket: Ticket) -> None:
-        place, now_s = ticket.place, ticket.at_s
-        ticket.units_ahead = float(self._pending[place])
-        self._pending[place] += ticket.missing
-        self._free_at_s[place] = (
-            max(now_s, self._free_at_s[place]) + ticket.missing * self.pace_s[place]
-        )
-        self._late_s[place] = _LATE * self._pending[place] * self.pace_s[place]
+        place = ticket.place
+        ticket.units_ahead = self._pending[place]
+        begin_s = max(ticket.at_s, self._free_at_s.item(place))
+        self._free_at_s[place] = begin_s + ticket.missing * self.pace_s[place]
         self._num_open[place] += 1
+        self._expect(place, ticket.units_ahead + ticket.missing)
         self.num_units += asked.num_units
         self.num_hit += ticket.hit
         self.num_best += ticket.best
-        if self._looks:
-            ticket.stay = self.known.add(asked.keys, place)
 
     def begin(self, ticket: Ticket) -> None:
         """Note the first token of a request, from which its replica's pace is learned."""
@@ -208,17 +211,26 @@ class Dispatcher:
         if ticket.stay is not None:
             ticket.stay.used_s = self._clock()
         self._num_open[ticket.place] -= 1
+        self._expect(ticket.place, self._pending[ticket.place])
 
     def _settle(self, ticket: Ticket, now_s: float) -> None:
         """Take a request's work from what is pending."""
         ticket.has_begun = True
         place, pace_s = ticket.place, self.pace_s[ticket.place]
-        left = max(0.0, float(self._pending[place]) - ticket.missing)
-        self._pending[place] = left
+        left = max(0.0, self._pending[place] - ticket.missing)
         self._free_at_s[place] = now_s + left * pace_s
-        self._late_s[place] = _LATE * left * pace_s
+        self._expect(place, left)
+
+    def _expect(self, place: int, pending: float) -> None:
+        """Note the units of a replica that have not brought a first token."""
+        self._pending[place] = pending
+        least_s = self._late_s(place) + _TIE_S * self._num_open.item(place)
+        self._least_s[place] = least_s if self._is_open[place] else math.inf
+
+    def _late_s(self, place: int) -> float:
+        return _LATE * self._pending[place] * self.pace_s[place]
 
     def _waits_s(self, now_s: float) -> npt.NDArray[np.float64]:
         waits: npt.NDArray[np.float64] = self._free_at_s - now_s
-        np.maximum(waits, self._late_s, out=waits)
+        np.maximum(waits, self._least_s, out=waits)
         return waits

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,8 @@ class View(Frozen):
     Attributes:
         number: counts the requests.
         wait_s: (replicas,) seconds until a new request would begin; inf where none may go. At
-            least one is finite.
+            least one is finite. Of those that wait for nothing, the one with the fewest requests
+            has the least.
         num_open: (replicas,) requests that have not ended.
         missing_s: seconds for the part of the prompt that a replica must compute, by place, of the
             candidates; empty unless the policy is one of `LOOKS_AT_PREFIXES`.
@@ -44,18 +46,19 @@ def prefix(view: View) -> int:
 
     A second that is computed also delays those that come later; one that is waited does not.
     """
-    wait_s, num_open = view.wait_s, view.num_open
-    costs = {
-        place: (wait_s[place] + WEIGHT * missing_s) * (1 + _CROWD * num_open[place])
-        + _OPEN_S * num_open[place]
-        for place, missing_s in view.missing_s.items()
-    }
-    return min(costs, key=costs.__getitem__)
+    best, least_s = 0, math.inf
+    for place, missing_s in view.missing_s.items():
+        num_open = view.num_open.item(place)
+        cost_s = (view.wait_s.item(place) + WEIGHT * missing_s) * (1 + _CROWD * num_open)
+        cost_s += _OPEN_S * num_open
+        if cost_s < least_s:
+            best, least_s = place, cost_s
+    return best
 
 
 def least_work(view: View) -> int:
     """Take the replica with the shortest wait; of several, the one with the fewest requests."""
-    return least(view.wait_s, view.num_open)
+    return int(view.wait_s.argmin())
 
 
 def two_choices(view: View) -> int:
@@ -64,8 +67,7 @@ def two_choices(view: View) -> int:
     mixed = mix(view.number)
     first = int(places[(mixed >> 32) % len(places)])
     other = int(places[(mixed & 0xFFFFFFFF) % len(places)])
-    key = lambda place: (view.wait_s[place], view.num_open[place])  # noqa: E731
-    return min(first, other, key=key)
+    return min(first, other, key=view.wait_s.item)
 
 
 def round_robin(view: View) -> int:
@@ -83,33 +85,9 @@ POLICIES: Final[dict[str, Policy]] = {
 LOOKS_AT_PREFIXES: Final = frozenset({"prefix"})
 
 
-def least(wait_s: Floats, num_open: Floats) -> int:
-    """Return the place of the least wait; of several, that with the fewest requests."""
-    place = int(wait_s.argmin())
-    if wait_s[place] > 0:
-        return place
-    return int(np.where(wait_s > 0, np.inf, num_open).argmin())
-
-
 def mix(number: int) -> int:
     """Return 64 bits that look random and follow from a number (the finalizer of SplitMix64)."""
     mixed = (number + 1) * _GOLDEN & _MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
     return mixed ^ mixed >> 31
-
-
-def homes(salts: npt.NDArray[np.uint64], affinity: int, is_shut: npt.NDArray[Any]) -> list[int]:
-    """Return the places of the two highest rendezvous hashes of the replicas that are not shut.
-
-    When a replica leaves, only what it was a home of moves (Thaler and Ravishankar, 1998).
-    """
-    mixed = salts ^ np.uint64(affinity)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed[is_shut] = 0
-    first = int(mixed.argmax())
-    mixed[first] = 0
-    second = int(mixed.argmax())
-    return [first, second] if mixed[second] else [first]
