@@ -1,9 +1,11 @@
 """`make test-fleet`: fells replicas under load in several ways, and looks at what clients see.
 
-A router stands before three servers of a tiny model, each of them behind a gate that can lose its
-network. No request may be lost before its first byte. Others get an error within 2 s, or 10 s where
+A router stands before three servers of a tiny model, each of them behind a gate that can fall
+silent. No request may be lost before its first byte. Others get an error within 2 s, or 10 s where
 a replica is silent, and every answer has the tokens that it always has. In the end all replicas are
 updated one after another, and no request may fail.
+
+With the right to make a network namespace, packets of a replica are dropped, too: it is cut off.
 """
 
 from __future__ import annotations
@@ -11,29 +13,37 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _TESTS = Path(__file__).resolve().parent.parent
-_TOLD_S = {"kill": 2.0, "reset": 2.0, "freeze": 10.0, "cut": 10.0}
+_TOLD_S = {"kill": 2.0, "reset": 2.0, "freeze": 10.0, "silence": 10.0, "cut": 2.0}
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_ANYWHERE = [kind for kind in _TOLD_S if kind != "cut"]
 _CLIENTS, _TOKENS, _PROMPTS = 6, 120, 10
 _SILENT_S = 7.0  # longer than a router bears
 _PATIENCE_S = 30.0
 
 
 class Gate:
-    """A port that passes on to a server, until its network is lost."""
+    """A port that passes on to a server, or nothing."""
 
     def __init__(self, port: int) -> None:
         """Pass on to a port."""
@@ -43,20 +53,35 @@ class Gate:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._port = 0
 
     async def start(self) -> str:
         """Listen; return the URL."""
         self._server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._port = self._server.sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{self._port}"
 
-    def cut(self) -> None:
-        """Lose all that is sent, silently."""
+    def hush(self) -> None:
+        """Take all that is sent, and pass nothing on."""
         self._open.clear()
 
-    def mend(self) -> None:
-        """Pass on again; what was cut off stays so."""
+    def speak(self) -> None:
+        """Pass on again, from new connections."""
         self.reset()
         self._open.set()
+
+    def cut(self) -> None:
+        """Drop all packets from and to it."""
+        self._drop("-A")
+
+    def mend(self) -> None:
+        """Let packets through again."""
+        self._drop("-D")
+
+    def _drop(self, action: str) -> None:
+        for side in ("--dport", "--sport"):
+            rule = ("-p", "tcp", side, str(self._port), "-j", "DROP")
+            subprocess.run(["iptables", "-w", action, "INPUT", *rule], check=True)
 
     def reset(self) -> None:
         """Reset all connections."""
@@ -147,9 +172,9 @@ class Seen:
 class Campaign:
     """A router and its members, clients, and faults."""
 
-    def __init__(self, members: list[Member], url: str, seed: int) -> None:
+    def __init__(self, members: list[Member], url: str, seed: int, kinds: list[str]) -> None:
         """Use a router that runs."""
-        self.members, self.url, self.seen = members, url, Seen()
+        self.members, self.url, self.seen, self._kinds = members, url, Seen(), kinds
         self._random = random.Random(seed)
         self._is_over = False
 
@@ -161,9 +186,8 @@ class Campaign:
             self._http = http
             clients = [asyncio.create_task(self._client()) for _ in range(_CLIENTS)]
             await asyncio.sleep(1)
-            kinds = list(_TOLD_S)
             for number in range(num_faults):
-                await self._fault(kinds[number % len(kinds)])
+                await self._fault(self._kinds[number % len(self._kinds)])
             self.seen.fault = ("update", time.monotonic())
             for member in self.members:
                 await self._update(member)
@@ -181,6 +205,10 @@ class Campaign:
             member.gate.cut()
             await asyncio.sleep(_SILENT_S)
             member.gate.mend()
+        elif kind == "silence":
+            member.gate.hush()
+            await asyncio.sleep(_SILENT_S)
+            member.gate.speak()
         elif kind == "freeze":
             member.send(signal.SIGSTOP)
             await asyncio.sleep(_SILENT_S)
@@ -272,7 +300,7 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in taken]
 
 
-async def campaign(num_faults: int, seed: int = 0) -> Seen:
+async def campaign(num_faults: int, seed: int = 0, kinds: Iterable[str] = _ANYWHERE) -> Seen:
     """Do a campaign in a folder that is removed; return what clients saw."""
     with tempfile.TemporaryDirectory() as folder:
         *ports, own = free_ports(4)
@@ -290,7 +318,7 @@ async def campaign(num_faults: int, seed: int = 0) -> Seen:
             while b"routes requests" not in (await router.stderr.readline()):
                 pass
             log = asyncio.create_task(router.stderr.read())
-            made = Campaign(members, f"http://127.0.0.1:{own}", seed)
+            made = Campaign(members, f"http://127.0.0.1:{own}", seed, list(kinds))
             await made.run(num_faults)
             router.send_signal(signal.SIGTERM)
             if await router.wait():
@@ -311,14 +339,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=_TOLD_S, default=list(_TOLD_S))
     given = parser.parse_args()
-    seen = asyncio.run(campaign(given.faults, given.seed))
+    kinds = given.kinds
+    if "cut" in kinds and not _leave_network():
+        print("No packets are dropped: that needs Linux, root and iptables.")
+        kinds.remove("cut")
+    seen = asyncio.run(campaign(given.faults, given.seed, kinds))
     print(f"{given.faults} faults, then a rolling update: {dict(seen.ends)}")
     for kind, told_s in sorted(seen.told_s.items()):
         print(f"  {kind}: {len(told_s)} errors, the last after {max(told_s):.2f} s")
     for what, count in Counter(seen.wrong).most_common(20):
         print(f"  WRONG, {count} times: {what}")
     return 1 if seen.wrong else 0
+
+
+def _leave_network() -> bool:
+    """Move to a network namespace for itself; return whether that is possible."""
+    unshare = getattr(ctypes.CDLL(None), "unshare", None)
+    if unshare is None or not shutil.which("iptables") or unshare(_NEW_NETWORK):
+        return False
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    return True
 
 
 if __name__ == "__main__":

@@ -59,12 +59,13 @@ class Exchange:
 class FakeReplica:
     """A server whose behaviours a test sets by path; `seen` are the requests to others than these.
 
-    `models` are its own; `health` is its status.
+    `models` are its own; `health` is its status, None if it does not say it.
     """
 
     def __init__(self, *models: str) -> None:
         """Begin with the model `tiny`."""
-        self.models, self.health = models or ("tiny",), (200, {"status": "ok"})
+        self.models = models or ("tiny",)
+        self.health: tuple[int, dict[str, str]] | None = (200, {"status": "ok"})
         self.behaviour: Behaviour = hello
         self.seen: list[Exchange] = []
         self.num_connections = 0
@@ -89,7 +90,10 @@ class FakeReplica:
 
     async def _answer(self, exchange: Exchange) -> None:
         if exchange.path == "/health":
-            await exchange.answer(self.health[1], self.health[0])
+            if self.health is None:
+                await asyncio.sleep(60)
+            else:
+                await exchange.answer(self.health[1], self.health[0])
         elif exchange.path == "/v1/models":
             rows = [{"id": name, "object": "model"} for name in self.models]
             await exchange.answer({"object": "list", "data": rows})

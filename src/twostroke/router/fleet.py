@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from twostroke.router.options import RouteOptions
+    from twostroke.router.upstream import Connection
 
 _MOST_IDS: Final = 100_000
 _logger = logging.getLogger("twostroke.router")
@@ -79,6 +80,7 @@ class Replica:
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.work_s: float | None = None  # as it says
         self.horizon_s: float | None = None
+        self.probe: Connection | None = None  # on which it is asked
         self.look = asyncio.Event()  # to be asked at once
         self.was_asked = asyncio.Event()
 
@@ -86,6 +88,12 @@ class Replica:
     def url(self) -> str:
         """Its URL, by which people call it."""
         return self.address.url
+
+    def close(self) -> None:
+        """Close the connections that no request uses."""
+        self.pool.close_idle()
+        if self.probe is not None:
+            self.probe.close()
 
 
 class Fleet:
@@ -122,7 +130,7 @@ class Fleet:
     def drop(self, replica: Replica) -> None:
         """Forget a server that has no requests."""
         self.dispatcher.open(replica.place, is_open=False)
-        replica.pool.close_idle()
+        replica.close()
         del self.replicas[replica.url]
         self._free.append(replica.place)
         self._masks.clear()

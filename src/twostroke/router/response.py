@@ -25,6 +25,10 @@ class ReplicaError(TwostrokeError):
     """A replica did not answer, or not as HTTP wants it. The sentence is for the log."""
 
 
+class CutOffError(ReplicaError):
+    """A replica's machine does not acknowledge what is sent: its process may be well."""
+
+
 class LostError(GatewayError):
     """A replica has lost a request."""
 

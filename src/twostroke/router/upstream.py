@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import ssl
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.router.response import ReplicaError, ResponseReader
+from twostroke.router.response import CutOffError, ReplicaError, ResponseReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 _CONNECT_S: Final = 2.0
 _IDLE_S: Final = 30.0  # shorter than servers wait: vLLM and llama-server close after 5 to 75 s
 _MOST_UNREAD: Final = 256 * 1024
+_UNACKNOWLEDGED_MS: Final = 800  # Linux gives up at the next retransmission, some 0.4 s later
+_CUT_OFF: Final = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 class Address(Frozen):
@@ -86,6 +90,12 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         return transport is not None and not transport.is_closing() and self._error is None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the response was read, and another can follow."""
+        reader = self._reader
+        return reader.is_whole and not self._body and not reader.is_last
+
     def send(self, head: bytes, body: bytes = b"", *, is_head: bool = False) -> None:
         """Begin a request; `is_head` if its method is HEAD."""
         assert self._transport is not None
@@ -131,9 +141,7 @@ class Connection(asyncio.Protocol):
 
     def release(self) -> None:
         """End the request: the connection goes back to the pool, or is closed."""
-        reader = self._reader
-        is_over = reader.is_whole and not self._body and not reader.is_last
-        self._pool.take_back(self, is_reusable=is_over and self.is_usable)
+        self._pool.take_back(self, is_reusable=self.is_over and self.is_usable)
 
     def fail(self, error: Exception) -> None:
         """Let the request end with an error, and close the connection."""
@@ -150,12 +158,20 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         self._transport = cast("asyncio.Transport", transport)
+        option = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
+        if option is not None:
+            own = transport.get_extra_info("socket")
+            own.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End a body that has no other end; fail any other."""
         self._pool.forget(self)
         if (exc is not None or not self._reader.close()) and self._error is None:
-            self._error = ReplicaError(f"{self._pool.address.url} closed the connection.")
+            url = self._pool.address.url
+            if isinstance(exc, OSError) and exc.errno in _CUT_OFF:
+                self._error = CutOffError(f"{url} is cut off: its machine does not answer.")
+            else:
+                self._error = ReplicaError(f"{url} closed the connection.")
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._wake()

@@ -13,7 +13,7 @@ import msgspec
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.router.fleet import Facts, State
-from twostroke.router.response import ReplicaError
+from twostroke.router.response import CutOffError, ReplicaError
 from twostroke.router.upstream import Address, request_head
 
 if TYPE_CHECKING:
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.router.fleet import Fleet, Replica
+    from twostroke.router.upstream import Connection
 
 _EVERY_S: Final = 0.5
 _PER_REPLICA_S: Final = 0.004  # so that a thousand take a fraction of a core
 _ANSWER_S: Final = 2.0
+_CUT_OFF_S: Final = 1.0  # of silence: one connection that is cut off need not be all
 _DISCOVER_S: Final = 2.0
 _MOST_BYTES: Final = 1 << 20
 _logger = logging.getLogger("twostroke.router")
@@ -65,7 +67,7 @@ class Watch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for replica in self._fleet.replicas.values():
-            replica.pool.close_idle()
+            replica.close()
 
     def _follow(self, replica: Replica) -> None:
         if replica.url not in self._tasks:
@@ -106,6 +108,9 @@ class Watch:
                 pool.fail(ReplicaError(f"{replica.url} has been silent for {silent_s:.0f} s."))
         except ReplicaError as error:
             fleet.set(replica, State.DOWN, str(error))
+            silent_s = asyncio.get_running_loop().time() - pool.heard_s
+            if isinstance(error, CutOffError) and silent_s >= _CUT_OFF_S:
+                pool.fail(error)
         else:
             if facts is not None:
                 if state is State.READY and (why := fleet.stranger(replica, facts)):
@@ -118,13 +123,13 @@ class Watch:
         key = self._fleet.options.replica_key
         headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         if not replica.is_foreign:
-            status, body = await fetch(replica, "/api/load", headers)
+            status, body = await _probe(replica, "/api/load", headers)
             if status == 401:
                 return State.DOWN, "It wants a key: set TWOSTROKE_REPLICA_KEY.", None
             replica.is_foreign = status == 404
             if status == 200 and (said := _load(body)) is not None:
                 return self._take(replica, said)
-        status, body = await fetch(replica, "/health", headers)
+        status, body = await _probe(replica, "/health", headers)
         state = _status(body)
         if state == "draining":
             return State.DRAINING, "It is stopping.", None
@@ -132,7 +137,7 @@ class Watch:
             return State.DOWN, f"It says {status}{f' ({state})' if state else ''}.", None
         if replica.facts.models and replica.state is State.READY:
             return State.READY, "", replica.facts
-        status, body = await fetch(replica, "/v1/models", headers)
+        status, body = await _probe(replica, "/v1/models", headers)
         if status == 401:
             return State.DOWN, "It wants a key: set TWOSTROKE_REPLICA_KEY.", None
         models = _models(body) if status == 200 else ()
@@ -222,16 +227,36 @@ async def fetch(
     """Return status and body of a GET; raises ReplicaError."""
     connection = await replica.pool.take()
     try:
-        connection.send(request_head(replica.address, "GET", path.encode(), headers, None))
-        head = await connection.head()
-        body = bytearray()
-        while data := await connection.read():
-            body += data
-            if len(body) > _MOST_BYTES:
-                raise ReplicaError(f"{replica.url}{path} is larger than {_MOST_BYTES} bytes.")
-        return head.status, bytes(body)
+        return await _exchange(connection, replica, path, headers)
     finally:
         connection.release()
+
+
+async def _probe(
+    replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
+) -> tuple[int, bytes]:
+    """Do as `fetch`, on a connection that is kept: one that is cut off is found out soonest."""
+    probe = replica.probe
+    if probe is None or not probe.is_usable:
+        probe = replica.probe = await replica.pool.take(is_fresh=True)
+    try:
+        return await _exchange(probe, replica, path, headers)
+    finally:
+        if not probe.is_over:
+            probe.close()
+
+
+async def _exchange(
+    connection: Connection, replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
+) -> tuple[int, bytes]:
+    connection.send(request_head(replica.address, "GET", path.encode(), headers, None))
+    head = await connection.head()
+    body = bytearray()
+    while data := await connection.read():
+        body += data
+        if len(body) > _MOST_BYTES:
+            raise ReplicaError(f"{replica.url}{path} is larger than {_MOST_BYTES} bytes.")
+    return head.status, bytes(body)
 
 
 _loads: Final = msgspec.json.Decoder(Load)
