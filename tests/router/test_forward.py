@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import functools
 import json
+import re
 import socket
 import threading
 import time
@@ -243,6 +246,44 @@ def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> 
         assert ask(previous_response_id="resp_2")["by"] == 2  # which this router never saw
         found = httpx.get(router.url + "/v1/responses/resp_1", trust_env=False).json()
         assert found["by"] == 1
+
+
+def test_requests_of_a_replica_that_is_cut_off_are_given_up(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+
+    async def silent(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        await exchange.chunk(b'data: {"n":1}\n\n')
+        replica.health = None
+        await asyncio.sleep(30)
+
+    replica.behaviour = silent
+    with live_router(replica.url, eject_s=60) as router:
+        [one] = router.router.fleet.replicas.values()
+        probe = one.probe
+        assert probe is not None
+        lost = TimeoutError(errno.ETIMEDOUT, "as the kernel says it")
+        lose = functools.partial(probe._loop.call_soon_threadsafe, probe.connection_lost, lost)
+        threading.Timer(1.5, lose).start()
+        began_s = time.monotonic()
+        answer = post(router.url)
+        assert time.monotonic() - began_s < 2
+    assert json.loads(answer.text.split("data: ")[-1])["error"]["code"] == "replica_failed"
+    assert "cut off" in one.reason
+
+
+def test_browsers_get_the_page_of_the_fleet(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    with live_router(replica.url) as router:
+        page = httpx.get(router.url, headers={"accept": "text/html"}, trust_env=False)
+        names = re.findall(r'(?:href|src)="page/([^"]+)"', page.text)
+        files = [httpx.get(f"{router.url}/page/{name}", trust_env=False) for name in names]
+        about = httpx.get(router.url, trust_env=False)
+    assert [one.status_code for one in files] == [200] * len(names)
+    assert "page/fleet.js" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert about.json()["replicas"] == 1
+    assert not replica.seen
 
 
 def test_a_replica_that_drains_gets_no_more(fakes: Loop) -> None:

@@ -24,8 +24,9 @@ from twostroke.http.keys import KeyCheck
 from twostroke.http.limits import read_json
 from twostroke.http.logs import AccessLog
 from twostroke.http.origins import OriginCheck, Origins
+from twostroke.http.page.site import Site
+from twostroke.http.paths import wants_page
 from twostroke.http.served import served_of
-from twostroke.http.tenants.limits import LimitCheck
 from twostroke.router.credentials import credentials
 from twostroke.router.fleet import Fleet, hash_of
 from twostroke.router.forward import Errand, Forwarder
@@ -78,6 +79,7 @@ class Router:
         self.observers: list[Observer] = [AccessLog()] if options.access_log else []
         self.is_draining = False
         self._forwarder = Forwarder(self.fleet)
+        self._site = Site("fleet.html")
         self._own: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self._about,
             "/health": self._ready,
@@ -88,6 +90,7 @@ class Router:
             "/api/state": self._state,
             "/v1/models": self._models,
         }
+        self._own |= {f"/page/{name}": self._file for name in self._site}
         self._own_routes = {path: _Route(path) for path in self._own}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,10 +185,20 @@ class Router:
             return b""
         return await read_json(request, limits)
 
-    async def _about(self, _request: Request) -> Response:
+    async def _file(self, request: Request) -> Response:
+        """Return a file of the page."""
+        return self._site.respond(request, request.url.path.removeprefix("/page/"))
+
+    async def _about(self, request: Request) -> Response:
+        """Answer a browser with the page, and a program with a description as JSON."""
+        if wants_page(request):
+            return self._site.respond(request)
         urls = list(self.fleet.replicas)
         paths = ["/v1/models", "/health", "/metrics", "/api/state", *COMPUTED]
-        return _json({"name": "twostroke route", "replicas": len(urls), "endpoints": paths})
+        body = {"name": "twostroke route", "replicas": len(urls), "endpoints": paths}
+        response = _json(body)
+        response.headers["vary"] = "accept"
+        return response
 
     async def _live(self, _request: Request) -> Response:
         return _json({"status": "ok"})
@@ -267,8 +280,7 @@ def build_app(router: Router) -> ASGIApp:
     """Return the ASGI application of a router, with the layers that a server has."""
     options = router.options
     keys, origins = options.api_keys, Origins(options)
-    limited = LimitCheck(router, COMPUTED)
-    guarded = OriginCheck(router if keys is None else KeyCheck(limited, keys), origins)
+    guarded = OriginCheck(router if keys is None else KeyCheck(router, keys), origins)
     inner = Boundary(guarded, router.metrics.responses, options.limits, origins, router.observers)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

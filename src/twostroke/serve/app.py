@@ -20,6 +20,7 @@ from twostroke.http.disconnect import while_connected
 from twostroke.http.ignored import IgnoredFields
 from twostroke.http.limits import read_json
 from twostroke.http.logs import AccessLog
+from twostroke.http.page.site import Site
 from twostroke.http.paths import wants_page
 from twostroke.http.served import served_of
 from twostroke.http.tenants.upkeep import Upkeep
@@ -49,7 +50,6 @@ from twostroke.serve.observe.traces import Traces, exporter
 from twostroke.serve.ollama.models import ollama_routes
 from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.routes import kept_routes
-from twostroke.serve.page.site import Site
 from twostroke.serve.pins import KEEPING
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.running import Accepting, Answers, Vectors

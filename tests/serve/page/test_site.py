@@ -14,20 +14,25 @@ import httpx
 import pytest
 
 from support.servers import post_bytes
-from twostroke.serve.page import bundle
-from twostroke.serve.page.bundle import IMPORT
-from twostroke.serve.page.site import MEDIA_TYPES, Site
+from twostroke.http.page import bundle
+from twostroke.http.page.bundle import IMPORT
+from twostroke.http.page.site import MEDIA_TYPES, Site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from support.servers import LiveServer
 
-STATIC = Path(str(files("twostroke.serve.page"))) / "static"
+STATIC = Path(str(files("twostroke.http.page"))) / "static"
 SOURCES = sorted(path for path in STATIC.rglob("*") if path.is_file())
 SCRIPTS = [path for path in SOURCES if path.suffix == ".js"]
+PAGES = ("index.html", "fleet.html")  # of a server, and of a router
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 MAX_LINES = 400
+
+
+def named_by(page: str) -> list[str]:
+    return re.findall(r'(?:href|src)="page/([^"]+)"', (STATIC / page).read_text())
 
 
 @pytest.fixture
@@ -54,8 +59,7 @@ def test_head_is_answered_without_a_body(http: httpx.Client) -> None:
 
 
 def test_the_page_takes_few_requests_which_bring_all_of_it(http: httpx.Client) -> None:
-    index = (STATIC / "index.html").read_text()
-    named = re.findall(r'(?:href|src)="page/([^"]+)"', index)
+    named = named_by("index.html")
     assert len(named) <= 4
     assert set(Site()) == {"index.html", *named}
     whole = ""
@@ -65,7 +69,7 @@ def test_the_page_takes_few_requests_which_bring_all_of_it(http: httpx.Client) -
         whole += answer.text
     for path in SOURCES:
         lines = path.read_text().splitlines()
-        assert path.name == "index.html" or lines[0] in whole, path.name
+        assert path.stem in {"index", "fleet"} or lines[0] in whole, path.name
 
 
 def test_unchanged_file_is_not_sent_again(http: httpx.Client) -> None:
@@ -145,14 +149,13 @@ def test_nothing_becomes_markup_or_code() -> None:
     unsafe = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write\(|\beval\(|new Function"
     for path in SCRIPTS:
         assert not re.search(f"{unsafe}|DOMParser", path.read_text()), path.name
-    index = (STATIC / "index.html").read_text()
-    assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]*src=)", index)
+    for page in PAGES:
+        text = (STATIC / page).read_text()
+        assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]*src=)", text)
 
 
 def test_every_file_that_is_named_is_there_and_used() -> None:
-    index = (STATIC / "index.html").read_text()
-    used = {STATIC / name for name in re.findall(r'(?:href|src)="page/([^"]+)"', index)}
-    used.add(STATIC / "index.html")
+    used = {STATIC / name for page in PAGES for name in (page, *named_by(page))}
     for path in SCRIPTS:
         used |= {(path.parent / name).resolve() for _, name in IMPORT.findall(path.read_text())}
     sheets = re.findall(r'@import "([^"]+)"', (STATIC / "style.css").read_text())

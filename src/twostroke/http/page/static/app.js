@@ -3,8 +3,8 @@
 import { Dashboard } from "./dashboard/view.js";
 import { Planning } from "./plan/view.js";
 import { Playground } from "./playground/view.js";
-import { h, icon } from "./shared/dom.js";
-import { askAnew, hasKey } from "./shared/key.js";
+import { startKey, startTheme } from "./shared/bar.js";
+import { h } from "./shared/dom.js";
 import { listModels, watchServer } from "./shared/server.js";
 import { makeTabs } from "./shared/tabs.js";
 
@@ -33,28 +33,6 @@ function startTabs() {
   document.querySelector(".skip").addEventListener("click", (event) => {
     event.preventDefault(); // the address keeps naming the view
     document.getElementById("main").focus();
-  });
-}
-
-function startTheme() {
-  const button = document.getElementById("theme");
-  const drawings = { system: "system", light: "sun", dark: "moon" };
-  const words = { system: "as the system has them", light: "light", dark: "dark" };
-  const show = (theme) => {
-    button.replaceChildren(icon(drawings[theme]));
-    button.setAttribute("aria-label", `Colours: ${words[theme]}`);
-    button.title = button.getAttribute("aria-label");
-  };
-  button.addEventListener("click", () => show(window.twostrokeTheme.next()));
-  show(window.twostrokeTheme.get());
-}
-
-function startKey() {
-  const button = document.getElementById("key");
-  button.append(icon("key"));
-  button.hidden = !hasKey();
-  button.addEventListener("click", async () => {
-    if (await askAnew()) location.reload(); // so that all of the page asks with it
   });
 }
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from twostroke.core.frozen import Frozen
-from twostroke.serve.page import bundle
+from twostroke.http.page import bundle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,12 +66,12 @@ class _File(Frozen):
 
 
 class Site:
-    """Answers with the page and the files that it names, some hundred kilobytes."""
+    """Answers with a page and the files that it names, some hundred kilobytes."""
 
-    def __init__(self) -> None:
-        """Read the files, and join those that import others with them."""
+    def __init__(self, index: str = INDEX) -> None:
+        """Read the files of a page, and join those that import others with them."""
         sources = dict(_read(files(__package__) / "static"))
-        page = sources[INDEX]
+        page = sources[index]
         self._files = {INDEX: _file(INDEX, page)}
         for name in _NAMED.findall(page):
             join = _JOIN.get(_suffix(name))

@@ -1,0 +1,28 @@
+// The buttons of the bar at the top: the colours, and another key.
+
+import { icon } from "./dom.js";
+import { askAnew, hasKey } from "./key.js";
+
+/** Let the button change the colours. */
+export function startTheme() {
+  const button = document.getElementById("theme");
+  const drawings = { system: "system", light: "sun", dark: "moon" };
+  const words = { system: "as the system has them", light: "light", dark: "dark" };
+  const show = (theme) => {
+    button.replaceChildren(icon(drawings[theme]));
+    button.setAttribute("aria-label", `Colours: ${words[theme]}`);
+    button.title = button.getAttribute("aria-label");
+  };
+  button.addEventListener("click", () => show(window.twostrokeTheme.next()));
+  show(window.twostrokeTheme.get());
+}
+
+/** Let the button ask for another key. */
+export function startKey() {
+  const button = document.getElementById("key");
+  button.append(icon("key"));
+  button.hidden = !hasKey();
+  button.addEventListener("click", async () => {
+    if (await askAnew()) location.reload(); // so that all of the page asks with it
+  });
+}
