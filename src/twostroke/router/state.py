@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from twostroke.router.fleet import Fleet
+
+_STREAMS: Final = 8
 
 
 def fleet_state(fleet: Fleet) -> dict[str, Any]:
@@ -53,7 +55,8 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
 def wanted(fleet: Fleet, model: str | None = None) -> int:
     """Return how many replicas, or of those of a model, bring the mean wait to `busy_s`; or one.
 
-    Fewer than there are only if half as many would still be enough.
+    Fewer than there are only if half as many would still be enough, and as many as leave each
+    replica at most `_STREAMS` of the requests that run: work counts prompts, not answers.
     """
     dispatcher = fleet.dispatcher
     ready = [one for one in fleet.ready if model is None or model in one.facts.models]
@@ -62,6 +65,5 @@ def wanted(fleet: Fleet, model: str | None = None) -> int:
     if asked > len(ready):
         return int(asked)
     num_open = sum(dispatcher.num_open(one.place) for one in ready)
-    if not num_open:
-        return 1
-    return max(1, len(ready) if 2 * asked > len(ready) else max(int(2 * asked), 1))
+    enough = max(1, int(2 * asked), -(-num_open // _STREAMS))
+    return min(enough, len(ready)) if num_open else 1

@@ -1,0 +1,78 @@
+"""How many replicas the router's metrics and state ask for."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from twostroke.router.dispatch import Asked
+from twostroke.router.fleet import Facts, Fleet, State
+from twostroke.router.metrics import Metrics
+from twostroke.router.options import RouteOptions
+from twostroke.router.state import wanted
+from twostroke.router.upstream import Address
+
+
+def _fleet(*models: str) -> Fleet:
+    """Return a fleet with a ready replica of each model, of which more are wanted above 2 s."""
+    fleet = Fleet(RouteOptions(replicas=("http://x",), busy_s=2.0, mixed=True))
+    for number, model in enumerate(models):
+        replica = fleet.add(Address.of(f"http://r{number}:8000"))
+        fleet.learn(replica, Facts((model,), "1"))
+        fleet.set(replica, State.READY)
+    return fleet
+
+
+def _metric(fleet: Fleet) -> float:
+    text = Metrics(fleet).expose("")[0].decode()
+    found = re.search(r"^twostroke_router_wanted_replicas (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+@pytest.mark.parametrize(
+    ("work_s", "count"),
+    [
+        ((0, 0, 0, 0), 1),
+        ((2, 2, 2, 2), 4),
+        ((2, 2, 2, 2.5), 5),
+        ((20, 0, 0, 0), 10),
+        ((1, 1, 1, 2), 4),  # three would do, but barely
+        ((2, 0, 0, 0), 2),  # half of them would do
+    ],
+)
+def test_work_says_how_many_replicas_are_wanted(work_s: tuple[float, ...], count: int) -> None:
+    fleet = _fleet("m", "m", "m", "m")
+    for place, seconds in enumerate(work_s):
+        fleet.dispatcher.report(place, seconds, None)
+    assert fleet.dispatcher.decide(Asked((), 0, 0)) is not None
+    assert _metric(fleet) == wanted(fleet) == wanted(fleet, "m") == count
+
+
+def test_requests_that_write_answers_keep_replicas() -> None:
+    fleet = _fleet("m", "m", "m", "m")
+    for _ in range(17):
+        assert fleet.dispatcher.decide(Asked((), 0, 0)) is not None
+    assert wanted(fleet) == 3
+    for _ in range(83):
+        assert fleet.dispatcher.decide(Asked((), 0, 0)) is not None
+    assert wanted(fleet) == 4
+
+
+def test_an_idle_fleet_wants_one() -> None:
+    assert _metric(_fleet("m", "m", "m")) == 1
+
+
+def test_each_model_wants_for_itself() -> None:
+    fleet = _fleet("busy", "idle", "idle")
+    fleet.dispatcher.report(0, 9.0, None)
+    assert wanted(fleet, "busy") == 5
+    assert wanted(fleet, "idle") == 1
+
+
+def test_a_replica_that_is_down_is_not_counted() -> None:
+    fleet = _fleet("m", "m")
+    fleet.dispatcher.report(0, 9.0, None)
+    fleet.set(fleet.at(0), State.DOWN, "It is gone.")
+    assert wanted(fleet) == 1
