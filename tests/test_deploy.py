@@ -19,21 +19,35 @@ DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
-def kubernetes() -> dict[str, Any]:
-    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-    return {document["kind"]: document for document in documents}
+def documents(name: str, kind: str) -> dict[str, dict[str, Any]]:
+    """Return the documents of a kind in a file of Kubernetes, by name."""
+    every = yaml.safe_load_all((DEPLOY / name).read_text())
+    return {one["metadata"]["name"]: one for one in every if one["kind"] == kind}
 
 
-def pod() -> dict[str, Any]:
-    return kubernetes()["Deployment"]["spec"]["template"]["spec"]
+def pods() -> dict[str, dict[str, Any]]:
+    return {
+        f"{file} {name}": one["spec"]["template"]["spec"]
+        for file in ("kubernetes.yaml", "fleet.kubernetes.yaml")
+        for name, one in documents(file, "Deployment").items()
+    }
+
+
+def compose(name: str) -> dict[str, Any]:
+    services: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text())["services"]
+    return services
 
 
 def commands() -> dict[str, list[str]]:
     """Return every command of `twostroke` in the files, by where it stands."""
-    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    [container], [before] = pod()["containers"], pod()["initContainers"]
-    found = {f"compose {name}": service["command"] for name, service in compose.items()}
-    found |= {"kubernetes": container["args"], "kubernetes init": before["args"]}
+    found = {
+        f"{file} {name}": service["command"]
+        for file in ("compose.yaml", "fleet.compose.yaml")
+        for name, service in compose(file).items()
+    }
+    for where, pod in pods().items():
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            found[f"{where} {container['name']}"] = container["args"]
     image = (DEPLOY / "Dockerfile").read_text()
     found["image"] = yaml.safe_load(re.search(r"^CMD (\[.*\])$", image, re.MULTILINE)[1])  # type: ignore[index]
     for key in ("ExecStartPre", "ExecStart"):
@@ -51,22 +65,38 @@ def test_commands_and_their_options_are_known(where: str) -> None:
     name, *given = commands()[where]
     command = importlib.import_module(f"twostroke.cli.{name}").command
     params = command.make_context(name, given).params
-    assert params.get("model") or params.get("models")
+    assert params.get("model") or params.get("models") or params.get("discover")
 
 
-def test_probes_ask_paths_that_are_served() -> None:
+@pytest.mark.parametrize("where", pods())
+def test_probes_ask_paths_that_are_served(where: str) -> None:
     paths = HealthReports(None, [""], lambda: False).routes()  # type: ignore[arg-type]
-    [container] = pod()["containers"]
-    asked = {probe: container[probe]["httpGet"]["path"] for probe in PROBES}
+    [container] = pods()[where]["containers"]
+    asked = {name: container[name]["httpGet"]["path"] for name in PROBES if name in container}
     assert set(asked.values()) <= paths.keys()
     assert asked["livenessProbe"] == "/health/live"
     assert asked["readinessProbe"] == "/health/ready"
 
 
-def test_a_pod_may_drain() -> None:
-    [container] = pod()["containers"]
+@pytest.mark.parametrize("where", pods())
+def test_a_pod_may_drain(where: str) -> None:
+    [container] = pods()[where]["containers"]
     [drain] = [int(one.split("=")[1]) for one in container["args"] if one.startswith("--drain=")]
-    assert drain < pod()["terminationGracePeriodSeconds"]
+    assert drain < pods()[where]["terminationGracePeriodSeconds"]
+
+
+def test_routers_find_their_replicas() -> None:
+    services = compose("fleet.compose.yaml")
+    assert "--discover=serve:8000" in services["route"]["command"]
+    keys = [services[name]["environment"]["TWOSTROKE_REPLICA_KEY"] for name in ("serve", "route")]
+    assert keys[0] == keys[1]
+    file = "fleet.kubernetes.yaml"
+    headless = documents(file, "Service")["twostroke-replicas"]["spec"]
+    assert headless["clusterIP"] == "None"
+    replica = documents(file, "Deployment")["twostroke-replica"]["spec"]["template"]
+    assert headless["selector"] == replica["metadata"]["labels"]
+    [router] = pods()[f"{file} twostroke-router"]["containers"]
+    assert "--discover=twostroke-replicas:8000" in router["args"]
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd")
