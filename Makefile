@@ -48,7 +48,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -267,6 +267,12 @@ bench-plan: native pull ## Compare plans with measured steps, memory and publish
 
 bench-simulate: native pull ## Compare simulated runs with the measured server.
 	@$(BIN)/python benchmarks/simulate.py $(BENCH_ARGS)
+
+bench-router: native pull ## Measure the router beside clients that pick replicas, and its decisions.
+	@$(BIN)/python benchmarks/router.py $(BENCH_ARGS)
+
+bench-fleet: native pull ## Simulate both Mooncake traces before 8 and 64 replicas; replay one on two.
+	@$(BIN)/python benchmarks/fleet.py $(BENCH_ARGS)
 
 bench-compress: native pull ## Measure quantized files beside llama.cpp's, with an off-grid twin.
 	@$(BIN)/python benchmarks/compress.py $(BENCH_ARGS)

@@ -1,0 +1,207 @@
+"""`make bench-fleet`: how often caches of a fleet hold prompts, and how soon first tokens come.
+
+Both Mooncake traces are simulated before 8 and 64 replicas of an 8B model on an H100, at 80% of
+what they can do, with each policy of the router. Beside the hit rate stands that of one cache with
+the pages of all. Then a scaled trace is sent through a real router to two real servers, whose hit
+rate is compared with the simulated one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import OrderedDict
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from report import caption, machine_facts, note, positive, save, table
+from router import Stream, ask
+from servers import Server, our_command
+from twostroke.core.config import BatchOptions, CacheOptions
+from twostroke.planner import find_device, planned_model, this_machine
+from twostroke.planner.question import Question
+from twostroke.router.policy import POLICIES
+from twostroke.simulate import Load, Setup, read_trace, simulate
+
+if TYPE_CHECKING:
+    from twostroke.planner import PlannedModel
+
+# The shape of Llama 3.1 8B (https://huggingface.co/meta-llama/Llama-3.1-8B, read on 2026-11-26).
+_SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}  # fmt: skip
+_PAGE, _BLOCK = 64, 512
+_POINTS = {"simulated": 2.0, "real": 3.0}
+# How much faster requests come than in the trace, for each replica: 80% of what replicas can do.
+_SPEED = {"mooncake-conversation": 0.36, "mooncake-synthetic": 0.3}
+_SCALE, _REAL_KV = 0.02, 24 << 20  # of lengths, and bytes of a real replica's pages
+
+
+def big_model() -> PlannedModel:
+    """Return the simulated model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(_SHAPE))
+        return planned_model(str(path))
+
+
+def one_cache(load: Load, num_tokens: int, block: int) -> float:
+    """Return the hit rate of one cache of so many tokens, the blocks used longest ago evicted."""
+    cached: OrderedDict[int, None] = OrderedDict()
+    num_hit = num_prompt = 0
+    for one in load.arrivals:
+        known = 0
+        while known < len(one.blocks) and one.blocks[known] in cached:
+            known += 1
+        num_hit += min(known * block, one.num_prompt - 1)
+        num_prompt += one.num_prompt
+        for id_ in reversed(one.blocks):  # so that the last block is evicted first
+            cached[id_] = None
+            cached.move_to_end(id_)
+        while len(cached) > num_tokens // block:
+            cached.popitem(last=False)
+    return num_hit / num_prompt
+
+
+def simulated(job: tuple[str, int, str, int]) -> dict[str, Any]:
+    """Return what becomes of a trace before so many replicas, by a policy."""
+    trace, replicas, policy, count = job
+    setup = Setup(
+        big_model(),
+        find_device("H100-SXM"),
+        Question(mfu=0.5, mbu=0.8),
+        CacheOptions(page_size=_PAGE, context_length=131072),
+        BatchOptions(token_budget=2048, max_running=256, max_waiting_requests=1_000_000,
+                     max_waiting_tokens=1 << 40),
+        replicas=replicas,
+        routing=policy,
+    )  # fmt: skip
+    load = read_trace(trace).first(count).changed(speed=_SPEED[trace] * replicas)
+    if policy == "one cache":
+        return {"hit": one_cache(load, setup.size().num_pages * replicas * _PAGE, _BLOCK)}
+    found = simulate(setup, load)
+    ttfts = [one.timings.first_token_s - one.sent_s for one in found.logs]
+    return {"hit": found.report.hit_rate, "ttft_s": mean(ttfts), "busy": mean(found.busy)}
+
+
+def real(given: argparse.Namespace) -> dict[str, float]:
+    """Return the hit rates of two real servers behind a router, and of the same simulated."""
+    load = read_trace("mooncake-conversation").first(given.real_requests)
+    span_s = load.arrivals[-1].at_s - load.arrivals[0].at_s
+    load = load.changed(speed=span_s / given.real_s, scale=_SCALE)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        command = (*our_command(given.model, 1), "--kv-memory", str(_REAL_KV))
+        ports = [Server(f"replica {n}", command, folder, stack).port for n in (1, 2)]
+        named = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
+        code = "from twostroke.cli import main; main()"
+        route = (sys.executable, "-c", code, "route", "--no-access-log", *named)
+        port = Server("router", route, folder, stack).port
+        note(f"Sending {len(load.arrivals)} requests within {given.real_s} s")
+        streams = asyncio.run(_replay(load, port, planned_model(given.model).program.vocab_size))
+        time.sleep(1.5)  # until the router has asked its replicas again
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10) as answer:
+            rows = json.load(answer)["replicas"]
+    hit = sum(r["cached_tokens"] for r in rows) / sum(r["prompt_tokens"] for r in rows)
+    setup = Setup(
+        planned_model(given.model),
+        this_machine(),
+        Question(),
+        CacheOptions(memory_bytes=_REAL_KV),
+        replicas=2,
+        routing="prefix",
+        is_here=True,
+    )
+    again = simulate(setup, load)
+    return {
+        "hit": hit,
+        "simulated": again.report.hit_rate,
+        "ttft_s": mean(one.ttft_s for one in streams),
+        "simulated_ttft_s": mean(o.timings.first_token_s - o.sent_s for o in again.logs),
+        "one cache": one_cache(
+            load, 2 * setup.size().num_pages * setup.size().page_size, load.arrivals[0].block_size
+        ),
+    }
+
+
+async def _replay(load: Load, port: int, vocab_size: int) -> list[Stream]:
+    """Send each request when it is due."""
+    began_s = time.monotonic() - load.arrivals[0].at_s
+
+    async def one(number: int) -> Stream:
+        arrival = load.arrivals[number]
+        tokens = arrival.tokens(number, vocab_size - 100)
+        await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.monotonic()))
+        return await ask(port, {"prompt": tokens, "max_tokens": arrival.num_output})
+
+    return await asyncio.gather(*[one(number) for number in range(len(load.arrivals))])
+
+
+def main() -> int:
+    """Simulate, measure, print and keep; return 1 if a limit is missed."""
+    given = _arguments()
+    jobs = [
+        (trace, replicas, policy, given.requests * (2 if replicas > 8 else 1))
+        for trace in _SPEED
+        for replicas in given.replicas
+        for policy in ("one cache", *POLICIES)
+    ]
+    note(f"Simulating {len(jobs)} runs")
+    with ProcessPoolExecutor(given.processes) as pool:
+        outcomes = dict(zip(jobs, pool.map(simulated, jobs), strict=True))
+    rows, is_met = [], True
+    for trace in _SPEED:
+        for replicas in given.replicas:
+            found = {job[2]: got for job, got in outcomes.items() if job[:2] == (trace, replicas)}
+            whole, ours = found["one cache"]["hit"], found["prefix"]
+            others = [found[name]["ttft_s"] for name in POLICIES if name != "prefix"]
+            points = 100 * (whole - ours["hit"])
+            is_met &= points <= _POINTS["simulated"] and ours["ttft_s"] < min(others)
+            for name in POLICIES:
+                one = found[name]
+                rows.append(
+                    (f"{trace.removeprefix('mooncake-')}, {replicas} replicas, {name}",
+                     f"{one['hit']:.1%}", f"{whole:.1%}", f"{one['ttft_s']:.2f}",
+                     f"{one['busy']:.0%}")
+                )  # fmt: skip
+    text = [table(("simulated", "hit rate", "one cache", "mean TTFT, s", "busy"), rows)]
+    facts, kept = machine_facts(), {str(job): got for job, got in outcomes.items()}
+    if not given.simulated_only:
+        got = real(given)
+        is_met &= abs(got["hit"] - got["simulated"]) <= _POINTS["real"] / 100
+        row = (f"{got['hit']:.1%}", f"{got['simulated']:.1%}", f"{got['one cache']:.1%}",
+               f"{got['ttft_s']:.2f}", f"{got['simulated_ttft_s']:.2f}")  # fmt: skip
+        header = ("two servers", "hit rate", "simulated", "one cache", "TTFT, s", "simulated")
+        text.append(table(header, [(f"conversation, lengths x {_SCALE}", *row)]))
+        kept["real"] = got
+    text.append(caption(facts, f"the first {given.requests} requests, twice as many before 64"))
+    save("fleet", {"facts": facts, "runs": kept}, "\n\n".join(text))
+    return 0 if is_met else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--requests", type=positive, default=1500)
+    parser.add_argument("--replicas", type=positive, nargs="+", default=[8, 64])
+    parser.add_argument("--processes", type=positive, default=2)
+    parser.add_argument("--real-requests", type=positive, default=400)
+    parser.add_argument("--real-s", type=positive, default=50)
+    parser.add_argument("--simulated-only", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""`make bench-router`: the router beside clients that pick replicas themselves, and its decisions.
+
+Two servers of one thread each answer 16 streams in turns: with the router before them, and with
+clients that use the two in turn. Prompts are all different. Then a million blocks of 1,000 replicas
+are made known to a dispatcher, and its decisions are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from report import caption, machine_facts, note, positive, save, table
+from servers import MODEL_NAME, Server, our_command
+from twostroke.engine.collector import ease_collector
+from twostroke.router.dispatch import Asked, Dispatcher
+from twostroke.router.prompt import extent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_HERE = Path(__file__).parent
+_TTFT_S = {"p50": 0.001, "p99": 0.005}
+_TOKENS = 0.97
+_DECISION_S = {"p50": 50e-6, "p99": 200e-6}
+_WARM_S = 4.0
+_KEYS, _MORE = 25, 2  # of a prompt of some 50 KB, and of a turn more
+
+
+class Stream:
+    """One answer: seconds to its first token, and when its tokens came."""
+
+    def __init__(self) -> None:
+        self.ttft_s = 0.0
+        self.at_s: list[float] = []
+
+
+async def ask(port: int, fields: dict[str, Any]) -> Stream:
+    """Return what a client sees of one streamed completion."""
+    body = json.dumps(
+        {"model": MODEL_NAME, "stream": True, "temperature": 0, "ignore_eos": True} | fields
+    )
+    seen, sent_s = Stream(), time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write((head + body).encode())
+    while line := await reader.readline():
+        if line.startswith(b"data: {"):
+            now_s = time.perf_counter()
+            seen.ttft_s = seen.ttft_s or now_s - sent_s
+            seen.at_s.append(now_s)
+        elif line.startswith((b"data: [DONE]", b"HTTP/1.1 5", b"HTTP/1.1 4")):
+            break
+    writer.close()
+    if not seen.at_s:
+        raise SystemExit(f"Port {port} gave no tokens: {line!r}")
+    return seen
+
+
+async def crowd(ports: Sequence[int], num_clients: int, seconds: float, given: Any) -> list[Stream]:
+    """Return the answers of clients, each of which asks again and again, for some seconds."""
+    until_s, seen, rng = time.monotonic() + seconds, list[Stream](), random.Random(given.seed)
+    given.seed += 1
+    words = given.words
+
+    async def client(number: int) -> None:
+        while time.monotonic() < until_s:
+            at = rng.randrange(len(words) - given.prompt)
+            prompt = f"{rng.random()} " + " ".join(words[at : at + given.prompt])
+            # Answers of one length would end together, and then all prompts wait for each other.
+            length = rng.randint(given.tokens // 2, 3 * given.tokens // 2)
+            fields = {"prompt": prompt, "max_tokens": length}
+            seen.append(await ask(ports[number % len(ports)], fields))
+
+    await asyncio.gather(*[client(number) for number in range(num_clients)])
+    return seen
+
+
+def figures(streams: Sequence[Stream], num_clients: int) -> dict[str, float]:
+    """Return percentiles of the first tokens, and tokens a second without ramp and drain."""
+    ttfts = sorted(one.ttft_s for one in streams)
+    stamps = sorted(at for one in streams for at in one.at_s)
+    ends = sorted(one.at_s[-1] for one in streams)
+    begin_s, end_s = ends[min(num_clients, len(ends) // 3)], ends[-min(num_clients, len(ends) // 3)]
+    count = sum(begin_s <= at < end_s for at in stamps)
+    return {
+        "ttft_p50_s": statistics.median(ttfts),
+        "ttft_p99_s": ttfts[int(0.99 * len(ttfts))],
+        "tokens_per_s": count / (end_s - begin_s),
+    }
+
+
+def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float]:
+    """Return percentiles of the time of decisions, in seconds."""
+    rng, dispatcher = random.Random(1), Dispatcher("prefix", time.monotonic, extent, 2 * num_blocks)
+    ease_collector()  # as the router does, when it starts
+    for number in range(num_replicas):
+        dispatcher.open(dispatcher.join(f"http://10.0.0.1:{number}"), is_open=True)
+    texts: list[tuple[int, ...]] = []
+    while len(dispatcher.known) < num_blocks:
+        keys = tuple([rng.getrandbits(64) for _ in range(_KEYS)])
+        ticket = dispatcher.decide(Asked(keys, extent(_KEYS) + 100, keys[0]))
+        assert ticket is not None
+        dispatcher.end(ticket)
+        texts.append(keys)
+    asked, open_ = [], []
+    for _ in range(count):
+        more = tuple([rng.getrandbits(64) for _ in range(_MORE)])
+        keys = rng.choice(texts) + more
+        asked.append(Asked(keys, extent(len(keys)), keys[0]))
+    wall_s, own_s = [], []
+    for one in asked:
+        began_s, began = time.perf_counter(), time.thread_time()
+        ticket = dispatcher.decide(one)
+        own_s.append(time.thread_time() - began)
+        wall_s.append(time.perf_counter() - began_s)
+        open_.append(ticket)
+        if len(open_) > 2 * num_replicas and (oldest := open_.pop(0)) is not None:
+            dispatcher.begin(oldest)
+            dispatcher.end(oldest)
+    found = dict[str, float]()
+    for name, values in (("wall", sorted(wall_s)), ("processor", sorted(own_s))):
+        found |= {f"{name} p50": values[count // 2], f"{name} p99": values[int(0.99 * count)]}
+    return found
+
+
+def streams(given: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the figures of both ways, measured in turns."""
+    seen: dict[str, list[list[Stream]]] = {"own choice": [], "router": []}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        command = our_command(given.model, 1)
+        ports = [Server(f"replica {n}", command, folder, stack).port for n in (1, 2)]
+        code = "from twostroke.cli import main; main()"
+        named = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
+        route = (sys.executable, "-c", code, "route", "--no-access-log", *named)
+        router = Server("router", route, folder, stack).port
+        for number in range(given.rounds + 1):
+            for name, targets in (("own choice", ports), ("router", [router])):
+                note(f"Round {number} of {given.rounds}: {name}")
+                seconds = given.seconds if number else _WARM_S
+                found = asyncio.run(crowd(targets, given.clients, seconds, given))
+                if number:
+                    seen[name].append(found)
+    rounds = {name: [figures(one, given.clients) for one in all_] for name, all_ in seen.items()}
+    whole = {}
+    for name, all_ in seen.items():
+        pooled = figures([one for part in all_ for one in part], given.clients)
+        pooled["tokens_per_s"] = statistics.median(one["tokens_per_s"] for one in rounds[name])
+        whole[name] = pooled | {"requests": sum(map(len, all_))}
+    return whole
+
+
+def main() -> int:
+    """Measure, print and keep the tables; return 1 if a limit is missed."""
+    given = _arguments()
+    given.words = _words()
+    found = streams(given)
+    own, routed = found["own choice"], found["router"]
+    gained = routed["tokens_per_s"] / own["tokens_per_s"]
+    rows = [
+        (f"TTFT {name}, against own choice", 1e3 * limit,
+         1e3 * (routed[f"ttft_{name}_s"] - own[f"ttft_{name}_s"]), "ms")
+        for name, limit in _TTFT_S.items()
+    ]  # fmt: skip
+    timed = decisions(given.replicas, given.blocks, given.decisions)
+    rows += [
+        (f"a decision, {name}", 1e6 * limit, 1e6 * timed[f"wall {name}"], "us")
+        for name, limit in _DECISION_S.items()
+    ]
+    is_met = gained >= _TOKENS and all(value <= limit for _, limit, value, _ in rows)
+    lines = [(name, f"at most {limit:g} {unit}", f"{value:.2f} {unit}")
+             for name, limit, value, unit in rows]  # fmt: skip
+    lines.insert(2, ("tokens a second", f"at least {_TOKENS:.0%}", f"{gained:.1%}"))
+    took = " and ".join(f"{1e6 * timed[f'processor {name}']:.0f}" for name in _DECISION_S)
+    more = (
+        f"TTFT p50 and p99, tokens a second: {_all(own)} with own choice, {_all(routed)} with the "
+        f"router. A decision takes {took} us of processor time."
+    )
+    facts = machine_facts()
+    under = caption(
+        facts,
+        f"{given.clients} streams, {own['requests']} and {routed['requests']} requests",
+        f"{given.replicas} replicas, {given.blocks:,} blocks",
+    )
+    text = "\n\n".join([table(("figure", "asked", "reached"), lines), more, under])
+    save("router", {"facts": facts, "streams": found, "decisions": timed}, text)
+    return 0 if is_met else 1
+
+
+def _all(one: dict[str, float]) -> str:
+    p50, p99 = 1e3 * one["ttft_p50_s"], 1e3 * one["ttft_p99_s"]
+    return f"{p50:.1f} ms, {p99:.1f} ms, {one['tokens_per_s']:.0f}"
+
+
+def _words() -> list[str]:
+    text = (_HERE.parent / "README.md").read_text() + (_HERE.parent / "ARCHITECTURE.md").read_text()
+    return text.split()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--clients", type=positive, default=16)
+    parser.add_argument("--prompt", type=positive, default=12, help="words of a prompt")
+    parser.add_argument("--tokens", type=positive, default=40)
+    parser.add_argument("--seconds", type=positive, default=11, help="of a turn")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--replicas", type=positive, default=1000)
+    parser.add_argument("--blocks", type=positive, default=1_000_000)
+    parser.add_argument("--decisions", type=positive, default=20_000)
+    parser.set_defaults(seed=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
