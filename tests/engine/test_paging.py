@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from twostroke.cache.tiers import Tier, TierTotals
     from twostroke.engine.client import Client
+    from twostroke.schedule.ticket import Ticket
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = [3 + i * i % 200 for i in range(100)]  # 6 pages, and 4 tokens
@@ -147,6 +148,27 @@ def test_machines_share_a_store_and_keep_what_they_fetched(
             assert answer(client, PROMPT, caller=caller) == (tokens, 96)
 
 
+def test_other_engines_are_asked_for_what_the_tiers_lack(tmp_path: Path) -> None:
+    with engine(tmp_path) as (client, paging):
+        tokens, _ = answer(client, PROMPT)
+        answer(client, PROMPT[:50], hints=Hints(keep_s=60.0))
+        assert paging.flush(5.0)
+    with engine(tmp_path) as (client, _):
+        pages, left = client.loop.pages, []
+
+        def other_engine(ticket: Ticket) -> bool:
+            transfer = pages.expect(ticket)
+            if transfer is not None:
+                left.append((transfer.first_place, len(transfer.keys)))
+                pages.end(transfer)
+            return False
+
+        pages.on_submit.append(other_engine)
+        assert answer(client, PROMPT) == (tokens, 48)
+        answer(client, PROMPT)
+    assert left == [(3, 3)]
+
+
 class Faulty:
     """A tier that claims to have every page, and does with each of them as it is told."""
 
@@ -227,7 +249,7 @@ def test_the_first_request_gives_pages_more_time(
         for is_measured in (False, True):
             monkeypatch.setattr(paging, "_is_measured", lambda is_measured=is_measured: is_measured)
             answer(client, [8, *PROMPT])
-    assert waits == pytest.approx([1.01 / 2, 0.1])
+    assert waits == pytest.approx([1.01 / 2, 0.05])
 
 
 def test_short_prompts_are_not_looked_up(tmp_path: Path) -> None:

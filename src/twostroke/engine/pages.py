@@ -29,7 +29,9 @@ class Pages:
     Attributes:
         scheduler: the loop's, for those who are called under its lock.
         memory: None if pages cannot be moved; then nothing else may be called.
-        on_submit: called under the loop's lock, so they must be quick.
+        on_submit: called under the loop's lock with a request that waits, so they must be quick.
+            One that begins a transfer returns true; what it leaves of the pages may be brought by
+            those after it, once it calls `submitted`.
         on_end: called under the lock with each request that ends.
         count: returns the counts of tiers.
         flush: waits so many seconds until used pages are written to tiers; false if not all are.
@@ -42,7 +44,7 @@ class Pages:
     ) -> None:
         """Use the loop's lock, `changed`; its loop is woken when a request may start."""
         self.memory = memory
-        self.on_submit: list[Callable[[Ticket], None]] = []
+        self.on_submit: list[Callable[[Ticket], bool]] = []
         self.on_end: list[Callable[[Request], None]] = []
         self.on_close: list[Callable[[], bool]] = []
         self.count: Callable[[], tuple[TierTotals, ...]] = tuple
@@ -59,10 +61,12 @@ class Pages:
         """Return the counts of tiers."""
         return self.count()
 
-    def submitted(self, ticket: Ticket) -> None:
-        """Tell those who may bring pages of a request that was queued."""
-        for look in self.on_submit:
-            look(ticket)
+    def submitted(self, ticket: Ticket, after: Callable[[Ticket], bool] | None = None) -> None:
+        """Ask those who may bring pages of a request that waits, until one of them does."""
+        first = 0 if after is None else self.on_submit.index(after) + 1
+        for look in self.on_submit[first:]:
+            if ticket.request.finish_reason is not None or look(ticket):
+                return
 
     def ended(self, request: Request) -> None:
         """Tell those who may still bring pages of a request that it has ended."""

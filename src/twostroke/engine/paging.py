@@ -28,10 +28,9 @@ _logger = logging.getLogger("twostroke.engine")
 
 _LEAST_S: Final = 0.1  # of computing that is worth a look at tiers
 _MOST_LOSS: Final = 0.04  # of the seconds that computing takes: what a transfer may lose
-_LEAST_SLACK_S: Final = 0.1  # or a tenth of the computing: threads may have to wait as long
-_LATE: Final = 4.0  # times the seconds that are expected
+_LEAST_SLACK_S: Final = 0.05  # or a twentieth of the computing: threads may have to wait as long
 _NUM_FETCHING: Final = 4  # transfers at the same time
-_WINDOW: Final = 4  # pages that are fetched, and written, together
+_WINDOW: Final = 4  # pages that are fetched, and written, together; the first comes alone
 _MEMORY_S: Final = 60.0  # after which a slow tier is tried again
 _NEW_SHARE: Final = 0.2  # of a new time in the mean
 _MOST_OFFERS: Final = 1000  # that wait to be written
@@ -91,8 +90,9 @@ class _Offer(Frozen):
 
 
 class _Asked(Frozen):
-    """A transfer that is to be brought, when it began, and the seconds that it may lose."""
+    """A request's transfer, when it began, and the seconds that it may lose."""
 
+    ticket: Ticket
     transfer: Transfer
     began_s: float
     slack_s: float
@@ -102,10 +102,10 @@ class Paging:
     """Implements `PageWatcher`, and moves pages between an engine's pool and its tiers.
 
     A request whose computing takes long enough waits for pages that a tier has, if these are
-    expected in half of the time that computing them takes. The wait ends when it has lost a small
-    share of the request's computing, and some times the expected seconds, more than the pages that
-    have arrived save. Pages are written when they are used or computed a second time, or at once
-    for requests that want them kept.
+    expected in half of the time that computing them takes, and the first one in half of what may be
+    lost. The wait ends when it has lost a small share of the request's computing more than the
+    pages that have arrived save. Pages are written when they are used or computed a second time, or
+    at once for requests that want them kept.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Paging:
         self._threads = [threading.Thread(target=do, name=name, daemon=True) for do, name in work]
         for thread in self._threads:
             thread.start()
-        pages.on_submit.append(self._submitted)
+        pages.on_submit.insert(0, self._submitted)  # before other engines are asked to compute
         pages.on_close.append(self.close)
         pages.count, pages.flush = self.totals, self.flush
         pages.scheduler.prefixes.watcher = self
@@ -216,21 +216,22 @@ class Paging:
         self._offers.append(_Offer(tuple(keys), Worth(saved_s, first, time.time(), keep_s)))
         self._has_offers.set()
 
-    def _submitted(self, ticket: Ticket) -> None:
+    def _submitted(self, ticket: Ticket) -> bool:
         """Let a request that was queued wait for pages, if computing them takes long."""
         num_tokens = len(ticket.request.tokens)
         whole_s = self._seconds(0, num_tokens)
         is_hanging = any(transfer.is_dropped for transfer in self._bringing)
         if whole_s < _LEAST_S or is_hanging or self._is_closing:
-            return
-        slack_s = max(_MOST_LOSS * whole_s, min(_LEAST_SLACK_S, whole_s / 10))
+            return False
+        slack_s = max(_MOST_LOSS * whole_s, min(_LEAST_SLACK_S, whole_s / 20))
         if not self._is_measured():
             slack_s = whole_s / 2
         transfer = self._pages.expect(ticket, slack_s)
         if transfer is None:
-            return
+            return False
         self._bringing.add(transfer)
-        self._asked.put(_Asked(transfer, time.monotonic(), slack_s))
+        self._asked.put(_Asked(ticket, transfer, time.monotonic(), slack_s))
+        return True
 
     # Called by the fetching threads.
 
@@ -244,7 +245,8 @@ class Paging:
             finally:
                 with self._pages.lock:
                     self._bringing.discard(transfer)
-                self._pages.end(transfer)
+                    self._pages.end(transfer)
+                    self._pages.submitted(asked.ticket, self._submitted)
 
     def _fetch(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
         if transfer.is_dropped or self._is_closing:
@@ -259,17 +261,15 @@ class Paging:
         all_s = self._seconds(start, last * self._size)
         tiers = {where[key] for key in wanted}
         expected_s = sum(where[key].page_s() for key in wanted)
-        if expected_s > all_s / 2:
+        if expected_s > all_s / 2 or where[wanted[0]].page_s() > slack_s / 2:
             for tier in tiers:
                 tier.add(slow=1)
             return
-        slack_s += min(_LATE * expected_s, all_s / 2)
-        transfer.late_s = began_s + slack_s
         for tier in tiers:
             tier.add(hits=1)
         at, saved_s = 0, 0.0
         while at < len(wanted) and not transfer.is_dropped and not self._is_closing:
-            part = wanted[at : at + _WINDOW]
+            part = wanted[at : at + (_WINDOW if at else 1)]
             count = self._fetch_some(transfer, part, where)
             at += count
             if count:

@@ -42,7 +42,7 @@ class Borrower:
         self._paced_s, self._pace = 0.0, 0.0
         addresses = [parse_address(one, "prefill_peers") for one in options.prefill_peers]
         self.peers = [Peer(one, secret, kind, self._loop) for one in addresses]
-        self._pages.on_submit.insert(0, self._consider)  # before slower tiers claim pages
+        self._pages.on_submit.append(self._consider)
         self._pages.on_end.append(self._ended)
         self._pages.on_close.append(self.close)
 
@@ -70,27 +70,27 @@ class Borrower:
 
     # The loop's lock is held while these are called.
 
-    def _consider(self, ticket: Ticket) -> None:
-        """Begin a transfer for a request that was just queued, if that pays."""
+    def _consider(self, ticket: Ticket) -> bool:
+        """Begin a transfer for a request that waits, if that pays."""
         if self._rule == "never":
-            return
+            return False
         there = [peer for peer in self.peers if peer.is_up]
         if not there:
             self._decisions[choice.GONE] += 1
-            return
+            return False
         transfer = self._pages.expect(ticket)
         if transfer is None:
             self._decisions[choice.SHORT] += 1
-            return
+            return False
         wanted = self._pages.narrow(transfer, lambda _: True)
         if not wanted:
             self._pages.end(transfer)
             self._decisions[choice.SHORT] += 1
-            return
+            return False
         if len(wanted) + sum(peer.num_held for peer in self.peers) > self._pages.most_held:
             self._pages.end(transfer)
             self._decisions[choice.FULL] += 1
-            return
+            return False
         first = transfer.first_place * self._kind.page_size
         end = first + len(transfer.keys) * self._kind.page_size
         work = choice.Work(self._flops(first, end), len(wanted) * self._kind.page_bytes)
@@ -101,8 +101,9 @@ class Borrower:
         self._decisions[choice.HERE if best is None else choice.THERE] += 1
         if best is None:
             self._pages.end(transfer)
-        else:
-            there[best].begin(ticket.request, transfer, wanted, work.flops, seconds)
+            return False
+        there[best].begin(ticket.request, transfer, wanted, work.flops, seconds)
+        return True
 
     def _ended(self, request: Request) -> None:
         for peer in self.peers:
