@@ -97,8 +97,8 @@ def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (("--readers", "cpu,refrence"), "'refrence' is not one of cpu, reference, torch."),
-        (("--readers", ""), "'' is not one of cpu, reference, torch."),
+        (("--readers", "cpu,refrence"), "'refrence' is not one of cpu, gpu, reference, torch."),
+        (("--readers", ""), "'' is not one of cpu, gpu, reference, torch."),
         (("--levels", ""), "Invalid value for '--levels': '' is not one of"),
         (("--kv-formats", ""), "'' is not one of f16, bf16, int8."),
         (("--against", ""), "There is no model ''"),

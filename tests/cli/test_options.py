@@ -116,7 +116,9 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
     ("line", "said"),
     [
         ("--backend reference --level avx2", "--level needs the backend cpu."),
-        ("--device cuda", "--device needs the backend torch."),
+        ("--backend gpu --kv-format int8", "--kv-format can be int8 only on the backend cpu."),
+        ("--backend gpu --tensor-parallel 2", "--tensor-parallel needs the backend cpu or torch."),
+        ("--device cuda", "--device needs the backend gpu or torch."),
         ("--activation-bits 7", "--activation-bits must be auto, 15, 9 or 8, got 7."),
         (
             "--activation-bits 8 --backend reference",
@@ -192,7 +194,10 @@ def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--backend cp", "'cp' is not one of auto, cpu, reference, torch. Did you mean 'cpu'?"),
+        (
+            "--backend cp",
+            "not one of auto, cpu, gpu, reference, torch. Did you mean 'cpu'?",
+        ),
         (
             "--speculate OFF",
             "ngram, draft, lookahead, medusa, eagle. Did you mean 'off'?",

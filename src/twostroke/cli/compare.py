@@ -79,7 +79,7 @@ def _levels() -> list[str]:
     type=click.IntRange(1, 1024),
     help="Compute threads [default: one for each core].",
 )
-@option("--device", default="auto", help="Device of the torch backend, such as cuda:1.")
+@option("--device", default="auto", help="Device of the backends gpu and torch, such as cuda:1.")
 @option("--layers", is_flag=True, help="Show the drift after every layer, not after a few.")
 @option("--check", is_flag=True, help="Exit with code 1 if a reader is beyond the limits.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -133,7 +133,7 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
         ("levels", "cpu", readers),
         ("kv_formats", "cpu", readers),
         ("activation_bits", "cpu", readers),
-        ("device", "torch", [*readers, given["right"]]),
+        ("device", "torch" if "gpu" not in readers else "gpu", [*readers, given["right"]]),
     ):
         if given[name] not in (None, "auto") and reader not in used:
             raise UsageError(f"needs the {reader} backend: add it to --readers.", field=name)
@@ -164,7 +164,7 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
 
 
 def _compute(reader: str, given: dict[str, Any]) -> ComputeOptions:
-    device = given["device"] if reader == "torch" else "auto"
+    device = given["device"] if reader in {"gpu", "torch"} else "auto"
     return ComputeOptions(reader, given["num_threads"], device=device)
 
 

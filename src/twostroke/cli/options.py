@@ -88,7 +88,11 @@ MACHINE: Final = {
         _machine(
             ["--level"], help="Instruction set [default: the best that runs here, see doctor]."
         ),
-        _machine(["--device"], default="auto", help="Device of the torch backend, such as cuda:1."),
+        _machine(
+            ["--device"],
+            default="auto",
+            help="Device of the backends gpu and torch, such as cuda:1.",
+        ),
         _machine(
             ["--activation-bits"],
             type=WordOr(AUTO_BITS),

@@ -13,7 +13,7 @@ from twostroke.core.handover_options import HandoverOptions
 from twostroke.core.precision import ActivationBits
 from twostroke.core.tier_options import TierOptions
 
-BACKENDS: Final = ("auto", "cpu", "reference", "torch")
+BACKENDS: Final = ("auto", "cpu", "gpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
 DEFAULT_PAGE_SIZE: Final = 16  # tokens
@@ -34,7 +34,8 @@ _MAX_RUNNING: Final = 256
 class ComputeOptions(Frozen):
     """The backend, its threads, and the instruction-set level of the cpu backend.
 
-    `device` is the torch backend's: "auto" is a GPU if there is one, else "cpu"; "cuda:1" names
+    `backend` "auto" is "gpu" where there is a GPU that it can use, else "cpu". `device` is that of
+    the backends gpu and torch: "auto" is a GPU, for torch "cpu" if there is none; "cuda:1" names
     one of several. `activation_bits` is the cpu backend's precision of activations at quantized
     weights: 8 is up to 1.6 times faster on AVX-512 for prompts and many streams, and changes
     answers as in other engines that use 8; 9 means 15 where activations are large and 8 elsewhere
@@ -60,8 +61,8 @@ class ComputeOptions(Frozen):
                 raise UsageError("needs the backend cpu.", field="level")
             if self.activation_bits not in (AUTO_BITS, DEFAULT_ACTIVATION_BITS):
                 raise UsageError("needs the backend cpu.", field="activation_bits")
-        if self.device != "auto" and self.backend != "torch":
-            raise UsageError("needs the backend torch.", field="device")
+        if self.device != "auto" and self.backend not in {"gpu", "torch"}:
+            raise UsageError("needs the backend gpu or torch.", field="device")
 
     @property
     def known_bits(self) -> int | ActivationBits:
@@ -325,8 +326,10 @@ class EngineOptions(Frozen):
         backend = self.compute.backend
         if self.tiers.is_used:
             self._check_tiers()
-        if self.cache.kv_format != "auto" and backend not in {"auto", "cpu"}:
-            raise UsageError("needs the backend cpu.", field="kv_format")
+        if self.cache.kv_format != "auto" and backend not in {"auto", "cpu", "gpu"}:
+            raise UsageError("needs the backend cpu or gpu.", field="kv_format")
+        if backend == "gpu":
+            self._check_gpu()
         if self.handover.role != "mixed" and not self.cache.prefix_cache:
             reason = "needs the prefix cache: leave {other} on."
             raise UsageError(reason, field="role", other=Field("prefix_cache"))
@@ -339,6 +342,13 @@ class EngineOptions(Frozen):
                 reason = "cannot be chosen where {other} is places."
                 raise UsageError(reason, field="page_size", other=Field("kv_shares"))
 
+    def _check_gpu(self) -> None:
+        if self.cache.kv_format == "int8":
+            raise UsageError("can be int8 only on the backend cpu.", field="kv_format")
+        for name in ("tensor", "pipeline", "expert", "context"):
+            if getattr(self.parallel, name) > 1:
+                raise UsageError("needs the backend cpu or torch.", field=name)
+
     def _check_tiers(self) -> None:
         field = self.tiers.field
         if not self.cache.prefix_cache:
@@ -346,8 +356,9 @@ class EngineOptions(Frozen):
         if self.parallel.num_ranks > 1:
             reason = "needs a model in one process: each rank would have a part of every page."
             raise UsageError(reason, field=field)
-        if self.compute.backend == "torch":
-            raise UsageError("is not for the backend torch.", field=field)
+        if self.compute.backend in {"gpu", "torch"}:
+            reason = f"is not for the backend {self.compute.backend}."
+            raise UsageError(reason, field=field)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

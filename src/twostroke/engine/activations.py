@@ -18,7 +18,7 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import read_small_file, write_text
 from twostroke.core.hardware import give_back_memory, resolve_num_threads
 from twostroke.core.precision import ActivationBits
-from twostroke.engine.compute import FLOAT32_BACKENDS
+from twostroke.engine.compute import is_native
 from twostroke.engine.loading import build_tokenizer
 from twostroke.precision import METHOD, MIN_WEIGHTS, choose, choosing_text, products_of
 from twostroke.weights import weights_identity
@@ -50,7 +50,7 @@ def with_known_bits(
     Raises:
         BackendError, MemoryLimitError: the model cannot be run here.
     """
-    if compute.activation_bits != AUTO_BITS or compute.backend in FLOAT32_BACKENDS:
+    if compute.activation_bits != AUTO_BITS or not is_native(compute):
         return compute
     products = products_of(program, loaded.tensors)
     if sum(product.num_weights for product in products) < MIN_WEIGHTS:

@@ -14,16 +14,18 @@ from twostroke.cache import PagePool, PrefixIndex
 from twostroke.chat.conversation import Chat
 from twostroke.core.config import EngineOptions
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import give_back_memory, memory_available, resolve_num_threads
+from twostroke.core.hardware import give_back_memory, resolve_num_threads
 from twostroke.engine.activations import note, with_known_bits
 from twostroke.engine.canary import FirstLoad
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.compute import (
-    FLOAT32_BACKENDS,
     auto_kv_format,
     cost_model,
+    is_native,
     make_backend,
+    memory_free,
     weight_bytes,
+    with_known_backend,
 )
 from twostroke.engine.division import mesh_for
 from twostroke.engine.guessers import Draft, Heads
@@ -122,6 +124,7 @@ def build(
     check_tiers(options.tiers)
     loaded = load(model)
     program = build_program(loaded.spec)
+    options = with_known_backend(options, program, say)
     options = replace(options, compute=with_known_bits(options.compute, loaded, program, say))
     compute, speculation = options.compute, options.speculation
     mesh = mesh_for(options, program)
@@ -141,7 +144,8 @@ def build(
         del loaded  # so that the tokenizer's tables are freed before the weights take their memory
         give_back_memory()
         limits = _limits(compute, num_weight_bytes)
-        make = partial(make_backend, compute=compute, embeds=True, mesh=mesh)
+        rows = options.batch.token_budget
+        make = partial(make_backend, compute=compute, embeds=True, mesh=mesh, max_rows=rows)
         tapped = last_hidden(program) if watcher or heads else None
         backend = (ranks.backend if ranks else make)(
             tensors, program, size=size, release=release, progress=progress, tapped_value=tapped
@@ -232,7 +236,7 @@ def _size(program: Program, mesh: Mesh, options: EngineOptions, num_weight_bytes
         options.cache,
         options.batch.token_budget,
         num_weight_bytes,
-        memory_available(),
+        memory_free(options.compute, program, options.batch.token_budget),
         most_running=options.batch.most_running,
         auto_format=auto_kv_format(options.compute),
         mesh=mesh,
@@ -245,7 +249,7 @@ def _limits(compute: ComputeOptions, num_weight_bytes: int) -> Limits:
     They are measured now if they are not known, while there is memory for a stream of that size.
     """
     num_threads = resolve_num_threads(compute.num_threads)
-    if compute.backend in FLOAT32_BACKENDS:
+    if not is_native(compute):
         return Limits("portable", num_threads, num_weight_bytes)
     limits = Limits(choose_level(compute.level).level, num_threads, num_weight_bytes)
     limits.hardware()

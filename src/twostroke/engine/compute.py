@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import DEFAULT_FORMAT, FORMATS
-from twostroke.core.config import ACTIVATION_BITS
+from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError
-from twostroke.core.hardware import resolve_num_threads
+from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.program.cost import CostModel
 from twostroke.program.mesh import ONE_RANK
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from twostroke.backends import Backend
+    from twostroke.backends.gpu.device import Device
     from twostroke.backends.share import Share
-    from twostroke.core.config import ComputeOptions, ParallelOptions
+    from twostroke.core.config import ComputeOptions, EngineOptions, ParallelOptions
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
     from twostroke.program.mesh import Mesh
@@ -32,6 +33,67 @@ if TYPE_CHECKING:
     Release = Callable[[Sequence[QuantTensor]], None]
 
 FLOAT32_BACKENDS = ("reference", "torch")
+_CUDA_BYTES = 600 << 20  # what CUDA and its libraries take of a GPU besides our tensors
+
+
+def is_native(compute: ComputeOptions) -> bool:
+    """Whether the cpu backend runs: weights in the form of its kernels, and its precision."""
+    return compute.backend in {"auto", "cpu"}
+
+
+def with_known_backend(
+    options: EngineOptions, program: Program, say: Callable[[str], None]
+) -> EngineOptions:
+    """Return options in which "auto" is "gpu" if there is a GPU that can run this.
+
+    `say` gets a line if there is a GPU that cannot.
+    """
+    compute = options.compute
+    asks_for_cpu = compute.level or compute.activation_bits != DEFAULT_ACTIVATION_BITS
+    if compute.backend != "auto" or asks_for_cpu or options.parallel.num_ranks > 1:
+        return options
+    if options.tiers.is_used or options.handover.role != "mixed":
+        return options
+    from twostroke.backends.gpu import device
+
+    if options.cache.kv_format == "int8" or not device.may_exist():
+        return options
+    on_gpu = replace(compute, backend="gpu")
+    try:
+        check_gpu(program, on_gpu)
+    except BackendError as error:
+        say(f"{error} The cpu backend runs it.")
+        return options
+    return replace(options, compute=on_gpu)
+
+
+def check_gpu(program: Program, compute: ComputeOptions) -> None:
+    """Raise BackendError if the gpu backend cannot run a Program here."""
+    gpu_device(compute)
+    from twostroke.backends.gpu.lower import lower
+
+    lower(program)
+
+
+def gpu_device(compute: ComputeOptions) -> Device:
+    """Return the gpu backend's device.
+
+    Raises:
+        BackendError: there is none that it can use.
+    """
+    from twostroke.backends.gpu.device import find
+
+    return find(compute.device)
+
+
+def memory_free(compute: ComputeOptions, program: Program, max_rows: int) -> int:
+    """Return how many bytes weights and pages can take here, beside what steps need on a GPU."""
+    if compute.backend != "gpu":
+        return memory_available()
+    from twostroke.backends.gpu.plan import step_bytes
+
+    device = gpu_device(compute)
+    return max(0, device.memory_available - _CUDA_BYTES - step_bytes(program, device, max_rows))
 
 
 def make_backend(  # noqa: PLR0913 - what only the builder knows
@@ -47,40 +109,43 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
     embeds: bool = False,
     mesh: Mesh = ONE_RANK,
     share: Share | None = None,
+    max_rows: int = 256,
 ) -> Backend:
     """Return a backend that has read its weights; options by name are those of `CpuBackend`.
 
     Threads are shared only between cpu backends. The other backends can always embed. The ranks of
     a `mesh` run in this process, which only the reference does; with a `share` this process is one
-    rank.
+    rank. Steps have up to `max_rows` rows.
     """
+    sizes = size.num_pages, size.page_size
+    if compute.backend == "gpu":
+        from twostroke.backends.gpu.backend import GpuBackend
+
+        return GpuBackend(
+            *(program, tensors, *sizes, gpu_device(compute)),
+            kv_format=size.kv_format,
+            max_rows=max_rows,
+            tapped_value=tapped_value,
+            release=release,
+            progress=progress or (lambda *_: None),
+        )
     if compute.backend == "reference":
         from twostroke.backends.reference import ReferenceBackend
 
-        return ReferenceBackend(
-            program, tensors, size.num_pages, size.page_size, tapped_value=tapped_value, mesh=mesh
-        )
+        return ReferenceBackend(program, tensors, *sizes, tapped_value=tapped_value, mesh=mesh)
     if compute.backend == "torch":
         device = torch_device(compute)
         from twostroke.backends.torch import TorchBackend
 
         return TorchBackend(
-            program,
-            tensors,
-            size.num_pages,
-            size.page_size,
-            device,
+            *(program, tensors, *sizes, device),
             num_threads=compute.num_threads,
             tapped_value=tapped_value,
             share=share,
         )
     threads_of = getattr(share_threads_with, "own", share_threads_with)  # of several ranks
     return CpuBackend(
-        program,
-        tensors,
-        size.num_pages,
-        size.page_size,
-        resolve_num_threads(compute.num_threads),
+        *(program, tensors, *sizes, resolve_num_threads(compute.num_threads)),
         level=compute.level,
         kv_format=size.kv_format,
         activation_bits=compute.known_bits,
@@ -95,16 +160,22 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
 
 def check_can_run(compute: ComputeOptions) -> None:
     """Raise BackendError if the backend cannot run here, before a model is read."""
-    if compute.backend == "torch":
+    if compute.backend == "gpu":
+        gpu_device(compute)
+    elif compute.backend == "torch":
         torch_device(compute)
-    elif compute.backend not in FLOAT32_BACKENDS:
+    elif is_native(compute):
         choose_level(compute.level)
 
 
 def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
-    """Return about how many bytes the weights take here; some backends make them float32."""
-    if compute.backend not in FLOAT32_BACKENDS:
+    """Return about how many bytes the weights take here; some backends store them otherwise."""
+    if is_native(compute):
         return loaded.file_bytes
+    if compute.backend == "gpu":
+        from twostroke.backends.gpu.weights import device_bytes
+
+        return device_bytes(loaded.tensors)
     return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
 
 
@@ -121,7 +192,7 @@ def for_guesses(compute: ComputeOptions) -> ComputeOptions:
 
     No answer depends on it.
     """
-    if compute.backend in FLOAT32_BACKENDS:
+    if not is_native(compute):
         return compute
     return replace(compute, activation_bits=min(ACTIVATION_BITS))
 

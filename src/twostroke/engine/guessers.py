@@ -13,13 +13,13 @@ from twostroke.cache import FORMATS as CACHE_FORMATS
 from twostroke.core.config import PARTNER
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import memory_available
 from twostroke.engine.compute import (
-    FLOAT32_BACKENDS,
     auto_kv_format,
     cost_model,
     for_guesses,
+    is_native,
     make_backend,
+    memory_free,
     weight_bytes,
 )
 from twostroke.engine.loading import build_tokenizer, load
@@ -160,7 +160,8 @@ class Draft(Frozen):
             replace(options.cache, context_length=length, memory_bytes=None),
             options.batch.token_budget,
             weight_bytes(self.loaded, options.compute),
-            memory_available() - backend.facts.cache_bytes,
+            memory_free(options.compute, program, options.batch.token_budget)
+            - backend.facts.cache_bytes,
             most_running=options.batch.most_running,
             auto_format=auto_kv_format(options.compute),
         )
@@ -222,12 +223,13 @@ class Heads(Frozen):
         is_eagle, layer = facts.spec.kind == EAGLE, facts.spec.layer
         program = build_heads(facts.spec)
         compute = for_guesses(options.compute)
-        tensors = self._tensors(packed=compute.backend not in FLOAT32_BACKENDS)
+        tensors = self._tensors(packed=is_native(compute))
         page_size, kv_format = backend.facts.page_size, auto_kv_format(compute)
         num_tokens = _SPARE_TOKENS + (layer.window.size if layer.window else 0)
         num_pages = (-(-num_tokens // page_size) + 1) * max_running if is_eagle else 1
         cache_bytes = num_pages * program.page_bytes(page_size, CACHE_FORMATS[kv_format])
-        free_bytes = memory_available() - backend.facts.cache_bytes
+        free_bytes = memory_free(compute, program, options.batch.token_budget)
+        free_bytes -= backend.facts.cache_bytes
         if cache_bytes > free_bytes:
             raise MemoryLimitError(
                 f"{self.loaded.path} need {cache_bytes / 1e6:,.0f} MB for keys and values of "

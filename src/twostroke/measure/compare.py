@@ -14,9 +14,14 @@ from msgspec.structs import replace
 from twostroke.core.config import BatchOptions, EngineOptions, ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import memory_available
 from twostroke.engine.activations import with_known_bits
-from twostroke.engine.compute import auto_kv_format, check_can_run, make_backend, weight_bytes
+from twostroke.engine.compute import (
+    auto_kv_format,
+    check_can_run,
+    make_backend,
+    memory_free,
+    weight_bytes,
+)
 from twostroke.engine.division import mesh_for
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.engine.sizing import size_cache
@@ -249,7 +254,7 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
         cache,
         length,
         weight_bytes(loaded, subject.compute),
-        memory_available(),
+        memory_free(subject.compute, program, length),
         auto_format=auto_kv_format(subject.compute),
         mesh=mesh,
     )

@@ -94,8 +94,13 @@ class StepArrays:
 
     def encoded(self) -> bytes:
         """Return the step in `record` for the other ranks; each is encoded once, in its order."""
-        record, external = self.record, self._external
-        frame = StepFrame(
+        return encode(self.frame, self.tables.take_changes())
+
+    @property
+    def frame(self) -> StepFrame:
+        """The step in `record`, until the next one."""
+        record = self.record
+        return StepFrame(
             self._tokens[: record.num_rows],
             self._slices[: record.num_slices],
             self._sampled[: record.num_sampled],
@@ -104,9 +109,8 @@ class StepArrays:
             self._copies.reshape(-1, 2)[: record.num_copies],
             self.tables.array,
             record.num_generated,
-            external,
+            self._external,
         )
-        return encode(frame, self.tables.take_changes())
 
     def _fill_plain(self, plan: StepPlan) -> None:
         """Write a row for each request, of its newest token, and draw the next."""

@@ -71,6 +71,11 @@ class Gpu(Frozen, eq=False):
     run: Callable[[Launch], None]
     is_interpreted: bool = False
 
+    @property
+    def row_block(self) -> int:
+        """How many rows a program of a row's values takes; interpreted ones are slow to begin."""
+        return 16 if self.is_interpreted else 1
+
     def launch(
         self,
         kernel: Any,

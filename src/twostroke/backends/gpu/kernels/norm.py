@@ -45,7 +45,7 @@ def launch(
     unused = header
     gpu.launch(
         _add_norm,
-        (num_rows,),
+        (-(-num_rows // gpu.row_block),),
         header,
         unused if residual is None else residual,
         unused if delta is None else delta.values,
@@ -61,6 +61,7 @@ def launch(
         EPSILON=norm.epsilon if norm else 0.0,
         WIDTH=width,
         BLOCK=block,
+        ROWS=gpu.row_block,
         HAS_RESIDUAL=residual is not None,
         HAS_DELTA=delta is not None,
         HAS_BIAS=bias is not None,
@@ -73,28 +74,31 @@ def launch(
 def _add_norm(
     header, residual, delta, bias, post_weight, weight, output, num_parts, part_stride,
     DELTA_STRIDE: tl.constexpr, POST_EPSILON: tl.constexpr, EPSILON: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_DELTA: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_POST: tl.constexpr, HAS_OUTPUT: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_OUTPUT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(header):
+    num_rows = tl.load(header)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    if tl.program_id(0) * ROWS >= num_rows:
         return
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    x = tl.zeros((BLOCK,), tl.float32)
+    columns = tl.arange(0, BLOCK)[None, :]
+    is_column = columns < WIDTH
+    inside = (rows < num_rows) & is_column
+    x = tl.zeros((ROWS, BLOCK), tl.float32)
     if HAS_DELTA:
-        x = sum_parts(delta + row * DELTA_STRIDE + columns, inside, num_parts, part_stride)
+        x = sum_parts(delta + rows * DELTA_STRIDE + columns, inside, num_parts, part_stride)
         if HAS_BIAS:
-            x += tl.load(bias + columns, inside, 0.0)
+            x += tl.load(bias + columns, is_column, 0.0)
         if HAS_POST:
-            x = x / tl.sqrt(tl.sum(x * x, 0) / WIDTH + POST_EPSILON)
-            x *= tl.load(post_weight + columns, inside, 0.0)
+            x = x / tl.sqrt(tl.sum(x * x, 1) / WIDTH + POST_EPSILON)[:, None]
+            x *= tl.load(post_weight + columns, is_column, 0.0)
     if HAS_RESIDUAL:
-        at = residual + row * WIDTH + columns
+        at = residual + rows * WIDTH + columns
         x += tl.load(at, inside, 0.0)
         if HAS_DELTA:
             tl.store(at, x, inside)
     if HAS_OUTPUT:
-        y = x / tl.sqrt(tl.sum(x * x, 0) / WIDTH + EPSILON)
-        y *= tl.load(weight + columns, inside, 0.0)
-        tl.store(output + row * WIDTH + columns, y.to(output.dtype.element_ty), inside)
+        y = x / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPSILON)[:, None]
+        y *= tl.load(weight + columns, is_column, 0.0)
+        tl.store(output + rows * WIDTH + columns, y.to(output.dtype.element_ty), inside)

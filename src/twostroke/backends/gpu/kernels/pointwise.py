@@ -33,7 +33,7 @@ def activate(
     block = min(_BLOCK, triton.next_power_of_2(width))
     gpu.launch(
         _activate,
-        (num_rows, -(-width // block)),
+        (-(-num_rows // gpu.row_block), -(-width // block)),
         header,
         gate[0].values,
         up[0].values,
@@ -51,6 +51,7 @@ def activate(
         HAS_UP_BIAS=up[1] is not None,
         FUNCTION=_FUNCTIONS[activation],
         BLOCK=block,
+        ROWS=gpu.row_block,
     )
 
 
@@ -74,7 +75,7 @@ def combine(
     block = min(_BLOCK, triton.next_power_of_2(width))
     gpu.launch(
         _combine,
-        (num_rows, -(-width // block)),
+        (-(-num_rows // gpu.row_block), -(-width // block)),
         header,
         a.values,
         unused if bias is None else bias,
@@ -92,6 +93,7 @@ def combine(
         HAS_BIAS=bias is not None,
         HAS_B=b is not None,
         BLOCK=block,
+        ROWS=gpu.row_block,
     )
 
 
@@ -110,7 +112,7 @@ def take_rows(
     block = min(_BLOCK, triton.next_power_of_2(width))
     gpu.launch(
         _take_rows,
-        (num_rows, -(-width // block)),
+        (-(-num_rows // gpu.row_block), -(-width // block)),
         header,
         x,
         chosen,
@@ -118,6 +120,7 @@ def take_rows(
         WIDTH=width,
         FACTOR=factor,
         BLOCK=block,
+        ROWS=gpu.row_block,
     )
 
 
@@ -127,19 +130,21 @@ def _activate(
     up_part_stride,
     GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, FUNCTION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(header):
+    num_rows = tl.load(header)
+    if tl.program_id(0) * ROWS >= num_rows:
         return
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    is_column = columns < WIDTH
+    inside = (row < num_rows) & is_column
     x = sum_parts(gate + row * GATE_STRIDE + columns, inside, gate_count, gate_part_stride)
     y = sum_parts(up + row * UP_STRIDE + columns, inside, up_count, up_part_stride)
     if HAS_GATE_BIAS:
-        x += tl.load(gate_bias + columns, inside, 0.0)
+        x += tl.load(gate_bias + columns, is_column, 0.0)
     if HAS_UP_BIAS:
-        y += tl.load(up_bias + columns, inside, 0.0)
+        y += tl.load(up_bias + columns, is_column, 0.0)
     if FUNCTION == 0:
         x = x / (1 + tl.exp(-x))
     else:
@@ -154,15 +159,18 @@ def _combine(
     header, a, bias, b, output, a_count, a_part_stride, b_count, b_part_stride,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
     SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(header):
+    num_rows = tl.load(header)
+    if tl.program_id(0) * ROWS >= num_rows:
         return
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    is_column = columns < WIDTH
+    inside = (row < num_rows) & is_column
     x = sum_parts(a + row * A_STRIDE + columns, inside, a_count, a_part_stride)
     if HAS_BIAS:
-        x += tl.load(bias + columns, inside, 0.0)
+        x += tl.load(bias + columns, is_column, 0.0)
     x *= FACTOR
     if HAS_B:
         x += sum_parts(b + row * B_STRIDE + columns, inside, b_count, b_part_stride)
@@ -174,13 +182,15 @@ def _combine(
 @triton.jit
 def _take_rows(
     header, x, chosen, output,
-    WIDTH: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(header):
+    num_rows = tl.load(header)
+    if tl.program_id(0) * ROWS >= num_rows:
         return
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    values = tl.load(x + tl.load(chosen + row).to(tl.int64) * WIDTH + columns, inside, 0.0)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows) & (columns < WIDTH)
+    line = tl.load(chosen + row, row < num_rows, 0).to(tl.int64) * WIDTH
+    values = tl.load(x + line + columns, inside, 0.0)
     values = values.to(tl.float32) * FACTOR
     tl.store(output + row * WIDTH + columns, values.to(output.dtype.element_ty), inside)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -68,11 +68,12 @@ def launch(
     norms = [unused if source.norm is None else source.norm.weight for source in sources[:2]]
     tables = [unused if turn is None else turn.table for turn in turns]
     block_d = triton.next_power_of_2(heads.head_dim)
-    block_h = min(8, triton.next_power_of_2(heads.num_kv_heads)) if num_rows > 64 else 1
-    q_tiles, kv_tiles = (-(-count // block_h) for count in (heads.num_heads, heads.num_kv_heads))
+    block_h = 64 if gpu.is_interpreted else 4
+    q_tiles = -(-num_rows * heads.num_heads // block_h)
+    kv_tiles = -(-num_rows * heads.num_kv_heads // block_h)
     gpu.launch(
         _rope,
-        (num_rows, q_tiles + 2 * kv_tiles),
+        (q_tiles + 2 * kv_tiles,),
         header,
         places.positions,
         places.tables_of,
@@ -86,10 +87,10 @@ def launch(
         cache,
         output,
         *(number for part in parts for number in (part.count, part.part_stride)),
+        q_tiles,
+        kv_tiles,
         num_warps=max(1, min(4, block_h * block_d // 256)),
         **_constants_of(sources, turns),
-        Q_TILES=q_tiles,
-        KV_TILES=kv_tiles,
         **heads.constants,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
@@ -111,19 +112,20 @@ def _constants_of(sources: tuple[Source, ...], turns: tuple[Turn | None, ...]) -
 
 @triton.jit
 def _turned(
-    source, bias, weight, turn, count, part_stride, heads, dims, inside,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, EPSILON: tl.constexpr, PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr, DIM: tl.constexpr,
+    source, bias, weight, turn, count, part_stride, rows, heads, position, inside,
+    STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, EPSILON: tl.constexpr,
+    PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of some heads of a row, (heads, dims), normed and rotated."""
-    at = heads[:, None] * DIM + dims[None, :]
-    x = sum_parts(source + at, inside, count, part_stride)
+    """Return the values of pairs of row and head, (pairs, dims), normed and rotated."""
+    dims = tl.arange(0, BLOCK_D)
+    line = heads[:, None] * DIM
+    source += rows[:, None] * STRIDE + line
+    x = sum_parts(source + dims[None, :], inside, count, part_stride)
     if HAS_BIAS:
-        x += tl.load(bias + at, inside, 0.0)
-    scale = tl.full((1,), 1.0, tl.float32)
+        x += tl.load(bias + line + dims[None, :], inside, 0.0)
     if HAS_NORM:
-        scale = 1 / tl.sqrt(tl.sum(x * x, 1) / DIM + EPSILON)
-        x *= scale[:, None] * tl.load(weight + dims, dims < DIM, 0.0)[None, :]
+        scale = 1 / tl.sqrt(tl.sum(x * x, 1) / DIM + EPSILON)[:, None]
+        x *= scale * tl.load(weight + dims, dims < DIM, 0.0)[None, :]
     if PAIRS:
         is_turned = dims < 2 * PAIRS
         if IS_INTERLEAVED:
@@ -132,78 +134,96 @@ def _turned(
             is_first = dims < PAIRS
             other = tl.where(is_first, dims + PAIRS, dims - PAIRS)
             pair = tl.where(is_first, dims, dims - PAIRS)
-        other_at = heads[:, None] * DIM + other[None, :]
-        has_other = inside & is_turned[None, :]
-        y = sum_parts(source + other_at, has_other, count, part_stride)
+        inside &= is_turned[None, :]
+        y = sum_parts(source + other[None, :], inside, count, part_stride)
         if HAS_BIAS:
-            y += tl.load(bias + other_at, has_other, 0.0)
+            y += tl.load(bias + line + other[None, :], inside, 0.0)
         if HAS_NORM:
-            y *= scale[:, None] * tl.load(weight + other, is_turned, 0.0)[None, :]
-        cosine = tl.load(turn + pair, is_turned, 1.0)
-        sine = tl.load(turn + PAIRS + pair, is_turned, 0.0)
-        sine = tl.where(is_first, -sine, sine)
-        x = x * cosine[None, :] + y * sine[None, :]
+            y *= scale * tl.load(weight + other, is_turned, 0.0)[None, :]
+        turn += position.to(tl.int64)[:, None] * (2 * PAIRS) + pair[None, :]
+        sine = tl.load(turn + PAIRS, inside, 0.0)
+        x = x * tl.load(turn, inside, 1.0) + tl.where(is_first[None, :], -sine, sine) * y
     return x
 
 
-_CHANGING: Final = [f"{x}_{y}" for x in "qkv" for y in ("count", "part_stride")]
+@triton.jit
+def _put(
+    cache, tables, tables_of, first_extra, extra, rows, heads, position, x, inside, at,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
+    GROUP_AT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store keys or values in the pages of their rows' tables."""
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    is_pair = tl.max(inside.to(tl.int32), 1) > 0
+    line = at + (heads * PAGE_SIZE + position % PAGE_SIZE)[:, None] * DIM + dims
+    place = position // PAGE_SIZE + GROUP_AT
+    table = tl.load(tables_of + rows, is_pair, 0).to(tl.int64)
+    page = tl.load(tables + table * TABLE_STRIDE + place, is_pair, 0).to(tl.int64)
+    x = x.to(cache.dtype.element_ty)
+    tl.store(cache + page[:, None] * PAGE_STRIDE + line, x, inside)
+    first = tl.load(first_extra + rows, is_pair, 0)
+    count = tl.load(first_extra + rows + 1, is_pair, 0) - first
+    for index in range(tl.max(count, 0)):
+        has_more = is_pair & (index < count)
+        table = tl.load(extra + first + index, has_more, 0).to(tl.int64)
+        page = tl.load(tables + table * TABLE_STRIDE + place, has_more, 0).to(tl.int64)
+        tl.store(cache + page[:, None] * PAGE_STRIDE + line, x, inside & has_more[:, None])
+
+
+_CHANGING = [f"{x}_{y}" for x in "qkv" for y in ("count", "part_stride")]
+_CHANGING += ["q_tiles", "kv_tiles"]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _rope(
     header, positions, tables_of, first_extra, extra, tables, q, k, v, q_bias, k_bias, v_bias,
     q_weight, k_weight, q_turn, k_turn, cache, output, q_count, q_part_stride, k_count,
-    k_part_stride, v_count, v_part_stride,
+    k_part_stride, v_count, v_part_stride, q_tiles, kv_tiles,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     HAS_Q_BIAS: tl.constexpr, HAS_K_BIAS: tl.constexpr, HAS_V_BIAS: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, Q_EPSILON: tl.constexpr,
     K_EPSILON: tl.constexpr, Q_PAIRS: tl.constexpr, K_PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr, Q_TILES: tl.constexpr, KV_TILES: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr,
-    TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
+    VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(header):
-        return
-    tile = tl.program_id(1)
-    position = tl.load(positions + row)
-    dims = tl.arange(0, BLOCK_D)
-    lanes = tl.arange(0, BLOCK_H)
-    if tile < Q_TILES:
-        heads = tile * BLOCK_H + lanes
-        inside = (heads < HEADS)[:, None] & (dims < DIM)[None, :]
+    num_rows = tl.load(header)
+    tile = tl.program_id(0)
+    is_dim = (tl.arange(0, BLOCK_D) < DIM)[None, :]
+    if tile < q_tiles:
+        pairs = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+        rows, heads = (pairs // HEADS).to(tl.int64), pairs % HEADS
+        if tile * BLOCK_H >= num_rows * HEADS:
+            return
+        inside = (rows < num_rows)[:, None] & is_dim
+        position = tl.load(positions + rows, rows < num_rows, 0)
         turned = _turned(
-            q + row * Q_STRIDE, q_bias, q_weight, q_turn + position.to(tl.int64) * (2 * Q_PAIRS),
-            q_count, q_part_stride, heads, dims, inside,
-            HAS_Q_BIAS, HAS_Q_NORM, Q_EPSILON, Q_PAIRS, IS_INTERLEAVED, DIM,
+            q, q_bias, q_weight, q_turn, q_count, q_part_stride, rows, heads, position, inside,
+            Q_STRIDE, HAS_Q_BIAS, HAS_Q_NORM, Q_EPSILON, Q_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
         )  # fmt: skip
-        at = output + row * (HEADS * DIM) + heads[:, None] * DIM + dims[None, :]
-        tl.store(at, turned.to(output.dtype.element_ty), inside)
+        at = rows[:, None] * (HEADS * DIM) + heads[:, None] * DIM + tl.arange(0, BLOCK_D)[None, :]
+        tl.store(output + at, turned.to(output.dtype.element_ty), inside)
     else:
-        is_key = tile < Q_TILES + KV_TILES
-        heads = (tile - Q_TILES) % KV_TILES * BLOCK_H + lanes
-        inside = (heads < KV_HEADS)[:, None] & (dims < DIM)[None, :]
-        x = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-        if is_key:
+        pairs = (tile - q_tiles) % kv_tiles * BLOCK_H + tl.arange(0, BLOCK_H)
+        rows, heads = (pairs // KV_HEADS).to(tl.int64), pairs % KV_HEADS
+        if (tile - q_tiles) % kv_tiles * BLOCK_H >= num_rows * KV_HEADS:
+            return
+        inside = (rows < num_rows)[:, None] & is_dim
+        position = tl.load(positions + rows, rows < num_rows, 0)
+        if tile < q_tiles + kv_tiles:
             x = _turned(
-                k + row * K_STRIDE, k_bias, k_weight,
-                k_turn + position.to(tl.int64) * (2 * K_PAIRS), k_count, k_part_stride, heads, dims,
-                inside, HAS_K_BIAS, HAS_K_NORM, K_EPSILON, K_PAIRS, IS_INTERLEAVED, DIM,
+                k, k_bias, k_weight, k_turn, k_count, k_part_stride, rows, heads, position, inside,
+                K_STRIDE, HAS_K_BIAS, HAS_K_NORM, K_EPSILON, K_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
             )  # fmt: skip
         else:
             x = _turned(
-                v + row * V_STRIDE, v_bias, v_bias, q_turn, v_count, v_part_stride, heads, dims,
-                inside, HAS_V_BIAS, HAS_NORM=False, EPSILON=0.0, PAIRS=0, IS_INTERLEAVED=False,
-                DIM=DIM,
+                v, v_bias, v_bias, v_bias, v_count, v_part_stride, rows, heads, position, inside,
+                V_STRIDE, HAS_V_BIAS, HAS_NORM=False, EPSILON=0.0, PAIRS=0, IS_INTERLEAVED=False,
+                DIM=DIM, BLOCK_D=BLOCK_D,
             )  # fmt: skip
-        stored = x.to(cache.dtype.element_ty)
-        line = (heads[:, None] * PAGE_SIZE + position % PAGE_SIZE) * DIM + dims[None, :]
-        line += tl.where(is_key, KEYS_AT, VALUES_AT)
-        place = position // PAGE_SIZE + GROUP_AT
-        page = tl.load(tables + tl.load(tables_of + row).to(tl.int64) * TABLE_STRIDE + place)
-        tl.store(cache + page.to(tl.int64) * PAGE_STRIDE + line, stored, inside)
-        for index in range(tl.load(first_extra + row), tl.load(first_extra + row + 1)):
-            page = tl.load(tables + tl.load(extra + index).to(tl.int64) * TABLE_STRIDE + place)
-            tl.store(cache + page.to(tl.int64) * PAGE_STRIDE + line, stored, inside)
+        _put(
+            cache, tables, tables_of, first_extra, extra, rows, heads, position, x, inside,
+            tl.where(tile < q_tiles + kv_tiles, KEYS_AT, VALUES_AT),
+            PAGE_SIZE, PAGE_STRIDE, TABLE_STRIDE, GROUP_AT, DIM, BLOCK_D,
+        )  # fmt: skip

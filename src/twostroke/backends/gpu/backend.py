@@ -1,0 +1,229 @@
+"""The gpu backend: planned steps on one GPU, replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from twostroke.backends import BackendFacts
+from twostroke.backends.cpu.steps import StepArrays
+from twostroke.backends.gpu.cache import PageMemory
+from twostroke.backends.gpu.graphs import Graphs, bucket_of, buckets_up_to
+from twostroke.backends.gpu.lower import lower
+from twostroke.backends.gpu.plan import Plan
+from twostroke.backends.gpu.sequence import trace
+from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES
+from twostroke.backends.gpu.weights import DeviceWeights, element_of
+from twostroke.backends.spans import pooled_rows
+from twostroke.cache import PageGroups
+from twostroke.core.errors import MemoryLimitError
+from twostroke.core.step import StepResult
+from twostroke.sample.reference import draw_all
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.backends.frame import StepFrame
+    from twostroke.backends.gpu.device import Device
+    from twostroke.backends.gpu.weights import Progress, Release
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+
+    Array = NDArray[np.float32]
+
+_LEAST_TABLES = 64
+
+
+class GpuBackend:
+    """Runs a Program on one GPU."""
+
+    def __init__(  # noqa: PLR0913 - facts that only the builder knows
+        self,
+        program: Program,
+        tensors: Mapping[str, QuantTensor],
+        num_pages: int,
+        page_size: int,
+        device: Device,
+        *,
+        kv_format: str = "f16",
+        max_rows: int = 256,
+        tapped_value: str | None = None,
+        element: torch.dtype | None = None,
+        piece: int | None = None,
+        release: Release = lambda _: None,
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        """Load the weights, reserve all memory, compile the kernels and capture the graphs.
+
+        Steps have `max_rows` rows; more cost a pause. Steps return `tapped_value` for the rows that
+        draw. `element` is the type of products' inputs, else that of the weights. `release` and
+        `progress` are those of `CpuBackend`.
+
+        Raises:
+            BackendError: there is no kernel for something in the Program.
+            MemoryLimitError: the GPU has too little memory.
+        """
+        chosen = element or (torch.float16 if device.is_interpreted else element_of(tensors))
+        self._gpu = device.gpu(chosen)
+        self._program, self._tapped_value = program, tapped_value
+        self._lowered = lower(program, [] if tapped_value is None else [tapped_value])
+        windows = tuple(group.window for group in program.cache_groups)
+        groups = PageGroups(page_size, windows)
+        longest = groups.most_tokens(num_pages, program.context_length)
+        table_width = -(-longest // page_size // 4) * 4 + 4
+        self._steps = StepArrays(len(windows), page_size, table_width, one_arithmetic=True)
+        self._steps.tables.note_changes()
+        self._max_rows, self._piece = bucket_of(max_rows), piece
+        try:
+            given = tensors, release, progress
+            self._weights = DeviceWeights(self._gpu, self._lowered, *given)
+            self._pages = PageMemory(self._gpu, program, num_pages, page_size, kv_format)
+            self._tables = self._new_tables(_LEAST_TABLES)
+            self._plan = self._new_plan()
+        except torch.OutOfMemoryError:
+            needed_gb = sum(tensor.num_bytes for tensor in tensors.values()) / 1e9
+            message = f"{program.name} has {needed_gb:.1f} GB of weights, which with its pages is"
+            message = f"{message} more than {device.name} has free"
+            raise MemoryLimitError(f"{message}: take a smaller model or --kv-memory.") from None
+        self._graphs = Graphs(self._gpu)
+        self._capture()
+        self.facts = BackendFacts(
+            name="gpu",
+            detail=self._detail(device, kv_format),
+            num_threads=1,
+            num_pages=num_pages,
+            page_size=page_size,
+            windows=windows,
+            weight_bytes=self._weights.num_bytes,
+            cache_bytes=self._pages.memory.nbytes,
+        )
+
+    @property
+    def pages(self) -> None:
+        """None: its pages lie in the GPU's memory."""
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that steps need besides weights and pages."""
+        num_bytes: int = self._plan.num_bytes + self._tables.nbytes
+        return num_bytes
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's rows and draw one token for each slice that samples."""
+        started = time.perf_counter()
+        self._steps.fill(plan)
+        frame = self._steps.frame
+        num_rows = self._send(frame)
+        if frame.external is not None:
+            self._plan.take_external(frame.external)
+        self._graphs.run(num_rows, partial(self._plan.launch, num_rows))
+        logits = self._logits(len(frame.sampled_rows))
+        kernel_s = time.perf_counter() - started
+        drawn, scores = draw_all(plan, logits)
+        hidden = None
+        if self._tapped_value is not None:
+            rows = frame.sampled_rows[plan.draws].astype(np.int64)
+            hidden = self._plan.tap(self._tapped_value, num_rows)[rows].cpu().numpy()
+        last = self._plan.last_states(num_rows)
+        states = [last[part].float().cpu().numpy() for part in pooled_rows(plan.slices)]
+        elapsed_s = time.perf_counter() - started
+        tokens, logprobs = [token for token, _ in drawn], [report for _, report in drawn]
+        return StepResult(tokens, logprobs, elapsed_s, kernel_s, hidden, scores, states)
+
+    def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
+        """Return the logits of a sequence; see `Backend.score`."""
+        logits = self._program.ops[-1].output
+        return self.trace(tokens, [logits], generated=generated)[logits]
+
+    def trace(
+        self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
+    ) -> dict[str, Array]:
+        """Return values of the Program for a sequence; see `Backend.trace`."""
+        del generated  # one arithmetic for all rows
+        given = self._gpu, self._program, self._weights, self._pages
+        return trace(*given, tokens, values, piece=self._piece)
+
+    def forget(self, request: Request) -> None:
+        """Drop all that is kept for a finished request."""
+        self._steps.forget(request)
+
+    def close(self) -> None:
+        """Give back the GPU's memory."""
+        self._graphs.drop()
+        for name in ("_plan", "_pages", "_weights", "_tables"):
+            self.__dict__.pop(name, None)
+        if self._gpu.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _send(self, frame: StepFrame) -> int:
+        """Send a step to the device; return the rows of its bucket."""
+        num_rows = bucket_of(len(frame.tokens))
+        changes = self._steps.tables.take_changes()
+        if num_rows > self._max_rows or len(frame.page_tables) > len(self._tables):
+            self._grow(num_rows, len(frame.page_tables))
+        while len(changes) > MOST_CHANGES:
+            self._plan.change_tables(changes[:MOST_CHANGES])
+            changes = changes[MOST_CHANGES:]
+        self._plan.input.fill(frame, changes, num_rows)
+        if self._plan.needs_more():
+            self._graphs.drop()
+        return num_rows
+
+    def _logits(self, count: int) -> Array:
+        found = np.empty((count, self._program.vocab_size), np.float32)
+        for chunk, first in enumerate(range(0, count, LOGIT_ROWS)):
+            rows = min(LOGIT_ROWS, count - first)
+            bucket = bucket_of(rows)
+            launch = partial(self._plan.launch_logits, chunk, bucket)
+            self._graphs.run((chunk, bucket), launch)
+            found[first : first + rows] = self._plan.logits[:rows].cpu().numpy()
+        return found
+
+    def _capture(self) -> None:
+        """Compile all kernels and capture the graphs, for steps without rows."""
+        if self._gpu.device.type != "cuda":
+            return
+        self._plan.input.clear()
+        for num_rows in buckets_up_to(self._max_rows):
+            self._graphs.capture(num_rows, partial(self._plan.launch, num_rows))
+        for bucket in buckets_up_to(min(self._max_rows, LOGIT_ROWS)):
+            self._graphs.capture((0, bucket), partial(self._plan.launch_logits, 0, bucket))
+        if self._max_rows not in buckets_up_to(self._max_rows):
+            self._plan.launch(self._max_rows)
+            torch.cuda.synchronize()
+
+    def _grow(self, num_rows: int, num_tables: int) -> None:
+        """Make room for larger steps or more requests than were planned for."""
+        self._graphs.drop()
+        self._max_rows = max(self._max_rows, num_rows)
+        if num_tables > len(self._tables):
+            grown = self._new_tables(2 * num_tables)
+            grown[: len(self._tables)] = self._tables
+            self._tables = grown
+        self._plan = self._new_plan()
+        self._capture()
+
+    def _new_plan(self) -> Plan:
+        given = self._gpu, self._lowered, self._weights, self._pages, self._tables, self._max_rows
+        return Plan(*given, piece=self._piece)
+
+    def _new_tables(self, count: int) -> torch.Tensor:
+        _, num_groups, width = self._steps.tables.array.shape
+        shape = count, num_groups, width
+        return torch.zeros(shape, dtype=torch.int32, device=self._gpu.device)
+
+    def _detail(self, device: Device, kv_format: str) -> str:
+        name = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+        element = name[self._gpu.element]
+        parts = [device.name, element, f"{kv_format} keys and values"]
+        converted = self._weights.converted
+        parts += [f"{count} matrices of {fmt} as {element}" for fmt, count in converted.items()]
+        return ", ".join(parts)

@@ -1,0 +1,75 @@
+"""Where keys and values lie on the device, and how layers' attention is divided."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from twostroke.backends.gpu.kernels import attention
+from twostroke.backends.gpu.kernels.attention import Heads
+from twostroke.backends.gpu.tiles import Tiling
+
+if TYPE_CHECKING:
+    from twostroke.backends.gpu.launch import Gpu
+    from twostroke.program import Program, ops
+
+KV_TYPES: Final = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+_GRAIN: Final = 64  # values; pages and layers start at multiples
+
+
+class PageMemory:
+    """Pages on the device, all of one size.
+
+    A page has, for each layer of its cache group in turn, keys (kv_heads, page_size, head_dim),
+    then values alike.
+    """
+
+    def __init__(
+        self, gpu: Gpu, program: Program, num_pages: int, page_size: int, kv_format: str
+    ) -> None:
+        self.page_size, self.kv_format = page_size, kv_format
+        self._places: dict[int, tuple[int, int]] = {}  # group and first value of each layer
+        layers = program.cache_layers
+        stride = 0
+        for number, group in enumerate(program.cache_groups):
+            first = 0
+            for layer in group.layers:
+                self._places[layer] = number, first
+                first += -(-page_size * layers[layer].values_per_token // _GRAIN) * _GRAIN
+            stride = max(stride, first)
+        self.page_stride = max(stride, _GRAIN)
+        size = num_pages * self.page_stride
+        self.memory = torch.zeros(size, dtype=KV_TYPES[kv_format], device=gpu.device)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        size: int = self.memory.itemsize
+        return self.page_stride * size
+
+    def heads(self, op: ops.Attention, table_width: int, num_groups: int) -> Heads:
+        """Return an operation's shape and places, for tables of so many pages in each group."""
+        group, first = self._places[op.layer]
+        return Heads(
+            num_heads=op.num_heads,
+            num_kv_heads=op.num_kv_heads,
+            head_dim=op.head_dim,
+            scale=op.scale,
+            window=op.window or 0,
+            soft_cap=op.soft_cap or 0.0,
+            page_size=self.page_size,
+            page_stride=self.page_stride,
+            keys_at=first,
+            values_at=first + self.page_size * op.num_kv_heads * op.head_dim,
+            table_stride=table_width * num_groups,
+            group_at=table_width * group,
+        )
+
+
+def tiling_of(op: ops.Attention) -> Tiling:
+    """Return how an operation's rows and contexts are divided."""
+    small = attention.small_block(op.group_size)
+    large = attention.large_block(op.group_size, op.head_dim)
+    rows = attention.rows_of(op.group_size, small), attention.rows_of(op.group_size, large)
+    return Tiling(op.window, *rows)

@@ -1,0 +1,132 @@
+"""Finds the GPU, or says in a sentence why there is none that can be used."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twostroke.core import env
+from twostroke.core.errors import BackendError
+from twostroke.core.frozen import Frozen
+from twostroke.core.hardware import memory_available
+
+if TYPE_CHECKING:
+    import torch
+
+    from twostroke.backends.gpu.launch import Gpu
+
+_OLDEST = 80  # sm_80: the first with bfloat16 and asynchronous copies
+_EXTRA = "pip install 'twostroke[gpu]'"
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Device(Frozen, eq=False):
+    """A GPU that can be used, or the processor that interprets its kernels for tests."""
+
+    name: str
+    torch_device: torch.device
+    architecture: int
+    num_units: int
+    is_interpreted: bool = False
+
+    def gpu(self, element: torch.dtype) -> Gpu:
+        """Return it as those see it who launch kernels, for products of a type of values."""
+        from twostroke.backends.gpu.launch import Gpu, start
+
+        return Gpu(
+            self.torch_device,
+            self.architecture,
+            self.num_units,
+            element,
+            start,
+            is_interpreted=self.is_interpreted,
+        )
+
+    @property
+    def memory_available(self) -> int:
+        """Bytes that are free now."""
+        if self.is_interpreted:
+            return memory_available()
+        import torch
+
+        free: int = torch.cuda.mem_get_info(self.torch_device)[0]
+        return free
+
+
+def may_exist() -> bool:
+    """Whether a GPU and what runs it may be here; quick, and without importing PyTorch."""
+    return _DRIVER.exists() and bool(find_spec("torch") and find_spec("triton"))
+
+
+def find(wanted: str = "auto") -> Device:
+    """Return the device for `wanted`: "auto", "cuda", "cuda:1".
+
+    With `TRITON_INTERPRET` set it is the processor.
+
+    Raises:
+        BackendError: no driver, or an old one; no PyTorch or Triton; no such device, or one that is
+            too old; a folder for compiled kernels that cannot be written.
+    """
+    for package, module in (("PyTorch", "torch"), ("Triton", "triton")):
+        if find_spec(module) is None:
+            raise BackendError(f"The gpu backend needs {package}: {_EXTRA}.")
+    import torch
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        if wanted not in {"auto", "cpu"}:
+            message = f"With TRITON_INTERPRET kernels are interpreted on the cpu, not on '{wanted}'"
+            raise BackendError(f"{message}: leave --device out.")
+        return Device("interpreted kernels", torch.device("cpu"), 90, 2, is_interpreted=True)
+    if torch.version.cuda is None:
+        raise BackendError(
+            f"This PyTorch was built without CUDA: {_EXTRA} on a machine with a GPU."
+        )
+    if not _DRIVER.exists() and not torch.cuda.is_available():
+        message = "There is no NVIDIA driver here, which the gpu backend needs"
+        raise BackendError(f"{message}: install one, or use --backend cpu.")
+    try:
+        torch.cuda.init()
+        count = torch.cuda.device_count()
+    except RuntimeError as error:
+        reason = str(error).split(". ")[0].splitlines()[0]
+        raise BackendError(f"The NVIDIA driver cannot be used: {reason}.") from None
+    _prepare_cache()
+    return _device(wanted, count)
+
+
+def _device(wanted: str, count: int) -> Device:
+    import torch
+
+    known = ["auto", "cuda", *(f"cuda:{index}" for index in range(count))]
+    if count == 0:
+        raise BackendError("The NVIDIA driver sees no GPU; is CUDA_VISIBLE_DEVICES empty?")
+    if wanted not in known:
+        raise BackendError(f"There is no device '{wanted}' here. Devices: {', '.join(known)}.")
+    device = torch.device("cuda:0" if wanted in {"auto", "cuda"} else wanted)
+    found = torch.cuda.get_device_properties(device)
+    architecture = 10 * found.major + found.minor
+    if architecture < _OLDEST:
+        message = (
+            f"{found.name} is an sm_{architecture}; the gpu backend needs sm_{_OLDEST} or newer"
+        )
+        raise BackendError(f"{message}: use --backend torch.")
+    return Device(found.name, device, architecture, found.multi_processor_count)
+
+
+def _prepare_cache() -> None:
+    """Let Triton keep compiled kernels in our cache."""
+    import triton
+
+    folder = env.cache_dir() / "triton"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(folder, os.W_OK)
+    except OSError:
+        is_writable = False
+    if not is_writable:
+        message = f"Compiled kernels cannot be kept in {folder}, which cannot be written"
+        raise BackendError(f"{message}: set TWOSTROKE_CACHE to another folder.")
+    triton.knobs.cache.dir = str(folder)

@@ -1,0 +1,305 @@
+"""Lowers a Program to launches: some ten for each layer, whatever its family asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from twostroke.backends.gpu.lowered import (
+    Activate,
+    AddNorm,
+    Attend,
+    Buffer,
+    Combine,
+    Embed,
+    External,
+    Kind,
+    Lowered,
+    Place,
+    Products,
+    Source,
+    Store,
+)
+from twostroke.core.errors import BackendError
+from twostroke.core.frozen import Frozen
+from twostroke.program import ops
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from twostroke.backends.gpu.lowered import Record
+    from twostroke.program import Op, Program
+
+_MAX_HEAD_DIM = 256
+
+
+def lower(program: Program, taps: Collection[str] = ()) -> Lowered:
+    """Lower a Program whose values `taps` leave the step.
+
+    Raises:
+        BackendError: an operation, a shape or a tap for which there is no kernel.
+    """
+    return _Lowering(program, taps).lower()
+
+
+class _Sum(Frozen):
+    """A sum that the next norm computes: `delta`, perhaps normed, goes to a residual stream."""
+
+    output: str
+    residual: int
+    delta: Place
+    post: ops.RMSNorm | None
+
+
+class _Lowering:
+    """One pass over the Program; what a later kernel can do with others waits for it."""
+
+    def __init__(self, program: Program, taps: Collection[str]) -> None:
+        self._program, self._taps = program, taps
+        self._readers: dict[str, list[Op]] = {}
+        for op in program.ops:
+            for name in op.inputs:
+                self._readers.setdefault(name, []).append(op)
+        self._buffers: list[Buffer] = []
+        self._places: dict[str, Place] = {}
+        self._sum: _Sum | None = None
+        self._post: dict[str, tuple[Place, ops.RMSNorm]] = {}  # norms that go into a sum
+        self._heads: dict[str, Source] = {}  # norms and rotations that attention's kernel does
+        self._elements: dict[Place, int] = {}
+        self._tapped: dict[str, int] = {}
+        self._records: list[Record] = []
+        self._parts: list[tuple[Op, ...]] = []
+        self._waiting: list[Op] = []  # operations that the next records do
+
+    def lower(self) -> Lowered:
+        done: set[str] = set()
+        for i, op in enumerate(self._program.ops):
+            if op.output in done:
+                continue
+            if isinstance(op, ops.Linear):
+                done |= self._products(self._program.ops[i:])
+            else:
+                self._waiting.append(op)
+                self._lower_op(op)
+            self._tap()
+        logits = self._program.ops[-1]
+        assert isinstance(logits, ops.Logits)
+        last = self._element(logits.x)
+        self._buffers[last] = Buffer(self._buffers[last].width, Kind.ELEMENT, kept=True)
+        self._tap()
+        missing = set(self._taps) - set(self._tapped) - {logits.output}
+        if missing:
+            self._refuse(f"keeps no value {min(missing)}")
+        return Lowered(
+            tuple(self._records),
+            tuple(self._parts),
+            tuple(self._buffers),
+            self._tapped,
+            last,
+            logits,
+        )
+
+    def _lower_op(self, op: Op) -> None:  # noqa: C901 - a case for each operation
+        match op:
+            case ops.Embed():
+                self._embed(op)
+            case ops.ExternalInput():
+                output = self._write(op.output, op.width, Kind.STREAM)
+                self._emit(External(output))
+            case ops.RMSNorm():
+                self._norm(op)
+            case ops.Rope():
+                source = self._source(op.x)
+                self._check_heads(op, op.head_dim)
+                self._heads[op.output] = Source(source.place, source.norm, op)
+            case ops.Attention():
+                self._attention(op)
+            case ops.GatedActivation():
+                gate, up = self._place(op.gate), self._place(op.up)
+                output = self._write(op.output, op.width, Kind.ELEMENT)
+                self._emit(Activate(gate, up, op.activation, output))
+            case ops.Scale() if op.output in self._places:
+                pass  # done with the embedding
+            case ops.Scale():
+                place = self._place(op.x)
+                self._emit(Combine(place, self._write(op.output, op.width, Kind.STREAM), op.factor))
+            case ops.TakeColumns():
+                whole = self._place(op.x)
+                assert whole.bias is None, "a bias would have to be cut, too"
+                self._places[op.output] = Place(whole.buffer, whole.first + op.first, op.width)
+            case ops.Add():
+                self._add(op)
+            case ops.Logits():
+                self._waiting.pop()  # after the step
+            case ops.MixtureOfExperts() | ops.ExpertTerms() | ops.SumTerms():
+                self._refuse("does not run mixtures of experts yet")
+            case _:
+                self._refuse("runs a model on one GPU")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        message = f"{self._program.name}: the gpu backend {reason}"
+        raise BackendError(f"{message}; `--backend torch` does.")
+
+    def _embed(self, op: ops.Embed) -> None:
+        reader = self._only_reader(op.output)
+        if isinstance(reader, ops.Scale):
+            self._waiting.append(reader)
+            output = self._write(reader.output, op.width, Kind.STREAM)
+            self._emit(Embed(op.table, reader.factor, output))
+        else:
+            output = self._write(op.output, op.width, Kind.STREAM)
+            self._emit(Embed(op.table, 1.0, output))
+
+    def _norm(self, op: ops.RMSNorm) -> None:
+        reader = self._only_reader(op.output)
+        if isinstance(reader, ops.Rope | ops.Attention) and reader.head_dim == op.grain:
+            self._heads[op.output] = Source(self._place(op.x), op)
+            return
+        if op.num_groups > 1:
+            self._refuse("norms no groups but heads")
+        if self._sum is not None and self._sum.output == op.x:
+            found, self._sum = self._sum, None
+            output = self._write(op.output, op.width, Kind.ELEMENT)
+            self._places[found.output] = Place(found.residual, 0, op.width)
+            self._emit(AddNorm(found.residual, found.delta, found.post, op, output))
+            return
+        place = self._place(op.x)
+        if isinstance(reader, ops.Add) and self._stream_of(reader, other=op.output) is not None:
+            self._post[op.output] = place, op
+            return
+        output = self._write(op.output, op.width, Kind.ELEMENT)
+        if self._is_stream(place):
+            self._emit(AddNorm(place.buffer, norm=op, output=output))
+        else:
+            self._emit(AddNorm(delta=place, norm=op, output=output))
+
+    def _add(self, op: ops.Add) -> None:
+        """Let the next norm add to a stream that nothing else reads; else add now."""
+        if self._sum is not None:
+            self._add_now()
+        for name, other in ((op.a, op.b), (op.b, op.a)):
+            if self._stream_of(op, other) == name:
+                delta, post = self._post.pop(other, None) or (self._place(other), None)
+                self._sum = _Sum(op.output, self._places[name].buffer, delta, post)
+                return
+        a, b = self._place(op.a), self._place(op.b)
+        if b.bias is not None:
+            a, b = b, a
+        if b.bias is not None:
+            b = Place(self._element_of(b), 0, b.width)
+        self._emit(Combine(a, self._write(op.output, op.width, Kind.STREAM), 1.0, b))
+
+    def _stream_of(self, op: ops.Add, other: str) -> str | None:
+        """Return the sum's operand that is not the `other`, if the sum can take its place."""
+        if op.a == op.b:
+            return None
+        name = op.a if op.b == other else op.b
+        place = self._places.get(name)
+        is_last = self._readers[name][-1] is op
+        return name if place is not None and self._is_stream(place) and is_last else None
+
+    def _add_now(self) -> None:
+        found, self._sum = self._sum, None
+        assert found is not None
+        width = self._buffers[found.residual].width
+        self._places[found.output] = Place(found.residual, 0, width)
+        self._emit(AddNorm(found.residual, found.delta, found.post))
+
+    def _products(self, rest: tuple[Op, ...]) -> set[str]:
+        """Lower the products at the beginning of `rest` that read one value; return their names."""
+        first = rest[0]
+        assert isinstance(first, ops.Linear)
+        x = self._element(first.x)
+        found: list[ops.Linear] = []
+        for op in rest:
+            if not isinstance(op, ops.Linear) or op.x != first.x:
+                break
+            found.append(op)
+        self._waiting += found
+        self._buffers.append(Buffer(sum(op.width for op in found), Kind.PARTS))
+        output, column = len(self._buffers) - 1, 0
+        for op in found:
+            self._places[op.output] = Place(output, column, op.width, op.bias)
+            column += op.width
+        weights, widths = tuple(op.weight for op in found), tuple(op.width for op in found)
+        self._emit(Products(x, weights, widths, output))
+        return {op.output for op in found}
+
+    def _attention(self, op: ops.Attention) -> None:
+        self._check_heads(op, op.head_dim)
+        if op.num_heads % op.num_kv_heads or op.first_head:
+            self._refuse("divides heads evenly")
+        sources = self._source(op.q), self._source(op.k), self._source(op.v)
+        q = self._new(op.width, Kind.ELEMENT)
+        self._waiting.pop()
+        self._emit(Store(sources, op, q))
+        self._waiting.append(op)
+        self._emit(Attend(q, op, self._write(op.output, op.width, Kind.ELEMENT)))
+
+    def _check_heads(self, op: Op, head_dim: int) -> None:
+        if head_dim > _MAX_HEAD_DIM or head_dim % 8:
+            reason = f"runs heads of up to {_MAX_HEAD_DIM} values, multiples of 8, not {head_dim}"
+            self._refuse(reason)
+        if isinstance(op, ops.Rope) and not isinstance(self._only_reader(op.output), ops.Attention):
+            self._refuse("rotates nothing but queries and keys")
+
+    def _source(self, name: str) -> Source:
+        return self._heads.pop(name, None) or Source(self._place(name))
+
+    def _place(self, name: str) -> Place:
+        """Return where a value is, computing what waits for it."""
+        if self._sum is not None and self._sum.output == name:
+            self._add_now()
+        if name in self._post:
+            place, norm = self._post.pop(name)
+            output = self._write(name, norm.width, Kind.ELEMENT)
+            self._emit(AddNorm(delta=place, norm=norm, output=output))
+        if name in self._heads:
+            self._refuse("norms and rotates heads for attention alone")
+        return self._places[name]
+
+    def _element(self, name: str) -> int:
+        """Return the buffer of a value as products read it."""
+        return self._element_of(self._place(name))
+
+    def _element_of(self, place: Place) -> int:
+        buffer = self._buffers[place.buffer]
+        if buffer.kind is Kind.ELEMENT and place == Place(place.buffer, 0, buffer.width):
+            return place.buffer
+        if place in self._elements:
+            return self._elements[place]
+        found = self._new(place.width, Kind.ELEMENT)
+        self._emit(Combine(place, found))
+        if buffer.kind is not Kind.STREAM:  # whose values change
+            self._elements[place] = found
+        return found
+
+    def _is_stream(self, place: Place) -> bool:
+        buffer = self._buffers[place.buffer]
+        return buffer.kind is Kind.STREAM and place == Place(place.buffer, 0, buffer.width)
+
+    def _write(self, name: str, width: int, kind: Kind) -> int:
+        buffer = self._new(width, kind)
+        self._places[name] = Place(buffer, 0, width)
+        return buffer
+
+    def _new(self, width: int, kind: Kind) -> int:
+        self._buffers.append(Buffer(width, kind))
+        return len(self._buffers) - 1
+
+    def _tap(self) -> None:
+        """Copy tapped values that are there, before others take their place."""
+        for name in self._taps:
+            if name in self._places and name not in self._tapped:
+                place = self._places[name]
+                self._buffers.append(Buffer(place.width, Kind.STREAM, kept=True))
+                self._tapped[name] = len(self._buffers) - 1
+                self._emit(Combine(place, self._tapped[name]))
+
+    def _emit(self, record: Record) -> None:
+        self._records.append(record)
+        self._parts.append(tuple(self._waiting))
+        self._waiting = []
+
+    def _only_reader(self, name: str) -> Op | None:
+        readers = self._readers.get(name, [])
+        return readers[0] if len(readers) == 1 and name not in self._taps else None

@@ -1,0 +1,143 @@
+"""A Program as launches over buffers, before there is memory for them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from twostroke.program import Activation, Op, ops
+
+
+class Kind(Enum):
+    """What a buffer holds: a float32 stream, input of products, or sums in parts."""
+
+    STREAM = "stream"
+    ELEMENT = "element"
+    PARTS = "parts"
+
+
+class Buffer(Frozen):
+    """Rows of `width` values; one that is `kept` is read after the step."""
+
+    width: int
+    kind: Kind
+    kept: bool = False
+
+
+class Place(Frozen):
+    """Columns of a buffer that hold a value, to which its reader adds the `bias`."""
+
+    buffer: int
+    first: int
+    width: int
+    bias: str | None = None
+
+
+class Source(Frozen):
+    """Queries, keys or values, whose reader norms and rotates each head."""
+
+    place: Place
+    norm: ops.RMSNorm | None = None
+    rope: ops.Rope | None = None
+
+
+class Embed(Frozen):
+    """Rows of the table, times the factor."""
+
+    table: str
+    factor: float
+    output: int
+
+
+class External(Frozen):
+    """Values that come with the step."""
+
+    output: int
+
+
+class AddNorm(Frozen):
+    """`residual += post(delta)`, and `output = norm(residual)`, as far as there are such."""
+
+    residual: int | None = None
+    delta: Place | None = None
+    post: ops.RMSNorm | None = None
+    norm: ops.RMSNorm | None = None
+    output: int | None = None
+
+
+class Products(Frozen):
+    """Products of one input with matrices; each writes its columns of the output."""
+
+    x: int
+    weights: tuple[str, ...]
+    widths: tuple[int, ...]
+    output: int
+
+
+class Store(Frozen):
+    """Queries ready for attention, keys and values in the pages."""
+
+    sources: tuple[Source, Source, Source]
+    op: ops.Attention
+    output: int
+
+
+class Attend(Frozen):
+    """Attention over the pages."""
+
+    q: int
+    op: ops.Attention
+    output: int
+
+
+class Activate(Frozen):
+    """`activation(gate) * up`."""
+
+    gate: Place
+    up: Place
+    activation: Activation
+    output: int
+
+
+class Combine(Frozen):
+    """`a * factor + b`."""
+
+    a: Place
+    output: int
+    factor: float = 1.0
+    b: Place | None = None
+
+
+Record = Embed | External | AddNorm | Products | Store | Attend | Activate | Combine
+
+
+class Lowered(Frozen):
+    """Launches in their order, and the Program's operations that each does.
+
+    `taps` names the buffers, float32, of values that leave the step. `last` is the buffer from
+    whose rows `logits` are computed, after the step, for those rows that need them.
+    """
+
+    records: tuple[Record, ...]
+    parts: tuple[tuple[Op, ...], ...]
+    buffers: tuple[Buffer, ...]
+    taps: Mapping[str, int]
+    last: int
+    logits: ops.Logits
+
+
+def touched(record: Record) -> Iterator[int]:
+    """Yield the buffers that a record reads or writes."""
+    for name in record.__struct_fields__:
+        match getattr(record, name):
+            case int(buffer) if name != "factor":
+                yield buffer
+            case Place(buffer=buffer):
+                yield buffer
+            case (Source(), *_) as sources:
+                yield from (source.place.buffer for source in sources)

@@ -1,0 +1,109 @@
+"""Memory of a step, planned before there is any: one piece in which buffers take turns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from twostroke.backends.gpu.kernels.parts import Parts
+from twostroke.backends.gpu.kernels.product import FEW_ROWS, num_parts
+from twostroke.backends.gpu.lowered import Kind, Products, touched
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.gpu.lowered import Buffer, Lowered, Place
+
+_LINE = 256  # bytes; buffers start on one
+
+
+class Layout(Frozen):
+    """Where each buffer lies, in bytes, and how many bytes a step needs in all."""
+
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+
+def lay_out(gpu: Gpu, lowered: Lowered, max_rows: int) -> Layout:
+    """Give buffers places for `max_rows` rows; those that are never needed together may share one.
+
+    Each takes the smallest free place that is large enough, else a new one.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for time, record in enumerate(lowered.records):
+        for buffer in touched(record):
+            first.setdefault(buffer, time)
+            last[buffer] = time
+    depths = {r.output: lowered.buffers[r.x].width for r in lowered.records if type(r) is Products}
+    places: list[tuple[int, int]] = []  # offset and bytes
+    free: list[int] = []
+    place_of: dict[int, int] = {}
+    end = 0
+    for time in range(len(lowered.records)):
+        for buffer in (b for b in first if first[b] == time):
+            size = _num_bytes(gpu, lowered.buffers[buffer], max_rows, depths.get(buffer, 0))
+            fitting = [place for place in free if places[place][1] >= size]
+            if fitting:
+                place_of[buffer] = min(fitting, key=lambda place: places[place][1])
+                free.remove(place_of[buffer])
+            else:
+                place_of[buffer] = len(places)
+                places.append((end, size))
+                end += size
+        free += [place_of[b] for b in last if last[b] == time and not lowered.buffers[b].kept]
+    offsets = [places[place_of[b]][0] if b in place_of else 0 for b in range(len(lowered.buffers))]
+    return Layout(tuple(offsets), end)
+
+
+def _num_bytes(gpu: Gpu, buffer: Buffer, max_rows: int, depth: int) -> int:
+    width, size = buffer.width, gpu.element.itemsize
+    if buffer.kind is Kind.STREAM:
+        num_bytes = 4 * max_rows * width
+    elif buffer.kind is Kind.ELEMENT:
+        num_bytes = size * max_rows * width
+    else:
+        few = min(max_rows, FEW_ROWS)
+        parts = max(rows * num_parts(gpu, rows, width, depth) for rows in range(1, few + 1))
+        num_bytes = max(4 * parts * width, size * max_rows * width)
+    return -(-num_bytes // _LINE) * _LINE
+
+
+class StepMemory:
+    """The buffers of a step as tensors."""
+
+    def __init__(self, gpu: Gpu, lowered: Lowered, max_rows: int) -> None:
+        self._gpu, self._buffers = gpu, lowered.buffers
+        self._layout = lay_out(gpu, lowered, max_rows)
+        self._depths = {
+            r.output: lowered.buffers[r.x].width for r in lowered.records if type(r) is Products
+        }
+        self.memory = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=gpu.device)
+
+    def tensor(self, buffer: int, num_rows: int) -> Tensor:
+        """Return a buffer that is no product's, (rows, width)."""
+        found = self._buffers[buffer]
+        dtype = torch.float32 if found.kind is Kind.STREAM else self._gpu.element
+        return self._view(buffer, num_rows * found.width, dtype).view(num_rows, found.width)
+
+    def whole(self, buffer: int, num_rows: int) -> Parts:
+        """Return a buffer in as many parts as a step of so many rows has."""
+        found = self._buffers[buffer]
+        width, stride = found.width, num_rows * found.width
+        if found.kind is not Kind.PARTS:
+            return Parts(self.tensor(buffer, num_rows), width, width)
+        if num_rows > FEW_ROWS:
+            return Parts(self._view(buffer, stride, self._gpu.element), width, width)
+        count = num_parts(self._gpu, num_rows, width, self._depths[buffer])
+        return Parts(self._view(buffer, count * stride, torch.float32), width, width, count, stride)
+
+    def parts(self, place: Place, num_rows: int) -> Parts:
+        """Return the columns at a place."""
+        return self.whole(place.buffer, num_rows).columns(place.first, place.width)
+
+    def _view(self, buffer: int, count: int, dtype: torch.dtype) -> Tensor:
+        start = self._layout.offsets[buffer]
+        return self.memory[start : start + count * dtype.itemsize].view(dtype)

@@ -1,0 +1,138 @@
+"""A step's input on the device: one array of int32 numbers, sent in one copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from twostroke.backends.gpu.tiles import MOST_PIECES, Items, divide
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from twostroke.backends.frame import StepFrame
+    from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.gpu.tiles import Tiling
+
+    Ints = NDArray[np.int32]
+
+LOGIT_ROWS: Final = 64  # rows that get logits at once
+
+# Places in the header: the number of rows, then (offset, count) of each list.
+CHANGES: Final = 4
+COPIES: Final = 6
+_TILINGS: Final = 8
+_LINE: Final = 4  # numbers; arrays begin at multiples, so that pointers are aligned
+MOST_CHANGES: Final = 4096  # of page tables, in one step's input
+
+
+class Places(Frozen):
+    """Where the arrays of a step begin whose bucket has `num_rows` rows."""
+
+    num_rows: int
+    tokens: int
+    positions: int
+    tables: int
+    first_extra: int
+    rest: int
+
+
+class StepInput:
+    """The input of a step: here, in pinned memory, and on the device."""
+
+    def __init__(self, gpu: Gpu, tilings: Sequence[Tiling], max_rows: int) -> None:
+        """Make room for any step of `max_rows` rows."""
+        self._tilings = tuple(tilings)
+        self._max_chunks = -(-max_rows // LOGIT_ROWS)
+        self._chunks = _up(_TILINGS + 6 * len(self._tilings))  # one number in a line
+        self._sampled = self._chunks + _LINE * self._max_chunks
+        self._arrays = self._sampled + LOGIT_ROWS * self._max_chunks
+        items = len(tilings) * max_rows * (MOST_PIECES * 8 + 8 + 4)
+        size = self.places(max_rows).rest + 2 * MOST_CHANGES + 8 * max_rows + items
+        self.host = torch.zeros(size, dtype=torch.int32, pin_memory=gpu.device.type == "cuda")
+        self.device = torch.zeros(size, dtype=torch.int32, device=gpu.device)
+        self._numbers: Ints = self.host.numpy()
+        self.num_slots = 0
+
+    def places(self, num_rows: int) -> Places:
+        """Return where the arrays of a bucket of rows begin."""
+        starts = [self._arrays]
+        for count in (num_rows, num_rows, num_rows, num_rows + 1):
+            starts.append(starts[-1] + _up(count))
+        return Places(num_rows, *starts)
+
+    def items_at(self, tiling: int) -> tuple[int, int, int]:
+        """Return the places in the header of a tiling's items of few rows, of many, and merges."""
+        at = _TILINGS + 6 * tiling
+        return at, at + 2, at + 4
+
+    def fill(self, frame: StepFrame, changes: Ints, num_rows: int) -> None:
+        """Write a step into a bucket of `num_rows` rows, and send it."""
+        numbers, places = self._numbers, self.places(num_rows)
+        count, slices = len(frame.tokens), frame.slices
+        numbers[: self._arrays] = 0
+        numbers[0] = count
+        sampled = len(frame.sampled_rows)
+        in_chunks = np.clip(sampled - LOGIT_ROWS * np.arange(self._max_chunks), 0, LOGIT_ROWS)
+        numbers[self._chunks : self._sampled : _LINE] = in_chunks
+        numbers[self._sampled :][:sampled] = frame.sampled_rows
+        numbers[places.tokens :][:count] = frame.tokens
+        lengths = slices[:, 1]
+        numbers[places.positions :][:count] = np.arange(count) + np.repeat(
+            slices[:, 2] - slices[:, 0], lengths
+        )
+        numbers[places.tables :][:count] = np.repeat(slices[:, 3], lengths)
+        self._end = places.rest
+        extra = self._append(frame.stores[:, 1] if len(frame.stores) else frame.copies[:0])
+        stored = np.bincount(frame.stores[:, 0], minlength=count) if len(frame.stores) else 0
+        first_extra = numbers[places.first_extra :][: count + 1]
+        first_extra[:] = extra
+        first_extra[1:] += np.cumsum(stored, dtype=np.int32) if len(frame.stores) else 0
+        numbers[CHANGES : CHANGES + 2] = self._append(changes), len(changes)
+        numbers[COPIES : COPIES + 2] = self._append(frame.copies), len(frame.copies)
+        self.num_slots = 0
+        for number, tiling in enumerate(self._tilings):
+            items = divide(slices, tiling)
+            self.num_slots = max(self.num_slots, items.num_slots)
+            for at, part in zip(self.items_at(number), _lists(items), strict=True):
+                numbers[at : at + 2] = self._append(part), len(part)
+        self._send()
+
+    def clear(self) -> None:
+        """Send a step without rows: kernels that are launched for it do nothing."""
+        self._numbers[:] = 0
+        self._end = len(self._numbers)
+        self._send()
+
+    def _append(self, part: Ints) -> int:
+        """Write numbers after the others; return where."""
+        start = self._end
+        self._numbers[start : start + part.size] = part.reshape(-1)
+        self._end = start + _up(part.size)
+        return start
+
+    def _send(self) -> None:
+        self.device[: self._end].copy_(self.host[: self._end], non_blocking=True)
+
+    def logit_rows(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return how many rows a chunk of logits has, and which."""
+        count = self.view(self._chunks + _LINE * chunk, _LINE)
+        return count, self.view(self._sampled + LOGIT_ROWS * chunk, LOGIT_ROWS)
+
+    def view(self, start: int, count: int) -> Tensor:
+        """Return an array on the device."""
+        return self.device[start : start + count]
+
+
+def _lists(items: Items) -> tuple[Ints, Ints, Ints]:
+    return items.small, items.large, items.merges
+
+
+def _up(count: int) -> int:
+    return -(-count // _LINE) * _LINE

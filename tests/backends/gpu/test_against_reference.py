@@ -1,0 +1,61 @@
+"""The whole gpu backend with interpreted kernels, against the reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
+from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
+from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.reference import ReferenceBackend  # noqa: E402
+from twostroke.measure.divergence import compare  # noqa: E402
+from twostroke.models import build_program  # noqa: E402
+from twostroke.models.spec import WindowSpec  # noqa: E402
+from twostroke.program import Activation  # noqa: E402
+
+if TYPE_CHECKING:
+    from twostroke.program import Program
+
+TOKENS = [(7 * i * i + 3) % VOCAB_SIZE for i in range(75)]
+
+VARIANTS: dict[str, Program] = {
+    **{name: program for name, program in PROGRAMS.items() if "experts" not in name},
+    "window": build_program(replace(SPEC, window=WindowSpec(20, (True, False)))),
+    "soft caps": build_program(replace(SPEC, attention_soft_cap=5.0, logit_soft_cap=3.0)),
+    "gelu": build_program(replace(SPEC, activation=Activation.GELU_TANH)),
+}
+
+
+def gpu_backend(program: Program, tensors: Any, num_pages: int = 2, **options: Any) -> GpuBackend:
+    given = {"element": torch.float32, "kv_format": "f32", "max_rows": 64, "piece": 32}
+    return GpuBackend(program, tensors, num_pages, 16, find(), **{**given, **options})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_states_are_the_references(variant: str) -> None:
+    program = VARIANTS[variant]
+    tensors = random_tensors(program)
+    right, ours = ReferenceBackend(program, tensors, 1, 16), gpu_backend(program, tensors)
+    names = (*program.layer_outputs, program.ops[-1].output)
+    expected, traced = right.trace(TOKENS, names), ours.trace(TOKENS, names)
+    for name in names:
+        np.testing.assert_allclose(traced[name], expected[name], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("fmt", ["F16", "BF16", "Q4_K"])
+def test_half_precision_is_close(fmt: str) -> None:
+    program = build_program(replace(SPEC, hidden_size=256, ffn_size=256, head_dim=64))
+    tensors = random_tensors(program, fmt, fmt)
+    right = ReferenceBackend(program, tensors, 1, 16)
+    ours = gpu_backend(program, tensors, element=torch.float16, kv_format="f16")
+    result = compare([(right.score(TOKENS), ours.score(TOKENS), TOKENS)])
+    assert result.mean_kl < 1e-4
+    assert result.top1_agreement > 0.98
+    assert ("as f16" in ours.facts.detail) == (fmt != "F16")
