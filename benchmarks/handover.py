@@ -1,8 +1,8 @@
 """`make bench-handover`: prompts that another engine reads, against asked figures.
 
 - transfer: pages of a prompt that a prefill engine has read before, into a decode engine's memory
-  that has been used before, from the question to the last page; in turns with a copy of as many
-  bytes within one process.
+  that has been used before, from their offer until they can be used; in turns with a copy of as
+  many bytes within one process.
 - first: the time from the end of a prefill engine's last step to the first token, less the decode
   engine's own step, which computes the rest of the prompt.
 - streams, auto: see handover_load.py.
@@ -40,13 +40,14 @@ if TYPE_CHECKING:
 
 PARTS = ("transfer", "first", "streams", "auto")
 _ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-_WARM = 4  # prompts after which all memory has been used
+_MEMORY = 56_000  # bytes for pages, for each token of a prompt: more than two of SmolLM2's, and
+_WARM = 4  # prompts after which all of it has been used
 
 
 def _options(given: argparse.Namespace, handover: HandoverOptions) -> EngineOptions:
     return EngineOptions(
         ComputeOptions(num_threads=1),
-        CacheOptions(context_length=given.tokens + 64, memory_bytes=given.memory),
+        CacheOptions(context_length=given.tokens + 64, memory_bytes=_MEMORY * given.tokens),
         speculation=SpeculationOptions("off"),
         handover=handover,
     )
@@ -92,7 +93,7 @@ class Pair:
     def __init__(self, given: argparse.Namespace, stack: ExitStack) -> None:
         """Start both, and wait until they have met."""
         command = [sys.executable, __file__, "--worker", "--model", given.model]
-        command += ["--tokens", str(given.tokens), "--memory", str(given.memory)]
+        command += ["--tokens", str(given.tokens)]
         folder = Path(stack.enter_context(TemporaryDirectory()))
         self.prefill = Worker("prefill", command, folder / "log")
         stack.callback(self.prefill.close)
@@ -102,13 +103,14 @@ class Pair:
         self.steps = _note_steps(self.engine)
         while self.view().peers[0].state != "up":
             time.sleep(0.05)
-        self._rng = random.Random(given.seed)
+        self._rng, self._num_tokens = random.Random(given.seed), given.tokens
 
-    def prompts(self, count: int, num_tokens: int) -> Iterator[list[int]]:
+    def prompts(self, count: int) -> Iterator[list[int]]:
         """Yield prompts that nobody has seen, of whole pages and a token."""
         size = self.engine.card.tokenizer.vocab_size
         for _ in range(count):
-            yield [self._rng.randrange(1000, size - 100) for _ in range(num_tokens // 16 * 16 + 1)]
+            length = self._num_tokens // 16 * 16 + 1
+            yield [self._rng.randrange(1000, size - 100) for _ in range(length)]
 
     def view(self) -> Any:
         """Return what the decode engine says of its transfers."""
@@ -125,17 +127,18 @@ class Pair:
 
 def transfer(given: argparse.Namespace) -> dict[str, Any]:
     """Return bytes/s of transfers and of copies, the first of them into unused memory."""
-    ways, copies, num_bytes = [], [], 0
+    ways, asked, copies, num_bytes = [], [], [], 0
     with ExitStack() as stack:
         pair = Pair(given, stack)
-        for number, prompt in enumerate(pair.prompts(_WARM + given.rounds, given.tokens // 2)):
+        for number, prompt in enumerate(pair.prompts(_WARM + given.rounds)):
             note(f"Transfer {number + 1} of {_WARM + given.rounds}")
             pair.prefill.ask("read", prompt=prompt)
             before = pair.view()
             pair.ask(prompt)
             after = pair.view()
             num_bytes = after.num_bytes - before.num_bytes
-            ways.append(num_bytes / (after.seconds - before.seconds))
+            ways.append(num_bytes / (after.fetch_s - before.fetch_s))
+            asked.append(num_bytes / (after.seconds - before.seconds))
             if not number:
                 source, target = (np.ones(num_bytes, np.uint8) for _ in range(2))
             began_s = time.perf_counter()
@@ -145,6 +148,7 @@ def transfer(given: argparse.Namespace) -> dict[str, Any]:
         "num_bytes": num_bytes,
         "unused": ways[0],
         "bytes_per_s": ways[_WARM:],
+        "asked_bytes_per_s": asked[_WARM:],
         "copy_bytes_per_s": copies[_WARM:],
     }
 
@@ -154,14 +158,14 @@ def first(given: argparse.Namespace) -> dict[str, Any]:
     late, own = [], []
     with ExitStack() as stack:
         pair = Pair(given, stack)
-        for number, prompt in enumerate(pair.prompts(given.rounds + 1, given.tokens // 4)):
-            note(f"First token {number + 1} of {given.rounds + 1}")
+        for number, prompt in enumerate(pair.prompts(_WARM + given.rounds)):
+            note(f"First token {number + 1} of {_WARM + given.rounds}")
             token_s = pair.ask(prompt)
             end_s = pair.prefill.ask("last")["end_s"]
             began_s, ended_s = pair.steps[-1]
             late.append(token_s - end_s)
             own.append(ended_s - began_s)
-    return {"late_s": late[1:], "step_s": own[1:]}
+    return {"late_s": late[_WARM:], "step_s": own[_WARM:]}
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -172,7 +176,9 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         size, pace = found["num_bytes"] / 1e6, median(found["bytes_per_s"]) / 1e9
         reached = f"{100 * ratio:.0f}% ({size:.0f} MB at {pace:.1f} GB/s)"
         rows += [("transfer beside memcpy", "80%", reached)]
-        rows += [("the same into unused memory", "", f"{found['unused'] / 1e9:.1f} GB/s")]
+        asked, unused = median(found["asked_bytes_per_s"]), found["unused"]
+        rows += [("the same from the question on", "", f"{asked / 1e9:.1f} GB/s")]
+        rows += [("the same into memory that was never used", "", f"{unused / 1e9:.1f} GB/s")]
     if found := result.get("first"):
         pairs = zip(found["late_s"], found["step_s"], strict=True)
         extra = sorted(1e3 * (late - step) for late, step in pairs)
@@ -209,14 +215,13 @@ def main() -> None:
     """Measure some parts, then print and keep the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tokens", type=positive, default=3000, help="of a prompt")
+    parser.add_argument("--tokens", type=positive, default=3000, help="of a prompt beside streams")
     parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--memory", type=positive, default=120_000_000, help="bytes for pages")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=tuple(MIXES))
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
     parser.add_argument("--prompts", type=positive, default=4, help="that arrive beside streams")
-    parser.add_argument("--seconds", type=positive, default=20, help="of arrivals, for rule auto")
+    parser.add_argument("--seconds", type=positive, default=15, help="of arrivals, for rule auto")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -226,9 +231,14 @@ def main() -> None:
     path = RESULTS / "handover.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     result |= machine_facts()
-    for name, measure in (("transfer", transfer), ("first", first), ("streams", streams)):
-        if name in given.parts:
-            result[name] = measure(given)
+    for name, measure, part in (
+        ("transfer", transfer, 2),
+        ("first", first, 4),
+        ("streams", streams, 1),
+    ):
+        if name in given.parts:  # a part of a prompt says as much, sooner
+            facts = vars(given) | {"tokens": given.tokens // part}
+            result[name] = measure(argparse.Namespace(**facts))
     if "auto" in given.parts:
         kept = [one for one in result.get("auto", []) if one["mix"] not in given.mixes]
         result["auto"] = kept + auto(given)

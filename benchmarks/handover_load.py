@@ -27,7 +27,7 @@ from servers import MODEL_NAME, Server, free_port, our_command
 if TYPE_CHECKING:
     import argparse
 
-MIXES = {"long prompts": (1000, 16), "balanced": (250, 60), "long answers": (60, 120)}
+MIXES = {"long prompts": (600, 16), "balanced": (250, 60), "long answers": (60, 120)}
 LOADS = (0.4, 0.8, 1.2)
 _RULES = ("never", "always", "auto")
 _STREAMS = 4
@@ -35,7 +35,7 @@ _SHORT = 8  # tokens of a stream's prompt: less than a page
 _ENDLESS = 3500  # tokens of a stream that is cut off
 _ANSWER = 16  # tokens to a long prompt
 _BURST = 6  # requests by which the capacity is measured
-_LEAST = 10  # requests of a replay
+_LEAST = 6  # requests of a replay
 _IN_TIME_S = 0.2  # gap of a stream, and
 _LATE = 3  # times as long as alone, for the first token of a prompt
 

@@ -35,6 +35,8 @@ class BorrowerView(Frozen):
     """A decode engine's prefill engines, and sums since its start.
 
     `decisions` are by the words of `choice.REASONS`, `transfers` by those of `ongoing.OUTCOMES`.
+    Transfers took `seconds` from the question to their end, and `fetch_s` of these from offers of
+    pages until these could be used.
     """
 
     rule: str
@@ -43,6 +45,7 @@ class BorrowerView(Frozen):
     transfers: dict[str, int]
     num_bytes: int
     seconds: float
+    fetch_s: float
 
 
 class HandoverView(Frozen):

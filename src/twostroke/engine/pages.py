@@ -100,7 +100,7 @@ class Pages:
         with self._changed:
             return self._transfers.take(transfer, wanted)
 
-    def arrive(self, transfer: Transfer, arrived: Iterable[PageKey]) -> None:
+    def arrive(self, transfer: Transfer, arrived: Sequence[PageKey]) -> None:
         """See `Transfers.arrive`."""
         with self._changed:
             self._transfers.arrive(transfer, arrived)

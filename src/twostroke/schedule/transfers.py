@@ -128,14 +128,13 @@ class Transfers:
         self.num_held += len(pages)
         return pages
 
-    def arrive(self, transfer: Transfer, arrived: Iterable[PageKey]) -> None:
+    def arrive(self, transfer: Transfer, arrived: Sequence[PageKey]) -> None:
         """Index pages that were taken and are written now, and drop the claims on whole places."""
         for group, key in arrived:
             self._known.insert(group, [key], [transfer.pages[group, key]])
-            transfer.wanted.discard((group, key))
-            others = range(self._known.num_groups)
-            if not any((other, key) in transfer.wanted for other in others):
-                self._drop([key], transfer)
+        transfer.wanted.difference_update(arrived)
+        missing = {key for _, key in transfer.wanted}
+        self._drop([key for _, key in arrived if key not in missing], transfer)
 
     def drop(self, transfer: Transfer) -> None:
         """Let requests compute what has not arrived; the transfer still holds its pages."""

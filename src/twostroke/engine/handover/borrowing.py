@@ -66,6 +66,7 @@ class Borrower:
                 dict(transfers),
                 sum(peer.num_bytes for peer in self.peers),
                 sum(peer.seconds for peer in self.peers),
+                sum(peer.fetch_s for peer in self.peers),
             )
 
     # The loop's lock is held while these are called.

@@ -64,7 +64,7 @@ class Peer:
         self.open: dict[int, Ongoing] = {}
         self._unused: list[Ongoing] = []  # have ended, and hold pages until their requests start
         self.outcomes: Counter[str] = Counter()
-        self.num_bytes, self.seconds = 0, 0.0
+        self.num_bytes, self.seconds, self.fetch_s = 0, 0.0, 0.0
         self._address, self._secret, self._kind = address, secret, kind
         self._pages = loop.pages
         self._connection: Connection | None = None
@@ -333,7 +333,6 @@ class Peer:
             now_s = time.monotonic()
             one.due_s = now_s + one.patience_s
             num_bytes = len(fetch.keys) * self._kind.page_bytes
-            self.num_bytes += num_bytes
             self._learn(num_bytes, now_s - fetch.began_s)
             self._end_if_done(one)
             if one.has_ended or not fetch.rest:
@@ -341,6 +340,8 @@ class Peer:
         self._fetch(one, fetch.offer, fetch.rest)
 
     def _learn(self, num_bytes: int, seconds: float) -> None:
+        self.num_bytes += num_bytes
+        self.fetch_s += seconds
         rate = num_bytes / max(seconds, 1e-6)
         self._rate = rate if not self._rate else self._rate + _NEW * (rate - self._rate)
 
