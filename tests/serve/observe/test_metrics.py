@@ -15,6 +15,7 @@ from support.servers import live_server
 from twostroke.backends import RankFacts, RankState
 from twostroke.cache.tiers import TierTotals
 from twostroke.core.service import SERVICES
+from twostroke.engine.handover_view import BorrowerView, HandoverView, LenderView, PeerView
 from twostroke.engine.limits import Limits
 from twostroke.http.ignored import IgnoredFields
 from twostroke.serve.observe.metrics import Metrics
@@ -28,6 +29,14 @@ _ROOT = Path(__file__).parents[3]
 _DOCUMENT = _ROOT / "docs/observability.md"
 _DASHBOARD = _ROOT / "docs/grafana/twostroke.json"
 
+_PEER = PeerView("there:7800", "up", "socket", 1, 0.0, 1e9, 1e9)
+_HANDOVER = HandoverView(
+    "decode",
+    LenderView(7800, 1, 0, 2, 30, 1),
+    BorrowerView(
+        "auto", (_PEER,), {"there": 3, "here": 1}, {"done": 2, "lost": 1}, 10**6, 2.0, 0.5
+    ),
+)
 _EVERYTHING = (Objective("ttft", 0.5), Objective("tpot", 0.05, "priority"))
 
 
@@ -152,6 +161,22 @@ def test_document_lists_exactly_the_metrics(server: LiveServer) -> None:
     }
 
 
+def test_hand_overs_are_counted(server: LiveServer) -> None:
+    found = {
+        (sample.name.removeprefix("twostroke_handover_"), *sample.labels.values()): sample.value
+        for family in _families(server)
+        for sample in family.samples
+        if family.name.startswith("twostroke_handover_")
+    }
+    assert found["prompts_total", "there"] == 3
+    assert found["prompts_total", "gone"] == 0
+    assert found["transfers_total", "lost"] == 1
+    assert found["bytes_total",] == 10**6
+    assert found["peer_up", "there:7800"] == 1
+    assert found["prefill_per_decode",] > 0
+    assert found["leases_late_total",] == 1
+
+
 def test_document_has_the_labels_of_every_metric(server: LiveServer) -> None:
     text = _DOCUMENT.read_text()
     for family in _ours(server):
@@ -206,7 +231,12 @@ def _families(server: LiveServer) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         rank = RankState(RankFacts(1, "here", 1, 2, 3), "ready")
         patch.setattr(server.client.loop, "ranks", lambda: [rank])
-        patch.setattr(server.client.loop.pages, "count", lambda: (TierTotals("disk"),))
+        patch.setattr(
+            server.client.loop.pages,
+            "count",
+            lambda: (TierTotals("disk", pages_stored=1, bytes_stored=1),),
+        )
+        patch.setattr(server.client, "view_handover", lambda: _HANDOVER)
         return list(text_string_to_metric_families(asyncio.run(metrics.expose(""))[0].decode()))
 
 

@@ -19,6 +19,7 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.health import Health
 from twostroke.schedule.residence import Residence
 from twostroke.serve.about import VERSION
+from twostroke.serve.observe.handover import handover_metrics
 from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED, Goodput
 from twostroke.serve.observe.state import WINDOWS
 
@@ -215,6 +216,7 @@ class Metrics(Collector):
         limits = self._limits or getattr(engine, "limits", None)
         yield from _utilization(limits, *reading.spans)
         yield from _tiers(snapshot.tiers)
+        yield from handover_metrics(reading, engine.card)
         yield from _speculation(snapshot.speculation)
 
 

@@ -9,14 +9,13 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import to_builtins
 from msgspec.structs import asdict
 
-from twostroke.program import BatchShape
 from twostroke.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.schedule.residence import Residence
 from twostroke.serve.about import VERSION
 from twostroke.serve.dialect import encode_json
+from twostroke.serve.observe.handover import describe_handover
 from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED
 from twostroke.serve.observe.pages import Pages, page_map
 
@@ -38,7 +37,6 @@ WINDOWS: Final = (10, 60)  # seconds
 PAST_S: Final = range(120, 0, -2)  # the seconds ago that charts begin with
 
 _MAX_AGE_S: Final = 0.5
-_TYPICAL: Final = 1024  # tokens of a prompt
 _PERCENTILES: Final = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}  # least samples
 
 
@@ -84,8 +82,6 @@ class State:
         self._goodput = goodput
         self._limits = limits
         self._model = _model(engine.card, names)
-        shape = BatchShape.prefill(_TYPICAL)
-        self._token_flops = engine.card.cost.per_step().of(shape).flops / _TYPICAL
         self._kept: dict[bool, tuple[float, bytes]] = {}  # when it was made, by `has_past`
 
     async def body(self, health: str, *, has_past: bool = False) -> bytes:
@@ -134,7 +130,7 @@ class State:
                 "token_budget": facts.config.token_budget,
             },
             "memory": {"used_bytes": self._engine.memory_bytes, "kv_bytes": backend.cache_bytes},
-            "handover": _handover(reading, self._token_flops),
+            "handover": describe_handover(reading, self._engine.card),
             "ranks": [_rank(rank, backend.link) for rank in reading.ranks],
             "objectives": [
                 {"class": service, "objective": measure, "limit_s": limit_s}
@@ -251,26 +247,6 @@ def _rank(rank: RankState, link: str) -> dict[str, Any]:
         "collective_s": rank.collective_s,
         "restarts": rank.num_restarts,
     }
-
-
-def _handover(reading: Reading, flops: float) -> dict[str, Any] | None:
-    """Return an engine's part in a hand-over, and how many prefill engines one like it can use.
-
-    That is the time to read all prompts so far, with `flops` for a token and at the best pace of a
-    prefill engine, over the time of their answers' steps.
-    """
-    handover, decode = reading.handover, reading.snapshot.strokes.decode
-    if handover is None:
-        return None
-    described: dict[str, Any] = to_builtins(handover)
-    sums = _sums(reading.snapshot.services.values())
-    peers = handover.borrower.peers if handover.borrower else ()
-    pace = max((peer.flops_per_s for peer in peers), default=0.0)
-    if pace and decode.rows and sums["completion_tokens"]:
-        prefill_s = sums["prompt_tokens"] * flops / pace
-        decode_s = sums["completion_tokens"] * decode.time_s / decode.rows
-        described["prefill_per_decode"] = prefill_s / decode_s
-    return described
 
 
 def _requests(view: View, pages: Pages, now_s: float) -> dict[str, Any]:

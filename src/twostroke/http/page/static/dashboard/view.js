@@ -98,13 +98,13 @@ export class Dashboard {
     this.#about.textContent = parts.join(" · ");
   }
 
-  #showTiles({ requests, engine, tiers }, window) {
+  #showTiles({ requests, engine, tiers, handover }, window) {
     const tiles = this.#tiles;
     const past = (name) => this.#history.line(name);
     const { ttft, itl } = overall(window.latency);
     tiles.running.show(count(requests.num_running), requests.num_waiting ? `${count(requests.num_waiting)} waiting` : `at most ${count(engine.max_running)}, nobody waits`, past("running"));
     tiles.out.show(`${rate(window.completion_tokens_per_s)}/s`, `${rate(window.answers_per_s)} answers/s`, past("out"));
-    tiles.in.show(`${rate(window.prompt_tokens_per_s)}/s`, `${rate(window.cached_tokens_per_s)}/s of them cached`, past("in"));
+    tiles.in.show(`${rate(window.prompt_tokens_per_s)}/s`, `${rate(window.cached_tokens_per_s)}/s of them cached${elsewhere(handover)}`, past("in"));
     tiles.ttft.show(duration(ttft?.p50), tail(ttft), past("ttft"));
     tiles.itl.show(duration(itl?.p50), tail(itl), past("itl"));
     tiles.cache.show(percent(window.cache_hit_rate), ofPrompts(tiers), past("cache"));
@@ -160,6 +160,14 @@ function ofPrompts(tiers) {
   const stored = tiers.reduce((sum, tier) => sum + tier.bytes_stored, 0);
   const savedS = tiers.reduce((sum, tier) => sum + tier.saved_s, 0);
   return tiers.length ? `of prompt tokens; ${quantity(stored, "B")} stored, ${duration(savedS)} saved` : "of prompt tokens";
+}
+
+/** Say what prefill engines have read for this engine, or this one for others. */
+function elsewhere(handover) {
+  if (handover?.lender) return `; ${counted(handover.lender.num_prompts, "prompt")} read for others`;
+  const { decisions = {}, peers = [] } = handover?.borrower ?? {};
+  const up = peers.filter(({ state }) => state === "up").length;
+  return handover ? `; ${counted(decisions.there ?? 0, "prompt")} read by ${counted(up, "prefill engine")}` : "";
 }
 
 function tail(found) {
