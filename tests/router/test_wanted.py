@@ -71,6 +71,16 @@ def test_each_model_wants_for_itself() -> None:
     assert wanted(fleet, "idle") == 1
 
 
+def test_a_replica_that_says_its_work_is_believed() -> None:
+    fleet = _fleet("m", "m")
+    fleet.dispatcher.report(0, 9.0, None)
+    fleet.at(0).work_s = 1.0
+    assert fleet.dispatcher.decide(Asked((), 0, 0)) is not None
+    assert wanted(fleet) == 2
+    fleet.at(0).work_s = 7.0
+    assert wanted(fleet) == 4
+
+
 def test_a_replica_that_is_down_is_not_counted() -> None:
     fleet = _fleet("m", "m")
     fleet.dispatcher.report(0, 9.0, None)

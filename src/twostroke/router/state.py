@@ -56,11 +56,15 @@ def wanted(fleet: Fleet, model: str | None = None) -> int:
     """Return how many replicas, or of those of a model, bring the mean wait to `busy_s`; or one.
 
     Fewer than there are only if half as many would still be enough, and as many as leave each
-    replica at most `_STREAMS` of the requests that run: work counts prompts, not answers.
+    replica at most `_STREAMS` of the requests that run: work counts prompts, not answers. Replicas
+    that say how much work they have are believed: answers that are not streamed have their first
+    byte at their end, and seem to be work until then.
     """
     dispatcher = fleet.dispatcher
     ready = [one for one in fleet.ready if model is None or model in one.facts.models]
-    work_s = sum(dispatcher.wait_s(one.place) for one in ready)
+    work_s = sum(
+        one.work_s if one.work_s is not None else dispatcher.wait_s(one.place) for one in ready
+    )
     asked = -(-work_s // fleet.options.busy_s)
     if asked > len(ready):
         return int(asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import ssl
 from typing import TYPE_CHECKING, Final, cast
@@ -307,7 +308,8 @@ class Pool:
         except TimeoutError:
             raise ReplicaError(f"{address.url} does not accept a connection.") from None
         except OSError as error:
-            why = error.strerror or str(error)
+            is_system = error.errno is not None and not isinstance(error, socket.gaierror)
+            why = os.strerror(error.errno or 0) if is_system else error.strerror or str(error)
             raise ReplicaError(f"{address.url} cannot be reached: {why}.") from None
         return connection
 

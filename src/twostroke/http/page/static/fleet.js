@@ -33,7 +33,7 @@ const samples = []; // {at_s, values}, the oldest first
 const about = h("p.about");
 const trouble = h("p.trouble", { role: "status", hidden: true });
 const rows = h("tbody");
-const reasons = h("ul.summary");
+const reasons = h("ul");
 const view = document.getElementById("view-dashboard");
 
 draw();
@@ -51,7 +51,7 @@ function draw() {
     h("section.card", { "aria-label": "Replicas" },
       h("header", {}, h("h3", {}, "Replicas")),
       h("div.wide", { tabindex: "0", role: "group", "aria-label": "Replicas" }, table),
-      reasons)));
+      h("div.summary", {}, reasons))));
 }
 
 function show(state) {
