@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from twostroke.http.served import ServedRequest
 
 _MAX_PATH_LENGTH: Final = 200
-_POLLED: Final = (*OPEN_PATHS, "/metrics", "/api/state", "/api/plan")  # often, by programs
+_POLLED: Final = (*OPEN_PATHS, "/metrics", "/api/state", "/api/plan", "/api/load")  # by programs
 FIGURES: Final = "figures"  # the attribute of a record that has them
 _access = logging.getLogger("twostroke.access")
 

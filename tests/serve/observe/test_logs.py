@@ -187,11 +187,11 @@ def test_lines_can_be_left_out(tmp_path: Path, access: bool, level: str) -> None
 def test_polled_paths_are_logged_at_level_debug(tmp_path: Path, level: str) -> None:
     stream = io.StringIO()
     with logging_to(stream, "text", level), live_server(tmp_path, _OPTIONS) as server:
-        for path in ("/health", "/metrics", "/api/state", "/api/plan"):
+        for path in ("/health", "/metrics", "/api/state", "/api/plan", "/api/load"):
             server.http.get(path)
         server.http.get("/v1/models")
         wait_for(lambda: "/v1/models" in stream.getvalue())
-    assert stream.getvalue().count("\n") == (5 if level == "debug" else 1)
+    assert stream.getvalue().count("\n") == (6 if level == "debug" else 1)
 
 
 def test_log_line_has_the_traceback() -> None:
