@@ -164,3 +164,35 @@ def test_lost_servers_are_replaced(seed: int) -> None:
     play(manager, cluster, clock)
     assert manager.status.is_up
     assert len(cluster.ready) == 5
+
+
+def test_decode_replicas_start_once_it_is_known_where_prompts_are_read() -> None:
+    cluster, router = FakeCluster(), FakeRouter()
+    prefill = Pool(model="m", name="reader", replicas=2)
+    spec = FleetSpec(models=(Pool(model="m", prefill="reader"), prefill))
+    manager, clock = make(spec, cluster, router)
+    play(manager, cluster, clock, 1)
+    assert all(name.startswith((ROUTER, "reader/")) for name in cluster.servers)
+    play(manager, cluster, clock)
+    assert manager.status.is_up
+    assert list(router.told) == ["m"]
+    (decode,) = [name for name in cluster.ready if name.startswith("m/")]
+    options = cluster.pools[decode].options
+    assert options == {"role": "decode", "prefill-peer": ["reader:7800", "reader:7801"]}
+    readers = [cluster.pools[name].options["peer-address"] for name in cluster.ready[-2:]]
+    assert readers == ["{host}:7800", "{host}:7801"]
+
+
+def test_decode_replicas_follow_prompts_to_another_machine() -> None:
+    cluster, router = FakeCluster(), FakeRouter()
+    prefill = Pool(model="m", name="reader")
+    spec = FleetSpec(models=(Pool(model="m", prefill="reader", replicas=2), prefill))
+    manager, clock = make(spec, cluster, router)
+    play(manager, cluster, clock)
+    (reader,) = [name for name in cluster.ready if name.startswith("reader/")]
+    cluster.servers[reader] = ServerState("http://elsewhere:1", is_ready=True)
+    for _ in range(60):
+        play(manager, cluster, clock, 1)
+        assert sum(name.startswith("m/") for name in cluster.ready) >= 2
+    found = [cluster.pools[name].options for name in cluster.ready if name.startswith("m/")]
+    assert [one["prefill-peer"] for one in found] == [["elsewhere:7800"]] * 2

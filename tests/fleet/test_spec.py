@@ -29,6 +29,8 @@ models:
   - model: hf:owner/other
 """
 
+_PAIR = "models:\n- model: a\n  prefill: {}\n- model: a\n  name: prefill\n  {}"
+
 
 def read(tmp_path: Path, text: str) -> Pool:
     path = tmp_path / "fleet.yaml"
@@ -70,6 +72,18 @@ def test_options_override_the_threads() -> None:
         ("models:\n- model: a\n- model: b/a", "line 3: models[1].name is 'a' for two models"),
         ("models:\n- model: a\nname: My Fleet", "line 3: name must have small letters"),
         ("models:\n- model: [", "this is not YAML"),
+        (
+            _PAIR.format("prefil", ""),
+            "line 3: models[0].prefill names no other model's pool: 'prefil'",
+        ),
+        (
+            _PAIR.format("prefill", "max_replicas: 2"),
+            "line 3: models[0].prefill needs a fixed number",
+        ),
+        (
+            _PAIR.format("prefill", "prefill: a"),
+            "line 3: models[0].prefill must name a pool of the",
+        ),
     ],
 )
 def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
@@ -77,6 +91,17 @@ def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, sentence: st
         read(tmp_path, text)
     assert sentence in str(caught.value)
     assert str(caught.value).startswith("fleet.yaml, line ")
+
+
+def test_a_pool_that_reads_prompts_has_a_port_for_each_replica(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(_PAIR.format("prefill", "peer_port: 7900"))
+    spec, _ = read_spec(path)
+    decode, prefill = spec.models
+    assert spec.prefill_labels == {"prefill"}
+    assert prefill.reading(2).options == {"role": "prefill", "peer-address": "{host}:7902"}
+    words = decode.writing(["x:1", "y:2"]).arguments
+    assert words[4:] == ("--role", "decode", "--prefill-peer", "x:1", "--prefill-peer", "y:2")
 
 
 def test_what_a_replica_cannot_take_up_is_another_version() -> None:

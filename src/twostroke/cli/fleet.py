@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOOK_S: Final = 0.25
 _HEADINGS: Final = ("MODEL", "REPLICA", "STATE", "REQUESTS", "STARTS", "URL")
 _OURS: Final = {
-    "serve": {"host", "port", "name"},
+    "serve": {"host", "port", "name", "role", "peer-address", "prefill-peer"},
     "route": {"host", "port", "replica", "replicas-file"},
 }
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")

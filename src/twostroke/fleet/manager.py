@@ -6,9 +6,10 @@ import logging
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol
+from urllib.parse import urlsplit
 
 from twostroke.core.frozen import Frozen
-from twostroke.fleet.choice import Phase, ReplicaView, Steady, choose
+from twostroke.fleet.choice import Actions, Phase, ReplicaView, Steady, choose
 from twostroke.fleet.process import ServerState
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Manager:
     ) -> None:
         self._spec, self._cluster, self._router, self._clock = spec, cluster, router, clock
         self._steady = {pool.label: Steady(pool.scale_down_after) for pool in spec.models}
+        self._peers: dict[str, list[str]] = {}  # where prompts are read, by the pool that does
         self._placed_s: dict[str, float] = {}  # when each replica without a place was first seen
         self.status = FleetStatus(spec.name, "", ServerState(), ())
 
@@ -120,10 +122,11 @@ class Manager:
             self._cluster.start(ROUTER, None)
         router = states.get(ROUTER, ServerState())
         known = self._router.look() if router.is_ready else {}
-        pools = []
-        for pool in self._spec.models:
-            view = known.get(pool.label)
-            pools.append(self._tend(pool, states, view))
+        pools, readers = [], self._spec.prefill_labels
+        for pool in sorted(self._spec.models, key=lambda pool: pool.label not in readers):
+            pools.append(self._tend(self._with_role(pool), states, known.get(pool.label)))
+            if pool.label in readers:
+                self._note_peers(pool, pools[-1])
         labels = {pool.label for pool in self._spec.models}
         for name, state in states.items():
             if name != ROUTER and _split(name)[0] not in labels and not state.is_ending:
@@ -132,9 +135,26 @@ class Manager:
             {
                 pool.label: [one.state.url for one in pool.replicas if _is_usable(one)]
                 for pool in pools
+                if pool.label not in readers
             }
         )
         self.status = FleetStatus(self._spec.name, router.url, router, tuple(pools))
+
+    def _with_role(self, pool: Pool) -> Pool:
+        """Return a pool with the options of its role in a hand-over."""
+        if pool.label in self._spec.prefill_labels:
+            return pool.reading()
+        return pool.writing(self._peers.get(pool.prefill, ())) if pool.prefill else pool
+
+    def _note_peers(self, pool: Pool, status: PoolStatus) -> None:
+        """Note where a pool reads prompts, once all of its replicas have places."""
+        found = {
+            f"{urlsplit(one.state.url).hostname}:{pool.peer_port + int(_split(one.name)[2])}"
+            for one in status.replicas
+            if one.is_current and _is_usable(one)
+        }
+        if len(found) >= status.wanted:
+            self._peers[pool.label] = sorted(found)
 
     def _tend(
         self, pool: Pool, states: Mapping[str, ServerState], view: RouterView | None
@@ -158,11 +178,14 @@ class Manager:
             **{name: self._placed_s.get(name, now_s) for name in waiting},
         }
         has_room = all(now_s - self._placed_s[name] < _PLACE_S for name in waiting)
+        waits = pool.prefill and pool.prefill not in self._peers
         actions = choose(
             [ReplicaView(one.name, one.phase, one.is_current, one.num_running) for one in found],
             wanted,
             has_room=has_room,
         )
+        if waits:
+            actions = Actions()
         for name in actions.drains:
             _logger.info("Replica %s drains.", name)
             self._cluster.stop(name)
@@ -172,7 +195,8 @@ class Manager:
             numbers.add(number)
             name = f"{pool.label}/{pool.version}/{number}"
             _logger.info("Replica %s is started.", name)
-            self._cluster.start(name, pool)
+            is_reader = pool.label in self._spec.prefill_labels
+            self._cluster.start(name, pool.reading(number) if is_reader else pool)
         kept = tuple(one for one in found if one.name not in actions.drains)
         return PoolStatus(pool.label, wanted, kept)
 

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from contextlib import suppress
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 import ray
@@ -19,6 +20,7 @@ from twostroke.core.errors import BackendError, UnreachableError
 from twostroke.fleet.manager import ROUTER, FleetStatus, Manager
 from twostroke.fleet.process import ServerProcess, ServerState
 from twostroke.fleet.router_link import RouterLink
+from twostroke.fleet.spec import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,8 +46,10 @@ class _Server:
         self, arguments: tuple[str, ...], address: tuple[str, int] | None, key: str
     ) -> None:
         host, port = address or (ray.util.get_node_ip_address(), None)
-        variables = {"TWOSTROKE_REPLICA_KEY": key}
-        self._server = ServerProcess(arguments, host, port, variables)
+        secret = blake2b(key.encode(), person=b"twostroke peer").hexdigest()
+        variables = {"TWOSTROKE_REPLICA_KEY": key, "TWOSTROKE_PEER_SECRET": secret}
+        words = [word.replace(HOST, host) for word in arguments]
+        self._server = ServerProcess(words, host, port, variables)
 
     def state(self) -> ServerState:
         return self._server.state

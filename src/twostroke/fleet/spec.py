@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec.structs import replace
 
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
 from twostroke.core.yaml_file import YamlFile
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Options = dict[str, str | int | float | bool | list[str]]
 
 _NEEDS: Final = "Fleets need the packages ray and pyyaml: run pip install 'twostroke[cluster]'."
+HOST: Final = "{host}"  # stands for the machine's address
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,48}[a-z0-9])?")
 
 
@@ -35,6 +37,9 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
         cpus: cores that a replica reserves; also its threads, unless `options` has others.
         memory: GB that it reserves.
         resources: Ray's custom resources that it reserves, such as `{rack1: 1}`.
+        prefill: the name of the pool whose replicas read prompts for these.
+        peer_port: where the first replica of such a pool waits for decode engines; the others take
+            the ports after it.
         options: of `twostroke serve`, without the dashes.
     """
 
@@ -47,10 +52,13 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
     cpus: float = 1.0
     memory: float = 0.0
     resources: dict[str, float] = msgspec.field(default_factory=dict)
+    prefill: str = ""
+    peer_port: int = 7800
     options: Options = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse what is out of range."""
+        check_range(self, "peer_port", least=1, most=65535)
         if self.replicas is not None:
             check_range(self, "replicas", least=1, most=10_000)
             if (self.min_replicas, self.max_replicas) != (1, 1):
@@ -76,6 +84,16 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
         """Changes with all that a running replica cannot take up."""
         facts = (self.model, self.name, self.cpus, self.memory, self.resources, self.options)
         return sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:8]
+
+    def reading(self, number: int = 0) -> Pool:
+        """Return the pool as one that reads prompts for another; its replicas have numbers."""
+        address = f"{HOST}:{self.peer_port + number}"
+        return replace(self, options={**self.options, "role": "prefill", "peer-address": address})
+
+    def writing(self, peers: Sequence[str]) -> Pool:
+        """Return the pool as one whose prompts are read at the addresses of `peers`."""
+        options = {**self.options, "role": "decode", "prefill-peer": list(peers)}
+        return replace(self, options=options)
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -127,6 +145,28 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
             if label in labels[:index]:
                 reason = f"is '{label}' for two models: give one another name."
                 raise UsageError(reason, field=f"models[{index}].name")
+        for index, pool in enumerate(self.models):
+            if pool.prefill:
+                self._check_prefill(pool, f"models[{index}].prefill")
+
+    @property
+    def prefill_labels(self) -> set[str]:
+        """The pools whose replicas read prompts for others; the router does not know them."""
+        return {pool.prefill for pool in self.models if pool.prefill}
+
+    def _check_prefill(self, pool: Pool, field: str) -> None:
+        """Refuse a pool that cannot read prompts for this one."""
+        others = {one.label: one for one in self.models if one is not pool}
+        other = others.get(pool.prefill)
+        if other is None:
+            hint = nearest(pool.prefill, others)
+            raise UsageError(f"names no other model's pool: '{pool.prefill}'.{hint}", field=field)
+        if other.prefill or other.model != pool.model:
+            reason = f"must name a pool of the same model, without prefill: {pool.prefill} is not."
+            raise UsageError(reason, field=field)
+        if len(set(other.bounds)) > 1:
+            reason = f"needs a fixed number of replicas: {pool.prefill} has bounds."
+            raise UsageError(reason, field=field)
 
 
 def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final
@@ -124,6 +125,7 @@ class Borrower:
         num_tokens, missing = self._pages.backlog()
         away = [one.request for peer in self.peers for one in peer.open.values()]
         num_tokens -= sum(len(one.tokens) for one in (request, *away))
+        missing += [one.params.max_tokens or sys.maxsize for one in away]  # they join soon
         queue_flops = max(0, num_tokens) * self._flops(0, _TYPICAL) / _TYPICAL
         step = max(1, self._loop.config.token_budget - len(missing))
         num_steps = -(-num_missing // step)

@@ -206,7 +206,7 @@ def connect(address: tuple[str, int], secret: bytes) -> tuple[Connection, int | 
         PeerLostError: it does not answer, or has another secret.
     """
     host, port = address
-    if host in _LOCAL_HOSTS:
+    if _is_own(host):
         with suppress(OSError):
             return _connect_locally(port)
     if not secret:
@@ -258,6 +258,17 @@ def _connect_locally(port: int) -> tuple[Connection, int | None]:
         sock.close()
         raise
     return Connection(sock, messages.answers), files[0] if files else None
+
+
+def _is_own(host: str) -> bool:
+    """Whether an address is this machine's; loopback addresses beyond the usual are not counted."""
+    if host in _LOCAL_HOSTS or host.startswith("127."):
+        return host in _LOCAL_HOSTS
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
 
 
 def _local_name(port: int) -> str:

@@ -308,25 +308,24 @@ class Peer:
         with self._pages.lock:
             fetch = self._fetches.pop(content.number, None)
             if fetch is not None:
-                one, is_valid = fetch.one, content.is_valid
-                targets = [self._memory[one.transfer.pages[key]] for key in fetch.keys]
+                one, is_sent = fetch.one, content.is_valid and self._shared is None
+                pages = [one.transfer.pages[key] for key in fetch.keys] if is_sent else []
                 one.num_writing += 1
         if fetch is None:
             self._drain(content.num_bytes)
             return
         try:
-            if self._shared is None and is_valid:
-                if content.num_bytes != sum(map(len, targets)):
-                    raise PeerLostError("Pages of another size were sent.")
-                for target in targets:
-                    self._receive_into(target)
+            if content.num_bytes != len(pages) * self._kind.page_bytes:
+                raise PeerLostError("Pages of another size were sent.")
+            for page in pages:
+                self._receive_into(self._memory[page])
         finally:
             self._written(one)
         with self._pages.lock:
             one.num_pending -= 1
             if one.has_ended:
                 return
-            if not is_valid:
+            if not content.is_valid:
                 self._end(one, LATE)
                 return
             self._pages.arrive(one.transfer, fetch.keys)
