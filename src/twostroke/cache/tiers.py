@@ -104,7 +104,7 @@ class Tier(Protocol):
         """Keep a page; return whether it was written. If it is there, note another use."""
 
     def probe(self) -> float:
-        """Return how many seconds a page takes now; 0 if that cannot be measured."""
+        """Return how few seconds a page takes now; 0 if that cannot be measured."""
 
     def size(self) -> tuple[int, int] | None:
         """Return how many pages it has, and their bytes; None if it does not know."""

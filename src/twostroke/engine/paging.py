@@ -261,7 +261,8 @@ class Paging:
         all_s = self._seconds(start, last * self._size)
         tiers = {where[key] for key in wanted}
         expected_s = sum(where[key].page_s() for key in wanted)
-        if expected_s > all_s / 2 or where[wanted[0]].page_s() > slack_s / 2:
+        most_s = all_s / 2 if self._is_measured() else all_s
+        if expected_s > most_s or where[wanted[0]].page_s() > slack_s / 2:
             for tier in tiers:
                 tier.add(slow=1)
             return
