@@ -249,7 +249,8 @@ def test_the_first_request_gives_pages_more_time(
         for is_measured in (False, True):
             monkeypatch.setattr(paging, "_is_measured", lambda is_measured=is_measured: is_measured)
             answer(client, [8, *PROMPT])
-    assert waits == pytest.approx([1.01 / 2, 0.05])
+            answer(client, [8, *PROMPT[:8]])
+    assert waits == pytest.approx([1.01 / 2, 0.1, 0.05])
 
 
 def test_short_prompts_are_not_looked_up(tmp_path: Path) -> None:

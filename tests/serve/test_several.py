@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from support.several import Several, serving, write_models
+from twostroke.cache.folder import read_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -257,3 +258,16 @@ def run_serve() -> object:
             return process.returncode, err.decode()
 
     return run
+
+
+def test_models_share_a_page_cache_in_which_requests_keep_prompts(
+    models: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "pages"
+    fields = {"prompt": "This prompt comes again. " * 12, "prompt_cache_retention": "24h"}
+    with serving(tmp_path, models[:2], "--page-cache", str(folder)) as server:
+        for name in "ab":
+            assert "twostroke-ignored" not in server.complete(name, **fields).headers
+    kinds = read_folder(folder, time.time())
+    assert len(kinds) == 2
+    assert all(kind.kept == kind.num_pages > 0 for kind in kinds)

@@ -218,14 +218,13 @@ class Paging:
 
     def _submitted(self, ticket: Ticket) -> bool:
         """Let a request that was queued wait for pages, if computing them takes long."""
-        num_tokens = len(ticket.request.tokens)
-        whole_s = self._seconds(0, num_tokens)
+        whole_s = self._seconds(0, len(ticket.request.tokens))
         is_hanging = any(transfer.is_dropped for transfer in self._bringing)
-        if whole_s < _LEAST_S or is_hanging or self._is_closing:
+        if (whole_s < _LEAST_S and self._is_measured()) or is_hanging or self._is_closing:
             return False
         slack_s = max(_MOST_LOSS * whole_s, min(_LEAST_SLACK_S, whole_s / 20))
         if not self._is_measured():
-            slack_s = whole_s / 2
+            slack_s = max(_LEAST_S, whole_s / 2)
         transfer = self._pages.expect(ticket, slack_s)
         if transfer is None:
             return False

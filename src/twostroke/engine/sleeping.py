@@ -127,7 +127,8 @@ class SleepingEngine(RemoteEngine):
             max_waiting_tokens=batch.max_waiting_tokens,
         )
         sizes = size.num_pages, size.page_size, windows, num_weight_bytes, size.cache_bytes
-        facts = EngineFacts(BackendFacts("none", "not loaded", 0, *sizes), config, ())
+        backend = BackendFacts("none", "not loaded", 0, *sizes)
+        facts = EngineFacts(backend, config, (), keeps_pages=options.tiers.is_used)
         about = wire.EngineCard(size.context_length, identity, cost.cache, None, None, 0.0)
         ready = wire.Ready(about, facts, _nothing_read(card, size.num_pages))
         num_bytes = num_weight_bytes + size.cache_bytes + WORKING_BYTES
