@@ -63,8 +63,8 @@ def test_lines_of_batches_pause_while_other_prompts_are_read():
     steps.add("more", 20, priority=LINE, max_tokens=9)
     assert steps.step() == {"line": 3, "more": 13}
     steps.add("user", 20, max_tokens=3)
-    assert steps.step() == {"user": 16}
-    assert steps.step() == {"user": 4}
+    assert steps.step() == {"line": 1, "user": 15}, "the first of all that run goes on"
+    assert steps.step() == {"user": 5}
     assert steps.step() == {"user": 1, "line": 1, "more": 1}
     assert steps.step() == {"user": 1, "line": 1, "more": 1}
     assert steps.step() == {"line": 1, "more": 5}
@@ -78,12 +78,12 @@ def test_few_lines_of_batches_go_on_while_others_run():
     assert steps.step() == {"a": 3, "b": 3, "c": 3}
     steps.add("user", 3, max_tokens=9)
     steps.add("d", 3, priority=LINE, max_tokens=4)
-    assert steps.step() == {"user": 3}
-    for _ in range(3):
+    assert steps.step() == {"a": 1, "user": 3}
+    for _ in range(2):
         assert steps.step() == {"user": 1, "a": 1, "b": 1}
-    assert steps.step() == {"user": 1, "c": 1, "d": 1}
-    assert steps.step() == {"user": 1, "c": 1, "d": 1}
-    assert steps.step() == {"user": 1, "c": 1, "d": 1}
+    assert steps.step() == {"user": 1, "b": 1, "c": 1}
+    for _ in range(2):
+        assert steps.step() == {"user": 1, "c": 1, "d": 1}
     assert steps.step() == {"user": 1, "d": 1}
     steps.finish()
 

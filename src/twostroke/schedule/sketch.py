@@ -33,6 +33,7 @@ class StepSketch:
 
     __slots__ = (
         "_aside",
+        "_first",
         "_has_read",
         "budget",
         "lines",
@@ -54,6 +55,7 @@ class StepSketch:
         self.urgent: Ticket | None = None
         self.lines: int | None = None
         self._aside: list[tuple[Slice, Ticket]] = []
+        self._first: Ticket | None = None
         self._has_read = False
 
     def most_rows(self, request: Request, wanted: int) -> int:
@@ -91,7 +93,7 @@ class StepSketch:
 
     def pauses(self, ticket: Ticket) -> bool:
         """Whether a request is a line of a batch that lets others go first."""
-        if not is_background(ticket):
+        if not is_background(ticket) or ticket is self._first:
             return False
         return self.lines == 0 or (self.urgent is not None and self.urgent.rank < ticket.rank)
 
@@ -112,10 +114,12 @@ class StepSketch:
 
         If others run, no more than `most_lines` stay; if others have prompts to read, none does.
         These are among those `behind`, and among those that wait and are `ready`. A line that ranks
-        before them stays, so that no line waits for ever. All are in the order of their ranks.
+        before them stays, and so does the first of all that run, so that no line waits for ever.
+        All are in the order of their ranks.
         """
         if not running or not is_background(running[-1]):
             return
+        self._first = running[0]
         if not is_background(running[0]):
             self.lines = most_lines
         urgent = [ticket for ticket in (*behind, *ready) if not is_background(ticket)]
