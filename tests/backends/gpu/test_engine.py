@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import random
+import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
+from support.cpu import tiny_model  # noqa: E402
+from support.schedules import (  # noqa: E402
+    Setting,
+    fresh,
+    random_requests,
+    run_schedule,
+)
 from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
+from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
+from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.reference import ReferenceBackend  # noqa: E402
 from twostroke.core.config import (  # noqa: E402
     BatchOptions,
     CacheOptions,
@@ -17,9 +30,11 @@ from twostroke.core.config import (  # noqa: E402
     EngineOptions,
     SpeculationOptions,
 )
+from twostroke.core.constraint import Constraint  # noqa: E402
 from twostroke.core.errors import BackendError  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.engine.llm import LLM  # noqa: E402
+from twostroke.schedule.policy import Continuous  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +46,11 @@ PROMPTS = ["hello world", "the world is the world", "a", "of the world to the wo
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("tiny")
     return str(write_tiny_gguf(folder / "tiny.gguf", Tiny(seed=3, fmt="F16", num_layers=1)))
+
+
+def gpu_backend(program: Any, tensors: Any, num_pages: int, piece: int) -> GpuBackend:
+    given = {"element": torch.float32, "kv_format": "f32", "max_rows": 60, "piece": piece}
+    return GpuBackend(program, tensors, num_pages, 16, find(), **given)
 
 
 def engine(tiny: str, backend: str, num_tokens: int = 256, **options: Any) -> LLM:
@@ -94,3 +114,53 @@ def test_what_the_backend_cannot_do_is_said_in_a_sentence(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: old)
     with pytest.raises(BackendError, match="T4 is an sm_75; the gpu backend needs sm_80"):
         device.find()
+
+
+@pytest.mark.parametrize("windows", [(None,), (20,)])
+def test_requests_together_are_answered_as_each_alone(windows: tuple[int | None, ...]) -> None:
+    """Preempted, in chunks, cached, with trees of drafts; by the reference one after another."""
+    model = tiny_model(num_layers=1, windows=windows)
+    chance = random.Random(11)
+    requests = random_requests(chance, 16, vocab_size=280, longest=16, most_output=70)
+    crowded = Setting(
+        num_pages=9,
+        token_budget=60,
+        max_running=16,
+        prefix_cache=True,
+        policy=Continuous(),
+        guesses=3,
+    )
+    expected, _ = run_schedule(
+        ReferenceBackend(*model, 64, 16), crowded.alone(64), [fresh(r) for r in requests], 100
+    )
+    ours = gpu_backend(*model, num_pages=9, piece=32)
+    again = [fresh(request) for request in requests]
+    answers, num_preemptions = run_schedule(ours, crowded, again, 100, expected)
+    assert num_preemptions
+    assert sum(request.num_drafted for request in again) > 50
+    same = [name for name in expected if answers[name][0] == expected[name][0]]
+    assert len(same) >= len(expected) - 1  # a tie may turn
+    for name in same:
+        for right, found in zip(expected[name][1], answers[name][1], strict=True):
+            if right is not None:
+                assert found.logprob == pytest.approx(right.logprob, abs=2e-3)
+
+
+def test_embeddings_scores_and_constraints_are_the_cpu_backends(tiny: str) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=1)
+    shape = SamplingParams(
+        max_tokens=12, temperature=0, constraint=Constraint("regex", "(yes|no) [0-9]{3}")
+    )
+    found = []
+    for backend in ("cpu", "gpu"):
+        with engine(tiny, backend) as llm:
+            vectors = np.array([one.vector for one in llm.embed(PROMPTS)])
+            ((scored,),) = llm.generate(PROMPTS[1:2], params)
+            ((formed,),) = llm.generate(PROMPTS[:1], shape)
+            found.append((vectors, scored.prompt_logprobs, formed.text))
+    (right, scores, text), (ours, own_scores, own_text) = found
+    np.testing.assert_allclose(ours, right, atol=5e-3)
+    assert own_text == text
+    assert re.fullmatch("(yes|no) [0-9]{3}", own_text)
+    for expected, own in zip(scores[1:], own_scores[1:], strict=True):
+        assert own.logprob == pytest.approx(expected.logprob, abs=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from twostroke.sample.reference import draw_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -94,7 +96,8 @@ class GpuBackend:
             message = f"{message} more than {device.name} has free"
             raise MemoryLimitError(f"{message}: take a smaller model or --kv-memory.") from None
         self._graphs = Graphs(self._gpu)
-        self._capture()
+        with self._here():
+            self._capture()
         self.facts = BackendFacts(
             name="gpu",
             detail=self._detail(device, kv_format),
@@ -118,6 +121,10 @@ class GpuBackend:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
+        with self._here():
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         self._steps.fill(plan)
         frame = self._steps.frame
@@ -149,7 +156,8 @@ class GpuBackend:
         """Return values of the Program for a sequence; see `Backend.trace`."""
         del generated  # one arithmetic for all rows
         given = self._gpu, self._program, self._weights, self._pages
-        return trace(*given, tokens, values, piece=self._piece)
+        with self._here():
+            return trace(*given, tokens, values, piece=self._piece)
 
     def forget(self, request: Request) -> None:
         """Drop all that is kept for a finished request."""
@@ -162,6 +170,11 @@ class GpuBackend:
             self.__dict__.pop(name, None)
         if self._gpu.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _here(self) -> AbstractContextManager[object]:
+        """Make its GPU the current one of this thread, where kernels are launched."""
+        is_gpu = self._gpu.device.type == "cuda"
+        return torch.cuda.device(self._gpu.device) if is_gpu else nullcontext()
 
     def _send(self, frame: StepFrame) -> int:
         """Send a step to the device; return the rows of its bucket."""
