@@ -52,7 +52,7 @@ class Connection(H11Protocol):
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {ABORT: self.transport.abort}
-            self._body = BodyReader(receive, send, limits, self._is_asked)
+            self._body = BodyReader(receive, self._chunking(scope, send), limits, self._is_asked)
             if self._is_stopping:
                 self._body.hurry()
             if not await self._body.answer(inner, scope):
@@ -95,6 +95,25 @@ class Connection(H11Protocol):
         """Forget the client."""
         self._stop_timer()
         super().connection_lost(exc)
+
+    def _chunking(self, scope: Scope, send: Send) -> Send:
+        """Return what sends the pieces of a chunked body itself: h11 takes a fifth of a token."""
+        is_chunked = False
+
+        async def write(message: Message) -> None:
+            nonlocal is_chunked
+            if is_chunked and message.get("more_body", False) and (body := message.get("body")):
+                if not self.flow.write_paused and not self.transport.is_closing():
+                    self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+                    return
+            elif message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                has_body = scope["method"] != "HEAD" and message["status"] not in {204, 304}
+                is_new = scope["http_version"] == "1.1"  # before, the end of the connection ends it
+                is_chunked = has_body and is_new and b"content-length" not in names
+            await send(message)
+
+        return write
 
     def _is_asked(self) -> bool:
         return bool(self.conn.they_are_waiting_for_100_continue)
