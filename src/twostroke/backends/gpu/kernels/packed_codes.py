@@ -1,0 +1,231 @@
+"""How kernels make values of packed codes, in registers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from twostroke.backends.gpu.kernels.packed import Layout
+    from twostroke.backends.gpu.launch import Gpu
+
+
+def has_offset(layout: Layout) -> bool:
+    return layout.offset is not None or layout.scales == "k"
+
+
+def constants(gpu: Gpu, layout: Layout, *, is_centered: bool) -> dict[str, Any]:
+    """Return what kernels need to know of a layout.
+
+    Codes that are not centered come out with `SHIFT` added, which costs nothing, and a multiple of
+    the inputs' sum is subtracted with the minimum.
+    """
+    shift = -layout.half if is_centered else _MAGIC[gpu.element][2]
+    assembly = tuple(
+        "" if gpu.is_interpreted else _assembly(layout, gpu.element, step, is_centered=is_centered)
+        for step in range(layout.steps)
+    )
+    return {
+        "BITS": layout.bits,
+        "GROUP": layout.group,
+        "COLUMNS": layout.columns,
+        "PLANES": layout.planes,
+        "STEPS": layout.steps,
+        "SCALES": layout.scales,
+        "OFFSET": layout.offset or "",
+        "SHIFT": shift,
+        "ASSEMBLY": assembly,
+    }
+
+
+# Of two values of an element type: bits to which small codes are added, one, and their number.
+_MAGIC: Final = {
+    torch.float16: (0x6400_6400, 0x3C00_3C00, 1024),
+    torch.bfloat16: (0x4300_4300, 0x3F80_3F80, 128),
+    torch.float32: (0, 0, 0),  # interpreted alone
+}
+
+
+def _assembly(layout: Layout, element: torch.dtype, step: int, *, is_centered: bool) -> str:
+    """Return PTX that makes two values of each plane of two words.
+
+    A code is put below the bits of 128 (bfloat16) or 1024 (float16), where it counts ones.
+    """
+    magic, one, number = _MAGIC[element]
+    kind = "bf16x2" if element == torch.bfloat16 else "f16x2"
+    word = f"${layout.planes}"
+    half = 128 if layout.bits == 8 else layout.half
+    less = _twice(-number - half, element)
+    lines = [".reg .b32 t, u, one, less;", f"mov.b32 one, {one:#x};", f"mov.b32 less, {less:#x};"]
+    for plane in range(layout.planes):
+        out = f"${plane}"
+        source = word
+        if plane:
+            lines.append(f"shr.b32 t, {word}, {16 // layout.planes * plane};")
+            source = "t"
+        if layout.bits == 8:
+            lines += _signed_bytes(out, source, element)
+            continue
+        lines.append(f"lop3.b32 {out}, {source}, 0x000f000f, {magic:#x}, 0xea;")  # a & b | c
+        if layout.bits > 4:
+            lines += _upper_bits(out, layout, step, plane)
+        if is_centered:
+            lines.append(f"fma.rn.{kind} {out}, {out}, one, less;")
+    return "{" + " ".join(lines) + "}"
+
+
+def _signed_bytes(out: str, source: str, element: torch.dtype) -> list[str]:
+    magic = _MAGIC[element][0]
+    if element == torch.float16:
+        return [
+            f"and.b32 u, {source}, 0x00ff00ff;",
+            f"xor.b32 u, u, {magic | 0x0080_0080:#x};",
+            f"fma.rn.f16x2 {out}, u, one, less;",
+        ]
+    # 128 and the lower seven bits; less 128, or 256 where the eighth is set.
+    return [
+        f"lop3.b32 u, {source}, 0x00800080, {0x8000_8000 | magic:#x}, 0xea;",
+        f"lop3.b32 {out}, {source}, 0x007f007f, {magic:#x}, 0xea;",
+        f"fma.rn.bf16x2 {out}, {out}, one, u;",
+    ]
+
+
+def _upper_bits(out: str, layout: Layout, step: int, plane: int) -> list[str]:
+    count = layout.bits - 4
+    per_word = 8 if count == 1 else 16
+    left = 4 - count * (step * layout.planes + plane) % per_word
+    shift = f"shl.b32 u, $5, {left};" if left >= 0 else f"shr.b32 u, $5, {-left};"
+    mask = 0x0010_0010 if count == 1 else 0x0030_0030
+    return [shift, f"lop3.b32 {out}, u, {mask:#x}, {out}, 0xea;"]
+
+
+def _twice(value: float, element: torch.dtype) -> int:
+    bits = torch.tensor(value, dtype=element).view(torch.int16).item() & 0xFFFF
+    return int(bits) << 16 | int(bits)
+
+
+@triton.jit
+def codes_of(word, high, element: tl.constexpr, step: tl.constexpr, BITS: tl.constexpr,
+           PLANES: tl.constexpr, SHIFT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
+    """Return the codes of each plane plus SHIFT, in the element type."""
+    if ASSEMBLY[step] != "":
+        if PLANES == 2:
+            a, b = tl.inline_asm_elementwise(
+                ASSEMBLY[step], "=&r,=&r,r", [word], (tl.int16, tl.int16), True, 2
+            )
+            return a.to(element, bitcast=True), b.to(element, bitcast=True)
+        else:
+            if BITS == 4:
+                a, b, c, d = tl.inline_asm_elementwise(
+                    ASSEMBLY[step], "=&r,=&r,=&r,=&r,r", [word],
+                    (tl.int16, tl.int16, tl.int16, tl.int16), True, 2,
+                )  # fmt: skip
+            else:
+                a, b, c, d = tl.inline_asm_elementwise(
+                    ASSEMBLY[step], "=&r,=&r,=&r,=&r,r,r", [word, high],
+                    (tl.int16, tl.int16, tl.int16, tl.int16), True, 2,
+                )  # fmt: skip
+            return (
+                a.to(element, bitcast=True),
+                b.to(element, bitcast=True),
+                c.to(element, bitcast=True),
+                d.to(element, bitcast=True),
+            )
+    elif PLANES == 2:
+        return ((word << 8) >> 8).to(element), (word >> 8).to(element)
+    else:
+        return (
+            _code(word, high, 0, element, step, BITS, SHIFT),
+            _code(word, high, 1, element, step, BITS, SHIFT),
+            _code(word, high, 2, element, step, BITS, SHIFT),
+            _code(word, high, 3, element, step, BITS, SHIFT),
+        )
+
+
+@triton.jit
+def _code(word, high, plane: tl.constexpr, element: tl.constexpr, step: tl.constexpr,
+          BITS: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
+    code = (word >> (4 * plane)) & 15
+    if BITS == 5:
+        code |= ((high >> ((step * 4 + plane) % 8)) & 1) << 4
+    elif BITS == 6:
+        code |= ((high >> ((step * 8 + plane * 2) % 16)) & 3) << 4
+    return (code + SHIFT).to(element)
+
+
+@triton.jit
+def _half(word, shift: tl.constexpr):
+    return ((word >> shift) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _byte(word, index: tl.constexpr):
+    return ((word >> (8 * index)) & 0xFF).to(tl.float32)
+
+
+@triton.jit
+def headers_of(at, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Load the four words of a tile's headers at once, where there are some."""
+    if SCALES == "plain":
+        return 0, 0, 0, 0
+    else:
+        return (
+            tl.load(at).to(tl.uint32, bitcast=True),
+            tl.load(at + OUTPUTS).to(tl.uint32, bitcast=True),
+            tl.load(at + 2 * OUTPUTS).to(tl.uint32, bitcast=True),
+            tl.load(at + 3 * OUTPUTS).to(tl.uint32, bitcast=True),
+        )
+
+
+@triton.jit
+def scale_of(headers, scales, offsets, block, index: tl.constexpr, GROUP: tl.constexpr,
+           SCALES: tl.constexpr, OFFSET: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
+    """Return what group `index` of a tile is multiplied by, and what is added."""
+    if SCALES == "k":
+        step: tl.constexpr = index % 4
+        if index < 4:
+            first, second = headers[1] & 0x3F3F3F3F, headers[2] & 0x3F3F3F3F
+        else:
+            first = (headers[3] & 0x0F0F0F0F) | ((headers[1] >> 2) & 0x30303030)
+            second = ((headers[3] >> 4) & 0x0F0F0F0F) | ((headers[2] >> 2) & 0x30303030)
+        return _half(headers[0], 0) * _byte(first, step), -(
+            _half(headers[0], 16) * _byte(second, step)
+        )
+    elif SCALES == "q6_k":
+        shift: tl.constexpr = 24 - 8 * (index % 4)
+        signed = (headers[index // 4] << shift).to(tl.int32, bitcast=True) >> 24
+        return tl.load(offsets + block * OUTPUTS).to(tl.float32) * signed.to(tl.float32), 0.0
+    else:
+        at = (block * (256 // GROUP) + index) * OUTPUTS
+        scale = tl.load(scales + at).to(tl.float32)
+        if OFFSET == "minimum":
+            return scale, tl.load(offsets + at).to(tl.float32)
+        elif OFFSET == "zero":
+            return scale, -scale * tl.load(offsets + at).to(tl.float32)
+        else:
+            return scale, 0.0
+
+
+@triton.jit
+def upper_of(high_at, block, step: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
+    """Load the word with the upper bits of a step's codes."""
+    if BITS == 5:
+        return tl.load(high_at + block * STEP).to(tl.int16)
+    elif BITS == 6:
+        return tl.load(high_at + (block * 2 + step // 2) * STEP)
+    else:
+        return 0
+
+
+@triton.jit
+def weight_of(codes, scale, offset, HAS_OFFSET: tl.constexpr):
+    """Return the values of centered codes, in float32."""
+    weight = codes.to(tl.float32) * scale[:, None]
+    if HAS_OFFSET:
+        weight += offset[:, None]
+    return weight

@@ -1,0 +1,254 @@
+"""Products with packed matrices, whose codes become values in registers.
+
+Weights are the left factor of each `dot`, so that eight rows of x fill an instruction. With few
+rows a program multiplies the codes themselves, which every element type holds exactly, and scales
+the sums of each group in float32; with more it scales the codes. With many rows a matrix is written
+out in the element type for a product of the library.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from twostroke.backends.gpu.kernels.packed import TILE_INPUTS, TILE_OUTPUTS, Packed
+from twostroke.backends.gpu.kernels.packed_codes import (
+    codes_of,
+    constants,
+    has_offset,
+    headers_of,
+    scale_of,
+    upper_of,
+    weight_of,
+)
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.backends.gpu.kernels.parts import Parts
+    from twostroke.backends.gpu.launch import Gpu
+
+FEW_ROWS: Final = 16  # up to which sums are scaled, not weights
+MANY_ROWS: Final = 512  # from which a matrix is written out
+
+
+class Grouped(Frozen, eq=False):
+    """Rows of a mixture, by expert.
+
+    `items` int32 (items, 4) are (expert, first, count, 0): the rows `order[first : first + count]`
+    of the output go through that matrix of the stack. Row r of the output reads row r // `divisor`
+    of x.
+    """
+
+    items: Tensor
+    order: Tensor
+    divisor: int
+
+
+def launch(
+    gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, weight: Packed, output: Parts
+) -> None:
+    """Write `x @ weight.T` into `output`: x is (rows, depth), weight a matrix (width, depth)."""
+    if num_rows >= MANY_ROWS and output.values.dtype == gpu.element and output.count == 1:
+        matrix = torch.empty((weight.width, weight.depth), dtype=gpu.element, device=gpu.device)
+        write_out(gpu, weight, matrix)
+        shape = (num_rows, weight.width)
+        out = torch.as_strided(output.values, shape, (output.row_stride, 1))
+        torch.mm(x[:num_rows], matrix.T, out=out)
+        return
+    # Two stages of x with more rows are more than sm_120 can hold.
+    most = 64 if gpu.architecture >= 120 else 128
+    block_m = 8 if num_rows <= 8 else min(most, max(16, triton.next_power_of_2(num_rows)))
+    _start(gpu, header, x, weight, output, block_m, -(-num_rows // block_m), None)
+
+
+def launch_grouped(
+    gpu: Gpu, header: Tensor, block_m: int, x: Tensor, weight: Packed, output: Parts, rows: Grouped
+) -> None:
+    """Do so for rows of a mixture; `weight` is a stack, and items have at most `block_m` rows."""
+    _start(gpu, header, x, weight, output, block_m, rows.items.shape[0], rows)
+
+
+def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
+    """Write a matrix in the element type into `output` (width, depth)."""
+    unused = weight.codes
+    gpu.launch(
+        _write_out,
+        (-(-weight.width // TILE_OUTPUTS), -(-weight.depth // TILE_INPUTS)),
+        weight.codes,
+        unused if weight.high is None else weight.high,
+        weight.scales,
+        unused if weight.offsets is None else weight.offsets,
+        output,
+        num_warps=4,
+        WIDTH=weight.width,
+        DEPTH=weight.depth,
+        **constants(gpu, weight.layout, is_centered=True),
+    )
+
+
+def _start(
+    gpu: Gpu,
+    header: Tensor,
+    x: Tensor,
+    weight: Packed,
+    output: Parts,
+    block_m: int,
+    blocks_m: int,
+    rows: Grouped | None,
+) -> None:
+    layout, unused = weight.layout, header
+    scales_sums = block_m <= FEW_ROWS
+    block_n = 128 if block_m >= 64 else 64
+    blocks = -(-weight.depth // TILE_INPUTS)
+    gpu.launch(
+        _product_packed,
+        (-(-weight.width // block_n), output.count, blocks_m),
+        header,
+        x,
+        weight.codes,
+        unused if weight.high is None else weight.high,
+        weight.scales,
+        unused if weight.offsets is None else weight.offsets,
+        output.values,
+        unused if rows is None else rows.items,
+        unused if rows is None else rows.order,
+        output.part_stride,
+        # Two warps keep to mma.sync, whose operands come from registers; four make a warp group.
+        num_warps=2 if scales_sums else block_n // 16,
+        num_stages=3 if block_n == 64 else 2,
+        WIDTH=weight.width,
+        DEPTH=weight.depth,
+        PART_BLOCKS=-(-blocks // output.count),
+        ROW_STRIDE=output.row_stride,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        SCALES_SUMS=scales_sums,
+        DIVISOR=rows.divisor if rows else 0,
+        **constants(gpu, layout, is_centered=not scales_sums or not has_offset(layout)),
+    )
+
+
+@triton.jit
+def _rows(header, items, order, BLOCK_M: tl.constexpr, DIVISOR: tl.constexpr):
+    """Return how many rows a program has, which, those of x that they read, and their expert."""
+    places = tl.arange(0, BLOCK_M)
+    if DIVISOR == 0:
+        first = tl.program_id(2) * BLOCK_M
+        rows = (first + places).to(tl.int64)
+        return tl.load(header) - first, rows, rows, tl.zeros((), tl.int64)
+    else:
+        item = items + tl.program_id(2) * 4
+        count = tl.load(item + 2)
+        rows = tl.load(order + tl.load(item + 1) + places, places < count, 0).to(tl.int64)
+        return count, rows, rows // DIVISOR, tl.load(item).to(tl.int64)
+
+
+@triton.jit
+def _inputs(x_at, k, columns, is_row, DEPTH: tl.constexpr):
+    if DEPTH % 256 == 0:
+        return tl.load(x_at + k, is_row[None, :], 0.0)
+    else:
+        return tl.load(x_at + k, is_row[None, :] & (k + columns < DEPTH)[:, None], 0.0)
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def _product_packed(
+    header, x, codes, high, scales, offsets, output, items, order, part_stride,
+    WIDTH: tl.constexpr, DEPTH: tl.constexpr, PART_BLOCKS: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALES_SUMS: tl.constexpr, DIVISOR: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
+    STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (DEPTH + 255) // 256
+    TILES: tl.constexpr = (WIDTH + 63) // 64
+    HEADERS: tl.constexpr = 256 // GROUP if SCALES == "plain" else 4
+    OFFSETS: tl.constexpr = 1 if SCALES == "q6_k" else HEADERS
+    HAS_OFFSET: tl.constexpr = OFFSET != "" or SCALES == "k"
+    PER_GROUP: tl.constexpr = GROUP // COLUMNS
+    STEP: tl.constexpr = 64 * COLUMNS
+    element: tl.constexpr = x.dtype.element_ty
+    count, rows, x_rows, expert = _rows(header, items, order, BLOCK_M, DIVISOR)
+    if count <= 0:
+        return
+    is_row = tl.arange(0, BLOCK_M) < count
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.minimum(outputs // 64, TILES - 1) * 64 + outputs % 64  # the last block may be half
+    columns = tl.arange(0, COLUMNS)
+    x_at = x + x_rows[None, :] * DEPTH + columns[:, None]
+    block_of = (expert * TILES + own // 64).to(tl.int64) * BLOCKS
+    within = (own % 64 * COLUMNS)[:, None] + columns[None, :]
+    codes_at = codes + (block_of * (STEPS * STEP))[:, None] + within
+    high_at = high + (block_of * (STEP * (BITS - 4)))[:, None] + within
+    scales_at = scales + expert * (BLOCKS * HEADERS * TILES * 64) + own
+    offsets_at = offsets + expert * (BLOCKS * OFFSETS * TILES * 64) + own
+    ones = tl.full((BLOCK_N, COLUMNS), 1, element)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first, end = tl.program_id(1) * PART_BLOCKS, (tl.program_id(1) + 1) * PART_BLOCKS
+    for block in range(first, tl.minimum(end, BLOCKS)):
+        headers = headers_of(scales_at + block * (4 * TILES * 64), SCALES, TILES * 64)
+        for index in tl.static_range(STEPS * PLANES):
+            if index % PLANES == 0:
+                word = tl.load(codes_at + (block * STEPS + index // PLANES) * STEP)
+                upper = upper_of(high_at, block, index // PLANES, BITS, STEP)
+                values = codes_of(word, upper, element, index // PLANES,
+                    BITS, PLANES, SHIFT, ASSEMBLY)  # fmt: skip
+            inputs = _inputs(x_at, block * 256 + index * COLUMNS, columns, is_row, DEPTH)
+            scale, offset = scale_of(headers, scales_at, offsets_at, block, index // PER_GROUP,
+                GROUP, SCALES, OFFSET, TILES * 64)  # fmt: skip
+            if SCALES_SUMS:
+                if index % PER_GROUP == 0:
+                    group = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                    x_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                group = tl.dot(values[index % PLANES], inputs, group, input_precision="ieee")
+                if HAS_OFFSET:
+                    x_sum = tl.dot(ones, inputs, x_sum, input_precision="ieee")
+                if (index + 1) % PER_GROUP == 0:
+                    total += scale[:, None] * group
+                    if HAS_OFFSET:
+                        total += (offset - SHIFT * scale)[:, None] * x_sum
+            else:
+                weight = weight_of(values[index % PLANES], scale, offset, HAS_OFFSET)
+                total = tl.dot(weight.to(element), inputs, total, input_precision="ieee")
+    at = output + tl.program_id(1) * part_stride + rows[None, :] * ROW_STRIDE + outputs[:, None]
+    tl.store(at, total.to(output.dtype.element_ty), is_row[None, :] & (outputs < WIDTH)[:, None])
+
+
+@triton.jit
+def _write_out(
+    codes, high, scales, offsets, output,
+    WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
+    STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (DEPTH + 255) // 256
+    OUTPUTS: tl.constexpr = (WIDTH + 63) // 64 * 64
+    HAS_OFFSET: tl.constexpr = OFFSET != "" or SCALES == "k"
+    element: tl.constexpr = output.dtype.element_ty
+    tile, block = tl.program_id(0), tl.program_id(1)
+    own = tl.arange(0, 64)
+    columns = tl.arange(0, COLUMNS)
+    within = own[:, None] * COLUMNS + columns[None, :]
+    first = (tile * BLOCKS + block).to(tl.int64)
+    scales += tile * 64 + own
+    offsets += tile * 64 + own
+    outputs = tile * 64 + own
+    is_output = (outputs < WIDTH)[:, None]
+    headers = headers_of(scales + block * (4 * OUTPUTS), SCALES, OUTPUTS)
+    for index in tl.static_range(STEPS * PLANES):
+        if index % PLANES == 0:
+            word = tl.load(codes + (first * STEPS + index // PLANES) * (64 * COLUMNS) + within)
+            upper = upper_of(high + within, first, index // PLANES, BITS, 64 * COLUMNS)
+            values = codes_of(word, upper, element, index // PLANES, BITS, PLANES, SHIFT, ASSEMBLY)
+        scale, offset = scale_of(headers, scales, offsets, block, index * COLUMNS // GROUP,
+            GROUP, SCALES, OFFSET, OUTPUTS)  # fmt: skip
+        weight = weight_of(values[index % PLANES], scale, offset, HAS_OFFSET)
+        inputs = block * 256 + index * COLUMNS + columns
+        at = output + outputs[:, None].to(tl.int64) * DEPTH + inputs[None, :]
+        tl.store(at, weight.to(element), is_output & (inputs < DEPTH)[None, :])

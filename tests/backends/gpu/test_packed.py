@@ -1,0 +1,64 @@
+"""Packed matrices and their products, against the values that their formats define."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from twostroke.backends.gpu.kernels import products_packed  # noqa: E402
+from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
+from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
+from twostroke.backends.gpu.launch import interpreted  # noqa: E402
+from twostroke.quant import FORMATS, QuantTensor, grouped  # noqa: E402
+
+CPU = torch.device("cpu")
+FORMS = (
+    *(FORMATS[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")),
+    grouped(4, 128, "f16", zero=True),
+    grouped(4, 64, "bf16"),
+    grouped(4, 32, "f32"),
+    grouped(8, 128, "f16"),
+    grouped(4, 512, "f16", zero=True),
+)
+
+
+def header(num_rows: int) -> torch.Tensor:
+    return torch.tensor([num_rows, 0, 0, 0], dtype=torch.int32)
+
+
+def random_matrix(rng, fmt, shape) -> QuantTensor:
+    return QuantTensor.from_floats(rng.standard_normal(shape, np.float32), fmt)
+
+
+@pytest.mark.parametrize("fmt", FORMS, ids=lambda fmt: fmt.name)
+def test_a_matrix_is_written_out_exactly(fmt) -> None:
+    rng = np.random.default_rng(1)
+    depth = 512 if fmt.block_size > 64 else 320
+    tensor = random_matrix(rng, fmt, (70, depth))
+    output = torch.zeros((70, depth))
+    gpu = interpreted(torch.float32)
+    products_packed.write_out(gpu, pack(tensor, CPU), output)
+    np.testing.assert_allclose(output.numpy(), tensor.dequantize(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("fmt", FORMS, ids=lambda fmt: fmt.name)
+def test_products_of_few_and_of_more_rows(fmt) -> None:
+    rng = np.random.default_rng(2)
+    width, depth = 70, 512 if fmt.block_size > 64 else 320
+    tensor = random_matrix(rng, fmt, (width, depth))
+    weight = pack(tensor, CPU)
+    for rows, parts in ((3, 2), (9, 1), (20, 1)):
+        x = rng.standard_normal((rows + 1, depth)).astype(np.float16)
+        output = torch.zeros((parts, rows + 1, width + 8))
+        given = Parts(output, width + 8, width + 8, parts, output[0].numel()).columns(8, width)
+        products_packed.launch(
+            interpreted(), header(rows), rows + 1, torch.from_numpy(x), weight, given
+        )
+        expected = x[:rows].astype(np.float32) @ tensor.dequantize().T
+        got = output.sum(0).numpy()
+        np.testing.assert_allclose(got[:rows, 8:], expected, rtol=3e-3, atol=0.06)
+        assert not got[rows].any()
+        assert not got[:, :8].any()

@@ -1,0 +1,117 @@
+"""What `compile.py` compiles: kernels as models of 8 billion parameters launch them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from twostroke.backends.gpu import sampling
+from twostroke.backends.gpu.kernels import products_packed, sampler
+from twostroke.backends.gpu.kernels.packed import Packed, layout_of
+from twostroke.backends.gpu.kernels.parts import Parts
+from twostroke.backends.gpu.launch import listing
+from twostroke.core.frozen import Frozen
+from twostroke.quant import FORMATS, grouped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from twostroke.backends.gpu.launch import Launch
+    from twostroke.quant import Format
+
+WIDTH: Final = 4096
+DEPTH: Final = 4096
+VOCAB: Final = 128_256
+
+
+class Case(Frozen, eq=False):
+    """Launches, and what they do: bytes, operations, weights that a turn of the loop reads.
+
+    With `is_matrix` a kernel must use the tensor cores' own instruction for many rows.
+    """
+
+    launches: Sequence[Launch]
+    num_bytes: int = 0
+    num_operations: int = 0
+    weights_per_turn: int = 0
+    is_matrix: bool = False
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _packed(fmt: Format) -> Packed:
+    layout = layout_of(fmt, DEPTH)
+    assert layout is not None
+    tiles, blocks = WIDTH // 64, DEPTH // 256
+    codes = _empty(1, tiles, blocks, layout.steps, 64, layout.columns, dtype=torch.int16)
+    high = {
+        5: _empty(1, tiles, blocks, 64, 32, dtype=torch.uint8),
+        6: _empty(1, tiles, blocks, 2, 64, 16, dtype=torch.int16),
+    }
+    words = 4 if layout.scales != "plain" else 256 // layout.group
+    scales = _empty(blocks, words, WIDTH, dtype=torch.int32 if words == 4 else torch.float16)
+    offsets = _empty(blocks, 1, WIDTH, dtype=torch.float16) if layout.scales == "q6_k" else None
+    if layout.offset:
+        kind = torch.uint8 if layout.offset == "zero" else torch.float16
+        offsets = _empty(blocks, words, WIDTH, dtype=kind)
+    return Packed(layout, WIDTH, DEPTH, codes, scales, high.get(layout.bits), offsets)
+
+
+def packed_product(fmt: Format, rows: int, architecture: int) -> Case:
+    """Return a product of packed weights."""
+    launches: list[Launch] = []
+    gpu = listing(launches, architecture)
+    weight = _packed(fmt)
+    count = 4 if rows <= products_packed.FEW_ROWS else 1
+    values = _empty(count, rows, WIDTH, dtype=torch.float32)
+    output = Parts(values, WIDTH, WIDTH, count, rows * WIDTH)
+    x = _empty(rows, DEPTH, dtype=gpu.element)
+    products_packed.launch(gpu, _empty(4), rows, x, weight, output)
+    return Case(
+        launches,
+        weight.num_bytes + 2 * x.numel() + 4 * values.numel(),
+        2 * rows * WIDTH * DEPTH,
+        launches[0].constants["BLOCK_N"] * 256,
+        is_matrix=rows > products_packed.FEW_ROWS,
+    )
+
+
+def written_out(fmt: Format, architecture: int) -> Case:
+    """Return packed weights that are written out."""
+    launches: list[Launch] = []
+    gpu = listing(launches, architecture)
+    weight = _packed(fmt)
+    output = _empty(WIDTH, DEPTH, dtype=gpu.element)
+    products_packed.write_out(gpu, weight, output)
+    return Case(launches, weight.num_bytes + 2 * output.numel())
+
+
+def samples(architecture: int) -> Case:
+    """Return draws with all options, and log-probabilities."""
+    launches: list[Launch] = []
+    gpu = listing(launches, architecture)
+    logits = _empty(1, VOCAB, dtype=torch.float32)
+    rows, lists = _empty(1, sampling.ROW_INTS), _empty(1000)
+    results = _empty(1, sampling.RESULT_INTS)
+    sampler.launch(gpu, logits, rows, lists, results, logits)
+    sampler.report(gpu, logits, rows, results)
+    return Case(launches, 4 * VOCAB)
+
+
+_FORMATS: Final = (
+    *(FORMATS[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")),
+    grouped(4, 128, "f16", zero=True),
+)
+CASES: Final[Mapping[str, Callable[[int], Case]]] = {
+    **{
+        f"{fmt.name} {rows} rows": partial(packed_product, fmt, rows)
+        for fmt in _FORMATS
+        for rows in (4, 16, 128)
+    },
+    **{f"{fmt.name} written out": partial(written_out, fmt) for fmt in _FORMATS},
+    "sampler": samples,
+}
