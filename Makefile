@@ -7,6 +7,8 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 HOST ?= 127.0.0.1
 PORT ?= 8000
 TESTS ?= tests
+GPU_ARGS ?=
+GPU_PYTHON ?= .venv-gpu/bin/python
 PYTEST_ARGS ?=
 WORKERS ?= 3
 BENCH_ARGS ?=
@@ -48,7 +50,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile gpu-campaign test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -145,6 +147,10 @@ gpu-compile: $(READY) ## Compile the kernels for four GPU architectures; needs n
 	@$(MAKE) --no-print-directory .venv-gpu-oldest/.ready .venv-gpu/.ready
 	@for venv in .venv-gpu-oldest .venv-gpu; do \
 	  PYTHONPATH=src $$venv/bin/python tests/gpu/compile.py $(GPU_ARGS) || exit 1; done
+
+gpu-campaign: native ## Measure the gpu backend on this machine's GPU (GPU_ARGS="--row ...", "--dry-run").
+	@$(MAKE) --no-print-directory .venv-gpu/.ready
+	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 
 test-parallel: build pull ## Compare answers of several ranks with those of one process (KILLS=100 kills ranks; EXACT_ARGS=).
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/parallel.py $(if $(KILLS),--kills $(KILLS)) $(EXACT_ARGS)

@@ -159,6 +159,11 @@ class GpuBackend:
         with self._here():
             return trace(*given, tokens, values, piece=self._piece)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page's keys and values to another; must not be called while a step runs."""
+        pages = self._pages.memory.view(-1, self._pages.page_stride)
+        pages[target] = pages[source]
+
     def forget(self, request: Request) -> None:
         """Drop all that is kept for a finished request."""
         self._steps.forget(request)
