@@ -9,8 +9,17 @@ import torch
 
 from twostroke.backends.gpu.cache import tiling_of
 from twostroke.backends.gpu.graphs import bucket_of
-from twostroke.backends.gpu.kernels import attention, norm, pages, pointwise, product, rope
+from twostroke.backends.gpu.kernels import (
+    attention,
+    norm,
+    pages,
+    pointwise,
+    product,
+    products_packed,
+    rope,
+)
 from twostroke.backends.gpu.kernels.attention import Work
+from twostroke.backends.gpu.kernels.packed import Packed
 from twostroke.backends.gpu.kernels.parts import Parts
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import (
@@ -162,7 +171,7 @@ class Plan:
         picked = self._picked[:bucket]
         pointwise.take_rows(gpu, header, bucket, states, chosen, picked)
         output = Parts(self.logits, op.width, op.width)
-        product.launch(gpu, header, bucket, picked, self._weights.product((op.weight,)), output)
+        self._multiply(header, bucket, picked, (op.weight,), output)
         if op.soft_cap is not None:
             pointwise.combine(
                 gpu, header, bucket, output, self.logits[:bucket], soft_cap=op.soft_cap
@@ -183,7 +192,7 @@ class Plan:
             case Products():
                 x = memory.tensor(record.x, rows)
                 output = memory.whole(record.output, rows)
-                product.launch(gpu, frame, rows, x, self._weights.product(record.weights), output)
+                self._multiply(frame, rows, x, record.weights, output)
             case Store():
                 self._store(record, places)
             case Attend():
@@ -197,6 +206,19 @@ class Plan:
                 b = None if record.b is None else memory.parts(record.b, rows)
                 output = memory.tensor(record.output, rows)
                 pointwise.combine(gpu, frame, rows, a, output, bias=bias, factor=record.factor, b=b)
+
+    def _multiply(
+        self, header: Tensor, rows: int, x: Tensor, names: tuple[str, ...], output: Parts
+    ) -> None:
+        first = 0
+        for matrix in self._weights.factors(names):
+            if isinstance(matrix, Packed):
+                columns = output.columns(first, matrix.width)
+                products_packed.launch(self._gpu, header, rows, x, matrix, columns)
+            else:
+                columns = output.columns(first, matrix.shape[0])
+                product.launch(self._gpu, header, rows, x, matrix, columns)
+            first += columns.width
 
     def _biased(self, place: Place, rows: int) -> tuple[Parts, Tensor | None]:
         bias = None if place.bias is None else self._weights.vector(place.bias)

@@ -1,4 +1,4 @@
-"""Weights on the device, in the element type; what had another is converted as it is loaded."""
+"""Weights on the device: packed where products read their format, else in the element type."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from twostroke.backends.gpu.kernels.packed import layout_of, pack
 from twostroke.backends.gpu.lowered import AddNorm, Embed, Products, Store
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from twostroke.backends.gpu.kernels.packed import Packed
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered
     from twostroke.program import ops
@@ -37,16 +39,21 @@ def element_of(tensors: Mapping[str, QuantTensor]) -> torch.dtype:
 
 
 def device_bytes(tensors: Mapping[str, QuantTensor]) -> int:
-    """Return how many bytes weights take on the device."""
-    return sum(
-        tensor.num_values * (2 if len(tensor.shape) > 1 else 4) for tensor in tensors.values()
+    """Return about how many bytes weights take on the device."""
+    dense = sum(
+        tensor.num_values * (2 if len(tensor.shape) > 1 else 4)
+        for name, tensor in tensors.items()
+        if name == "token_embd.weight" or not _is_packed(tensor)
     )
+    packed = sum(tensor.num_bytes for tensor in tensors.values() if _is_packed(tensor))
+    return dense + packed
 
 
 class DeviceWeights:
-    """Matrices in the element type by name, those that read one input together, and vectors.
+    """Matrices by name, those that read one input together if they are dense, and vectors.
 
-    `converted` counts the matrices of each format that was not the element type.
+    `packed` are those in a format that products read, `matrices` others, in the element type, and
+    tables of embeddings. `converted` counts the matrices of each format that was neither.
     """
 
     def __init__(
@@ -61,13 +68,23 @@ class DeviceWeights:
         self._gpu, self._tensors = gpu, tensors
         self.converted: Counter[str] = Counter()
         self.matrices: dict[str, Tensor] = {}
+        self.packed: dict[str, Packed] = {}
         self.products: dict[tuple[str, ...], Tensor] = {}
         self._vectors: dict[tuple[str, float], Tensor] = {}
         groups = [record.weights for record in lowered.records if isinstance(record, Products)]
         tables = [record.table for record in lowered.records if isinstance(record, Embed)]
         names = {name for group in groups for name in group} | {*tables, lowered.logits.weight}
         total, done = sum(tensors[name].num_bytes for name in names), 0
-        for group in [*groups, *((name,) for name in (*tables, lowered.logits.weight))]:
+        multiplied = [*groups, (lowered.logits.weight,)]
+        for name in dict.fromkeys(name for group in multiplied for name in group):
+            if _is_packed(tensors[name]):
+                self.packed[name] = pack(tensors[name], gpu.device)
+                done += tensors[name].num_bytes
+                if name not in tables:
+                    release([tensors[name]])
+                progress(min(done, total), total)
+        dense = [tuple(n for n in group if n not in self.packed) for group in multiplied]
+        for group in [*filter(None, dense), *((name,) for name in tables)]:
             if group in self.products or (len(group) == 1 and group[0] in self.matrices):
                 continue
             shapes = [tensors[name].shape for name in group]
@@ -93,11 +110,14 @@ class DeviceWeights:
     def num_bytes(self) -> int:
         """Bytes on the device."""
         held = {tensor.data_ptr(): tensor for tensor in self.products.values()}
-        return sum(t.nbytes for t in (*held.values(), *self._vectors.values()))
+        num_bytes: int = sum(t.nbytes for t in (*held.values(), *self._vectors.values()))
+        return num_bytes + sum(packed.num_bytes for packed in self.packed.values())
 
-    def product(self, names: tuple[str, ...]) -> Tensor:
-        """Return matrices that read one input as one, (all outputs, inputs)."""
-        return self.products[names] if names in self.products else self.matrices[names[0]]
+    def factors(self, names: tuple[str, ...]) -> Sequence[Tensor | Packed]:
+        """Return matrices that read one input, in order; dense ones alone are one matrix."""
+        if names in self.products:
+            return (self.products[names],)
+        return [self.packed[n] if n in self.packed else self.matrices[n] for n in names]
 
     def vector(self, name: str, offset: float = 0.0) -> Tensor:
         """Return a weight of one dimension in float32, with an offset added."""
@@ -115,6 +135,10 @@ class DeviceWeights:
             target.copy_(torch.from_numpy(tensor.dequantize()))
         if dtype != self._gpu.element:
             self.converted[tensor.format.name] += 1
+
+
+def _is_packed(tensor: QuantTensor) -> bool:
+    return layout_of(tensor.format, tensor.shape[-1]) is not None
 
 
 def _vectors_of(lowered: Lowered) -> Iterator[tuple[str, float]]:
