@@ -316,7 +316,7 @@ class Scheduler:
             ticket = ready[at]
             if before is not None and before.rank < ticket.rank:
                 return
-            if not sketch.most_rows(ticket.request, 1):
+            if not sketch.most_rows(ticket.request, 1) or ticket.request in sketch.preempted:
                 return
             hit = None if sketch.pauses(ticket) else self.prefixes.match(ticket)
             if hit is None:
@@ -326,7 +326,7 @@ class Scheduler:
             num_victims = self._holdings.num_victims(
                 ticket, hit, self._running, reserved, most_running
             )
-            if num_victims is None or ticket.request in sketch.preempted:
+            if num_victims is None:
                 return
             if num_victims and not self._can_preempt():
                 return
