@@ -177,7 +177,7 @@ test-ray: build pull ## Bring a fleet up on Ray, kill and update it under load, 
 	@$(MAKE) --no-print-directory .venv-fleet/.ready
 	@PYTHONPATH=src .venv-fleet/bin/python tests/exact/ray_fleet.py $(RAY_ARGS)
 
-test-tiers: build ## Damage and swap 10,000 stored pages; none may be used (TIERS_ARGS=).
+test-tiers: native $(DEV_READY) ## Damage and swap 10,000 stored pages; none may be used (TIERS_ARGS=).
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/tiers.py $(TIERS_ARGS)
 
 soak: build pull ## Load a server for half an hour, kill its engine, look for growth (SOAK_ARGS="--minutes 5").

@@ -53,7 +53,7 @@ def list_command(folder: Path, as_json: bool) -> None:
         (
             *(kind.model, kind.kv_format, kind.arithmetic),
             *(f"{kind.num_pages:,}", f"{kind.num_pages * kind.page_size:,}"),
-            *(megabytes(kind.num_bytes), f"{kind.kept:,}", f"{kind.saved_s:,.0f} s"),
+            *(megabytes(kind.num_bytes), f"{kind.kept:,}", f"{kind.saved_s:,.1f} s"),
             datetime.fromtimestamp(kind.used_s, UTC).strftime("%Y-%m-%d %H:%M")
             if kind.num_pages
             else "-",
