@@ -48,9 +48,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_gguf(folder / "tiny.gguf", Tiny(seed=3, fmt="F16", num_layers=1)))
 
 
-def gpu_backend(program: Any, tensors: Any, num_pages: int, piece: int) -> GpuBackend:
-    given = {"element": torch.float32, "kv_format": "f32", "max_rows": 60, "piece": piece}
-    return GpuBackend(program, tensors, num_pages, 16, find(), **given)
+def gpu_backend(program: Any, tensors: Any, num_pages: int, **options: Any) -> GpuBackend:
+    given = {"element": torch.float32, "kv_format": "f32", "max_rows": 60, "piece": 32}
+    return GpuBackend(program, tensors, num_pages, 16, find(), **given, **options)
 
 
 def engine(tiny: str, backend: str, num_tokens: int = 256, **options: Any) -> LLM:
@@ -133,7 +133,7 @@ def test_requests_together_are_answered_as_each_alone(windows: tuple[int | None,
     expected, _ = run_schedule(
         ReferenceBackend(*model, 64, 16), crowded.alone(64), [fresh(r) for r in requests], 100
     )
-    ours = gpu_backend(*model, num_pages=9, piece=32)
+    ours = gpu_backend(*model, num_pages=9)
     again = [fresh(request) for request in requests]
     answers, num_preemptions = run_schedule(ours, crowded, again, 100, expected)
     assert num_preemptions
@@ -143,6 +143,25 @@ def test_requests_together_are_answered_as_each_alone(windows: tuple[int | None,
     for name in same:
         for right, found in zip(expected[name][1], answers[name][1], strict=True):
             if right is not None:
+                assert found.logprob == pytest.approx(right.logprob, abs=2e-3)
+
+
+def test_tokens_are_drawn_on_the_device() -> None:
+    """With penalties, truncations, log-probabilities and those of prompts."""
+    model = tiny_model(num_layers=1)
+    requests = random_requests(random.Random(2), 6, vocab_size=280, longest=12, most_output=3)
+    setting = Setting(32, 60, 8, prefix_cache=False, policy=Continuous())
+    expected, _ = run_schedule(
+        ReferenceBackend(*model, 32, 16), setting, [fresh(r) for r in requests], 100
+    )
+    ours = gpu_backend(*model, num_pages=32, draws_on_host=False)
+    answers, _ = run_schedule(ours, setting, [fresh(r) for r in requests], 100)
+    for name, (tokens, reports) in expected.items():
+        assert answers[name][0] == tokens
+        for right, found in zip(reports, answers[name][1], strict=True):
+            assert (right is None) == (found is None)
+            if right is not None:
+                assert found.top_ids == right.top_ids
                 assert found.logprob == pytest.approx(right.logprob, abs=2e-3)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.step import TokenLogprobs
+    from twostroke.sample.rows import Rows
 
     Reports = Sequence[TokenLogprobs | None]
     Drawn = tuple[list[int], list[TokenLogprobs | None], NDArray[np.float32] | None, Reports]
@@ -111,6 +112,11 @@ class StepArrays:
             record.num_generated,
             self._external,
         )
+
+    @property
+    def samples(self) -> Rows:
+        """The rows of the sampler for the step in `record`, until the next one."""
+        return self._samples
 
     def _fill_plain(self, plan: StepPlan) -> None:
         """Write a row for each request, of its newest token, and draw the next."""

@@ -13,6 +13,7 @@ import torch
 from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.gpu.cache import PageMemory
+from twostroke.backends.gpu.drawing import Drawing
 from twostroke.backends.gpu.graphs import Graphs, bucket_of, buckets_up_to
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.plan import Plan
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.device import Device
     from twostroke.backends.gpu.weights import Progress, Release
     from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan
+    from twostroke.core.step import StepPlan, TokenLogprobs
     from twostroke.program import Program
     from twostroke.quant import QuantTensor
 
     Array = NDArray[np.float32]
+    Drawn = tuple[list[int], list[TokenLogprobs | None], list[TokenLogprobs | None], float]
 
 _LEAST_TABLES = 64
 
@@ -60,14 +62,16 @@ class GpuBackend:
         tapped_value: str | None = None,
         element: torch.dtype | None = None,
         piece: int | None = None,
+        draws_on_host: bool | None = None,
         release: Release = lambda _: None,
         progress: Progress = lambda *_: None,
     ) -> None:
         """Load the weights, reserve all memory, compile the kernels and capture the graphs.
 
         Steps have `max_rows` rows; more cost a pause. Steps return `tapped_value` for the rows that
-        draw. `element` is the type of products' inputs, else that of the weights. `release` and
-        `progress` are those of `CpuBackend`.
+        draw. `element` is the type of products' inputs, else that of the weights. Tokens are drawn
+        on the device, unless its kernels are interpreted, which is slow: `draws_on_host` chooses.
+        `release` and `progress` are those of `CpuBackend`.
 
         Raises:
             BackendError: there is no kernel for something in the Program.
@@ -96,6 +100,8 @@ class GpuBackend:
             message = f"{message} more than {device.name} has free"
             raise MemoryLimitError(f"{message}: take a smaller model or --kv-memory.") from None
         self._graphs = Graphs(self._gpu)
+        on_host = device.is_interpreted if draws_on_host is None else draws_on_host
+        self._drawing = None if on_host else Drawing(self._gpu, program.vocab_size)
         with self._here():
             self._capture()
         self.facts = BackendFacts(
@@ -132,9 +138,7 @@ class GpuBackend:
         if frame.external is not None:
             self._plan.take_external(frame.external)
         self._graphs.run(num_rows, partial(self._plan.launch, num_rows))
-        logits = self._logits(len(frame.sampled_rows))
-        kernel_s = time.perf_counter() - started
-        drawn, scores = draw_all(plan, logits)
+        tokens, logprobs, scores, done_s = self._draw(plan, len(frame.sampled_rows))
         hidden = None
         if self._tapped_value is not None:
             rows = frame.sampled_rows[plan.draws].astype(np.int64)
@@ -142,8 +146,8 @@ class GpuBackend:
         last = self._plan.last_states(num_rows)
         states = [last[part].float().cpu().numpy() for part in pooled_rows(plan.slices)]
         elapsed_s = time.perf_counter() - started
-        tokens, logprobs = [token for token, _ in drawn], [report for _, report in drawn]
-        return StepResult(tokens, logprobs, elapsed_s, kernel_s, hidden, scores, states)
+        given = tokens, logprobs, elapsed_s, done_s - started, hidden, scores, states
+        return StepResult(*given)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a sequence; see `Backend.score`."""
@@ -195,15 +199,27 @@ class GpuBackend:
             self._graphs.drop()
         return num_rows
 
-    def _logits(self, count: int) -> Array:
-        found = np.empty((count, self._program.vocab_size), np.float32)
+    def _draw(self, plan: StepPlan, count: int) -> Drawn:
+        """Return tokens, log-probabilities and scores, and when the device had computed them."""
+        drawing, rows = self._drawing, self._steps.samples
+        found = np.empty((0 if drawing else count, self._program.vocab_size), np.float32)
+        if drawing:
+            drawing.begin(rows)
         for chunk, first in enumerate(range(0, count, LOGIT_ROWS)):
-            rows = min(LOGIT_ROWS, count - first)
-            bucket = bucket_of(rows)
+            taken = min(LOGIT_ROWS, count - first)
+            bucket = bucket_of(taken)
             launch = partial(self._plan.launch_logits, chunk, bucket)
             self._graphs.run((chunk, bucket), launch)
-            found[first : first + rows] = self._plan.logits[:rows].cpu().numpy()
-        return found
+            logits = self._plan.logits[:taken]
+            if drawing:
+                drawing.draw(logits, first)
+            else:
+                found[first : first + taken] = logits.cpu().numpy()
+        if drawing:
+            return *drawing.finish(plan, rows), time.perf_counter()
+        done = time.perf_counter()
+        drawn, scores = draw_all(plan, found)
+        return [token for token, _ in drawn], [report for _, report in drawn], scores, done
 
     def _capture(self) -> None:
         """Compile all kernels and capture the graphs, for steps without rows."""
@@ -243,5 +259,5 @@ class GpuBackend:
         element = name[self._gpu.element]
         parts = [device.name, element, f"{kv_format} keys and values"]
         converted = self._weights.converted
-        parts += [f"{count} matrices of {fmt} as {element}" for fmt, count in converted.items()]
+        parts += [f"{fmt} as {element} ({count} weights)" for fmt, count in converted.items()]
         return ", ".join(parts)

@@ -64,7 +64,7 @@ def step_bytes(program: Program, device: Device, max_rows: int) -> int:
         if source.rope is not None
     }
     turns = 2 * program.context_length * sum(map(len, pairs))
-    logits = LOGIT_ROWS * (lowered.logits.in_width + lowered.logits.width)
+    logits = LOGIT_ROWS * (lowered.logits.in_width + 2 * lowered.logits.width)  # the sampler's, too
     floats = turns + logits + min(rows, _DECODED_ROWS) * MOST_PIECES * slot
     return lay_out(gpu, lowered, rows).num_bytes + 4 * floats
 
