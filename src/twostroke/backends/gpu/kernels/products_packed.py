@@ -24,7 +24,6 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     upper_of,
     weight_of,
 )
-from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,19 +33,6 @@ if TYPE_CHECKING:
 
 FEW_ROWS: Final = 16  # up to which sums are scaled, not weights
 MANY_ROWS: Final = 512  # from which a matrix is written out
-
-
-class Grouped(Frozen, eq=False):
-    """Rows of a mixture, by expert.
-
-    `items` int32 (items, 4) are (expert, first, count, 0): the rows `order[first : first + count]`
-    of the output go through that matrix of the stack. Row r of the output reads row r // `divisor`
-    of x.
-    """
-
-    items: Tensor
-    order: Tensor
-    divisor: int
 
 
 def launch(
@@ -63,14 +49,7 @@ def launch(
     # Two stages of x with more rows are more than sm_120 can hold.
     most = 64 if gpu.architecture >= 120 else 128
     block_m = 8 if num_rows <= 8 else min(most, max(16, triton.next_power_of_2(num_rows)))
-    _start(gpu, header, x, weight, output, block_m, -(-num_rows // block_m), None)
-
-
-def launch_grouped(
-    gpu: Gpu, header: Tensor, block_m: int, x: Tensor, weight: Packed, output: Parts, rows: Grouped
-) -> None:
-    """Do so for rows of a mixture; `weight` is a stack, and items have at most `block_m` rows."""
-    _start(gpu, header, x, weight, output, block_m, rows.items.shape[0], rows)
+    _start(gpu, header, num_rows, x, weight, output, block_m)
 
 
 def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
@@ -94,12 +73,11 @@ def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
 def _start(
     gpu: Gpu,
     header: Tensor,
+    num_rows: int,
     x: Tensor,
     weight: Packed,
     output: Parts,
     block_m: int,
-    blocks_m: int,
-    rows: Grouped | None,
 ) -> None:
     layout, unused = weight.layout, header
     scales_sums = block_m <= FEW_ROWS
@@ -107,7 +85,7 @@ def _start(
     blocks = -(-weight.depth // TILE_INPUTS)
     gpu.launch(
         _product_packed,
-        (-(-weight.width // block_n), output.count, blocks_m),
+        (-(-weight.width // block_n), output.count, -(-num_rows // block_m)),
         header,
         x,
         weight.codes,
@@ -115,8 +93,6 @@ def _start(
         weight.scales,
         unused if weight.offsets is None else weight.offsets,
         output.values,
-        unused if rows is None else rows.items,
-        unused if rows is None else rows.order,
         output.part_stride,
         # Two warps keep to mma.sync, whose operands come from registers; four make a warp group.
         num_warps=2 if scales_sums else block_n // 16,
@@ -128,24 +104,8 @@ def _start(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         SCALES_SUMS=scales_sums,
-        DIVISOR=rows.divisor if rows else 0,
         **constants(gpu, layout, is_centered=not scales_sums or not has_offset(layout)),
     )
-
-
-@triton.jit
-def _rows(header, items, order, BLOCK_M: tl.constexpr, DIVISOR: tl.constexpr):
-    """Return how many rows a program has, which, those of x that they read, and their expert."""
-    places = tl.arange(0, BLOCK_M)
-    if DIVISOR == 0:
-        first = tl.program_id(2) * BLOCK_M
-        rows = (first + places).to(tl.int64)
-        return tl.load(header) - first, rows, rows, tl.zeros((), tl.int64)
-    else:
-        item = items + tl.program_id(2) * 4
-        count = tl.load(item + 2)
-        rows = tl.load(order + tl.load(item + 1) + places, places < count, 0).to(tl.int64)
-        return count, rows, rows // DIVISOR, tl.load(item).to(tl.int64)
 
 
 @triton.jit
@@ -158,35 +118,34 @@ def _inputs(x_at, k, columns, is_row, DEPTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["part_stride"])
 def _product_packed(
-    header, x, codes, high, scales, offsets, output, items, order, part_stride,
+    header, x, codes, high, scales, offsets, output, part_stride,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, PART_BLOCKS: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALES_SUMS: tl.constexpr, DIVISOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALES_SUMS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
     STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (DEPTH + 255) // 256
     TILES: tl.constexpr = (WIDTH + 63) // 64
-    HEADERS: tl.constexpr = 256 // GROUP if SCALES == "plain" else 4
-    OFFSETS: tl.constexpr = 1 if SCALES == "q6_k" else HEADERS
     HAS_OFFSET: tl.constexpr = OFFSET != "" or SCALES == "k"
     PER_GROUP: tl.constexpr = GROUP // COLUMNS
     STEP: tl.constexpr = 64 * COLUMNS
     element: tl.constexpr = x.dtype.element_ty
-    count, rows, x_rows, expert = _rows(header, items, order, BLOCK_M, DIVISOR)
-    if count <= 0:
+    rows = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    num_rows = tl.load(header)
+    if tl.program_id(2) * BLOCK_M >= num_rows:
         return
-    is_row = tl.arange(0, BLOCK_M) < count
+    is_row = rows < num_rows
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(outputs // 64, TILES - 1) * 64 + outputs % 64  # the last block may be half
     columns = tl.arange(0, COLUMNS)
-    x_at = x + x_rows[None, :] * DEPTH + columns[:, None]
-    block_of = (expert * TILES + own // 64).to(tl.int64) * BLOCKS
+    x_at = x + rows[None, :] * DEPTH + columns[:, None]
+    block_of = (own // 64).to(tl.int64) * BLOCKS
     within = (own % 64 * COLUMNS)[:, None] + columns[None, :]
     codes_at = codes + (block_of * (STEPS * STEP))[:, None] + within
     high_at = high + (block_of * (STEP * (BITS - 4)))[:, None] + within
-    scales_at = scales + expert * (BLOCKS * HEADERS * TILES * 64) + own
-    offsets_at = offsets + expert * (BLOCKS * OFFSETS * TILES * 64) + own
+    scales_at = scales + own
+    offsets_at = offsets + own
     ones = tl.full((BLOCK_N, COLUMNS), 1, element)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first, end = tl.program_id(1) * PART_BLOCKS, (tl.program_id(1) + 1) * PART_BLOCKS

@@ -1,0 +1,105 @@
+"""The PTX that makes values of codes, executed on the processor, against the codes."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from twostroke.backends.gpu.kernels.packed import Layout  # noqa: E402
+from twostroke.backends.gpu.kernels.packed_codes import constants  # noqa: E402
+from twostroke.backends.gpu.launch import listing  # noqa: E402
+
+LAYOUTS = (
+    Layout(4, 32, half=8),
+    Layout(4, 32, scales="k"),
+    Layout(5, 32, scales="k"),
+    Layout(6, 16, half=32, scales="q6_k"),
+    Layout(8, 32),
+)
+
+
+def halves(words, element: torch.dtype):
+    """Return the two numbers of each word, float64 (2, words)."""
+    bits = np.stack([words & 0xFFFF, words >> 16]).astype(np.uint16).view(np.int16)
+    return torch.from_numpy(bits).view(element).double().numpy()
+
+
+def lookup(table: int, a, b, c):
+    """Return what `lop3` does: a bit of the table for each three bits."""
+    result = np.zeros_like(a)
+    for place in range(8):
+        if table >> place & 1:
+            chosen = (a if place & 4 else ~a) & (b if place & 2 else ~b)
+            result |= chosen & (c if place & 1 else ~c)
+    return result
+
+
+def execute(assembly: str, inputs: dict[str, np.ndarray], element: torch.dtype):
+    registers = dict(inputs)
+    size = len(next(iter(inputs.values())))
+
+    def value(name: str):
+        return registers[name] if name in registers else np.full(size, int(name, 0), np.uint32)
+
+    for line in assembly.strip("{}").split(";"):
+        if not line.strip() or line.strip().startswith(".reg"):
+            continue
+        name, rest = line.strip().split(" ", 1)
+        target, *given = (part.strip() for part in rest.split(","))
+        match name.split(".")[0]:
+            case "mov":
+                found = value(given[0])
+            case "shr":
+                found = value(given[0]) >> np.uint32(int(given[1]))
+            case "shl":
+                found = value(given[0]) << np.uint32(int(given[1]))
+            case "and":
+                found = value(given[0]) & value(given[1])
+            case "xor":
+                found = value(given[0]) ^ value(given[1])
+            case "lop3":
+                found = lookup(int(given[3], 0), *map(value, given[:3]))
+            case "fma":
+                a, b, c = (halves(value(part), element) for part in given)
+                exact = torch.from_numpy(a * b + c).to(element)
+                assert (exact.double().numpy() == a * b + c).all()
+                low, high = exact.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+                found = low | high << np.uint32(16)
+            case _:
+                raise AssertionError(name)
+        registers[target] = found.astype(np.uint32)
+    return registers
+
+
+def planes_of(layout: Layout, word, high, step: int):
+    """Return the codes of each plane of 16-bit words, int64."""
+    for plane in range(layout.planes):
+        code = word >> (16 // layout.planes * plane) & (255 if layout.bits == 8 else 15)
+        count = layout.bits - 4
+        if layout.bits in (5, 6):
+            shift = count * (step * layout.planes + plane) % (8 if count == 1 else 16)
+            code |= (high >> shift & ((1 << count) - 1)) << 4
+        yield np.where(code > 127, code - 256, code) if layout.bits == 8 else code
+
+
+@pytest.mark.parametrize("element", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}{layout.scales}")
+def test_assembly_makes_the_codes(layout: Layout, element: torch.dtype) -> None:
+    rng = np.random.default_rng(layout.bits)
+    most = 256 if layout.bits == 5 else 1 << 16
+    words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, most))
+    pair = [(low | upper << 16).astype(np.uint32) for low, upper in (words, high)]
+    for is_centered in (True, False):
+        given = constants(listing([], 90, element), layout, is_centered=is_centered)
+        for step, assembly in enumerate(given["ASSEMBLY"]):
+            assert not re.search(r"\$[6-9]", assembly)
+            inputs = {f"${layout.planes + place}": value for place, value in enumerate(pair)}
+            found = execute(assembly, inputs, element)
+            shift = 0 if layout.bits == 8 else given["SHIFT"]
+            for plane, codes in enumerate(planes_of(layout, words, high, step)):
+                np.testing.assert_array_equal(halves(found[f"${plane}"], element), codes + shift)
