@@ -157,9 +157,10 @@ function overall(latency) {
 
 /** Say what the prefix cache's share is of, and what pages that stay have saved. */
 function ofPrompts(tiers) {
-  const stored = tiers.reduce((sum, tier) => sum + tier.bytes_stored, 0);
+  const known = tiers.filter((tier) => tier.bytes_stored !== null); // not of a store
+  const stored = known.length ? `${quantity(known.reduce((sum, tier) => sum + tier.bytes_stored, 0), "B")} stored, ` : "";
   const savedS = tiers.reduce((sum, tier) => sum + tier.saved_s, 0);
-  return tiers.length ? `of prompt tokens; ${quantity(stored, "B")} stored, ${duration(savedS)} saved` : "of prompt tokens";
+  return tiers.length ? `of prompt tokens; ${stored}${duration(savedS)} saved` : "of prompt tokens";
 }
 
 /** Say what prefill engines have read for this engine, or this one for others. */
