@@ -181,6 +181,7 @@ def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, l
             "shorten it, or raise --context-length (up to 512).",
         ),
         (("-p", "a", "--max-tokens", "510"), b"", 2, "lower --max-tokens to 4"),
+        (("-p", "a", "--backend", "gpu"), b"", 8, "pip install 'twostroke[gpu]'"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_a_code(

@@ -47,8 +47,13 @@ def with_known_backend(
     """Return options in which "auto" is "gpu" if there is a GPU that can run this.
 
     `say` gets a line if there is a GPU that cannot.
+
+    Raises:
+        BackendError: "gpu" was asked for, and cannot run this.
     """
     compute = options.compute
+    if compute.backend == "gpu":
+        check_gpu(program, compute)
     asks_for_cpu = compute.level or compute.activation_bits != DEFAULT_ACTIVATION_BITS
     if compute.backend != "auto" or asks_for_cpu or options.parallel.num_ranks > 1:
         return options
@@ -173,6 +178,7 @@ def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
     if is_native(compute):
         return loaded.file_bytes
     if compute.backend == "gpu":
+        gpu_device(compute)
         from twostroke.backends.gpu.weights import device_bytes
 
         return device_bytes(loaded.tensors)

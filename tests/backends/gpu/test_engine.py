@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from support.cpu import tiny_model  # noqa: E402
+from support.programs import PROGRAMS  # noqa: E402
 from support.schedules import (  # noqa: E402
     Setting,
     fresh,
@@ -31,7 +32,7 @@ from twostroke.core.config import (  # noqa: E402
     SpeculationOptions,
 )
 from twostroke.core.constraint import Constraint  # noqa: E402
-from twostroke.core.errors import BackendError  # noqa: E402
+from twostroke.core.errors import BackendError, MemoryLimitError  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.engine.llm import LLM  # noqa: E402
 from twostroke.schedule.policy import Continuous  # noqa: E402
@@ -183,3 +184,28 @@ def test_embeddings_scores_and_constraints_are_the_cpu_backends(tiny: str) -> No
     assert re.fullmatch("(yes|no) [0-9]{3}", own_text)
     for expected, own in zip(scores[1:], own_scores[1:], strict=True):
         assert own.logprob == pytest.approx(expected.logprob, abs=0.02)
+
+
+def test_auto_is_the_gpu_where_it_can_run_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from twostroke.backends.gpu import device
+    from twostroke.engine.compute import with_known_backend
+
+    said: list[str] = []
+    llama, mixture = PROGRAMS["biases"], PROGRAMS["experts"]
+    on_cpu = EngineOptions(ComputeOptions(level="portable"))
+    assert with_known_backend(EngineOptions(), llama, said.append).compute.backend == "auto"
+    monkeypatch.setattr(device, "may_exist", lambda: True)
+    assert with_known_backend(EngineOptions(), llama, said.append).compute.backend == "gpu"
+    assert with_known_backend(on_cpu, llama, said.append) == on_cpu
+    assert not said
+    assert with_known_backend(EngineOptions(), mixture, said.append).compute.backend == "auto"
+    assert "does not run mixtures of experts yet" in said[0]
+
+
+def test_too_little_memory_says_what_fits(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twostroke.backends.gpu import device
+
+    free = property(lambda _: 700_000_000)
+    monkeypatch.setattr(device.Device, "memory_available", free)
+    with pytest.raises(MemoryLimitError, match=r"needs .* weights.* would fit|no context"):
+        LLM(tiny, options=EngineOptions(ComputeOptions("gpu")))
