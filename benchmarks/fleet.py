@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections import OrderedDict
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,10 @@ from servers import Server, our_command
 from twostroke.core.config import BatchOptions, CacheOptions
 from twostroke.planner import find_device, planned_model, this_machine
 from twostroke.planner.question import Question
-from twostroke.router.policy import POLICIES
+from twostroke.router.policy import POLICIES, WEIGHT, prefix
 from twostroke.simulate import Load, Setup, read_trace, simulate
 
-Job = tuple[str, int, str, int]  # a trace, replicas, a policy, requests
+Job = tuple[str, int, str, int, float]  # a trace, replicas, a policy, requests, the weight
 
 if TYPE_CHECKING:
     Rows = list[tuple[Any, ...]]
@@ -89,7 +90,8 @@ def one_cache(load: Load, num_tokens: int, block: int) -> float:
 
 def simulated(job: Job) -> dict[str, Any]:
     """Return what becomes of a trace before so many replicas, by a policy."""
-    trace, replicas, policy, count = job
+    trace, replicas, policy, count, weight = job
+    POLICIES["prefix"] = partial(prefix, weight=weight)
     setup = Setup(
         big_model(),
         find_device("H100-SXM"),
@@ -117,7 +119,8 @@ def real(given: argparse.Namespace) -> dict[str, float]:
     load = _fitting(load, _REAL_CONTEXT)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        command = (*our_command(given.model, 1), "--kv-memory", str(_REAL_KV))
+        sizes = ("--kv-memory", str(_REAL_KV), "--context-length", str(_REAL_CONTEXT))
+        command = (*our_command(given.model, 1), *sizes)
         ports = [Server(f"replica {n}", command, folder, stack).port for n in (1, 2)]
         named = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
         code = "from twostroke.cli import main; main()"
@@ -133,7 +136,7 @@ def real(given: argparse.Namespace) -> dict[str, float]:
         planned_model(given.model),
         this_machine(),
         Question(),
-        CacheOptions(memory_bytes=_REAL_KV),
+        CacheOptions(memory_bytes=_REAL_KV, context_length=_REAL_CONTEXT),
         replicas=2,
         routing="prefix",
         is_here=True,
@@ -186,7 +189,7 @@ def main() -> int:
     texts, facts, kept = list[str](), machine_facts(), dict[str, Any]()
     if "simulated" in given.parts:
         jobs = [
-            (trace, replicas, policy, given.requests)
+            (trace, replicas, policy, given.requests, given.weight)
             for trace in _SPEED
             for replicas in given.replicas
             for policy in (_ONE, *POLICIES)
@@ -232,6 +235,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=positive, default=4000)
     parser.add_argument("--replicas", type=positive, nargs="+", default=[8, 64])
+    parser.add_argument("--weight", type=float, default=WEIGHT, help="of computing beside waiting")
     parser.add_argument("--processes", type=positive, default=2)
     parser.add_argument("--real-requests", type=positive, default=300)
     parser.add_argument("--real-s", type=positive, default=140)

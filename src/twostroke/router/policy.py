@@ -41,7 +41,7 @@ class View(Frozen):
 Policy = Callable[[View], int]  # to the place of a replica whose wait is finite
 
 
-def prefix(view: View) -> int:
+def prefix(view: View, weight: float = WEIGHT) -> int:
     """Take the candidate with the soonest first token, where computing counts more than waiting.
 
     A second that is computed also delays those that come later; one that is waited does not.
@@ -49,7 +49,7 @@ def prefix(view: View) -> int:
     best, least_s = 0, math.inf
     for place, missing_s in view.missing_s.items():
         num_open = view.num_open.item(place)
-        cost_s = (view.wait_s.item(place) + WEIGHT * missing_s) * (1 + _CROWD * num_open)
+        cost_s = (view.wait_s.item(place) + weight * missing_s) * (1 + _CROWD * num_open)
         cost_s += _OPEN_S * num_open
         if cost_s < least_s:
             best, least_s = place, cost_s
