@@ -23,6 +23,7 @@ from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine import wire
+from twostroke.engine.frames import Frames, WireError
 from twostroke.engine.health import Progress
 from twostroke.engine.output import Output, Usage
 from twostroke.engine.process import Desk, Wire
@@ -120,12 +121,12 @@ class EngineEnd:
         try:
             ours.sendall(frame + wire.pack(wire.Close()))
             if len(frame) != 4 + int.from_bytes(frame[:4], "little"):  # it waits for the rest
-                frames = wire.Frames(wire.requests)
+                frames = Frames(wire.requests)
                 found = list(frames.feed(frame + wire.pack(wire.Close())))
                 return f"{len(found)} messages"
             desk.run()
             return "closed"
-        except wire.WireError:
+        except WireError:
             return "refused"
         finally:
             for asked in list(desk._open.values()):

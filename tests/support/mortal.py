@@ -14,6 +14,7 @@ from twostroke.engine import wire
 from twostroke.engine.build import build_speculator
 from twostroke.engine.child import EngineProcess
 from twostroke.engine.client import Client
+from twostroke.engine.frames import Frames
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.process import Desk
 from twostroke.engine.served import facts_of, take_reading
@@ -97,8 +98,8 @@ class Process(EngineProcess):
 
     def __init__(self, rng: random.Random, card: ModelCard, computed: set[int]) -> None:
         self.socket, self._theirs = socket.socketpair()
-        self.frames = wire.Frames(wire.answers)
-        self._received = wire.Frames(wire.requests)
+        self.frames = Frames(wire.answers)
+        self._received = Frames(wire.requests)
         self.began_s = 0.0
         self.is_dead = False
         self.desk: Desk | None = None

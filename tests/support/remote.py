@@ -19,6 +19,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine import wire
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
+from twostroke.engine.frames import Frames
 from twostroke.engine.process import _ready
 from twostroke.engine.remote import RemoteEngine
 
@@ -52,7 +53,7 @@ class FakeProcess:
 
     def __init__(self) -> None:
         self.socket, self.theirs = socket.socketpair()
-        self.frames = wire.Frames(wire.answers)
+        self.frames = Frames(wire.answers)
         self.is_killed = False
 
     def say(self, message: wire.Answer) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core import env
 from twostroke.core.errors import BackendError, EngineStoppedError
 from twostroke.engine import wire
+from twostroke.engine.frames import Frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ class EngineProcess:
             self.socket, theirs = socket.socketpair()
         except OSError as error:
             raise _refused(error) from None
-        self.frames = wire.Frames(wire.answers)
+        self.frames = Frames(wire.answers)
         number = theirs.fileno()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this package's own program

@@ -26,6 +26,7 @@ from twostroke.engine import wire
 from twostroke.engine.build import build
 from twostroke.engine.collector import ease_collector
 from twostroke.engine.delivery import Mailbox
+from twostroke.engine.frames import Frames, WireError
 from twostroke.engine.gain import describe_gain
 from twostroke.engine.generation import Outputs
 from twostroke.engine.health import Health
@@ -59,7 +60,7 @@ class Wire:
         self._socket = sock
         self._poll = select.poll()  # not `select`: a busy server's numbers go beyond 1023
         self._poll.register(sock, select.POLLIN)
-        self._frames = wire.Frames(wire.requests)
+        self._frames = Frames(wire.requests)
         self._lock = threading.Lock()
 
     def send(self, message: wire.Answer) -> None:
@@ -172,7 +173,7 @@ class Desk:
             case wire.Flush():
                 self.loop.flush()
             case wire.Load() | wire.Close():
-                raise wire.WireError("The engine is loaded already.")
+                raise WireError("The engine is loaded already.")
 
     def _generate(self, message: wire.Generate) -> None:
         self._open[message.id] = _Asked(self, message.id, message.waited_s)

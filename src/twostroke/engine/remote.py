@@ -29,6 +29,7 @@ from twostroke.engine import wire
 from twostroke.engine.asked import Book, FullQueue, RemoteOutputs
 from twostroke.engine.build import make_card
 from twostroke.engine.child import EngineProcess
+from twostroke.engine.frames import WireError
 from twostroke.engine.health import Health
 from twostroke.engine.limits import Limits
 from twostroke.engine.loading import build_tokenizer
@@ -344,7 +345,7 @@ class RemoteEngine:
     def _check_asked(self, id_: int, kind: type[wire.Request]) -> None:
         """Raise WireError if the process answers what was asked as if it were something else."""
         if id_ in self._asked and not isinstance(self._asked[id_][0], kind):
-            raise wire.WireError("The engine's answer does not fit what it was asked.")
+            raise WireError("The engine's answer does not fit what it was asked.")
 
     def _reply(self, id_: int, value: object, error: TwostrokeError | None = None) -> None:
         _, found = self._asked.get(id_, (None, None))

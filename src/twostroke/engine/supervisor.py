@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from twostroke.core.errors import EngineStoppedError, TwostrokeError
 from twostroke.engine import wire
 from twostroke.engine.child import EngineProcess, log
+from twostroke.engine.frames import WireError
 from twostroke.engine.watch import Watch
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class Supervisor:
                 return
             for message in messages:
                 self._take(message)
-        except wire.WireError as error:
+        except WireError as error:
             self._why = str(error)
             self._process.kill()
             self._died()

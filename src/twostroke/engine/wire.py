@@ -1,16 +1,14 @@
-"""The messages between a server and an engine in another process, and their frames.
+"""The messages between a server and an engine in another process; they travel in frames.
 
-A frame is the length of its body in four bytes, lowest first, and the body, a message in
-MessagePack. No message holds a path but `Load`, nor a descriptor or a pointer; nothing is executed
-that came in one.
+No message holds a path but `Load`, nor a descriptor or a pointer; nothing is executed that came in
+one.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,29 +16,21 @@ import numpy as np
 from twostroke.core.config import EngineOptions
 from twostroke.core.constraint import Constraint
 from twostroke.core.embedding import EmbeddingParams
-from twostroke.core.errors import BackendError, Field, TwostrokeError
+from twostroke.core.errors import Field, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import Hardware
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
+from twostroke.engine.frames import frame
 from twostroke.engine.health import Progress
 from twostroke.engine.output import Output
 from twostroke.engine.served import EngineFacts, Reading
 from twostroke.program.pages import CacheFormat
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 VERSION: Final = 2  # raise it when a message changes
-MAX_FRAME: Final = 256 << 20  # bytes of a body
 
-_HEAD: Final = struct.Struct("<I")
 _PLAIN: Final = (str, int, float, bool, type(None))  # facts of errors that stay what they are
-
-
-class WireError(BackendError):
-    """What arrived is not a message of the other end."""
 
 
 class EngineCard(Frozen):
@@ -264,41 +254,4 @@ def encode(value: object) -> bytes:
 
 def pack(message: Request | Answer) -> bytes:
     """Return a message's frame."""
-    body = encode(message)
-    return _HEAD.pack(len(body)) + body
-
-
-class Frames:
-    """Cuts what arrives into messages."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        """Decode with `requests` or `answers`."""
-        self._decoder = decoder
-        self._received = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that are complete with `data`.
-
-        Raises:
-            WireError: a frame is too large, or not a message.
-        """
-        self._received += data
-        received, start = self._received, 0
-        try:
-            while len(received) - start >= _HEAD.size:
-                (size,) = _HEAD.unpack_from(received, start)
-                if size > MAX_FRAME:
-                    raise WireError(f"A frame of {size} bytes arrived; at most {MAX_FRAME} may.")
-                end = start + _HEAD.size + size
-                if len(received) < end:
-                    break
-                body, start = bytes(memoryview(received)[start + _HEAD.size : end]), end
-                yield self._decode(body)
-        finally:
-            del received[:start]
-
-    def _decode(self, body: bytes) -> Any:
-        try:
-            return self._decoder.decode(body)
-        except (msgspec.MsgspecError, TwostrokeError, KeyError, ValueError, TypeError) as error:
-            raise WireError(f"A message cannot be read: {error}") from None
+    return frame(encode(message))

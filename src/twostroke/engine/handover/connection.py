@@ -15,9 +15,8 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, cast
 
-import msgspec
-
 from twostroke.core.errors import BackendError, PortInUseError
+from twostroke.engine.frames import WireError, frame, read_frame
 from twostroke.engine.handover import messages
 from twostroke.parallel.greeting import admit, introduce
 
@@ -25,11 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from io import BufferedReader
 
+    import msgspec
+
     from twostroke.engine.handover.messages import Answer, Question
 
 _logger = logging.getLogger("twostroke.handover")
 
-_HEAD: Final = struct.Struct("<I")
 _CREDENTIALS: Final = struct.Struct("3i")
 _SIDES: Final = (b"decode", b"prefill")
 _PATIENCE_S: Final = 5.0  # with a peer that has not proved itself
@@ -67,8 +67,7 @@ class Connection:
         Raises:
             PeerLostError: the other end is gone, or has not read for long.
         """
-        body = messages.encoder.encode(message)
-        parts = [memoryview(_HEAD.pack(len(body)) + body), *pages]
+        parts = [memoryview(frame(messages.encoder.encode(message))), *pages]
         try:
             with self._lock:
                 while parts:
@@ -87,13 +86,12 @@ class Connection:
         Raises:
             PeerLostError: the other end is gone, or what it sent is not a message.
         """
-        (size,) = _HEAD.unpack(self._read(_HEAD.size))
-        if size > messages.MAX_FRAME:
-            raise PeerLostError(f"A frame of {size} bytes arrived.")
         try:
-            return self._decoder.decode(self._read(size))
-        except msgspec.MsgspecError as error:
-            raise PeerLostError(f"A message cannot be read: {error}.") from None
+            return read_frame(self._file, self._decoder)
+        except WireError as error:
+            raise PeerLostError(str(error)) from None
+        except (OSError, ValueError) as error:
+            raise PeerLostError(f"The connection ended: {error}.") from None
 
     def receive_into(self, view: memoryview[Any]) -> None:
         """Fill a page with what follows a message; errors as `receive`."""
@@ -114,15 +112,6 @@ class Connection:
         self.cut()
         self._file.close()
         self._socket.close()
-
-    def _read(self, size: int) -> bytes:
-        try:
-            data = self._file.read(size)
-        except (OSError, ValueError) as error:
-            raise PeerLostError(f"The connection ended: {error}.") from None
-        if len(data) < size:
-            raise PeerLostError("The connection ended.")
-        return data
 
 
 class PeerListener:

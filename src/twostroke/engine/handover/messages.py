@@ -1,7 +1,7 @@
 """The messages between a decode engine and a prefill engine.
 
-Frames are those of `engine.wire`. No message holds a path, a descriptor or a pointer. The pages of
-a `Content` follow its frame where they travel by the same socket.
+They travel in frames (`engine/frames.py`). No message holds a path, a descriptor or a pointer. The
+pages of a `Content` follow its frame where they travel by the same socket.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from twostroke.cache.tiers import PageKind
 
 VERSION: Final = 1  # raise it when a message changes
-MAX_FRAME: Final = 64 << 20  # bytes of a body
 
 # The words for a fact in which two engines differ.
 _FACTS: Final = {
