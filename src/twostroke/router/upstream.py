@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Headers = Sequence[tuple[bytes, bytes]]
 
-_CONNECT_S: Final = 2.0
+_CONNECT_S: Final = 1.5
 _IDLE_S: Final = 30.0  # shorter than servers wait: vLLM and llama-server close after 5 to 75 s
 _MOST_UNREAD: Final = 256 * 1024
 _UNACKNOWLEDGED_MS: Final = 800  # Linux gives up at the next retransmission, some 0.4 s later
@@ -306,7 +306,7 @@ class Pool:
             async with asyncio.timeout(_CONNECT_S):
                 _, connection = await opening
         except TimeoutError:
-            raise ReplicaError(f"{address.url} does not accept a connection.") from None
+            raise CutOffError(f"{address.url} does not accept a connection.") from None
         except OSError as error:
             is_system = error.errno is not None and not isinstance(error, socket.gaierror)
             why = os.strerror(error.errno or 0) if is_system else error.strerror or str(error)

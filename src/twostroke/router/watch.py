@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _EVERY_S: Final = 0.5
 _PER_REPLICA_S: Final = 0.004  # so that a thousand take a fraction of a core
 _ANSWER_S: Final = 2.0
-_CUT_OFF_S: Final = 1.0  # of silence: one connection that is cut off need not be all
+_CUT_OFF_S: Final = 0.5  # of silence: one connection that is cut off need not be all
 _DISCOVER_S: Final = 2.0
 _MOST_BYTES: Final = 1 << 20
 _logger = logging.getLogger("twostroke.router")
