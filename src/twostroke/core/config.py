@@ -34,7 +34,7 @@ _MAX_RUNNING: Final = 256
 class ComputeOptions(Frozen):
     """The backend, its threads, and the instruction-set level of the cpu backend.
 
-    `backend` "auto" is "gpu" where there is a GPU that it can use, else "cpu". `device` is that of
+    `backend` "auto" is "cpu". `device` is that of
     the backends gpu and torch: "auto" is a GPU, for torch "cpu" if there is none; "cuda:1" names
     one of several. `activation_bits` is the cpu backend's precision of activations at quantized
     weights: 8 is up to 1.6 times faster on AVX-512 for prompts and many streams, and changes

@@ -20,12 +20,12 @@ from twostroke.engine.canary import FirstLoad
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.compute import (
     auto_kv_format,
+    check_backend,
     cost_model,
     is_native,
     make_backend,
     memory_free,
     weight_bytes,
-    with_known_backend,
 )
 from twostroke.engine.division import mesh_for
 from twostroke.engine.guessers import Draft, Heads
@@ -124,7 +124,7 @@ def build(
     check_tiers(options.tiers)
     loaded = load(model)
     program = build_program(loaded.spec)
-    options = with_known_backend(options, program, say)
+    check_backend(options, program, say)
     options = replace(options, compute=with_known_bits(options.compute, loaded, program, say))
     compute, speculation = options.compute, options.speculation
     mesh = mesh_for(options, program)

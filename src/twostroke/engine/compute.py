@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import DEFAULT_FORMAT, FORMATS
-from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
+from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.program.cost import CostModel
@@ -41,35 +41,21 @@ def is_native(compute: ComputeOptions) -> bool:
     return compute.backend in {"auto", "cpu"}
 
 
-def with_known_backend(
-    options: EngineOptions, program: Program, say: Callable[[str], None]
-) -> EngineOptions:
-    """Return options in which "auto" is "gpu" if there is a GPU that can run this.
+def check_backend(options: EngineOptions, program: Program, say: Callable[[str], None]) -> None:
+    """Refuse a Program that the gpu backend cannot run, if it was asked for.
 
-    `say` gets a line if there is a GPU that cannot.
+    "auto" stays the cpu backend until the other has been measured; `say` gets a line where there is
+    a GPU.
 
     Raises:
         BackendError: "gpu" was asked for, and cannot run this.
     """
-    compute = options.compute
-    if compute.backend == "gpu":
-        check_gpu(program, compute)
-    asks_for_cpu = compute.level or compute.activation_bits != DEFAULT_ACTIVATION_BITS
-    if compute.backend != "auto" or asks_for_cpu or options.parallel.num_ranks > 1:
-        return options
-    if options.tiers.is_used or options.handover.role != "mixed":
-        return options
     from twostroke.backends.gpu import device
 
-    if options.cache.kv_format == "int8" or not device.may_exist():
-        return options
-    on_gpu = replace(compute, backend="gpu")
-    try:
-        check_gpu(program, on_gpu)
-    except BackendError as error:
-        say(f"{error} The cpu backend runs it.")
-        return options
-    return replace(options, compute=on_gpu)
+    if options.compute.backend == "gpu":
+        check_gpu(program, options.compute)
+    elif options.compute.backend == "auto" and device.may_exist():
+        say("There is a GPU, which --backend gpu uses; that backend has not been measured yet.")
 
 
 def check_gpu(program: Program, compute: ComputeOptions) -> None:

@@ -186,20 +186,21 @@ def test_embeddings_scores_and_constraints_are_the_cpu_backends(tiny: str) -> No
         assert own.logprob == pytest.approx(expected.logprob, abs=0.02)
 
 
-def test_auto_is_the_gpu_where_it_can_run_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_mentioned_and_used_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from twostroke.backends.gpu import device
-    from twostroke.engine.compute import with_known_backend
+    from twostroke.engine.compute import check_backend
 
     said: list[str] = []
     llama, mixture = PROGRAMS["biases"], PROGRAMS["experts"]
-    on_cpu = EngineOptions(ComputeOptions(level="portable"))
-    assert with_known_backend(EngineOptions(), llama, said.append).compute.backend == "auto"
-    monkeypatch.setattr(device, "may_exist", lambda: True)
-    assert with_known_backend(EngineOptions(), llama, said.append).compute.backend == "gpu"
-    assert with_known_backend(on_cpu, llama, said.append) == on_cpu
+    on_gpu = EngineOptions(ComputeOptions("gpu"))
+    check_backend(EngineOptions(), llama, said.append)
+    check_backend(on_gpu, llama, said.append)
     assert not said
-    assert with_known_backend(EngineOptions(), mixture, said.append).compute.backend == "auto"
-    assert "does not run mixtures of experts yet" in said[0]
+    monkeypatch.setattr(device, "may_exist", lambda: True)
+    check_backend(EngineOptions(), llama, said.append)
+    assert "--backend gpu" in said[0]
+    with pytest.raises(BackendError, match="does not run mixtures of experts yet"):
+        check_backend(on_gpu, mixture, said.append)
 
 
 def test_too_little_memory_says_what_fits(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
