@@ -34,12 +34,12 @@ _MAX_RUNNING: Final = 256
 class ComputeOptions(Frozen):
     """The backend, its threads, and the instruction-set level of the cpu backend.
 
-    `backend` "auto" is "cpu". `device` is that of
-    the backends gpu and torch: "auto" is a GPU, for torch "cpu" if there is none; "cuda:1" names
-    one of several. `activation_bits` is the cpu backend's precision of activations at quantized
-    weights: 8 is up to 1.6 times faster on AVX-512 for prompts and many streams, and changes
-    answers as in other engines that use 8; 9 means 15 where activations are large and 8 elsewhere
-    (docs/kernels/activations.md); "auto" chooses for each product as few as the answers allow.
+    `backend` "auto" is "cpu". `device` is that of the backends gpu and torch: "auto" is a GPU, for
+    torch "cpu" if there is none; "cuda:1" names one of several. `activation_bits` is the cpu
+    backend's precision of activations at quantized weights: 8 is up to 1.6 times faster on AVX-512
+    for prompts and many streams, and changes answers as in other engines that use 8; 9 means 15
+    where activations are large and 8 elsewhere (docs/kernels/activations.md); "auto" chooses for
+    each product as few as the answers allow.
     """
 
     backend: str = "auto"
