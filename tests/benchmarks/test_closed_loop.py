@@ -74,7 +74,7 @@ def _answer(head: bytes, *chunks: bytes) -> tuple[list[int], bytes]:
         listener = await asyncio.start_server(server, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
         async with listener:
-            return [count async for count in load._ask(port, "bench", 3, [5, 6])]
+            return [count async for count in load.ask(port, "bench", 3, [5, 6])]
 
     return asyncio.run(both()), sent
 

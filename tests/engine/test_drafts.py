@@ -68,7 +68,7 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
     assert drafts(draft="auto", method="ngram") == (None, ("ngram",))
     assert drafts(draft="auto", method="off") == (None, ())
     with monkeypatch.context() as poor:
-        poor.setattr("twostroke.engine.guessers.memory_available", lambda: 100_000_000)
+        poor.setattr("twostroke.engine.guessers.memory_free", lambda *_: 100_000_000)
         assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
         with pytest.raises(MemoryLimitError, match="The draft does not fit into memory with tiny"):
             drafts(draft="auto", method="draft")
@@ -79,7 +79,7 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
 
 
 def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.engine.guessers.memory_available", lambda: 100_000_000)
+    monkeypatch.setattr("twostroke.engine.guessers.memory_free", lambda *_: 100_000_000)
     with pytest.raises(MemoryLimitError, match="The draft does not fit into memory with tiny"):
         engine_of(path, draft=str(path))
 

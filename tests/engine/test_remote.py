@@ -281,8 +281,8 @@ def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model:
             await until(lambda: not engine.life.is_up)
             assert 0.1 < engine.life.back_s < 30, "it knows how long loading took"
             hasty = Caller(timeout_s=0.01)
-            with pytest.raises(DeadlineError):
-                await engine.generate(PROMPTS, GREEDY, hasty, NO_HINTS)
+            with pytest.raises(DeadlineError):  # later if it was back first, on a busy machine
+                await texts(await engine.generate(PROMPTS, GREEDY, hasty, NO_HINTS))
             assert await texts(await ask(engine))
             assert engine.life.back_s == 0
             assert (await idle(engine)).snapshot.services["default"].answers == 1
