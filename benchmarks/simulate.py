@@ -2,8 +2,9 @@
 
 The same requests, a published trace scaled to this machine, are sent to the server at the same
 times and simulated. Steps of the simulation take what measured steps of the model say (`plan
---calibrate`). Loads are shares of the rate at which the server answers requests that come all at
-once. The Mooncake trace, whose prompts share beginnings, compares hits of the prefix cache.
+--calibrate`), and steps of the server under other requests (`plan --calibrate --server`). Loads
+are shares of the rate at which the server answers requests that come all at once. The Mooncake
+trace, whose prompts share beginnings, compares hits of the prefix cache.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,7 @@ from twostroke.measure.single_step import Shape
 from twostroke.planner import Calibration, find_device, planned_model, this_machine
 from twostroke.planner.calibration import Point
 from twostroke.planner.question import Question
+from twostroke.planner.served import grouped, look
 from twostroke.simulate import Arrival, Load, Setup, read_trace, simulate
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ STEPS = Wanted(
         *map(Shape.prefill, (16, 64, 256)),
     )
 )
+_WATCHED_LOAD = 0.6  # of the knee, while steps of the server are watched
 _ALONE = 20  # requests one after another, for the time outside the engine
 HEADER = ("load", "figure", "measured", "simulated", "error", "limit")
 
@@ -107,9 +111,31 @@ class _Pair:
         command = (*our_command(given.model, given.threads), "--kv-memory", str(_KV_BYTES))
         self._server = Server("Twostroke", command, folder, stack)
         path = [sys.executable, str(_HERE / "load.py")]
+        self._steps: list[Any] = []
         self._clients = Worker("clients", path, folder / "load.log")
         stack.callback(self._clients.close)
         self.others_share: list[float] = []
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Correct the simulation's steps by what the server takes for its own meanwhile."""
+        ended = threading.Event()
+        url = f"http://127.0.0.1:{self._server.port}"
+
+        def watch() -> None:
+            while not ended.wait(1.0):
+                self._steps += look(url, None, self.setup.model)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+        known = self.setup.calibration
+        assert known is not None
+        self.setup = replace(self.setup, calibration=replace(known, served=grouped(self._steps)))
 
     def measure(self, load: Load, prompts: Sequence[list[int]]) -> list[RequestLog]:
         """Send the requests of a load to the server.
@@ -148,12 +174,21 @@ def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> 
     load = read_trace(given.trace).first(given.requests).changed(scale=given.scale)
     overhead_s = _find_overhead(pair, fresh)
     burst = load.first(given.requests // 3).changed(speed=1e6)
-    rates = []
-    for logs in (pair.measure(burst, _texts(fresh, burst)), simulate(pair.setup, burst).logs):
+    rates, simulated_logs = [], simulate(pair.setup, burst).logs
+    with pair.watched():
+        measured_logs = pair.measure(burst, _texts(fresh, burst))
+    for logs in (measured_logs, simulated_logs):
         report = make_report(logs, Objectives())
         rates.append(report.num_requests / report.duration_s)
     rows = [("all at once", "requests/s", *(f"{r:.2f}" for r in rates), _error(*rates[::-1]), "")]
     note(" ".join(rows[0]))
+    note("Watching steps of the server under other requests")
+    with pair.watched():
+        later = read_trace(given.trace).arrivals[given.requests :][: given.requests // 3]
+        arrivals = tuple(replace(one, at_s=one.at_s - later[0].at_s) for one in later)
+        other = Load("later requests", arrivals).changed(scale=given.scale)
+        other = other.changed(speed=_WATCHED_LOAD * rates[0] / other.rate)
+        pair.measure(other, _texts(fresh, other))
     kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
     for percent in given.loads:
         changed = load.changed(speed=percent / 100 * rates[0] / load.rate)

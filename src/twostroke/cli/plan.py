@@ -19,12 +19,13 @@ from twostroke.cli.planning import (
 )
 from twostroke.cli.terminal import printable, show_table
 from twostroke.compress.unfinished import unfinished
+from twostroke.core import env
 from twostroke.core.errors import Field, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.planner import Plan
+    from twostroke.planner import Plan, PlannedModel
 
 
 @click.command("plan", cls=Command)
@@ -52,6 +53,12 @@ if TYPE_CHECKING:
     help="First measure steps of MODEL on this machine (a minute); later plans use them, too.",
 )
 @option(
+    "--server",
+    metavar="URL",
+    help="With --calibrate: watch this server of MODEL on this machine for half a minute instead, "
+    "while it serves its load. The key in TWOSTROKE_API_KEY is sent.",
+)
+@option(
     "--plot",
     **file_option(PLOTS),
     help="Draw both strokes under the roofline, and latency against throughput (needs "
@@ -72,6 +79,7 @@ def command(
     explained: bool,
     as_json: bool,
     calibrate: bool,
+    server: str | None,
     plot: Path | None,
     html: Path | None,
     **given: Any,
@@ -98,9 +106,10 @@ def command(
     if calibrate and shares:
         reason = "has no effect on measured steps ({other}): leave one of them out."
         raise UsageError(reason, field=shares[0], other=Field("calibrate"))
+    if server is not None and not calibrate:
+        raise UsageError("needs {other}.", field="server", other=Field("calibrate"))
     if calibrate:
-        length = planned.program.context_length
-        planner.calibrate(model, planned.identity, length, lambda text: click.echo(text, err=True))
+        _calibrate(planned, model, server)
     known = planner.known_calibration(planned.identity) if is_here and not shares else None
     plan = planner.make_plan(planned.as_(weights) if weights else planned, found, question, known)
     if plot is not None or html is not None:
@@ -111,6 +120,19 @@ def command(
         _show(plan, explained=explained)
     if plan.chosen is None:
         raise UnreachableError(plan.verdict)
+
+
+def _calibrate(planned: PlannedModel, model: str, server: str | None) -> None:
+    from twostroke import planner
+
+    def notice(text: str) -> None:
+        click.echo(text, err=True)
+
+    if server is None:
+        length = planned.program.context_length
+        planner.calibrate(model, planned.identity, length, notice)
+    else:
+        planner.calibrate_from(server, env.api_key(), planned, notice)
 
 
 def _show(plan: Plan, *, explained: bool) -> None:

@@ -224,7 +224,7 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
         f"{mean[1]:,.0f} for the answer (means)"
     )
     if setup.calibration is not None:
-        steps = len(setup.calibration.points)
+        steps = setup.calibration.num_steps
         yield f"Steps take what {steps} steps measured on {setup.calibration.date} say."
     elif (asked.mfu, asked.mbu) == (1.0, 1.0):
         yield "Steps take the least time that the device needs; no engine is that fast (see --mfu)."

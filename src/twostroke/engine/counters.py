@@ -83,12 +83,18 @@ class Strokes(Frozen):
 
 
 class TimedRows(NamedTuple):
-    """One step: its rows, how many of them were prompt tokens, its requests, and its time."""
+    """One step: its rows, how many of them were prompt tokens, its requests, and its time.
+
+    `attended` counts pairs of a row and a position that it attends to. `turn_s` is the time since
+    the end of the step before, with all that the loop does between two; 0 after a pause.
+    """
 
     rows: int
     prompt_rows: int
     requests: int
     step_s: float
+    attended: int = 0
+    turn_s: float = 0.0
 
 
 class ServiceTotals(Frozen):
@@ -231,8 +237,10 @@ class Counters:
         self._recent: deque[TimedRows] = deque(maxlen=_NUM_RECENT)
         self.seconds = Seconds(self.snapshot)
 
-    def add_step(self, plan: StepPlan, batch: BatchShape, result: StepResult) -> None:
-        """Count one step, whose shape is `batch`."""
+    def add_step(
+        self, plan: StepPlan, batch: BatchShape, result: StepResult, turn_s: float = 0.0
+    ) -> None:
+        """Count one step, whose shape is `batch`; `turn_s` as in `TimedRows`."""
         prompts = [(s.start, s.count, s.request.num_prompt) for s in plan.slices]
         prompt_rows = sum([min(count, end - start) for start, count, end in prompts if start < end])
         cost, rows, strokes = self._cost.of(batch), batch.num_rows, self._strokes
@@ -253,7 +261,8 @@ class Counters:
         else:
             self._strokes = Strokes(strokes.prefill, new)
             self._decode_rows.observe(rows)
-        self._recent.append(TimedRows(rows, prompt_rows, len(plan.slices), result.elapsed_s))
+        counts = rows, prompt_rows, len(plan.slices)
+        self._recent.append(TimedRows(*counts, result.elapsed_s, batch.num_attended(), turn_s))
 
     def count_gaps(self, now_s: float) -> None:
         """Count the times between this step's tokens and the previous ones."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from threading import Condition
 
 _STALLED_AFTER_S: Final = 60.0
 
@@ -42,6 +45,13 @@ class Vitals:
         self.num_steps = 0  # that were finished
         self.busy_since_s: float | None = None
         self.is_recovering = False
+        self.turn_s = 0.0  # between the ends of the last two steps; 0 if the loop paused there
+        self._ended_s: float | None = None  # the last step, unless the loop has paused since
+
+    def pause(self, condition: Condition, most_s: float | None) -> None:
+        """Wait, for there is nothing to do."""
+        self._ended_s = None
+        condition.wait(timeout=most_s)
 
     def begin(self) -> None:
         """Note that a step was started."""
@@ -54,6 +64,8 @@ class Vitals:
         took_s = now_s - self.busy_since_s
         self.num_steps += 1
         self.busy_since_s = None if is_last else now_s
+        self.turn_s = 0.0 if self._ended_s is None else now_s - self._ended_s
+        self._ended_s = now_s
         return took_s
 
     @property

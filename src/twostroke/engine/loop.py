@@ -253,7 +253,7 @@ class EngineLoop:
             plan = self._scheduler.plan() if self._may_start else None
             is_idle = plan is None and not self._steps
             if is_idle:
-                self._condition.wait(timeout=self._idle_s)
+                self._vitals.pause(self._condition, self._idle_s)
         try:
             if plan is not None:
                 self._start(plan)
@@ -317,8 +317,8 @@ class EngineLoop:
             self._steps.popleft()
             self._num_losses = 0
             batch = BatchShape.of(plan)
-            self._counters.add_step(plan, batch, result)
             took_s = self._vitals.finish(time.monotonic(), is_last=not self._steps)
+            self._counters.add_step(plan, batch, result, self._vitals.turn_s)
             self.speculator.learn(plan, step.guesses, batch, result, took_s)
             deliver(self._take(deltas))
 

@@ -1,6 +1,11 @@
 """What a model could do on a device, what it needs and what it costs, from its operations."""
 
-from twostroke.planner.calibration import Calibration, calibrate, known_calibration
+from twostroke.planner.calibration import (
+    Calibration,
+    calibrate,
+    calibrate_from,
+    known_calibration,
+)
 from twostroke.planner.devices import Device, find_device, known_devices, this_machine
 from twostroke.planner.models import PlannedModel, planned_model
 from twostroke.planner.plan import Plan, WhatIf, make_plan
@@ -19,6 +24,7 @@ __all__ = [
     "Row",
     "WhatIf",
     "calibrate",
+    "calibrate_from",
     "find_device",
     "known_calibration",
     "known_devices",

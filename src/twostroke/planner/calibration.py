@@ -6,6 +6,7 @@ import hashlib
 import math
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
@@ -18,12 +19,14 @@ from twostroke.core.frozen import Frozen
 from twostroke.measure.profile import Wanted, profile
 from twostroke.measure.single_step import Shape
 from twostroke.planner.roofline import ATTENTION, Factors
+from twostroke.planner.served import ServedStep, merged, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from twostroke.measure.profile import StepProfile
+    from twostroke.planner.models import PlannedModel
     from twostroke.planner.roofline import Roofline
     from twostroke.program.batch import BatchShape
 
@@ -31,6 +34,7 @@ _VERSION: Final = 1
 _CONTEXTS: Final = (128, 1024, 4096)
 _STREAMS: Final = (1, 4, 16, 32)
 _PROMPTS: Final = (64, 256, 1024)
+WATCH_S: Final = 30.0
 
 
 class Point(Frozen):
@@ -74,11 +78,21 @@ class Point(Frozen):
 
 
 class Calibration(Frozen):
-    """Measured steps of one model; `date` is that of the last."""
+    """Measured steps of one model; `date` is that of the last.
+
+    `served` are those of a server, whose loop does more than compute: where there are some, they
+    say by how much a step takes longer than `points` make believe.
+    """
 
     points: tuple[Point, ...]
     date: str
     version: int = _VERSION
+    served: tuple[ServedStep, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """How many shapes of steps were measured."""
+        return len(self.points) + len(self.served)
 
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
         """Return how a step like `batch` is corrected: as the measured ones near it.
@@ -89,6 +103,23 @@ class Calibration(Frozen):
         return self._factors_at(roofline, _place(batch))
 
     def _factors_at(self, roofline: Roofline, place: Sequence[float]) -> Factors:
+        factors = self._computed_at(roofline, place)
+        if not self.served:
+            return factors
+        ratios = _ratios(self, roofline)
+        longer = math.exp(_mean_near(place, ratios))
+        nearest = max(range(len(ratios)), key=lambda n: _nearness(place, ratios[n][0]))
+        return Factors(
+            attention=longer * factors.attention,
+            products=longer * factors.products,
+            rest_s=longer * factors.rest_s,
+            nearest=self.served[nearest].name,
+        )
+
+    def _computed_at(self, roofline: Roofline, place: Sequence[float]) -> Factors:
+        """Return the factors for the engine alone, without a server's loop."""
+        if not self.points:
+            return Factors(attention=1.0, products=1.0, rest_s=0.0, nearest="")
         weights = [_nearness(place, _place(one.batch)) for one in self.points]
         total = sum(weights)
         shares = [weight / total for weight in weights]
@@ -114,11 +145,21 @@ class Calibration(Frozen):
         return self._factors_at(roofline, [one / 8 for one in cell])
 
     def errors(self, roofline: Roofline) -> list[float]:
-        """Return for each point the error of what the other points say of it, as a share."""
-        return [
-            abs(self._without(one).seconds(roofline, one.batch) / one.seconds - 1)
-            for one in self.points
+        """Return for each measured step the error of what the others say of it, as a share.
+
+        Steps of a server are told by its other steps, where there are some.
+        """
+        if len(self.served) < 2:
+            return [
+                abs(self._without(one).seconds(roofline, one.batch) / one.seconds - 1)
+                for one in self.points
+            ]
+        ratios = _ratios(self, roofline)
+        told = [
+            _mean_near(place, [*ratios[:n], *ratios[n + 1 :]])
+            for n, (place, _) in enumerate(ratios)
         ]
+        return [abs(math.expm1(t - own)) for t, (_, own) in zip(told, ratios, strict=True)]
 
     def error(self, roofline: Roofline) -> float:
         """Return the median of the errors."""
@@ -132,6 +173,19 @@ class Calibration(Frozen):
 
     def _without(self, point: Point) -> Calibration:
         return Calibration(tuple(one for one in self.points if one != point), self.date)
+
+
+@lru_cache(maxsize=4)
+def _ratios(
+    calibration: Calibration, roofline: Roofline
+) -> tuple[tuple[tuple[float, ...], float], ...]:
+    """Return for each served step its place, and the logarithm of what it takes over `points`."""
+    alone = Calibration(calibration.points, "")
+    found = []
+    for one in calibration.served:
+        batch = one.batch
+        found.append((_place(batch), math.log(one.seconds / alone.seconds(roofline, batch))))
+    return tuple(found)
 
 
 def calibrate(
@@ -165,18 +219,43 @@ def measure(
     """Measure steps of these shapes, and keep them; `num_steps` as in `Wanted`."""
     wanted = Wanted(tuple(shapes), num_steps)
     points = tuple(Point.of(one) for one in profile(model, wanted, notice))
-    found = Calibration(points, datetime.now(UTC).strftime("%Y-%m-%d"))
+    return _keep(identity, Calibration(points, _today()))
+
+
+def calibrate_from(
+    url: str, key: str | None, model: PlannedModel, notice: Callable[[str], None]
+) -> None:
+    """Watch a busy server of `model` on this machine, and keep its steps for plans.
+
+    Raises:
+        UsageError: the model has no weights here, or as `watch`.
+        EngineStoppedError: as `watch`.
+    """
+    if not model.identity:
+        raise UsageError("A configuration alone has no server: name a model with weights.")
+    notice(f"Watching {url} for {WATCH_S:.0f} s.")
+    steps, known = watch(url, key, model, WATCH_S), known_calibration(model.identity)
+    points, served = ((), ()) if known is None else (known.points, known.served)
+    notice(f"Steps of {len(steps)} shapes were seen.")
+    _keep(model.identity, Calibration(points, _today(), served=merged(served, steps)))
+
+
+def _keep(identity: str, found: Calibration) -> Calibration:
     path = _path(identity)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, msgspec.to_builtins(found))
     return found
 
 
+def _today() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
 def known_calibration(identity: str) -> Calibration | None:
     """Return what was measured of a model on this machine, None if nothing was."""
     with suppress(ModelFormatError, msgspec.ValidationError):
         found = msgspec.convert(read_json(_path(identity)), Calibration)
-        if found.version == _VERSION and len(found.points) > 1:
+        if found.version == _VERSION and (found.served or len(found.points) > 1):
             return found
     return None
 
@@ -187,6 +266,12 @@ def _path(identity: str) -> Path:
     key = f"{processor_name()}|{num_cores()}|{identity}"
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     return env.cache_dir() / "calibrations" / f"{name}.json"
+
+
+def _mean_near(place: Sequence[float], known: Sequence[tuple[Sequence[float], float]]) -> float:
+    """Return the mean of the values known at places, by their nearness to `place`."""
+    weights = [_nearness(place, there) for there, _ in known]
+    return sum(w * value for w, (_, value) in zip(weights, known, strict=True)) / sum(weights)
 
 
 def _place(batch: BatchShape) -> tuple[float, ...]:

@@ -154,7 +154,7 @@ def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
     if known is None:
         return None
     nearest = planner.decode(streams).nearest
-    return Calibrated(known.date, len(known.points), known.error(planner.roofline), nearest)
+    return Calibrated(known.date, known.num_steps, known.error(planner.roofline), nearest)
 
 
 def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most: int) -> str:
