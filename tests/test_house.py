@@ -106,6 +106,14 @@ def test_every_environment_variable_is_documented() -> None:
     assert read <= documented
 
 
+def test_no_test_sets_the_clock_of_other_threads() -> None:
+    """The server of another test in the same process would sleep until that clock's time."""
+    own = re.compile(r"""setattr\(\s*["']?([\w.]+\.)?time["']?[.,]\s*["']?monotonic""")
+    assert own.search('patch.setattr(hardware.time, "monotonic", clock)')
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "test_house.py"]
+    assert not [path.name for path in tests if own.search(path.read_text())]
+
+
 def test_every_source_file_states_its_job() -> None:
     silent = [
         path.relative_to(ROOT).as_posix()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +38,8 @@ def test_each_client_asks_for_its_share_of_the_prompts_one_after_the_other():
 
 def test_tokens_are_counted_between_the_last_first_answer_and_the_first_last_one(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(closed_loop.time, "monotonic", lambda: clock[0])
+    ours = SimpleNamespace(monotonic=lambda: clock[0], process_time=time.process_time)
+    monkeypatch.setattr(closed_loop, "time", ours)
 
     async def ask(_prompt):
         for _ in range(2):  # a piece of text every second, of two tokens each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,7 +55,7 @@ def test_other_programs_have_a_share_of_all_processors(
     used_s, clock_s = iter([10.0, 13.0]), iter([100.0, 103.0])
     with monkeypatch.context() as patch:
         patch.setattr(hardware, "_others_s", lambda: next(used_s))
-        patch.setattr(hardware.time, "monotonic", lambda: next(clock_s))
+        patch.setattr(hardware, "time", SimpleNamespace(monotonic=lambda: next(clock_s)))
         patch.setattr(hardware.os, "cpu_count", lambda: 2)
         assert hardware.OtherPrograms().share() == 0.5
     real = hardware.OtherPrograms().share()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,17 +14,22 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from support.server_thread import ServerThread
 from support.servers import chat_body, post_bytes, wait_for
 from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.http.server import bind
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from starlette.types import Receive, Scope, Send
 
 TESTS = Path(__file__).resolve().parent.parent
 PATH = "/v1/chat/completions"
@@ -178,6 +184,24 @@ def test_nothing_listens_after_the_end(tmp_path: Path) -> None:
         port = int(url.rpartition(":")[2])
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_server_of_a_test_that_does_not_stop_says_what_it_waits_for() -> None:
+    end = asyncio.Event()
+
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await end.wait()
+
+    application: Any = SimpleNamespace(options=ServeOptions(), is_draining=False)
+    server = ServerThread(app, application)
+    with pytest.raises(AssertionError, match=r"await end\.wait"):
+        server.close(0.5)
+    assert server.loop is not None
+    server.loop.call_soon_threadsafe(end.set)
+    server.close()
 
 
 def test_second_signal_cuts_off_what_no_engine_has_accepted(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from twostroke.http.server import Server, bind
+from support.server_thread import ServerThread
 from twostroke.router.app import Router, build_app
 from twostroke.router.options import RouteOptions
 
@@ -163,17 +163,5 @@ def live_router(*urls: str, **options: Any) -> Iterator[LiveRouter]:
     """Yield a router before servers."""
     options = {"drain_s": 1.0, "wait_s": 1.0, **options}
     router = Router(RouteOptions(replicas=urls, **options))
-    listener = bind("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    up = threading.Event()
-    server = Server(build_app(router), router, up.set)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    thread.start()
-    assert up.wait(10)
-    try:
-        yield LiveRouter(f"http://127.0.0.1:{port}", router)
-    finally:
-        server.should_exit = True
-        thread.join(15)
-        router.close()
-        assert not thread.is_alive()
+    with closing(router), closing(ServerThread(build_app(router), router)) as thread:
+        yield LiveRouter(f"http://127.0.0.1:{thread.port}", router)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from support.described import CheckedClient, Description
 from support.engines import tiny_client
+from support.server_thread import ServerThread
 from twostroke.core.frozen import Frozen
 from twostroke.engine.served import LocalEngine
-from twostroke.http.server import Server, bind
 from twostroke.serve.app import Api
 from twostroke.serve.layers import build_app
 from twostroke.serve.options import ServeOptions
@@ -82,29 +80,16 @@ def live_server(
     **engine: Any,
 ) -> Iterator[LiveServer]:
     """Yield a server of a tiny model; `engine` goes to `tiny_client`."""
-    listener = bind("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with tiny_client(folder, **engine) as (client, backend):
-        served = LocalEngine(client)
+    with tiny_client(folder, **engine) as (client, backend), ExitStack() as stack:
+        served = stack.enter_context(closing(LocalEngine(client)))
         api = Api(served, options or ServeOptions(drain_s=1), None, records)
-        up = threading.Event()
-        server = Server(build_app(api), api, up.set)
-        serving = server.serve(sockets=[listener])
-        thread = threading.Thread(target=lambda: asyncio.run(serving))
-        thread.start()
-        assert up.wait(10)
-        with CheckedClient(description_of(api), base_url=url, timeout=20, trust_env=False) as http:
-            try:
-                yield LiveServer(url, port, api, client, backend, http)
-            finally:
-                backend.gate.set()
-                server.should_exit = True
-                http.close()
-                thread.join(15)
-                api.close()
-                served.close()
-                assert not thread.is_alive()
+        stack.callback(api.close)
+        thread = stack.enter_context(closing(ServerThread(build_app(api), api)))
+        port, url = thread.port, f"http://127.0.0.1:{thread.port}"
+        http = CheckedClient(description_of(api), base_url=url, timeout=20, trust_env=False)
+        stack.enter_context(http)
+        stack.callback(backend.gate.set)
+        yield LiveServer(url, port, api, client, backend, http)
 
 
 _DESCRIPTIONS: dict[str, Description] = {}
