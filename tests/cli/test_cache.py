@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,7 +42,13 @@ def test_ls_shows_what_warm_has_stored(cli: Cli, folder: Path) -> None:
     assert kind["num_pages"] == kind["kept"] > 5
     assert kind["model"] == "tiny"
     assert kind["kv_format"] == "f16"
+    assert kind["used_s"] <= time.time() < kind["until_s"]
     text = cli("cache", "ls", str(folder)).out
+    used, until = (
+        datetime.fromtimestamp(kind[end], UTC).strftime("%Y-%m-%d %H:%M").split()
+        for end in ("used_s", "until_s")
+    )
+    assert text.split()[-5:] == [*used, f"{kind['kept']}", *until]
     assert text.splitlines()[0].split()[:3] == ["MODEL", "KV", "ARITHMETIC"]
     assert f"{kind['num_pages']}" in text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,9 +14,9 @@ from support.stored_pages import kind
 from support.stores import SECRET, missing, store
 from support.tiny import write_tiny_gguf
 from twostroke.cache import PageGroups
-from twostroke.cache.disk import DiskTier
+from twostroke.cache.disk import DiskTier, entry_of, stored_pages
 from twostroke.cache.store import StoreTier
-from twostroke.core.config import CacheOptions, EngineOptions, ParallelOptions
+from twostroke.core.config import CacheOptions, EngineOptions, ParallelOptions, SpeculationOptions
 from twostroke.core.errors import UsageError
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
@@ -101,6 +101,31 @@ def test_a_request_that_wants_its_pages_kept_is_written_at_once(tmp_path: Path) 
     assert page.stat().st_mtime > time.time() + 3000
     with engine(tmp_path) as (client, _):
         assert answer(client, PROMPT) == (tokens, 96)
+
+
+def test_pages_are_worth_the_measured_time_of_their_whole_prompt(tmp_path: Path) -> None:
+    with tiny_client(tmp_path, num_pages=96, token_budget=32, max_running=32) as (client, backend):
+        of = kind(page_bytes=backend.pages.page_bytes, groups=PageGroups(16))
+        tier, time_ = DiskTier(tmp_path, of, 10**9, "tiny"), client.loop.speculator.step_time
+        client.loop.speculator.times_steps = True
+
+        def seconds(first: int, end: int) -> float:
+            return (end * end - first * first) * (1e-3 if time_.num_steps else 1e-6)
+
+        paging = Paging(client.loop.pages, of, [tier], seconds)
+        answer(client, PROMPT, hints=Hints(keep_s=60.0))
+        assert paging.flush(5.0)
+    entries = [entry_of(path) for path in stored_pages(tmp_path)]
+    saved_s = [entry.saved_s for entry in entries if entry is not None]
+    assert saved_s == pytest.approx([96 * 96 * 1e-3 / 6] * 6)
+
+
+def test_steps_are_timed_for_a_page_cache_also_if_nothing_is_guessed(tmp_path: Path) -> None:
+    tiers = TierOptions(page_cache=str(tmp_path / "pages"))
+    options = EngineOptions(speculation=SpeculationOptions("off"), tiers=tiers)
+    with closing(build(str(write_tiny_gguf(tmp_path / "tiny.gguf")), options)) as engine:
+        engine.client.generate(PROMPT, GREEDY).wait()
+        assert engine.client.loop.speculator.step_time.num_steps > 1
 
 
 def test_what_is_computed_a_second_time_is_written(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class StoredKind(Frozen):
     """The pages of one kind: the model's name, what they fit, and how many there are.
 
-    `saved_s` is the computing that they would save, `kept` how many are to stay until a time to
-    come, and `used_s` the last use, in seconds since 1970 (0.0 without pages).
+    `saved_s` is the computing that they would save, and `kept` how many are to stay until a time to
+    come. `used_s` is the last use and `until_s` the last moment until which any is to stay, both in
+    seconds since 1970 (0.0 without pages).
     """
 
     folder: str
@@ -33,6 +34,7 @@ class StoredKind(Frozen):
     saved_s: float
     kept: int
     used_s: float
+    until_s: float
 
 
 def read_folder(root: Path, now_s: float) -> list[StoredKind]:
@@ -104,7 +106,15 @@ def _kind(place: Path, now_s: float) -> StoredKind:
     about: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         about = json.loads((place / ABOUT).read_text())
-    entries = [entry for path in place.glob("??/*") if (entry := entry_of(path)) is not None]
+    entries, used_s = [], 0.0
+    for path in place.glob("??/*"):
+        with suppress(OSError):
+            facts = path.stat()
+            if (entry := entry_of(path)) is not None:
+                entries.append(entry)
+                # A use sets the file's own times, so the inode changes last at the last use.
+                used_s = max(used_s, min(facts.st_mtime, facts.st_ctime))
+    kept = [entry.used_s for entry in entries if entry.used_s > now_s]
     return StoredKind(
         folder=place.name,
         model=str(about.get("name", "?")),
@@ -114,6 +124,7 @@ def _kind(place: Path, now_s: float) -> StoredKind:
         num_pages=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries),
         saved_s=sum(entry.saved_s for entry in entries),
-        kept=sum(entry.used_s > now_s for entry in entries),
-        used_s=max((entry.used_s for entry in entries), default=0.0),
+        kept=len(kept),
+        used_s=used_s,
+        until_s=max(kept, default=0.0),
     )

@@ -27,7 +27,7 @@ _DAY_S: Final = 86_400.0
 _FLUSH_S: Final = 600.0
 _HEAD: Final = (
     *("MODEL", "KV", "ARITHMETIC", "PAGES", "TOKENS"),
-    *("SIZE", "KEPT", "SAVES", "LAST USED"),
+    *("SIZE", "SAVES", "LAST USED", "KEPT", "UNTIL"),
 )
 _folder = click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
@@ -53,14 +53,16 @@ def list_command(folder: Path, as_json: bool) -> None:
         (
             *(kind.model, kind.kv_format, kind.arithmetic),
             *(f"{kind.num_pages:,}", f"{kind.num_pages * kind.page_size:,}"),
-            *(megabytes(kind.num_bytes), f"{kind.kept:,}", f"{kind.saved_s:,.1f} s"),
-            datetime.fromtimestamp(kind.used_s, UTC).strftime("%Y-%m-%d %H:%M")
-            if kind.num_pages
-            else "-",
+            *(megabytes(kind.num_bytes), f"{kind.saved_s:,.1f} s", _date(kind.used_s)),
+            *(f"{kind.kept:,}", _date(kind.until_s)),
         )
         for kind in kinds
     ]
-    show_table([_HEAD, *rows], right=(3, 4, 5, 6, 7))
+    show_table([_HEAD, *rows], right=(3, 4, 5, 6, 8))
+
+
+def _date(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M") if time_s else "-"
 
 
 @command.command("verify")

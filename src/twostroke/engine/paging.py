@@ -83,10 +83,16 @@ class _Measured:
 
 
 class _Offer(Frozen):
-    """Pages to write: the keys of consecutive places from the first on, and what they are worth."""
+    """Pages to write: the keys of consecutive places from `first` on.
+
+    They were used at `used_s` by a sequence of `num_places` that is to stay for `keep_s`.
+    """
 
     keys: tuple[bytes, ...]
-    worth: Worth
+    first: int
+    num_places: int
+    used_s: float
+    keep_s: float
 
 
 class _Asked(Frozen):
@@ -204,16 +210,14 @@ class Paging:
             self._seen.move_to_end(key)
         while len(self._seen) > _MOST_SEEN:
             self._seen.popitem(last=False)
-        num_kept = 0
-        if request.hints.keep_s:
-            num_kept = max(0, min(last, request.num_prompt // self._size) - first)
-        if num_kept or num_again:
-            count = max(num_kept, num_again)
-            self._offer(keys[:count], first, first + count, request.hints.keep_s)
+        num_whole = request.num_prompt // self._size if request.hints.keep_s else 0
+        count = max(num_again, min(last, num_whole) - first)
+        if count > 0:
+            num_places = max(first + count, num_whole)
+            self._offer(keys[:count], first, num_places, request.hints.keep_s)
 
-    def _offer(self, keys: Sequence[bytes], first: int, last: int, keep_s: float) -> None:
-        saved_s = self._seconds(0, last * self._size) / last
-        self._offers.append(_Offer(tuple(keys), Worth(saved_s, first, time.time(), keep_s)))
+    def _offer(self, keys: Sequence[bytes], first: int, num_places: int, keep_s: float) -> None:
+        self._offers.append(_Offer(tuple(keys), first, num_places, time.time(), keep_s))
         self._has_offers.set()
 
     def _submitted(self, ticket: Ticket) -> bool:
@@ -330,6 +334,9 @@ class Paging:
     def _write(self, offer: _Offer) -> None:
         memory = self._pages.memory
         assert memory is not None
+        with self._pages.lock:  # after the step that has computed the pages, and was measured
+            saved_s = self._seconds(0, offer.num_places * self._size) / offer.num_places
+        worth = Worth(saved_s, offer.first, offer.used_s, offer.keep_s)
         for at in range(0, len(offer.keys), _WINDOW):
             if self._is_closing:
                 return
@@ -338,10 +345,9 @@ class Paging:
             lease = self._pages.lease([(g, key) for key in keys for g in range(self._num_groups)])
             try:
                 for (group, key), page in lease.pages.items():
-                    place = offer.worth.place + at + keys.index(key)
-                    worth = replace(offer.worth, place=place)
+                    its_worth = replace(worth, place=offer.first + at + keys.index(key))
                     for tier in self._tiers:
-                        self._write_page(tier, (group, key), memory[page], worth)
+                        self._write_page(tier, (group, key), memory[page], its_worth)
             finally:
                 self._pages.release(lease)
             if self._pages.scheduler.has_work:

@@ -34,6 +34,7 @@ def begin_paging(client: Client, kind: PageKind, digest: str, tiers: TierOptions
     """
     loop, program = client.loop, client.card.cost.program
     time, budget = loop.speculator.step_time, loop.config.step_budget
+    loop.speculator.times_steps = True
     model = hashlib.sha256(f"{digest} {program.ops!r}".encode()).hexdigest()
     kind = replace(kind, model=model)
     if not loop.pages.most_held:

@@ -123,6 +123,7 @@ class Speculator:
         self._by_default = {proposer.name for proposer in proposers}
         self._budget_of = budget_of
         self.step_time = step_time
+        self.times_steps = bool(self._proposers)  # learning takes time; others may want it, too
         self._asking_s = 0.0  # since the last step was learned from
         self._accounts: defaultdict[tuple[str, int], Account] = defaultdict(Account)
         self._budget: DraftBudget | None = None
@@ -156,7 +157,7 @@ class Speculator:
                 watcher.see(plan, result)
         asking_s, self._asking_s = self._asking_s, 0.0
         step_s = max(0.0, elapsed_s - asking_s)  # lost steps were asked for, too
-        if self._proposers:
+        if self.times_steps:
             self.step_time.learn(batch, step_s)
         num_plain = _num_drawing(plan)
         tried, right = self._outcomes(plan, guesses, result)
