@@ -208,6 +208,33 @@ def test_client_that_leaves_while_others_are_compiled_is_not_answered(
         assert server.backend.num_steps == 0
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_stream_shows_that_it_is_alive_while_its_constraint_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    """As where the model must be loaded before it can compile."""
+    with live_server(tmp_path, ServeOptions(drain_s=1, keep_alive_s=0.1)) as server:
+        grammars, may_end = server.client.grammars, threading.Event()
+        compile_ = grammars._compile
+
+        def slow(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
+            assert may_end.wait(20)
+            if fails:
+                raise RequestError("is {why}.", why="too wide")
+            return compile_(constraint, deadline)
+
+        monkeypatch.setattr(grammars, "_compile", slow)
+        body = chat_body(stream=True, guided_regex="a{3}")
+        with server.http.stream("POST", "/v1/chat/completions", json=body) as got:
+            lines = got.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
+            may_end.set()
+            said = "\n".join(line for line in lines if line.startswith("data"))
+        assert ("cannot be followed. too wide" in said) == fails
+        assert ('"content":"a' in said) != fails
+        server.wait_idle()
+
+
 def test_failing_constraint_is_not_counted_as_an_engine_failure(tmp_path: Path) -> None:
     """The grammar is found to be too wide behind its first letter."""
     ways = [f'r{i}: "a" "b" "c{i}"' for i in range(1500)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec.structs import replace
@@ -67,15 +67,14 @@ if TYPE_CHECKING:
     from twostroke.records import Records
     from twostroke.serve.catalogue import Served
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
+    from twostroke.serve.events import EventReader
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.running import Open
 
 T = TypeVar("T")
-J = TypeVar("J", "Job", "EmbeddingJob")
 
 STATE_PATH: Final = "/api/state"
-_logger = logging.getLogger("twostroke.serve")
 
 # Longer bodies are decoded, rendered and tokenized in a thread, so that other streams do not wait;
 # for shorter ones the hand-over would take longer than the work.
@@ -278,13 +277,6 @@ class Api:
                 return found
             (job, encoded, name, model), served = found, served_of(request.scope)
             served.reserve(encoded.most_tokens(model.card.context_length))
-            with Accepting(job.caller.service, self._open, self._returns):
-                if encoded.params.constraint is not None:
-                    compiling = model.compiler.complete(encoded, job.caller.tenant)
-                    async with in_time(served):
-                        await while_connected(request.receive, compiling)
-                job = begun(job, served)
-                answers = await Answers.start(model.engine, job, encoded, self.metrics, self._open)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
@@ -294,10 +286,12 @@ class Api:
                 tokenizer=model.card.tokenizer,
                 reading=encoded.reading,
             )
-            served.running, served.model, served.response_id = answers, name, reply.id
-            encoder, reader = dialect.encoder(reply), self._checks.reader(reply, encoded, served)
+            encoder = dialect.encoder(reply)
+            served.model, served.response_id = name, reply.id
+            start = partial(self._start, request, reply, encoded, model)
             if job.stream:
-                return EventStream(answers, reader, encoder, self.options, dialect.framing)
+                return EventStream(start, encoder, self.options, dialect.framing)
+            answers, reader = await start()
             try:
                 whole = await while_connected(request.receive, answers.whole())
             finally:
@@ -305,6 +299,20 @@ class Api:
             return to_json(encoder.whole(reader.read_whole(whole, answers.usage)))
 
         return generate
+
+    async def _start(
+        self, request: Request, reply: Reply, encoded: Encoded, model: Served
+    ) -> tuple[Answers, EventReader]:
+        """Queue a job once its constraint is compiled; errors as `complete` and `Answers.start`."""
+        job, served = reply.job, served_of(request.scope)
+        with Accepting(job.caller.service, self._open, self._returns):
+            if encoded.params.constraint is not None:
+                work = model.compiler.complete(encoded, job.caller.tenant)
+                async with in_time(served):  # a stream sees by itself that its client leaves
+                    await (work if job.stream else while_connected(request.receive, work))
+            args = model.engine, begun(job, served), encoded, self.metrics, self._open
+            served.running = answers = await Answers.start(*args)
+        return answers, self._checks.reader(reply, encoded, served)
 
     def _embedding(self, dialect: EmbeddingDialect[Any]) -> Callable[[Request], Any]:
         limits = self.options.limits

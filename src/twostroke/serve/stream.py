@@ -14,7 +14,7 @@ from twostroke.http.served import served_of
 from twostroke.serve.events import Failed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from starlette.types import Receive, Scope, Send
 
@@ -51,15 +51,14 @@ class EventStream:
 
     def __init__(
         self,
-        answers: Answers,
-        reader: EventReader,
+        start: Callable[[], Awaitable[tuple[Answers, EventReader]]],
         encoder: Encoder,
         options: ServeOptions,
         framing: Framing = SSE,
     ) -> None:
-        """Stream `answers`, from which `reader` makes events for `encoder`."""
-        self._answers = answers
-        self._reader = reader
+        """Stream the answers that `start` begins; its reader makes events for `encoder`."""
+        self._start = start
+        self._answers: Answers | None = None
         self._encoder = encoder
         self._options = options
         self._framing = framing
@@ -88,7 +87,8 @@ class EventStream:
             if pump.done():
                 await pump
         finally:
-            self._answers.cancel()
+            if self._answers is not None:
+                self._answers.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -102,12 +102,14 @@ class EventStream:
 
     async def _events(self, scope: Scope) -> AsyncGenerator[bytes]:
         """Yield the bytes of all events; the last one may be an error."""
-        read, write = self._reader.read, self._encoder.write
+        write = self._encoder.write
         try:
-            async for output in self._answers:
-                if data := b"".join([write(event) for event in read(output)]):
+            answers, reader = await self._start()
+            self._answers = answers
+            async for output in answers:
+                if data := b"".join([write(event) for event in reader.read(output)]):
                     yield data
-            yield write(self._reader.finish(self._answers.usage))
+            yield write(reader.finish(answers.usage))
         except Exception as error:  # a response that has begun can only end with an error event
             if not self._has_begun:
                 raise
@@ -130,7 +132,9 @@ class EventStream:
         if since_s is None:
             return False
         is_late = time.monotonic() - since_s > limits.reader_timeout_s
-        return is_late or self._answers.num_unread > limits.max_unread
+        return is_late or (
+            self._answers is not None and self._answers.num_unread > limits.max_unread
+        )
 
     def _is_silent(self) -> bool:
         elapsed_s = time.monotonic() - self._last_sent_s

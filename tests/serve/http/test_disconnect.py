@@ -29,6 +29,8 @@ from twostroke.serve.stream import EventStream
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from twostroke.serve.events import EventReader
+
 PATH = "/v1/chat/completions"
 
 
@@ -149,8 +151,11 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
             reply = Reply("x", 0, "tiny", job, [[5]], tokenizer)
             engine, encoded = LocalEngine(client), Encoded([[5]], job.params, Hints())
             metrics = Metrics(Catalogue(engine, options))
-            answers = await Answers.start(engine, job, encoded, metrics, set())
-            stream = EventStream(answers, reply.reader(), CompletionEncoder(reply), options)
+
+            async def start() -> tuple[Answers, EventReader]:
+                return await Answers.start(engine, job, encoded, metrics, set()), reply.reader()
+
+            stream = EventStream(start, CompletionEncoder(reply), options)
 
             async def never(_message: Any = None) -> Any:
                 await asyncio.Event().wait()
