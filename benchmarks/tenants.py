@@ -2,13 +2,15 @@
 
 An application that answers at once is called directly, with and without these layers, in turns; the
 difference is theirs. The key is one of a thousand in the records, has every limit, and its usage is
-written, as on a server. What the server does twice a second for changed keys is measured apart.
+written, as on a server. What the server does twice a second for changed keys is measured apart, and
+what a router does to each event of a stream to learn its usage.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import tempfile
 import time
 from contextlib import closing
@@ -23,9 +25,12 @@ from twostroke.http.key import KeyLimits
 from twostroke.http.keys import ApiKeys, KeyCheck
 from twostroke.http.served import STATE_KEY, ServedRequest, served_of
 from twostroke.http.tenants.limits import LimitCheck
+from twostroke.http.tenants.telling import USAGE_HEADER
 from twostroke.http.tenants.upkeep import Upkeep
 from twostroke.http.tenants.usage import UsageBook
 from twostroke.records import Records, beside
+from twostroke.router.meter import Meter, Pace
+from twostroke.router.response import Head
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -85,7 +90,7 @@ async def _measure(given: argparse.Namespace, folder: Path) -> dict[str, list[fl
         assert keys is not None
         usage = UsageBook("model")
         upkeep = Upkeep(records, keys, usage)
-        layers = KeyCheck(LimitCheck(_answer, [_PATH]), keys)
+        layers = KeyCheck(LimitCheck(_answer, [_PATH].__contains__), keys)
         found: dict[str, list[float]] = {"without": [], "with": [], "upkeep": []}
         for number in range(given.rounds + 1):
             note(f"Round {number} of {given.rounds}" if number else "Warming up")
@@ -99,6 +104,24 @@ async def _measure(given: argparse.Namespace, folder: Path) -> dict[str, list[fl
             if number:
                 for name, value in (("without", without), ("with", with_), ("upkeep", idle)):
                     found[name].append(value)
+    return found
+
+
+def _events(count: int) -> dict[str, float]:
+    """Return the seconds of processor time that a router's meter takes of an event, by server."""
+    delta = {"index": 0, "delta": {"content": " and"}, "logprobs": None, "finish_reason": None}
+    body = {"id": "chatcmpl-" + "0" * 32, "object": "chat.completion.chunk", "choices": [delta]}
+    event = b"data: " + json.dumps({**body, "created": 1, "model": "model"}).encode() + b"\n\n"
+    kind = (b"content-type", b"text/event-stream")
+    heads = {"ours": [kind, (USAGE_HEADER, b"9 3 0")], "others": [kind]}
+    found = {}
+    for name, headers in heads.items():
+        meter = Meter(9, 0, Pace())
+        meter.begin(Head(200, headers), strips=True)
+        began_s = time.process_time()
+        for _ in range(count):
+            meter.take(event)
+        found[name] = (time.process_time() - began_s) / count
     return found
 
 
@@ -116,8 +139,17 @@ def main() -> None:
         ("a request, its key, limits and usage", spread((1e3 * s for s in cost), 4, " ms")),
         ("upkeep, a second", spread((1e3 * s for s in found["upkeep"]), 2, " ms")),
     ]
+    events = [_events(10 * given.requests) for _ in range(given.rounds)]
+    for name in events[0]:
+        times = spread((1e6 * one[name] for one in events), 2, " us")
+        rows.append((f"an event at a router, from a server of {name}", times))
     header = (f"processor time; asked at most {1e3 * _LIMIT_S:g} ms a request", "")
-    result: dict[str, Any] = {**machine_facts(), "limit_s": _LIMIT_S, "seconds": found}
+    result: dict[str, Any] = {
+        **machine_facts(),
+        "limit_s": _LIMIT_S,
+        "seconds": found,
+        "events_s": events,
+    }
     text = ["## Keys, limits and usage", "", table(header, rows), ""]
     save("tenants", result, "\n".join([*text, caption(result)]))
 

@@ -15,6 +15,8 @@ from twostroke.router.options import RouteOptions
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
+    from twostroke.records import Records
+
     Behaviour = Callable[["Exchange"], Awaitable[None]]
 
 
@@ -159,9 +161,9 @@ class LiveRouter:
 
 
 @contextmanager
-def live_router(*urls: str, **options: Any) -> Iterator[LiveRouter]:
+def live_router(*urls: str, records: Records | None = None, **options: Any) -> Iterator[LiveRouter]:
     """Yield a router before servers."""
     options = {"drain_s": 1.0, "wait_s": 1.0, **options}
-    router = Router(RouteOptions(replicas=urls, **options))
+    router = Router(RouteOptions(replicas=urls, **options), records)
     with closing(router), closing(ServerThread(build_app(router), router)) as thread:
         yield LiveRouter(f"http://127.0.0.1:{thread.port}", router)

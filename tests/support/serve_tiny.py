@@ -10,9 +10,11 @@ from typing import Any
 
 from support.engines import tiny_client
 from support.tiny import Tiny
+from twostroke.core import env
 from twostroke.core.config import BatchOptions
 from twostroke.core.errors import TwostrokeError
 from twostroke.engine.served import LocalEngine
+from twostroke.http.keys import ApiKeys
 from twostroke.records import Records
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.run import run_server
@@ -27,7 +29,8 @@ class Away(LocalEngine):
 
 
 def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
-    options = ServeOptions(port=int(port), drain_s=float(drain_s))
+    keys = ApiKeys.read(None, None, router=env.replica_key())
+    options = ServeOptions(port=int(port), drain_s=float(drain_s), api_keys=keys)
     batch = BatchOptions(policy="static" if "static" in rest else "continuous", batch_size=4)
     tiny = Tiny(context_length=4096) if "roomy" in rest else None
     with ExitStack() as stack, tiny_client(Path(folder), tiny, batch=batch) as (client, backend):

@@ -6,14 +6,19 @@ import logging
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from twostroke.cli.help import Command, OneOf, option
-from twostroke.cli.serve import allow_connections, say_stop
+from twostroke.cli.serve import allow_connections, open_records, say_stop
 from twostroke.core import env
+from twostroke.core.errors import UsageError
 
+_NEEDS_KEY: Final = (
+    "A router with --records speaks for its clients' tenants, which replicas believe whoever shows "
+    "the secret in TWOSTROKE_REPLICA_KEY alone: set it to the same for the router and its replicas."
+)
 _logger = logging.getLogger("twostroke.router")
 
 
@@ -50,6 +55,13 @@ _logger = logging.getLogger("twostroke.router")
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Demand an API key, as `twostroke serve` does; keys are passed on to the replicas.",
+)
+@option(
+    "--records",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Take the keys that `twostroke keys` keeps in this folder, hold them to their limits, and "
+    "count there what they use. Needs TWOSTROKE_REPLICA_KEY, here and at the replicas.",
 )
 @option(
     "--cors-origin",
@@ -124,12 +136,16 @@ def command(**given: Any) -> int:
     from twostroke.router.run import run_router
 
     form, level = given.pop("log_format"), given.pop("log_level")
-    keys, key = ApiKeys.read(given["api_keys"], env.api_key()), env.replica_key()
-    if keys is not None and key is not None:
-        keys.trust(key)
-    options = RouteOptions(**given | {"api_keys": keys}, replica_key=key)
-    allow_connections()
+    folder, key = given.pop("records"), env.replica_key()
+    if folder is not None and key is None:
+        raise UsageError(_NEEDS_KEY)
     with ExitStack() as stack:
+        records = stack.enter_context(open_records(folder))
+        keys = ApiKeys.read(given["api_keys"], env.api_key(), folder)
+        if keys is not None and key is not None:
+            keys.trust(key)
+        options = RouteOptions(**given | {"api_keys": keys}, replica_key=key)
+        allow_connections()
         listener = stack.enter_context(bind(options.host, options.port))
         stack.enter_context(logging_to(sys.stderr, form, level))
 
@@ -142,6 +158,7 @@ def command(**given: Any) -> int:
             listener=listener,
             on_ready=on_ready,
             on_stop=lambda count: say_stop(count, form=form),
+            records=records,
         )
 
 

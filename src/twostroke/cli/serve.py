@@ -184,7 +184,7 @@ def command(**given: Any) -> int:
     if is_several:
         check_alone(given, options)
     with ExitStack() as stack:
-        records = stack.enter_context(_records(given["records"]))
+        records = stack.enter_context(open_records(given["records"]))
         serving = _serving(given, objectives)
         allow_connections()
         # Bound before the weights are loaded, so that a port in use is reported at once.
@@ -240,7 +240,7 @@ def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeO
 
 
 @contextmanager
-def _records(path: Path | None) -> Iterator[Records | None]:
+def open_records(path: Path | None) -> Iterator[Records | None]:
     """Open the records before the model is loaded, so that a fault is reported at once."""
     if path is None:
         yield None

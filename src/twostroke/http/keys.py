@@ -25,7 +25,8 @@ _BEARER: Final = b"bearer "
 # For load balancers and supervisors.
 OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progress")
 _FILES: Final = "/page/"
-TENANT_HEADER: Final = b"x-twostroke-tenant"  # from a router: a tenant's name and its weight
+# From a router: a tenant's name, its weight, and the classes that it may have, if not all.
+TENANT_HEADER: Final = b"x-twostroke-tenant"
 _MISSING: Final = "is missing: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 
 
@@ -214,11 +215,13 @@ def _key(scope: Scope) -> bytes | None:
 def _spoken_for(scope: Scope) -> Key:
     """Return a key of the tenant that a router speaks for; raises UsageError."""
     said = next((value for name, value in scope["headers"] if name == TENANT_HEADER), b"")
-    tenant, _, weight = said.decode("latin-1").partition(" ")
+    words: list[str] = said.decode("latin-1").split(" ")
     try:
-        return Key(tenant=tenant, digest="", weight=float(weight or 1))
+        tenant, weight, classes = [*words, *("", "1", "")[len(words) :]]
+        allowed = tuple(classes.split(",")) if classes else None
+        return Key(tenant=tenant, digest="", weight=float(weight), classes=allowed)
     except ValueError:
-        raise UsageError("The header x-twostroke-tenant must be NAME WEIGHT.") from None
+        raise UsageError("The header x-twostroke-tenant must be NAME WEIGHT [CLASSES].") from None
 
 
 def _read(path: Path) -> dict[str, str]:

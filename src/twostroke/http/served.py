@@ -63,8 +63,8 @@ class Work(Protocol):
         """How many answers have not ended."""
 
     @property
-    def used(self) -> Used:
-        """The tokens that were taken so far."""
+    def used(self) -> Used | None:
+        """The tokens that were taken so far; None if it takes none, or was refused."""
 
     def figures(self) -> dict[str, Any]:
         """Return the figures so far for logs and traces."""
@@ -136,7 +136,7 @@ class ServedRequest:
 
     @property
     def used(self) -> Used | None:
-        """The tokens that were taken for the request so far; None if there is no work for it."""
+        """The tokens that were taken for the request so far; None if there is none to count."""
         return None if self.running is None else self.running.used
 
     def end(self) -> None:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.service import DEFAULT_SERVICE, SERVICES
 from twostroke.http.boundary import Boundary
 from twostroke.http.errors import (
     BodySizeError,
@@ -20,6 +21,7 @@ from twostroke.http.errors import (
     report,
     to_response,
 )
+from twostroke.http.key import CLASSES
 from twostroke.http.keys import KeyCheck
 from twostroke.http.limits import read_json
 from twostroke.http.logs import AccessLog
@@ -27,9 +29,14 @@ from twostroke.http.origins import OriginCheck, Origins
 from twostroke.http.page.site import Site
 from twostroke.http.paths import wants_page
 from twostroke.http.served import served_of
+from twostroke.http.tenants.limits import LimitCheck
+from twostroke.http.tenants.upkeep import Upkeep
+from twostroke.http.tenants.usage import UsageBook
 from twostroke.router.credentials import credentials
+from twostroke.router.errand import Errand
 from twostroke.router.fleet import Fleet, hash_of
-from twostroke.router.forward import Errand, Forwarder
+from twostroke.router.forward import Forwarder
+from twostroke.router.meter import Meter, Pace
 from twostroke.router.metrics import Metrics
 from twostroke.router.prompt import read_prompt
 from twostroke.router.response import LostError, ReplicaError
@@ -42,18 +49,38 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from twostroke.http.served import Observer
+    from twostroke.records import Records
     from twostroke.router.fleet import Replica
     from twostroke.router.options import RouteOptions
+    from twostroke.router.prompt import Prompt
 
+_READ: Final = (  # without an answer of tokens
+    *("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings", "/v1/rerank", "/rerank"),
+)
+_FREE: Final = (  # without an engine
+    *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/apply-template"),
+    *("/tokenize", "/detokenize", "/api/show", "/api/pull"),
+)
 # Posts that compute: they go where the policy says, and may be tried again.
 COMPUTED: Final = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses/input_tokens"),
-    *("/completion", "/infill", "/embeddings", "/apply-template", "/tokenize", "/detokenize"),
-    *("/v1/rerank", "/rerank", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/completion", "/infill", "/api/chat", "/api/generate", *_READ, *_FREE),
 )
 _TENANTS: Final = ("/v1/files", "/v1/batches", "/v1/messages/batches")  # one replica keeps them
 _STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,100})(?:/.*)?")
+
+
+class BatchPathError(TwostrokeError):
+    """Files and batches are not taken here."""
+
+    http_status = 400
+    code = "no_batches_here"
+
+
+_NO_BATCHES: Final = (
+    "This router keeps accounts, and takes no files and batches, whose lines a replica would run "
+    "past the limits of their key: send the lines themselves, as `twostroke batch --url` does."
+)
 
 
 class _Route:
@@ -70,13 +97,17 @@ _ROUTES: Final = {path: _Route(path) for path in (*COMPUTED, *_TENANTS)}
 class Router:
     """Answers requests with the replicas of a fleet."""
 
-    def __init__(self, options: RouteOptions) -> None:
-        """Know the replicas that the options name."""
+    def __init__(self, options: RouteOptions, records: Records | None = None) -> None:
+        """Know the replicas that the options name; `records` keep keys and usage."""
         self.options = options
+        usage = UsageBook("unknown")
+        self.upkeep = Upkeep(records, options.api_keys, usage)
+        self._keeps_usage, self._pace = records is not None, Pace()
         self.fleet = Fleet(options)
         self.watch = Watch(self.fleet)
         self.metrics = Metrics(self.fleet)
         self.observers: list[Observer] = [AccessLog()] if options.access_log else []
+        self.observers += [usage] if records is not None else []
         self.is_draining = False
         self._forwarder = Forwarder(self.fleet)
         self._site = Site("fleet.html")
@@ -126,26 +157,51 @@ class Router:
         if path in COMPUTED and method == "POST":
             data = await read_json(request, self.options.limits)
             prompt = read_prompt(data, salt)
-            errand = Errand(scope, receive, send, data, self.options.replica_key)
+            meter = self._admit(prompt, scope)
+            key = self.options.replica_key
+            errand = Errand(scope, receive, send, data, key, meter=meter, model=prompt.model)
             if prompt.previous:
                 place = self._storing(prompt.previous, scope)
                 work: Any = self._at(errand, place)
             else:
-                work = self._forwarder.run(errand, prompt.asked, prompt.model)
+                work = self._forwarder.run(errand, prompt.asked)
             await self._forwarder.guard(errand, work)
             return
         stored = _STORED.fullmatch(path)
+        is_kept = any(path == one or path.startswith(f"{one}/") for one in _TENANTS)
+        if is_kept and method == "POST" and self._keeps_usage:
+            raise BatchPathError(_NO_BATCHES)
         body = await self._body(request)
-        errand = Errand(scope, receive, send, body, self.options.replica_key)
+        prompt = read_prompt(body if isinstance(body, bytes) else b"", salt)
+        is_metered = method == "POST" and stored is None
+        meter = self._admit(prompt, scope) if is_metered else None
+        errand = Errand(scope, receive, send, body, self.options.replica_key, meter=meter)
         errand.is_safe = method in {"GET", "HEAD"}
         if stored is not None:
             work = self._at(errand, self._storing(stored[1], scope))
-        elif any(path == one or path.startswith(f"{one}/") for one in _TENANTS):
+        elif is_kept:
             work = self._forwarder.run_at(errand, self.fleet.home(hash_of(salt.hex())))
         else:
-            asked = read_prompt(b"", salt).asked
-            work = self._forwarder.run(errand, asked, "")
+            work = self._forwarder.run(errand, read_prompt(b"", salt).asked)
         await self._forwarder.guard(errand, work)
+
+    def _admit(self, prompt: Prompt, scope: Scope) -> Meter | None:
+        """Hold a request to what its key allows; return what measures it, if usage is kept.
+
+        Raises:
+            ClassError: its key may not have the class that it asks for.
+            RateLimitError: its key has no tokens left.
+        """
+        served, path = served_of(scope), scope["path"]
+        if path in _FREE or not self._keeps_usage:
+            return None
+        if served.key is not None:
+            service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE
+            given = prompt.priority
+            served.key.class_of(service, SERVICES[service] if given is None else given)
+        most = 0 if path in _READ else prompt.most_tokens(self.fleet.context_length)
+        served.reserve(prompt.num_tokens + most)
+        return Meter(prompt.num_tokens, most, self._pace)
 
     async def _at(self, errand: Errand, finding: Awaitable[Replica]) -> None:
         await self._forwarder.run_at(errand, await finding)
@@ -280,7 +336,8 @@ def build_app(router: Router) -> ASGIApp:
     """Return the ASGI application of a router, with the layers that a server has."""
     options = router.options
     keys, origins = options.api_keys, Origins(options)
-    guarded = OriginCheck(router if keys is None else KeyCheck(router, keys), origins)
+    limited = LimitCheck(router, lambda _path: True)
+    guarded = OriginCheck(router if keys is None else KeyCheck(limited, keys), origins)
     inner = Boundary(guarded, router.metrics.responses, options.limits, origins, router.observers)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -294,10 +351,12 @@ def build_app(router: Router) -> ASGIApp:
 
 async def _live(router: Router, receive: Receive, send: Send) -> None:
     await receive()
+    await router.upkeep.start()
     await router.watch.start()
     await send({"type": "lifespan.startup.complete"})
     await receive()
     await router.watch.stop()
+    await router.upkeep.stop()
     await send({"type": "lifespan.shutdown.complete"})
 
 

@@ -22,5 +22,7 @@ def credentials(scope: Scope, replica_key: str | None) -> Headers:
     served = served_of(scope)
     found = [(b"authorization", b"Bearer " + replica_key.encode())]
     if served.tenant:
-        found.append((TENANT_HEADER, f"{served.tenant} {served.weight:.9g}".encode()))
+        classes = served.key.classes if served.key is not None else None
+        named = "" if classes is None else f" {','.join(classes)}"
+        found.append((TENANT_HEADER, f"{served.tenant} {served.weight:.9g}{named}".encode()))
     return found

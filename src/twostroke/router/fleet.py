@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from twostroke.router.upstream import Connection
 
 _MOST_IDS: Final = 100_000
+_CONTEXT_LENGTH: Final = 4096  # where no replica says it
 _logger = logging.getLogger("twostroke.router")
 
 
@@ -48,13 +49,15 @@ class State(StrEnum):
 class Facts(Frozen):
     """What a replica says of itself; empty where it says nothing.
 
-    `numerics` is what must be equal for equal answers; `epoch` is another after each start.
+    `numerics` is what must be equal for equal answers; `epoch` is another after each start;
+    `context_length` counts tokens, 0 if it is not known.
     """
 
     models: tuple[str, ...] = ()
     epoch: str = ""
     version: str = ""
     numerics: str = ""
+    context_length: int = 0
 
 
 class Replica:
@@ -89,6 +92,11 @@ class Replica:
         """Its URL, by which people call it."""
         return self.address.url
 
+    def name_of(self, model: str) -> str:
+        """Return a model's name if the replica has it; else that of its first."""
+        names = self.facts.models
+        return model if model in names or not names else names[0]
+
     def close(self) -> None:
         """Close the connections that no request uses."""
         self.pool.close_idle()
@@ -109,6 +117,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._stored: OrderedDict[str, Replica] = OrderedDict()  # by the id of an answer
         self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}
+        self.context_length = _CONTEXT_LENGTH  # the longest of any replica
 
     def add(self, address: Address) -> Replica:
         """Take in a server, or list it again."""
@@ -168,7 +177,11 @@ class Fleet:
             self.dispatcher.restart(replica.place)
         if facts.models != replica.facts.models:
             self._masks.clear()
+        is_same = facts.context_length == replica.facts.context_length
         replica.facts = facts
+        if not is_same:
+            known = max(one.facts.context_length for one in self.replicas.values())
+            self.context_length = known or _CONTEXT_LENGTH
 
     def stranger(self, replica: Replica, facts: Facts) -> str:
         """Return why a replica does not suit those that are ready; empty if it does."""

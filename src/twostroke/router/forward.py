@@ -7,130 +7,31 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import OverloadedError, TwostrokeError
-from twostroke.core.frozen import Frozen
 from twostroke.http.disconnect import drop, until_gone
 from twostroke.http.errors import ClientGoneError, report
 from twostroke.http.forms.anthropic import ANTHROPIC
-from twostroke.http.served import served_of
-from twostroke.router.credentials import CREDENTIALS, credentials
+from twostroke.http.tenants.telling import STREAMS, USAGE_HEADER
+from twostroke.router.errand import HOPS, tokens
 from twostroke.router.fleet import State
 from twostroke.router.response import LostError, ReplicaError
-from twostroke.router.upstream import request_head
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from starlette.types import Receive, Scope, Send
-
-    from twostroke.http.served import ServedRequest
     from twostroke.router.dispatch import Asked, Ticket
+    from twostroke.router.errand import Errand, Headers
     from twostroke.router.fleet import Fleet, Replica
     from twostroke.router.response import Head
     from twostroke.router.upstream import Connection
 
-    Headers = list[tuple[bytes, bytes]]
-
 _MOST_TRIES: Final = 3  # at which a request may be lost: it may be what kills replicas
 _MOST_HELD: Final = 1 << 20  # of an event that is not complete
 _BUSY: Final = frozenset((429, 503, 529))  # another replica may have room
-_HOPS: Final = frozenset(
-    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
-    b"transfer-encoding upgrade".split()
-)
-_NOT_SENT: Final = _HOPS | frozenset(
-    b"host content-length expect origin x-request-id x-forwarded-for".split()
-)
 # The router has its own of these.
-_NOT_RETURNED: Final = _HOPS | frozenset(b"date server x-request-id request-id".split())
+_NOT_RETURNED: Final = HOPS | frozenset(
+    [*b"date server x-request-id request-id".split(), USAGE_HEADER]
+)
 _ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-)[A-Za-z0-9_-]{1,80})"')
-
-
-class _Used(Frozen):
-    """Tokens that nobody has counted."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-
-
-_NOTHING: Final = _Used()
-
-
-class Passage:
-    """A request on its way through the router, as logs and accounts see it."""
-
-    def __init__(self) -> None:
-        """Begin with no replica."""
-        self.num_open, self.num_tries = 1, 0
-        self.replica: Replica | None = None
-        self.used = _NOTHING
-
-    def figures(self) -> dict[str, Any]:
-        """Return where the request went."""
-        url = self.replica.url if self.replica is not None else None
-        return {"replica": url, "tries": self.num_tries}
-
-
-class Errand:
-    """One request to be passed on.
-
-    `body` is whole, or comes piece by piece from the client; then it can be sent only once. A
-    request that `is_safe` may be sent again after a replica has lost it.
-    """
-
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        body: bytes | AsyncIterator[bytes],
-        replica_key: str | None = None,
-    ) -> None:
-        """Pass on the request of a scope; `replica_key` is shown in place of the client's."""
-        self.replica_key = replica_key
-        self.scope, self.receive, self.send, self.body = scope, receive, send, body
-        self.passage = Passage()
-        self.served: ServedRequest = served_of(scope)
-        self.served.running = self.passage
-        self.is_safe = True
-        self.was_stale = False  # sent on a connection that had ended
-        self.has_begun = False  # the response to the client
-        self.connection: Connection | None = None
-        self.is_gone = False  # the client
-        self.media_type = b""  # of the response
-
-    def head_for(self, replica: Replica) -> bytes:
-        """Return the head of the request to a replica."""
-        scope = self.scope
-        named = {
-            token
-            for name, value in scope["headers"]
-            if name == b"connection"
-            for token in _tokens(value)
-        }
-        headers: Headers = [
-            pair
-            for pair in scope["headers"]
-            if pair[0] not in _NOT_SENT and pair[0] not in CREDENTIALS and pair[0] not in named
-        ]
-        headers += credentials(scope, self.replica_key)
-        headers.append((b"x-request-id", self.served.request_id.encode()))
-        client = scope.get("client")
-        before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
-        if client:
-            headers.append((b"x-forwarded-for", b", ".join([*before, client[0].encode()])))
-        length: int | None = None
-        if isinstance(self.body, bytes):
-            if self.body or scope["method"] not in {"GET", "HEAD", "DELETE", "OPTIONS"}:
-                length = len(self.body)
-        else:
-            given = next((v for n, v in scope["headers"] if n == b"content-length"), None)
-            length = int(given) if given is not None else None
-            if given is None:
-                headers.append((b"transfer-encoding", b"chunked"))
-        query = scope["query_string"]
-        target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
-        return request_head(replica.address, scope["method"], target, headers, length)
 
 
 class Forwarder:
@@ -141,7 +42,7 @@ class Forwarder:
         self._fleet = fleet
         self.running: set[Errand] = set()
 
-    async def run(self, errand: Errand, asked: Asked, model: str) -> None:
+    async def run(self, errand: Errand, asked: Asked) -> None:
         """Pass a request on to where its first token comes soonest; elsewhere if that fails.
 
         Raises:
@@ -153,7 +54,7 @@ class Forwarder:
         until_s = loop.time() + fleet.options.wait_s
         error: TwostrokeError | None = None
         while True:
-            ticket = dispatcher.decide(asked, fleet.suits(model), tried)
+            ticket = dispatcher.decide(asked, fleet.suits(errand.model), tried)
             if ticket is None:
                 busy = error if isinstance(error, _BusyError) else None
                 if (busy is not None and busy.is_full) or not await fleet.wait(until_s):
@@ -188,6 +89,7 @@ class Forwarder:
         """Send a request to a replica, and its response to the client."""
         replica.num_requests += 1
         errand.passage.replica = replica
+        errand.served.known_model = replica.name_of(errand.model)
         try:
             connection = await self._send(errand, replica)
             try:
@@ -205,7 +107,7 @@ class Forwarder:
 
     async def _send(self, errand: Errand, replica: Replica) -> Connection:
         """Return a connection on which the request was sent, and the response has begun."""
-        head, body = errand.head_for(replica), errand.body
+        head, body = errand.request_to(replica)
         is_head = errand.scope["method"] == "HEAD"
         while True:
             connection = await self._take(replica)
@@ -254,7 +156,9 @@ class Forwarder:
         self, errand: Errand, replica: Replica, ticket: Ticket | None, connection: Connection
     ) -> None:
         """Pass the response on. Its head waits for its first byte, so that a loss costs nothing."""
-        head = await connection.head()
+        head, meter = await connection.head(), errand.meter
+        if meter is not None:
+            meter.begin(head, strips=errand.asks_usage)
         if head.status in _BUSY:
             raise _BusyError(head, await _whole(connection))
         try:
@@ -275,27 +179,34 @@ class Forwarder:
         )
         errand.has_begun = True
         errand.media_type = head.media_type
-        if errand.media_type == b"text/event-stream":
-            await self._pass_events(errand, connection, data)
+        if (ends := STREAMS.get(errand.media_type)) is not None:
+            await self._pass_events(errand, connection, data, ends)
         else:
             while data:
+                if meter is not None:
+                    meter.take(data)
                 await errand.send({"type": "http.response.body", "body": data, "more_body": True})
                 data = await connection.read()
         errand.passage.num_open = 0
+        if meter is not None:
+            meter.finish(errand.served)
         await errand.send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _pass_events(self, errand: Errand, connection: Connection, data: bytes) -> None:
-        """Pass whole events on, so that an error can follow."""
-        held = b""
+    async def _pass_events(
+        self, errand: Errand, connection: Connection, data: bytes, ends: tuple[bytes, ...]
+    ) -> None:
+        """Pass whole events on, so that an error can follow; a space is a sign of life."""
+        held, meter = b"", errand.meter
         while data:
             if held:
                 data = held + data
                 held = b""
-            if not data.endswith((b"\n\n", b"\n\r\n")):
-                end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3, 2)
-                end = 0 if end == 2 else end
+            if not data.endswith(ends) and not data.isspace():
+                end = max((data.rfind(one) + len(one) for one in ends if one in data), default=0)
                 if len(data) - end < _MOST_HELD:
                     data, held = data[:end], data[end:]
+            if meter is not None and data:
+                data = meter.take(data)
             if data:
                 await errand.send({"type": "http.response.body", "body": data, "more_body": True})
             data = await connection.read()
@@ -319,9 +230,10 @@ class Forwarder:
         try:
             await work
         except (ReplicaError, ClientGoneError) as error:
-            if not errand.has_begun or isinstance(error, ClientGoneError):
+            if not errand.has_begun:
                 raise
-            await self._end(errand, error)
+            if isinstance(error, ReplicaError):
+                await self._end(errand, error)
         finally:
             self.running.discard(errand)
             if gone is not None:
@@ -375,7 +287,7 @@ async def _whole(connection: Connection) -> bytes:
 
 
 def _returned(head: Head) -> Headers:
-    named = set(_tokens(head.value(b"connection")))
+    named = set(tokens(head.value(b"connection")))
     return [
         pair
         for pair in head.headers
@@ -383,7 +295,3 @@ def _returned(head: Head) -> Headers:
         and pair[0] not in named
         and not pair[0].startswith(b"access-control-")
     ]
-
-
-def _tokens(value: bytes) -> list[bytes]:
-    return [part.strip().lower() for part in value.split(b",") if part.strip()]

@@ -15,6 +15,8 @@ _SHORT: Final = 512
 _LONG: Final = 2048  # after the first short ones: fewer keys for the same text
 _NUM_SHORT: Final = 4
 _PARTS: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
+_TOKEN_BYTES: Final = 4  # about as many as a token of English has
+_LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 _NONE: Final = Raw()
 
 
@@ -30,17 +32,47 @@ class _Body(msgspec.Struct):
     input: Raw = _NONE
     prompt_cache_key: Raw = _NONE
     previous_response_id: Raw = _NONE
+    service_tier: Raw = _NONE
+    priority: Raw = _NONE
+    n: Raw = _NONE
+    max_tokens: Raw = _NONE
+    max_completion_tokens: Raw = _NONE
+    max_output_tokens: Raw = _NONE
+    n_predict: Raw = _NONE
+    options: Raw = _NONE
 
 
 class Prompt(Frozen):
-    """What a body says; empty strings where it says nothing."""
+    """What a body says; empty strings where it says nothing.
+
+    `num_tokens` is a guess from its size; `max_tokens` are those of one of its `num_answers`.
+    """
 
     asked: Asked
+    num_tokens: int
     model: str = ""
     previous: str = ""
+    service: str = ""
+    priority: int | None = None
+    num_answers: int = 1
+    max_tokens: int | None = None
+
+    def most_tokens(self, context_length: int) -> int:
+        """Return how many tokens all answers may have."""
+        most = self.max_tokens
+        room = context_length if most is None or most < 0 else min(most, context_length)
+        return self.num_answers * room
+
+
+class _Options(msgspec.Struct):
+    """Ollama's options that count."""
+
+    num_predict: Raw = _NONE
 
 
 _decoder: Final = msgspec.json.Decoder(_Body)
+_options: Final = msgspec.json.Decoder(_Options)
+_rows: Final = msgspec.json.Decoder(list[Raw])
 
 
 def read_prompt(body: bytes, salt: bytes) -> Prompt:
@@ -48,10 +80,11 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
 
     The salt tells tenants apart, whose pages are not shared.
     """
+    num_tokens = len(body) // _TOKEN_BYTES
     try:
         found = _decoder.decode(body)
     except msgspec.MsgspecError:
-        return Prompt(Asked((), len(body), _hash(salt)))
+        return Prompt(Asked((), len(body), _hash(salt)), num_tokens)
     model = _text(found.model)
     salt += model.encode()
     # A conversation grows at the end of a list or a text: what closes these does not count.
@@ -61,7 +94,16 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
         affinity = _hash(salt + conversation.encode())
     else:
         affinity = keys[0] if keys else _hash(salt + text)
-    return Prompt(Asked(keys, len(text), affinity), model, _text(found.previous_response_id))
+    return Prompt(
+        Asked(keys, len(text), affinity),
+        num_tokens,
+        model,
+        _text(found.previous_response_id),
+        _text(found.service_tier),
+        _number(found.priority),
+        _num_prompts(found.prompt) * max(1, _number(found.n) or 1),
+        _most(found),
+    )
 
 
 def block_keys(text: bytes, salt: bytes) -> tuple[int, ...]:
@@ -92,3 +134,25 @@ def _text(raw: Raw) -> str:
         return msgspec.json.decode(raw, type=str) if bytes(raw)[:1] == b'"' else ""
     except msgspec.MsgspecError:
         return ""
+
+
+def _number(raw: Raw) -> int | None:
+    """Return a value that is a number, also in quotes, as some servers read it; else None."""
+    try:
+        return int(float(bytes(raw).strip(b'"'))) if raw else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _most(found: _Body) -> int | None:
+    """Return the most tokens of an answer; None if the request does not say it."""
+    given = [_number(getattr(found, name)) for name in _LIMITS]
+    if bytes(found.options)[:1] == b"{":
+        given.append(_number(_options.decode(found.options).num_predict))
+    return max((one for one in given if one is not None), default=None)
+
+
+def _num_prompts(raw: Raw) -> int:
+    """Return how many prompts are in a list of texts, or of lists of tokens."""
+    rows = _rows.decode(raw) if bytes(raw)[:1] == b"[" else []
+    return len(rows) if rows and bytes(rows[0])[:1] in {b'"', b"["} else 1

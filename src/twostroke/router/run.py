@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from twostroke.records import Records
     from twostroke.router.options import RouteOptions
 
 
@@ -21,13 +22,16 @@ def run_router(
     listener: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
+    records: Records | None = None,
 ) -> int:
     """Route until SIGINT or SIGTERM, and return the process's exit code, as a server does.
+
+    `records` keep keys and usage; the caller closes them.
 
     Raises:
         UsageError: an option is wrong.
         PortInUseError: the address cannot be bound.
     """
-    router = Router(options)
+    router = Router(options, records)
     listener = listener or bind(options.host, options.port)
     return asyncio.run(run(build_app(router), router, listener, on_ready, on_stop))

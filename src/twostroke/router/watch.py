@@ -143,11 +143,11 @@ class Watch:
         models = _models(body) if status == 200 else ()
         if not models:
             return State.DOWN, f"It is not a server of models: /v1/models gives {status}.", None
-        return State.READY, "", Facts(models)
+        return State.READY, "", Facts(models, context_length=_context_length(body))
 
     def _take(self, replica: Replica, said: Load) -> tuple[State, str, Facts]:
         """Take in what a server of ours says of its queue and its cache."""
-        facts = Facts(said.models, said.epoch, said.version, said.numerics)
+        facts = Facts(said.models, said.epoch, said.version, said.numerics, said.context_length)
         replica.num_prompt_tokens, replica.num_cached_tokens = (
             said.prompt_tokens,
             said.cached_tokens,
@@ -219,6 +219,7 @@ class Load(Frozen):
     prompt_tokens: int
     cached_tokens: int
     horizon_s: float | None
+    context_length: int = 0
 
 
 async def fetch(
@@ -276,10 +277,19 @@ def _status(body: bytes) -> str:
 
 
 def _models(body: bytes) -> tuple[str, ...]:
-    data = _decoded(body).get("data")
-    rows = data if isinstance(data, list) else []
-    names = [row.get("id") for row in rows if isinstance(row, dict)]
+    names = [row.get("id") for row in _rows(body)]
     return tuple(sorted({name for name in names if isinstance(name, str)}))
+
+
+def _context_length(body: bytes) -> int:
+    """Return the longest context that the rows of models say, as vLLM's do; 0 if none does."""
+    given = [row.get("max_model_len") for row in _rows(body)]
+    return max((one for one in given if isinstance(one, int) and one > 0), default=0)
+
+
+def _rows(body: bytes) -> list[dict[str, Any]]:
+    data = _decoded(body).get("data")
+    return [row for row in data if isinstance(row, dict)] if isinstance(data, list) else []
 
 
 def _decoded(body: bytes) -> dict[str, Any]:

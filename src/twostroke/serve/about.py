@@ -57,7 +57,8 @@ class LoadBody(msgspec.Struct, frozen=True):
 
     `epoch` is another after each start of the server or its engine; where `numerics` are equal,
     answers are. Tokens are counted since the start. `horizon_s` is how long ago the page was used
-    that the prefix cache evicted last: what was used since is there.
+    that the prefix cache evicted last: what was used since is there. `context_length` is that of
+    the first model.
     """
 
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
@@ -71,6 +72,7 @@ class LoadBody(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     horizon_s: float | None
+    context_length: int
 
 
 class Capabilities(msgspec.Struct, frozen=True):

@@ -101,5 +101,6 @@ class HealthReports:
             prompt_tokens=stats.num_prompt_tokens,
             cached_tokens=stats.num_hit_tokens,
             horizon_s=stats.horizon_s,
+            context_length=engine.card.context_length,
         )
         return to_json(body)

@@ -16,6 +16,7 @@ from twostroke.http.keys import KeyCheck
 from twostroke.http.origins import OriginCheck, Origins
 from twostroke.http.served import LATER, served_of
 from twostroke.http.tenants.limits import LimitCheck
+from twostroke.http.tenants.telling import UsageTeller
 from twostroke.serve.app import Api
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.options import ServeOptions
@@ -92,7 +93,8 @@ def build_app(api: Api) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     keys, origins = api.options.api_keys, Origins(api.options)
-    limited = LimitCheck(app, (*DIALECTS, *EMBEDDINGS, *INQUIRIES))
-    guarded = OriginCheck(app if keys is None else KeyCheck(limited, keys), origins)
+    telling = UsageTeller(app)
+    limited = LimitCheck(telling, {*DIALECTS, *EMBEDDINGS, *INQUIRIES}.__contains__)
+    guarded = OriginCheck(telling if keys is None else KeyCheck(limited, keys), origins)
     whole = Boundary(guarded, api.metrics.responses, api.options.limits, origins, api.observers)
     return whole

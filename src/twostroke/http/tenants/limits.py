@@ -14,7 +14,7 @@ from twostroke.http.served import served_of
 from twostroke.http.waiting import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -182,15 +182,15 @@ class LimitCheck:
     begins with full buckets.
     """
 
-    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
-        """Wrap `app`; posts to `paths` count."""
-        self._app, self._paths = app, frozenset(paths)
+    def __init__(self, app: ASGIApp, counts: Callable[[str], bool]) -> None:
+        """Wrap `app`; posts to the paths for which `counts` is true count."""
+        self._app, self._counts = app, counts
         self._accounts: dict[str, Account] = {}  # by the id of the key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         is_counted = scope["type"] == "http" and scope["method"] == "POST"
-        served = served_of(scope) if is_counted and scope["path"] in self._paths else None
+        served = served_of(scope) if is_counted and self._counts(scope["path"]) else None
         if served is None or served.key is None or not served.key.id:
             await self._app(scope, receive, send)
             return

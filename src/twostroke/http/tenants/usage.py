@@ -12,7 +12,7 @@ from twostroke.core.service import BATCH_SERVICE
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-    from twostroke.http.served import ServedRequest
+    from twostroke.http.served import ServedRequest, Used
 
     Rows = dict["Owner", list[int]]  # requests, input, cached and output tokens
 
@@ -45,12 +45,23 @@ class Amount(NamedTuple):
     output: int
 
 
-class UsageBook:
-    """Adds up, as an observer of requests, what is not in the records yet.
+def counted(served: ServedRequest) -> Used | None:
+    """Return what a request has used; None if it does not count.
 
     Counted are requests that were answered, left by their client, or stopped by its timeout. Those
     that the server failed, and those that it refused or did not run, are not.
     """
+    used = served.used
+    if used is None:
+        return None
+    is_late = served.error == DeadlineError.code and used.completion_tokens > 0
+    if served.error is not None and not (served.is_client_gone or is_late):
+        return None
+    return used
+
+
+class UsageBook:
+    """Adds up, as an observer of requests, what is `counted` and not in the records yet."""
 
     def __init__(self, model: str) -> None:
         """Count for a request's model, whatever name its client has for it, or else for `model`."""
@@ -65,11 +76,8 @@ class UsageBook:
 
     def observe(self, served: ServedRequest) -> None:
         """Count a request that is over."""
-        used = served.used
+        used = counted(served)
         if used is None:
-            return
-        is_late = served.error == DeadlineError.code and used.completion_tokens > 0
-        if served.error is not None and not (served.is_client_gone or is_late):
             return
         id_ = served.key.id if served.key is not None else ""
         is_batch = served.service == BATCH_SERVICE

@@ -1,0 +1,114 @@
+"""One request on its way: what is sent to a replica for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from twostroke.http.served import served_of
+from twostroke.http.tenants.telling import USAGE_HEADER
+from twostroke.router.credentials import CREDENTIALS, credentials
+from twostroke.router.meter import Passage, asking
+from twostroke.router.upstream import request_head
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.types import Receive, Scope, Send
+
+    from twostroke.http.served import ServedRequest
+    from twostroke.router.fleet import Replica
+    from twostroke.router.meter import Meter
+    from twostroke.router.upstream import Connection
+
+    Headers = list[tuple[bytes, bytes]]
+
+HOPS: Final = frozenset(
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
+    b"transfer-encoding upgrade".split()
+)
+_NOT_SENT: Final = HOPS | frozenset(
+    [*b"host content-length expect origin x-request-id x-forwarded-for".split(), USAGE_HEADER]
+)
+
+
+class Errand:
+    """One request to be passed on.
+
+    `body` is whole, or comes piece by piece from the client; then it can be sent only once. A
+    request that `is_safe` may be sent again after a replica has lost it. `model` is the one that it
+    names.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body: bytes | AsyncIterator[bytes],
+        replica_key: str | None = None,
+        *,
+        meter: Meter | None = None,
+        model: str = "",
+    ) -> None:
+        """Pass on the request of a scope; `replica_key` is shown in place of the client's."""
+        self.replica_key = replica_key
+        self.scope, self.receive, self.send, self.body = scope, receive, send, body
+        self.meter, self.model = meter, model
+        self.passage = Passage(meter)
+        self.served: ServedRequest = served_of(scope)
+        self.served.running = self.passage
+        self.is_safe = True
+        self.was_stale = False  # sent on a connection that had ended
+        self.has_begun = False  # the response to the client
+        self.connection: Connection | None = None
+        self.is_gone = False  # the client
+        self.media_type = b""  # of the response
+        self.asks_usage = False  # in the body, for the client, which does not
+
+    def request_to(self, replica: Replica) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
+        """Return the head and the body of the request to a replica."""
+        body, path = self.body, self.scope["path"]
+        self.asks_usage = False
+        if self.meter is not None and replica.is_foreign and isinstance(body, bytes):
+            asked = asking(body, path)
+            self.asks_usage, body = asked is not None, asked or body
+        return self._head(replica, body), body
+
+    def _head(self, replica: Replica, body: bytes | AsyncIterator[bytes]) -> bytes:
+        scope = self.scope
+        named = {
+            token
+            for name, value in scope["headers"]
+            if name == b"connection"
+            for token in tokens(value)
+        }
+        headers: Headers = [
+            pair
+            for pair in scope["headers"]
+            if pair[0] not in _NOT_SENT and pair[0] not in CREDENTIALS and pair[0] not in named
+        ]
+        headers += credentials(scope, self.replica_key)
+        headers.append((b"x-request-id", self.served.request_id.encode()))
+        if self.meter is not None and not replica.is_foreign:
+            headers.append((USAGE_HEADER, b"1"))
+        client = scope.get("client")
+        before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
+        if client:
+            headers.append((b"x-forwarded-for", b", ".join([*before, client[0].encode()])))
+        length: int | None = None
+        if isinstance(body, bytes):
+            if body or scope["method"] not in {"GET", "HEAD", "DELETE", "OPTIONS"}:
+                length = len(body)
+        else:
+            given = next((v for n, v in scope["headers"] if n == b"content-length"), None)
+            length = int(given) if given is not None else None
+            if given is None:
+                headers.append((b"transfer-encoding", b"chunked"))
+        query = scope["query_string"]
+        target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
+        return request_head(replica.address, scope["method"], target, headers, length)
+
+
+def tokens(value: bytes) -> list[bytes]:
+    """Return the words of a header in lower case."""
+    return [part.strip().lower() for part in value.split(b",") if part.strip()]

@@ -1,0 +1,266 @@
+"""Learns what requests use from their answers, which pass by unread.
+
+A server of ours is asked to tell it apart from the answer (`http/tenants/telling.py`). Of others it
+is the `usage` that their protocols have; a stream is asked to have it, and a client that did not
+ask gets none of that. Where nothing is said, it is guessed from the sizes of prompt and answer.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from twostroke.http.tenants.telling import MARK, STREAMS, USAGE_HEADER, Spent, read_usage
+from twostroke.router.response import LostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.http.served import ServedRequest
+    from twostroke.router.fleet import Replica
+    from twostroke.router.response import Head
+
+_ASKED: Final = frozenset(("/v1/chat/completions", "/v1/completions"))  # whose streams may say it
+_MOST_KEPT: Final = 4 << 20  # of an answer that is not streamed
+_TOKEN_BYTES: Final = 4
+_NEWEST: Final = 0.1  # the weight of the newest answer in the pace
+_USAGE: Final = re.compile(rb'"usage": ?\{')  # in a text its quotes would be escaped
+_ENDS: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")  # of events
+_LAST: Final = b"\n" + MARK
+_MOST_LAST: Final = 80  # bytes of that line
+
+
+class Passage:
+    """A request on its way through the router, as logs and accounts see it."""
+
+    def __init__(self, meter: Meter | None) -> None:
+        """Begin with no replica."""
+        self.num_open, self.num_tries = 1, 0
+        self.replica: Replica | None = None
+        self._meter = meter
+
+    @property
+    def used(self) -> Spent | None:
+        """The tokens that were taken so far; None if they are not counted, or it was refused."""
+        is_sent = self._meter is not None and self.replica is not None
+        return self._meter.used if is_sent and self._meter is not None else None
+
+    def figures(self) -> dict[str, Any]:
+        """Return where the request went, and what it used."""
+        url = self.replica.url if self.replica is not None else None
+        used = self.used
+        counts = {} if used is None else {n: getattr(used, n) for n in used.__struct_fields__}
+        return {"replica": url, "tries": self.num_tries, **counts}
+
+
+class Pace:
+    """How many tokens of an answer come in a second, with all waiting."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.per_s = 0.0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Take in an answer."""
+        newest = num_tokens / max(seconds, 1e-3)
+        self.per_s += (_NEWEST if self.per_s else 1.0) * (newest - self.per_s)
+
+
+class Meter:
+    """The usage of one request. Bytes of its answer are searched, and parsed only at its end."""
+
+    def __init__(self, num_prompt: int, most: int, pace: Pace) -> None:
+        """Begin with a guess of the prompt's tokens, and the most tokens of its answers."""
+        self._began_s, self._most, self._pace = time.monotonic(), most, pace
+        self._guess = Spent(num_prompt)
+        self._used: Spent | None = self._guess
+        self._is_told = self._is_final = self._strips = self._has_begun = False
+        self._end = b"\n\n"
+        self._num_events = self._num_bytes = 0
+        self._body: list[bytes] = []
+        self._last = b""  # events
+        self.take: Callable[[bytes], bytes] = bytes
+
+    @property
+    def used(self) -> Spent | None:
+        """What was used so far; None if the request was refused."""
+        used = self._used
+        if used is None or self._is_final:
+            return used
+        num_output = self._num_events  # an event is about a token
+        if not self._has_begun:  # the work is done unseen
+            elapsed_s = time.monotonic() - self._began_s
+            num_output = min(self._most, int(self._pace.per_s * elapsed_s))
+        num_output = max(used.completion_tokens, num_output)
+        return Spent(used.prompt_tokens, used.cached_tokens, num_output)
+
+    def begin(self, head: Head, *, strips: bool) -> None:
+        """Take in the head of the answer, after which `take` takes its bytes.
+
+        `strips` says that the client did not ask for the usage, and shall not get it.
+        """
+        told = read_usage(head.value(USAGE_HEADER))
+        ends = STREAMS.get(head.media_type)
+        self._used = told or (self._guess if head.status < 400 else None)
+        self._is_told, self._is_final = told is not None, told is not None and ends is None
+        self._strips, self._has_begun = strips, ends is not None
+        if ends is not None:
+            self._end = ends[0]
+        if self._is_final or self._used is None:
+            self.take = bytes
+        elif ends is None:
+            self.take = self._take_body
+        else:
+            self.take = self._take_told if self._is_told else self._take_events
+
+    def finish(self, served: ServedRequest) -> None:
+        """Take in the end of the answer; one that has failed is not counted."""
+        self._settle(served)
+        used = self.used
+        if used is not None and used.completion_tokens and served.error is None:
+            self._pace.note(used.completion_tokens, time.monotonic() - self._began_s)
+
+    def _settle(self, served: ServedRequest) -> None:
+        if self._is_final or self._used is None:
+            return
+        if self._is_told:  # and did not tell at its end
+            served.error = LostError.code
+        elif self._last:
+            for part in _parts(self._last.splitlines()):
+                self._note(part)
+            self._is_final = self._used is not self._guess
+        else:
+            found = [one for one in map(_spent, _parts([b"".join(self._body)])) if one is not None]
+            sums = [sum(getattr(one, name) for one in found) for name in Spent.__struct_fields__]
+            num_output = min(self._most, self._num_bytes // _TOKEN_BYTES)
+            guess = Spent(self._guess.prompt_tokens, 0, num_output)
+            self._used, self._is_final = Spent(*sums) if found else guess, True
+
+    def _take_told(self, data: bytes) -> bytes:
+        """Take events of a server of ours, and its last line away."""
+        at = data.rfind(_LAST, -_MOST_LAST) + 1
+        if at or data.startswith(MARK):
+            self._used, self._is_final = read_usage(data[at + len(MARK) :]), True
+            data = data[:at]
+        self._num_events += data.count(self._end)
+        return data
+
+    def _take_events(self, data: bytes) -> bytes:
+        """Take events of another server."""
+        self._num_events += data.count(self._end) or data.count(b"\n\r\n")
+        self._last = data
+        if b'"usage"' not in data or not _USAGE.search(data):
+            return data
+        rest: list[bytes] = []
+        for event in _ENDS.split(data):
+            parts = _parts(event.splitlines()) if _USAGE.search(event) else []
+            for part in parts:
+                self._note(part)
+            is_own = self._strips and any(bytes(part.choices) == b"[]" for part in parts)
+            rest += [] if is_own else [event]
+        return b"".join(rest)
+
+    def _take_body(self, data: bytes) -> bytes:
+        """Take a part of an answer that is not streamed."""
+        self._num_bytes += len(data)
+        self._body = [*self._body, data] if self._num_bytes <= _MOST_KEPT else []
+        return data
+
+    def _note(self, part: _Part) -> None:
+        """Take the usage of an event, which is that of its answer so far."""
+        found, before = _spent(part), self._used
+        if found is None or before is None:
+            return
+        if before is self._guess:
+            self._used = found
+            return
+        names = Spent.__struct_fields__
+        self._used = Spent(*(max(getattr(before, n), getattr(found, n)) for n in names))
+
+
+def asking(body: bytes, path: str) -> bytes | None:
+    """Return a body that asks for the usage at the end of its stream; None if it need not be."""
+    if path not in _ASKED:
+        return None
+    try:
+        fields = _fields.decode(body)
+        options = _options.decode(fields.get("stream_options", b"null")) or {}
+    except msgspec.MsgspecError:
+        return None  # its server says what is wrong
+    if bytes(fields.get("stream", b"")) != b"true" or options.get("include_usage") is True:
+        return None
+    asked: dict[str, Any] = {**fields, "stream_options": options | {"include_usage": True}}
+    return msgspec.json.encode(asked)
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """OpenAI's and Anthropic's usage."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+    def spent(self) -> Spent:
+        details = self.prompt_tokens_details or self.input_tokens_details
+        beside = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        prompt = (self.prompt_tokens or self.input_tokens or 0) + beside
+        cached = (details.cached_tokens if details else self.cache_read_input_tokens) or 0
+        return Spent(prompt, cached, self.completion_tokens or self.output_tokens or 0)
+
+
+class _Inner(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Part(msgspec.Struct):
+    """A body or an event: that of llama-server and of Ollama have the counts in themselves."""
+
+    usage: _Usage | None = None
+    response: _Inner | str | None = None
+    message: _Inner | str | None = None
+    choices: Raw = Raw()
+    tokens_evaluated: int | None = None
+    tokens_predicted: int | None = None
+    prompt_eval_count: int | None = None
+    eval_count: int | None = None
+
+
+_fields: Final = msgspec.json.Decoder(dict[str, Raw])
+_options: Final = msgspec.json.Decoder(dict[str, Any] | None)
+_bodies: Final = msgspec.json.Decoder(list[_Part] | _Part)
+
+
+def _parts(texts: list[bytes]) -> list[_Part]:
+    """Return the objects of a body, or of the lines of events; what is not JSON has none."""
+    parts: list[_Part] = []
+    for text in texts:
+        try:
+            found = _bodies.decode(text.removeprefix(b"data:"))
+        except msgspec.MsgspecError:
+            continue
+        parts += found if isinstance(found, list) else [found]
+    return parts
+
+
+def _spent(part: _Part) -> Spent | None:
+    """Return the usage that an object says, if it does."""
+    inner = [one.usage for one in (part.response, part.message) if isinstance(one, _Inner)]
+    usage = next((one for one in (part.usage, *inner) if one is not None), None)
+    if usage is not None:
+        return usage.spent()
+    prompt = part.tokens_evaluated if part.tokens_evaluated is not None else part.prompt_eval_count
+    output = part.tokens_predicted or part.eval_count or 0
+    return None if prompt is None else Spent(prompt, 0, output)

@@ -1,0 +1,157 @@
+"""A router with records: what keys may use, and whose requests they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from support.accounts import BODY, CHAT, SECRET, USAGE, accounting, post, used, whole
+from support.keys import add, revoke
+from support.replicas import Exchange, FakeReplica, Loop, hello
+from support.servers import wait_for
+from twostroke.http import key as kept
+from twostroke.http.key import KeyLimits
+from twostroke.records import beside
+from twostroke.router.prompt import read_prompt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_limits_hold_before_a_replica_is_asked(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    replica.behaviour = whole({"usage": USAGE})
+    limited, text = add(tmp_path, limits=KeyLimits(requests_per_minute=6))
+    _, free = add(tmp_path, "free", "ben")
+    with accounting(tmp_path, replica.url) as router:
+        first = post(router, text)
+        assert first.headers["x-ratelimit-remaining-requests"] == "5"
+        while (refused := post(router, text)).status_code == 200:
+            pass
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        num_seen = len(replica.seen)
+        assert 6 <= num_seen <= 8  # a bucket, and what came meanwhile
+        for path in ("/v1/other", "/v1/messages", "/tokenize", "/v1/chat/completions/"):
+            assert post(router, text, path, x=1).status_code == 429, path
+        assert len(replica.seen) == num_seen
+        assert post(router, free).status_code == 200
+        assert 1 <= int(refused.headers["retry-after"]) <= 10
+        with beside(tmp_path, writes=True) as db:
+            kept.change(db, kept.find(db, limited.id), limits=KeyLimits())
+        wait_for(lambda: "x-ratelimit-limit-requests" not in post(router, text).headers, 2)
+        revoke(tmp_path, limited)
+        wait_for(lambda: post(router, text).status_code == 401, 2)
+
+
+def test_tokens_are_taken_at_admission_and_settled_by_the_answer(
+    fakes: Loop, tmp_path: Path
+) -> None:
+    replica = fakes.start(FakeReplica())
+    hold = asyncio.Event()
+
+    async def held(exchange: Exchange) -> None:
+        await hold.wait()
+        await exchange.answer({"usage": USAGE})
+
+    replica.behaviour = held
+    _, text = add(tmp_path, limits=KeyLimits(tokens_per_minute=100))
+    with accounting(tmp_path, replica.url) as router:
+        url, headers = router.url + CHAT, {"x-api-key": text}
+        asked = {**BODY, "max_tokens": 200}
+        codes: list[int] = []
+
+        async def ask(client: httpx.AsyncClient) -> None:
+            codes.append((await client.post(url, json=asked, headers=headers)).status_code)
+
+        async def flood() -> None:
+            async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
+                await asyncio.gather(*[ask(client) for _ in range(10)])
+
+        thread = threading.Thread(target=asyncio.run, args=[flood()])
+        thread.start()
+        wait_for(lambda: len(codes) == 9)
+        fakes.loop.call_soon_threadsafe(hold.set)
+        thread.join()
+        assert sorted(codes) == [200] + [429] * 9
+        later = post(router, text, max_tokens=1)
+        assert later.status_code == 200  # what was not used came back
+        assert 60 < int(later.headers["x-ratelimit-remaining-tokens"]) <= 90
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        ({"prompt": "x"}, 1000), ({"max_tokens": 7}, 7), ({"max_tokens": 9999}, 1000),
+        ({"n_predict": -1}, 1000), ({"max_output_tokens": 7, "n": 3}, 21),
+        ({"options": {"num_predict": 7}}, 7), ({"prompt": ["a", "b"], "max_tokens": 7}, 14),
+        ({"prompt": [1, 2, 3], "max_tokens": 7}, 7), ({"max_tokens": "seven"}, 1000),
+    ],
+)  # fmt: skip
+def test_an_estimate_is_the_most_that_answers_may_have(body: dict[str, Any], most: int) -> None:
+    sent = json.dumps(body).encode()
+    assert read_prompt(sent, b"").most_tokens(1000) == most
+
+
+def test_classes_hold_for_all_servers_and_are_told_to_ours(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    _, text = add(tmp_path, classes=("default", "flex"), weight=2.5)
+    with accounting(tmp_path, replica.url) as router:
+        for fields in ({"service_tier": "priority"}, {"priority": -1}, {"priority": "-1"}):
+            refused = post(router, text, **fields)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                403,
+                "class_not_allowed",
+            )
+        assert not replica.seen
+        assert post(router, text, service_tier="flex").status_code == 200
+    assert replica.seen[0].headers["x-twostroke-tenant"] == "anna 2.5 default,flex"
+
+
+def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    _, text = add(tmp_path)
+    with accounting(tmp_path, replica.url) as router:
+        for path in ("/v1/files", "/v1/batches", "/v1/messages/batches"):
+            refused = post(router, text, path, x=1)
+            assert refused.status_code == 400
+            assert "twostroke batch --url" in refused.text
+        assert not replica.seen
+        headers = {"x-api-key": text}
+        assert httpx.get(router.url + "/v1/batches", headers=headers, trust_env=False).is_success
+    assert replica.behaviour is hello
+
+
+def test_a_client_that_says_who_it_is_is_not_believed(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    key, text = add(tmp_path)
+    lies = {"x-twostroke-tenant": "ben 1000", "x-twostroke-usage": "1"}
+    with accounting(tmp_path, replica.url) as router:
+        headers = {"x-api-key": text, **lies}
+        httpx.post(router.url + CHAT, json=BODY, headers=headers, trust_env=False)
+        refused = httpx.post(router.url + CHAT, json=BODY, headers=lies, trust_env=False)
+        assert refused.status_code == 401
+    [seen] = replica.seen
+    assert seen.headers["x-twostroke-tenant"] == "anna 1"
+    assert seen.headers["authorization"] == f"Bearer {SECRET}"
+    assert "x-twostroke-usage" not in seen.headers
+    assert text not in str(seen.headers)
+    assert [row[0] for row in used(tmp_path)] == [key.id]
+
+
+def test_a_router_without_replicas_charges_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    _, text = add(tmp_path, limits=KeyLimits(tokens_per_minute=100_000))
+    with accounting(tmp_path, url) as router:
+        long = [{"role": "user", "content": "x" * 40_000}]
+        assert post(router, text, messages=long).status_code == 503
+        after = post(router, text, max_tokens=1)
+        assert int(after.headers["x-ratelimit-remaining-tokens"]) > 99_900
+    assert used(tmp_path) == []

@@ -1,0 +1,281 @@
+"""A router with records: usage as replicas report it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from support.accounts import BODY, CHAT, SECRET, USAGE, accounting, asleep, post, used, whole
+from support.keys import add
+from support.replicas import Exchange, FakeReplica, Loop
+from support.servers import live_server, wait_for
+from twostroke.http.keys import ApiKeys
+from twostroke.router.meter import asking
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+
+@pytest.fixture(scope="module")
+def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server of ours that trusts the router."""
+    keys = ApiKeys.read(None, None, router=SECRET)
+    folder = tmp_path_factory.mktemp("trusting")
+    with live_server(folder, ServeOptions(drain_s=1, api_keys=keys)) as server:
+        yield server
+
+
+def told(*events: bytes, usage: str = "9 3 4", last: bytes = b"") -> Callable[[Exchange], Any]:
+    """A stream as a server of ours sends it, in pieces that split its last line."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.say(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+            b"x-twostroke-usage: 9 3 0\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        line = last or f": twostroke-usage {usage}\n\n".encode()
+        for data in (*events, line[:20], line[20:]):
+            if data:
+                await exchange.chunk(data)
+                await asyncio.sleep(0.01)
+        await exchange.say(b"0\r\n\r\n")
+
+    return behave
+
+
+def streamed(*events: bytes) -> Callable[[Exchange], Any]:
+    """A stream of another server."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        for data in events:
+            await exchange.chunk(data)
+        await exchange.say(b"0\r\n\r\n")
+
+    return behave
+
+
+_BEGIN = {"input_tokens": 5, "cache_read_input_tokens": 3, "cache_creation_input_tokens": 1}
+_ANTHROPIC = (
+    f'event: x\ndata: {{"message":{{"usage":{json.dumps(_BEGIN)}}}}}\n\n'.encode(),
+    b'event: x\ndata: {"type":"content_block_delta","delta":{"text":"\\"usage\\": {"}}\n\n',
+    b'event: message_delta\ndata: {"type":"message_delta","usage":{"output_tokens":4}}\n\n',
+)
+_FOREIGN: dict[str, tuple[str, Callable[[Exchange], Any], tuple[int, int, int]]] = {
+    "a whole chat": (CHAT, whole({"choices": [], "usage": USAGE}), (9, 0, 4)),
+    "cached": (
+        "/v1/responses",
+        whole(
+            {
+                "output": [{"arguments": '{"usage": {"input_tokens": 1}}'}],
+                "usage": {
+                    "input_tokens": 9,
+                    "input_tokens_details": {"cached_tokens": 2},
+                    "output_tokens": 4,
+                },
+            }
+        ),
+        (9, 2, 4),
+    ),
+    "Anthropic's stream": ("/v1/messages", streamed(*_ANTHROPIC), (9, 3, 4)),
+    "llama-server's end": (
+        "/completion",
+        streamed(
+            b'data: {"content":"a","stop":false,"tokens_predicted":1,"tokens_evaluated":9}\n\n',
+            b'data: {"content":"","stop":true,"tokens_predicted":4,"tokens_evaluated":9}\n\n',
+        ),
+        (9, 0, 4),
+    ),
+    "several of llama-server's": (
+        "/completion",
+        whole([{"tokens_predicted": 1, "tokens_evaluated": 3}] * 2),
+        (6, 0, 2),
+    ),
+    "nothing said": ("/v1/other", whole({"text": "x" * 69}), (6, 0, 20)),
+    "a stream without": (CHAT, streamed(*[b'data: {"n":1}\n\n'] * 7), (15, 0, 7)),
+}
+
+
+@pytest.mark.parametrize("case", _FOREIGN)
+def test_usage_of_other_servers_is_that_of_their_answers(
+    case: str, fakes: Loop, tmp_path: Path
+) -> None:
+    path, behaviour, expected = _FOREIGN[case]
+    replica = fakes.start(FakeReplica())
+    replica.behaviour = behaviour
+    key, text = add(tmp_path)
+    with accounting(tmp_path, replica.url) as router:
+        answer = post(router, text, path, **({} if path == CHAT else {"prompt": "hello hello"}))
+        assert answer.status_code == 200
+    assert used(tmp_path) == [(key.id, "anna", "tiny", 1, *expected)]
+
+
+def test_a_stream_is_asked_for_its_usage_and_its_client_sees_nothing_of_it(
+    fakes: Loop, tmp_path: Path
+) -> None:
+    replica = fakes.start(FakeReplica())
+    usage = b'data: {"choices":[],"usage":' + json.dumps(USAGE).encode() + b"}\n\n"
+    events = [b'data: {"choices":[{"delta":{"content":"\\"usage\\":{"}}]}\n\n', usage]
+    replica.behaviour = streamed(events[0], usage + b"data: [DONE]\n\n")
+    key, text = add(tmp_path)
+    with accounting(tmp_path, replica.url) as router:
+        plain = post(router, text, stream=True)
+        asked = post(router, text, stream=True, stream_options={"include_usage": True})
+        post(router, text, stream=True, stream_options={"include_usage": False, "x": 1})
+    assert plain.content == events[0] + b"data: [DONE]\n\n"
+    assert asked.content == events[0] + usage + b"data: [DONE]\n\n"
+    bodies = [json.loads(one.body) for one in replica.seen]
+    assert bodies[0] == {**BODY, "stream": True, "stream_options": {"include_usage": True}}
+    assert bodies[2]["stream_options"] == {"include_usage": True, "x": 1}
+    assert used(tmp_path) == [(key.id, "anna", "tiny", 3, 27, 0, 12)]
+
+
+def test_only_streams_that_do_not_ask_are_made_to() -> None:
+    stream = b'{"stream": true, "big": 12345678901234567890, "stream_options": null}'
+    assert json.loads(asking(stream, CHAT) or b"") == {
+        "stream": True, "big": 12345678901234567890, "stream_options": {"include_usage": True}
+    }  # fmt: skip
+    for body in (
+        b"{}",
+        b"[1]",
+        b"x",
+        b'{"stream": false}',
+        b'{"stream": true, "stream_options": 3}',
+    ):
+        assert asking(body, CHAT) is None
+    assert asking(stream, "/v1/messages") is None
+
+
+def test_a_told_usage_is_taken_out_of_the_stream(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    event = b'data: {"text": "a\\n: twostroke-usage 1 1 1"}\n\n'
+    replica.behaviour = told(event, event)
+    key, text = add(tmp_path)
+    with accounting(tmp_path, replica.url) as router:
+        answer = post(router, text, stream=True)
+    assert answer.content == event + event
+    assert "x-twostroke-usage" not in answer.headers
+    assert used(tmp_path) == [(key.id, "anna", "tiny", 1, 9, 3, 4)]
+
+
+def test_a_stream_that_fails_or_is_refused_is_not_counted(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    _, text = add(tmp_path)
+
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.answer({"error": {}, "usage": USAGE}, 400)
+
+    async def busy(exchange: Exchange) -> None:
+        await exchange.answer({"error": {}}, 429)
+
+    with accounting(tmp_path, replica.url) as router:
+        for behaviour in (told(b'data: {"error": {}}\n\n', last=b"\n"), refuse, busy):
+            replica.behaviour = behaviour
+            post(router, text, stream=True)
+    assert used(tmp_path) == []
+
+
+def test_what_a_client_left_counts_with_its_events(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+
+    async def slow(exchange: Exchange) -> None:
+        await exchange.say(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+            b"x-twostroke-usage: 9 3 0\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        for _ in range(5):
+            await exchange.chunk(b"data: {}\n\n")
+        await asyncio.sleep(30)
+
+    replica.behaviour = slow
+    key, text = add(tmp_path)
+    with accounting(tmp_path, replica.url) as router:
+        url, headers = router.url + CHAT, {"x-api-key": text}
+        with httpx.stream("POST", url, json=BODY, headers=headers, trust_env=False) as answer:
+            seen = b""
+            for part in answer.iter_bytes():
+                seen += part
+                if len(seen) == 50:
+                    break
+        wait_for(lambda: router.router.num_running == 0)
+    assert used(tmp_path) == [(key.id, "anna", "tiny", 1, 9, 3, 5)]
+
+
+def test_what_is_computed_unseen_is_charged_by_the_time_it_took(
+    fakes: Loop, tmp_path: Path
+) -> None:
+    replica = fakes.start(FakeReplica())
+    _, text = add(tmp_path)
+
+    async def slow(exchange: Exchange) -> None:
+        await asyncio.sleep(0.2)
+        await exchange.answer({"usage": {"prompt_tokens": 9, "completion_tokens": 40}})
+
+    replica.behaviour = slow
+    with accounting(tmp_path, replica.url) as router:
+        assert post(router, text).status_code == 200
+        replica.behaviour = asleep
+        for most in (1000, 5):
+            asked, headers = {**BODY, "max_tokens": most}, {"x-api-key": text}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(router.url + CHAT, json=asked, headers=headers, timeout=1)
+        wait_for(lambda: router.router.num_running == 0)
+    [(*_, requests, _, _, output)] = used(tmp_path)
+    assert requests == 3
+    assert 40 + 5 + 20 < output < 40 + 5 + 250  # about 200 tokens a second
+
+
+def test_ours_tell_what_their_own_accounts_have(trusting: LiveServer, tmp_path: Path) -> None:
+    key, text = add(tmp_path)
+    long = "hello " * 40
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"max_tokens": 5}),
+        (CHAT, {"max_tokens": 5, "stream": True}),
+        (CHAT, {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {"prompt": [long, "hello"], "max_tokens": 3, "n": 2, "stream": True}),
+        ("/v1/messages", {"messages": BODY["messages"], "max_tokens": 5, "stream": True}),
+        ("/v1/responses", {"input": long, "max_output_tokens": 16, "stream": True}),
+        ("/completion", {"prompt": long, "n_predict": 4, "stream": True}),
+        ("/api/generate", {"prompt": long, "options": {"num_predict": 4}}),
+        ("/api/chat", {"messages": BODY["messages"], "stream": False}),
+        ("/v1/embeddings", {"input": [long, "hello"]}),
+        ("/tokenize", {"content": long}),
+        (CHAT, {"max_tokens": "many"}),
+    ]
+    expected, seen = [0, 0, 0, 0], trusting.api.observers
+    book = Sums(expected)
+    seen.append(book)
+    with accounting(tmp_path, trusting.url) as router:
+        wait_for(lambda: bool(router.router.fleet.ready))
+        assert router.router.fleet.context_length == trusting.client.card.context_length
+        for path, fields in asked:
+            answer = post(router, text, path, **fields)
+            assert "twostroke-usage" not in answer.text + str(answer.headers), path
+            if '"stream": true' in json.dumps(fields) and "v1/c" in path:
+                assert answer.text.endswith("data: [DONE]\n\n")
+    seen.remove(book)
+    assert used(tmp_path) == [(key.id, "anna", "tiny", *expected)]
+
+
+class Sums:
+    """Adds up what a server has counted."""
+
+    def __init__(self, sums: list[int]) -> None:
+        self.sums = sums
+
+    def observe(self, served: Any) -> None:
+        counts = served.used
+        if counts is not None and served.error is None:
+            each = (1, counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens)
+            self.sums[:] = [old + new for old, new in zip(self.sums, each, strict=True)]
+
+    def close(self) -> None:
+        pass

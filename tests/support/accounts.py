@@ -1,0 +1,61 @@
+"""A router that keeps accounts, and what it has counted."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from support.replicas import Exchange, LiveRouter, live_router
+from twostroke.http.keys import ApiKeys
+from twostroke.http.tenants.usage import amounts
+from twostroke.records import Records, beside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+SECRET = "router-secret"
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": None}
+
+
+@contextmanager
+def accounting(folder: Path, *urls: str) -> Iterator[LiveRouter]:
+    """A router as `route --records` starts it."""
+    with closing(Records(folder)) as records:
+        keys = ApiKeys.read(None, None, folder)
+        assert keys is not None
+        with live_router(*urls, records=records, api_keys=keys, replica_key=SECRET) as router:
+            yield router
+
+
+def post(router: LiveRouter, key: str, path: str = CHAT, **fields: Any) -> httpx.Response:
+    body = {**BODY, **fields} if path == CHAT else fields
+    headers = {"x-api-key": key}
+    return httpx.post(router.url + path, json=body, headers=headers, timeout=30, trust_env=False)
+
+
+def used(folder: Path) -> list[tuple[str, str, str, int, int, int, int]]:
+    with beside(folder) as db:
+        found = amounts(db, "0000", "9999")
+    return [
+        (one.owner.key, one.owner.tenant, one.owner.model, *one[1:]) for one in found
+    ]  # fmt: skip
+
+
+def whole(body: object) -> Callable[[Exchange], Any]:
+    """An answer of another server that is not streamed."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.answer(body)
+
+    return behave
+
+
+async def asleep(_exchange: Exchange) -> None:
+    await asyncio.sleep(30)
