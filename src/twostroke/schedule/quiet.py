@@ -54,7 +54,7 @@ def do_quiet(
     num_steps, starts = len(tokens[0]), [ticket.request.num_computed for ticket in running]
     due: list[tuple[int, int]] = []  # steps, twice, and one more for commits; places of requests
     for place, (ticket, start) in enumerate(zip(running, starts, strict=True)):
-        ticket.request.tokens += tokens[place]
+        ticket.request.tokens.extend(tokens[place])
         due.append((2 * (-start % page_size), place))
         due.append((2 * (ticket.due_at - start) - 1, place))
     heapq.heapify(due)

@@ -155,7 +155,7 @@ class Fleet:
 
     def _receive(self, before: Request) -> int:
         """Let a request go on at a replica that decodes; return its index."""
-        number, tokens = int(before.id), list(before.tokens)
+        number, tokens = int(before.id), before.tokens[:]
         num_output = self._load.arrivals[number].num_output
         request = _request(number, tokens, len(tokens), num_output - before.num_output)
         index = self._choose(request, self._routes[1])
@@ -240,7 +240,7 @@ class _Route:
 
     def choose(self, request: Request) -> int:
         """Return a replica's index for a request, whose tokens stand for the prompt's text."""
-        text = array("I", request.tokens).tobytes()
+        text = request.tokens.tobytes()
         keys = block_keys(text, request.salt) if self._looks else ()
         asked = Asked(keys, len(text), keys[0] if keys else int(request.id))
         ticket = self._dispatcher.decide(asked)
