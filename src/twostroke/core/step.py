@@ -102,6 +102,12 @@ class StepPlan(Frozen):
         return any([s.drafts for s in self.slices])  # noqa: C419 - twice as quick
 
     @property
+    def num_prompt_rows(self) -> int:
+        """How many tokens of prompts the step computes."""
+        prompts = [(s.start, s.count, s.request.num_prompt) for s in self.slices]
+        return sum([min(count, end - start) for start, count, end in prompts if start < end])
+
+    @property
     def num_rows(self) -> int:
         """How many tokens the step computes."""
         return sum(s.num_rows for s in self.slices)

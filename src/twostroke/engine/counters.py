@@ -241,9 +241,8 @@ class Counters:
         self, plan: StepPlan, batch: BatchShape, result: StepResult, turn_s: float = 0.0
     ) -> None:
         """Count one step, whose shape is `batch`; `turn_s` as in `TimedRows`."""
-        prompts = [(s.start, s.count, s.request.num_prompt) for s in plan.slices]
-        prompt_rows = sum([min(count, end - start) for start, count, end in prompts if start < end])
-        cost, rows, strokes = self._cost.of(batch), batch.num_rows, self._strokes
+        prompt_rows, rows = plan.num_prompt_rows, batch.num_rows
+        cost, strokes = self._cost.of(batch), self._strokes
         is_prefill = 2 * prompt_rows > rows
         old = strokes.prefill if is_prefill else strokes.decode
         new = Stroke(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from array import array
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
-from twostroke.cache.prefix import PrefixChain
 from twostroke.core.errors import ContextLengthError, OverloadedError
-from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.output import Timings
@@ -17,11 +14,13 @@ from twostroke.measure.requests import REFUSED, RequestLog
 from twostroke.router.dispatch import Asked, Dispatcher
 from twostroke.router.policy import LOOKS_AT_PREFIXES
 from twostroke.router.prompt import block_keys, extent
+from twostroke.simulate.handover import HandOvers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from twostroke.router.dispatch import Ticket
+    from twostroke.simulate.handover import Prefill
     from twostroke.simulate.load import Load
     from twostroke.simulate.replica import Clock, Replica
 
@@ -33,7 +32,7 @@ class _Event(IntEnum):
     """What can happen; at the same time, in this order."""
 
     STEP_END = 0  # of a replica
-    HAND_OVER = 1  # a request's pages are at a replica that decodes
+    HAND_OVER = 1  # the pages of a request's prompt have arrived
     WAKE = 2  # a replica's policy may start a batch
     ARRIVAL = 3  # of a request
 
@@ -58,20 +57,17 @@ class Fleet:
         """Route by the policy of this name, a key of `POLICIES`.
 
         A request reaches its replica `overhead_s` after it was sent. With `prefill`, the first
-        replicas compute prompts, and the others what follows.
+        replicas read prompts for the others, which requests come to.
         """
         self.logs: dict[int, RequestLog] = {}
         self.refusals: list[tuple[int, str]] = []
-        self._replicas, self._clock, self._prefill = replicas, clock, prefill
-        count = prefill.count if prefill else 0
-        self._first = range(count or len(replicas))  # replicas that requests come to
-        self._second = range(count, len(replicas))
-        self._routes = [_Route(replicas, self._first, routing, clock)]
-        if prefill is not None:
-            self._routes.append(_Route(replicas, self._second, routing, clock))
+        self._replicas, self._clock = replicas, clock
+        self._handovers = HandOvers(prefill, replicas, clock) if prefill else None
+        self._num_readers = prefill.count if prefill else 0
+        among = range(self._num_readers, len(replicas))
+        self._route = _Route(replicas, among, routing, clock)
         self._vocab_size, self._overhead_s = vocab_size, overhead_s
         self._events: list[tuple[float, _Event, int]] = []
-        self._moving: dict[int, Request] = {}  # from a replica to another, by number
         self._first_s: dict[str, float] = {}
         self._touched: set[int] = set()  # replicas that may start a step after this moment's events
 
@@ -104,7 +100,7 @@ class Fleet:
         if event is _Event.ARRIVAL:
             return self._arrive(key)
         if event is _Event.HAND_OVER:
-            return self._receive(self._moving[key])
+            return self._receive(key)
         if event is _Event.STEP_END:
             self._take(key)
         return key
@@ -139,69 +135,63 @@ class Fleet:
 
     def _arrive(self, number: int) -> int:
         """Route a request; return the index of its replica."""
-        one = self._load.arrivals[number]
+        one, now_s = self._load.arrivals[number], self._clock.now_s
         tokens = one.tokens(number, self._vocab_size)
         request = _request(number, tokens, one.num_prompt, one.num_output)
-        index = self._choose(request, self._routes[0])
+        index = self._choose(request)
         try:
-            if self._prefill:
-                self._replicas[-1].scheduler.max_len(request)
-                request = _request(number, tokens, one.num_prompt, 1)
-            self._replicas[index].submit(request)
+            ticket = self._replicas[index].submit(request)
         except (ContextLengthError, OverloadedError) as error:
-            self._routes[0].end(request)
-            self._refuse(request, self._clock.now_s, error)
+            self._route.end(request)
+            self._refuse(request, now_s, error)
+            return index
+        found = self._handovers and self._handovers.consider(index, ticket)
+        if found:
+            reader, prompt = found
+            try:
+                self._replicas[reader].submit(prompt)
+            except OverloadedError:
+                self._handovers.arrive(number, is_read=False)
+            self._touched.add(reader)
         return index
 
-    def _receive(self, before: Request) -> int:
-        """Let a request go on at a replica that decodes; return its index."""
-        number, tokens = int(before.id), before.tokens[:]
-        num_output = self._load.arrivals[number].num_output
-        request = _request(number, tokens, len(tokens), num_output - before.num_output)
-        index = self._choose(request, self._routes[1])
+    def _receive(self, number: int) -> int:
+        """Let a request go on whose pages have arrived; return the index of its replica."""
+        assert self._handovers is not None
+        index = self._handovers.decoder(number)
         self._interrupt(index, is_seen=True)
-        scheduler = self._replicas[index].scheduler
-        try:
-            scheduler.prefixes.receive(
-                request, PrefixChain(self._replicas[index].page_size, request.salt)
-            )
-            self._replicas[index].submit(request)
-        except OverloadedError as error:
-            self._routes[1].end(request)
-            self._refuse(before, before.arrival_s, error)
+        self._handovers.arrive(number)
         return index
 
-    def _choose(self, request: Request, route: _Route) -> int:
+    def _choose(self, request: Request) -> int:
         """Return the index of a replica for a request."""
-        for index in route.due():
+        for index in self._route.due():
             self._interrupt(index, is_seen=True)
-            route.report(index)
-        index = route.choose(request)
-        self._interrupt(index, is_seen=False)
+            self._route.report(index)
+        index = self._route.choose(request)
+        self._interrupt(index, is_seen=self._handovers is not None)
         return index
 
     def _take(self, index: int) -> None:
-        """Note the first tokens and the ends of a step; hand over prompts that are computed."""
+        """Note the first tokens and the ends of a step, and the prompts that others wait for."""
         now_s = self._clock.now_s
         begun, ended = self._replicas[index].finish()
-        route = self._routes[0 if index in self._first else 1]
+        if self._handovers is not None and index < self._num_readers:
+            for request in ended:
+                number = int(request.id)
+                self._push(self._handovers.finished(number), _Event.HAND_OVER, number)
+            return
         for request in begun:
-            self._first_s.setdefault(request.id, now_s)
-            route.begin(request)
+            self._first_s[request.id] = now_s
+            self._route.begin(request)
         for request in ended:
-            route.end(request)
+            self._route.end(request)
             number = int(request.id)
+            sent_s = request.arrival_s - self._overhead_s
+            times = Timings(sent_s, request.started_s, self._first_s.pop(request.id), now_s)
             wanted = self._load.arrivals[number].num_output
-            if self._prefill and index in self._first and request.num_output < wanted:
-                self._moving[number] = request
-                later_s = self._prefill.hand_over_s(request.num_prompt)
-                self._push(now_s + later_s, _Event.HAND_OVER, number)
-                continue
-            first = self._moving.pop(number, request)
-            sent_s = first.arrival_s - self._overhead_s
-            times = Timings(sent_s, first.started_s, self._first_s.pop(request.id), now_s)
             self.logs[number] = RequestLog(
-                times, sent_s, first.num_prompt, wanted, first.num_cached
+                times, sent_s, request.num_prompt, wanted, request.num_cached
             )
 
     def _refuse(self, request: Request, at_s: float, error: Exception) -> None:
@@ -209,7 +199,6 @@ class Fleet:
         times = Timings(sent_s, 0.0, 0.0, 0.0)
         self.logs[number] = RequestLog(times, sent_s, request.num_prompt, 0, 0, REFUSED)
         self.refusals.append((number, str(error)))
-        self._moving.pop(number, None)
 
 
 class _Route:
@@ -255,13 +244,6 @@ class _Route:
     def end(self, request: Request) -> None:
         """Note an end."""
         self._dispatcher.end(self._tickets.pop(request.id))
-
-
-class Prefill(Frozen):
-    """The first `count` replicas compute prompts, whose pages move in `hand_over_s(tokens)`."""
-
-    count: int
-    hand_over_s: Callable[[int], float]
 
 
 def _request(number: int, tokens: list[int], num_prompt: int, num_output: int) -> Request:

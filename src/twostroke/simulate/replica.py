@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepPlan
     from twostroke.planner.roofline import Totals
     from twostroke.schedule import Scheduler
+    from twostroke.schedule.ticket import Ticket
     from twostroke.spec import Guesses, Speculator
 
 
 _STRIDE: Final = 7919  # from a request's token to its next
 _MOST_QUIET: Final = 32  # steps that are begun together
+_RECENT_S: Final = 10  # over which the pace is measured
 
 
 class Clock:
@@ -81,6 +83,8 @@ class Replica:
         self._fresh: list[Request] = []  # without a token yet
         self._flight: tuple[StepPlan, BatchShape, Guesses | None, float] | None = None
         self._quiet: _Quiet | None = None
+        self._prompt_steps: list[tuple[float, float, float]] = []  # ends, FLOPs and seconds
+        self.notes_pace = False
 
     @property
     def num_tokens(self) -> int:
@@ -91,16 +95,26 @@ class Replica:
         num_steps = bisect_right(quiet.times_s, self._clock.now_s) - 1
         return self._num_tokens + num_steps * len(quiet.requests)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request.
+    def prefill_pace(self) -> float:
+        """Return the FLOP/s of steps that read prompts: of the last seconds, or since the start."""
+        now_s = self._clock.now_s
+        ended = [one for one in self._prompt_steps if one[0] <= now_s]
+        recent = [one for one in ended if one[0] > now_s - _RECENT_S] or ended
+        self._prompt_steps = recent + self._prompt_steps[len(ended) :]
+        seconds = sum([took_s for _, _, took_s in recent])
+        return sum([flops for _, flops, _ in recent]) / seconds if seconds else 0.0
+
+    def submit(self, request: Request) -> Ticket:
+        """Queue a request; return its ticket.
 
         Raises:
             ContextLengthError, OverloadedError: as the scheduler's `add`.
         """
-        self.scheduler.add(request)
+        ticket = self.scheduler.add(request)
         self.num_requests += 1
         self._num_tokens += len(request.tokens)
         self._fresh.append(request)
+        return ticket
 
     def start(self) -> float | None:
         """Start a step, or several quiet ones; return when they end. None without work."""
@@ -120,6 +134,8 @@ class Replica:
         self.ends_s = asked_s + totals.seconds
         self._flight = plan, batch, guesses, began_s
         self._count(began_s, self.ends_s, totals.flops, totals.bytes)
+        if self.notes_pace and 2 * plan.num_prompt_rows > batch.num_rows:
+            self._prompt_steps.append((self.ends_s, totals.flops, self.ends_s - began_s))
         return self.ends_s
 
     def _start_quiet(self, requests: list[Request], num_steps: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -23,14 +22,16 @@ from twostroke.planner.question import MEMORY_SHARE, Question
 from twostroke.planner.roofline import Roofline, kv_bytes
 from twostroke.program.cost import CostModel
 from twostroke.router.policy import LOOKS_AT_PREFIXES, POLICIES
-from twostroke.simulate.fleet import START_S, Fleet, Prefill
+from twostroke.simulate.fleet import START_S, Fleet
 from twostroke.simulate.guesser import Guesser, make_speculator
+from twostroke.simulate.handover import Prefill
 from twostroke.simulate.replica import Clock, Replica
 
 if TYPE_CHECKING:
     from twostroke.engine.sizing import CacheSize
     from twostroke.measure.requests import RequestLog
     from twostroke.planner import Calibration, Device, PlannedModel
+    from twostroke.program.cost import StepCost
     from twostroke.simulate.load import Load
 
 MOST_REPLICAS = 1024
@@ -46,8 +47,9 @@ class Setup(Frozen):
         is_here: whether the device is this machine, whose engine sizes its cache by free memory.
         acceptance: the chance that a guessed token is right; None without speculation.
         draft_cost: what a guess takes, in decode steps.
-        prefill_replicas: how many of the replicas compute prompts, and no more than that; the
-            others go on. 0 for replicas that do both.
+        prefill_replicas: how many of the replicas read prompts for the others, which requests come
+            to. 0 for replicas that do both.
+        disaggregate: which prompts these read, a word of `DISAGGREGATE`.
         link: bytes/s from these to the others; None for the device's link.
         overhead_s: from the client to the engine: HTTP, tokenizing, routing.
     """
@@ -64,6 +66,7 @@ class Setup(Frozen):
     acceptance: float | None = None
     draft_cost: float = 0.0
     prefill_replicas: int = 0
+    disaggregate: str = "auto"
     link: float | None = None
     overhead_s: float = 0.0
 
@@ -90,16 +93,16 @@ class Setup(Frozen):
                 raise UsageError(f"{self.routing} needs the prefix cache.", field="routing")
         check_range(self, "link", most=1e18)
 
-    def prefill(self) -> Prefill | None:
-        """Return how prompts are handed over, if they are computed apart."""
+    def prefill(self, cost: StepCost, size: CacheSize) -> Prefill | None:
+        """Return how prompts are handed over, if they are read apart; `cost` is that of steps."""
         if not self.prefill_replicas:
             return None
         link = self.link or self.device.link
         if link is None:
             reason = f"must be given: the link of {self.device.name} is not known."
             raise UsageError(reason, field="link")
-        moved = partial(kv_bytes, self.model, replace(self.question, count=1))
-        return Prefill(self.prefill_replicas, lambda tokens: moved(tokens) / link)
+        page_bytes = size.cache_bytes // size.num_pages
+        return Prefill(self.prefill_replicas, self.disaggregate, cost, page_bytes, link)
 
     def size(self) -> CacheSize:
         """Return the context and the pages of a replica.
@@ -172,10 +175,11 @@ def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> 
     """
     objectives = objectives or Objectives()
     roofline = Roofline(setup.model, setup.device, setup.question, setup.calibration)
-    clock, vocab_size = Clock(START_S), setup.model.program.vocab_size
-    replicas = _replicas(setup, roofline, clock)
-    routing, prefill = setup.routing, setup.prefill()
-    fleet = Fleet(replicas, routing, clock, vocab_size, setup.overhead_s, prefill)
+    clock, size, program = Clock(START_S), setup.size(), setup.model.program
+    cost = CostModel(program, setup.model.weight_bytes, FORMATS[size.kv_format]).per_step()
+    prefill = setup.prefill(cost, size)
+    replicas = _replicas(setup, roofline, clock, size, cost)
+    fleet = Fleet(replicas, setup.routing, clock, program.vocab_size, setup.overhead_s, prefill)
     with paused_collector():
         fleet.run(load)
     logs = tuple([fleet.logs[number] for number in range(len(load.arrivals))])
@@ -209,9 +213,10 @@ def _cost(usd_per_hour: float | None, per_s: float | None, count: float) -> floa
     return usd_per_million(usd_per_hour, per_s) * count / 1e6
 
 
-def _replicas(setup: Setup, roofline: Roofline, clock: Clock) -> list[Replica]:
-    model, size = setup.model, setup.size()
-    program = model.program
+def _replicas(
+    setup: Setup, roofline: Roofline, clock: Clock, size: CacheSize, cost: StepCost
+) -> list[Replica]:
+    model, program = setup.model, setup.model.program
     facts = BackendFacts(
         name="simulated",
         detail=setup.device.name,
@@ -222,7 +227,6 @@ def _replicas(setup: Setup, roofline: Roofline, clock: Clock) -> list[Replica]:
         weight_bytes=model.all_bytes,
         cache_bytes=size.cache_bytes,
     )
-    cost = CostModel(program, model.weight_bytes, FORMATS[size.kv_format]).per_step()
     replicas = []
     for _ in range(setup.replicas):
         scheduler = build_scheduler(setup.cache, setup.batch, size, facts, clock.read)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.handover_options import parse_address
-from twostroke.engine.handover import choice
+from twostroke.engine.handover.chooser import Chooser
 from twostroke.engine.handover.peer import Peer
 from twostroke.engine.handover_view import BorrowerView
-from twostroke.program import BatchShape
 
 if TYPE_CHECKING:
     from twostroke.core.handover_options import HandoverOptions
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 _RECENT_S: Final = 10  # over which the pace is measured
 _READ_S: Final = 0.5  # between looks at the pace
-_TYPICAL: Final = 1024  # tokens of a prompt in the queue
 
 
 class Borrower:
@@ -37,10 +34,14 @@ class Borrower:
     ) -> None:
         """Connect to the peers of `options`, now or whenever they are there."""
         self._loop, self._pages = client.loop, client.loop.pages
-        self._rule, self._kind = options.disaggregate, kind
-        self._cost = client.card.cost.per_step()
-        self._decisions: Counter[str] = Counter()
-        self._paced_s, self._pace = 0.0, 0.0
+        self._chooser = Chooser(
+            options.disaggregate,
+            self._pages.scheduler,
+            client.card.cost.per_step(),
+            kind.page_size,
+            kind.page_bytes,
+        )
+        self._paced_s = self._known_pace = 0.0
         addresses = [parse_address(one, "prefill_peers") for one in options.prefill_peers]
         self.peers = [Peer(one, secret, kind, self._loop) for one in addresses]
         self._pages.on_submit.append(self._consider)
@@ -61,9 +62,9 @@ class Borrower:
             for peer in self.peers:
                 transfers.update(peer.outcomes)
             return BorrowerView(
-                self._rule,
+                self._chooser.rule,
                 peers,
-                dict(self._decisions),
+                dict(self._chooser.decisions),
                 dict(transfers),
                 sum(peer.num_bytes for peer in self.peers),
                 sum(peer.seconds for peer in self.peers),
@@ -74,59 +75,26 @@ class Borrower:
 
     def _consider(self, ticket: Ticket) -> bool:
         """Begin a transfer for a request that waits, if that pays."""
-        if self._rule == "never":
-            return False
         there = [peer for peer in self.peers if peer.is_up]
-        if not there:
-            self._decisions[choice.GONE] += 1
-            return False
-        transfer = self._pages.expect(ticket)
-        if transfer is None:
-            self._decisions[choice.SHORT] += 1
-            return False
-        wanted = self._pages.narrow(transfer, lambda _: True)
-        if not wanted:
-            self._pages.end(transfer)
-            self._decisions[choice.SHORT] += 1
-            return False
-        if len(wanted) + sum(peer.num_held for peer in self.peers) > self._pages.most_held:
-            self._pages.end(transfer)
-            self._decisions[choice.FULL] += 1
-            return False
-        first = transfer.first_place * self._kind.page_size
-        end = first + len(transfer.keys) * self._kind.page_size
-        work = choice.Work(self._flops(first, end), len(wanted) * self._kind.page_bytes)
+        away = [one.request for peer in self.peers for one in peer.open.values()]
+        num_held = sum(peer.num_held for peer in self.peers)
         views = [peer.outlook() for peer in there]
-        best, seconds = choice.choose(
-            self._rule, work, self._here(ticket.request, end - first), views
-        )
-        self._decisions[choice.HERE if best is None else choice.THERE] += 1
-        if best is None:
-            self._pages.end(transfer)
+        chosen = self._chooser.consider(ticket, views, away, num_held, self._pace())
+        self._pages.lock.notify_all()  # claims may have been dropped
+        if chosen is None:
             return False
-        there[best].begin(ticket.request, transfer, wanted, work.flops, seconds)
+        there[chosen.index].begin(ticket.request, chosen)
         return True
 
     def _ended(self, request: Request) -> None:
         for peer in self.peers:
             peer.request_ended(request)
 
-    def _flops(self, first: int, end: int) -> float:
-        return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
-
-    def _here(self, request: Request, num_missing: int) -> choice.Here:
+    def _pace(self) -> float:
         now_s = time.monotonic()
         if now_s - self._paced_s > _READ_S:
             self._paced_s = now_s
             span = self._loop.span(_RECENT_S)
             recent = (span.last.strokes - span.first.strokes).prefill
-            total = span.last.strokes.prefill
-            self._pace = recent.flops_per_s or total.flops_per_s
-        num_tokens, missing = self._pages.backlog()
-        away = [one.request for peer in self.peers for one in peer.open.values()]
-        num_tokens -= sum(len(one.tokens) for one in (request, *away))
-        missing += [one.params.max_tokens or sys.maxsize for one in away]  # they join soon
-        queue_flops = max(0, num_tokens) * self._flops(0, _TYPICAL) / _TYPICAL
-        step = max(1, self._loop.config.token_budget - len(missing))
-        num_steps = -(-num_missing // step)
-        return choice.Here(queue_flops, self._pace, num_steps, missing)
+            self._known_pace = recent.flops_per_s or span.last.strokes.prefill.flops_per_s
+        return self._known_pace

@@ -29,14 +29,12 @@ from twostroke.engine.handover.shared import SharedPages
 from twostroke.engine.handover_view import PeerView
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from twostroke.backends.memory import PageMemory
     from twostroke.cache.tiers import PageKey
     from twostroke.core.request import Request
+    from twostroke.engine.handover.chooser import Chosen
     from twostroke.engine.handover.connection import Connection
     from twostroke.engine.loop import EngineLoop
-    from twostroke.schedule.transfers import Transfer
 
 _logger = logging.getLogger("twostroke.handover")
 
@@ -115,25 +113,18 @@ class Peer:
         queue_flops = self._load.queue_flops + unknown
         return There(queue_flops, self._load.flops_per_s, self._rate or _RATE, _OVERHEAD_S)
 
-    def begin(
-        self,
-        request: Request,
-        transfer: Transfer,
-        wanted: Sequence[PageKey],
-        flops: float,
-        seconds: float,
-    ) -> None:
-        """Have it read the prompt of a request, for the `wanted` pages."""
+    def begin(self, request: Request, chosen: Chosen) -> None:
+        """Have it read the prompt of a request."""
+        transfer, wanted = chosen.transfer, chosen.wanted
         places = {key: place for place, key in enumerate(transfer.keys, transfer.first_place)}
         keys = {(group, places[key]): (group, key) for group, key in wanted}
         end = transfer.first_place + len(transfer.keys)
         firsts = [end] * len(self._kind.windows)
         for group, place in keys:
             firsts[group] = min(firsts[group], place)
-        now_s, patience_s = time.monotonic(), PATIENCE_S + 3 * seconds
-        one = Ongoing(
-            next(self._ids), request, transfer, keys, flops, now_s, patience_s, now_s + patience_s
-        )
+        now_s, patience_s = time.monotonic(), PATIENCE_S + 3 * chosen.seconds
+        due_s, flops = now_s + patience_s, chosen.flops
+        one = Ongoing(next(self._ids), request, transfer, keys, flops, now_s, patience_s, due_s)
         self.open[one.id] = one
         tokens = request.tokens[: end * self._kind.page_size]
         read = messages.Read(one.id, tokens, request.salt, tuple(firsts), request.priority)
