@@ -157,7 +157,7 @@ async def _replay(load: Load, port: int, vocab_size: int) -> list[Stream]:
 
     async def one(number: int) -> Stream:
         arrival = load.arrivals[number]
-        tokens = arrival.tokens(number, vocab_size - 100)
+        tokens = arrival.tokens(number, vocab_size - 100).tolist()
         await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.monotonic()))
         return await ask(port, {"prompt": tokens, "max_tokens": arrival.num_output})
 

@@ -5,7 +5,7 @@
   many bytes within one process.
 - first: the time from the end of a prefill engine's last step to the first token, less the decode
   engine's own step, which computes the rest of the prompt.
-- streams, auto: see handover_load.py.
+- streams, virtual, auto: see handover_load.py.
 
 Each part can be measured alone; parts that were measured before are kept in the table.
 """
@@ -19,13 +19,13 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from handover_load import LOADS, MIXES, auto, streams
+from handover_load import LOADS, MIXES, auto, streams, virtual
 from pipe import Worker, claim_output, serve
 from report import RESULTS, caption, machine_facts, note, positive, save, table
 from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.build import Engine
 
-PARTS = ("transfer", "first", "streams", "auto")
+PARTS = ("transfer", "first", "streams", "virtual", "auto")
 _ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 _MEMORY = 56_000  # bytes for pages, for each token of a prompt: more than two of SmolLM2's, and
 _WARM = 4  # prompts after which all of it has been used
@@ -202,13 +202,25 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         ):
             both = [f"{one[name]:.3g}{unit and ' ' + unit}" for one in (apart, mixed)]
             rows += [(words, "", f"{both[0]} apart, {both[1]} mixed")]
-    for cell in result.get("auto", []):
-        means = {rule: cell["mean_s"][rule] for rule in ("auto", "always", "never")}
-        best = min(means["always"], means["never"])
-        name = f"auto, {cell['mix']}, load {cell['load']:g}"
-        words = ", ".join(f"{rule} {seconds:.2f} s" for rule, seconds in means.items())
-        rows += [(name, "97%", f"{100 * best / means['auto']:.0f}% ({words})")]
+    for part in ("virtual", "auto"):
+        rows += [_rule_row(part, cell) for cell in result.get(part, [])]
     return rows
+
+
+def _rule_row(part: str, cell: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the line of a mix and a load: `auto` beside the better of `always` and `never`."""
+    rounds = cell["round_s"]
+    means = {name: fmean(seconds) for name, seconds in rounds.items()}
+    never_s = fmean(seconds for name, seconds in means.items() if name.startswith("never"))
+    share = min(means["always"], never_s) / means["auto"]
+    words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in means.items())
+    if part == "auto":
+        pairs = zip(rounds["never"], rounds["never again"], strict=True)
+        most = max(max(pair) / min(pair) for pair in pairs)
+        words += f"; never beside itself up to {most:.2f} times in a round"
+    where = "auto" if part == "auto" else f"auto, simulated, {cell['engines']} to write"
+    name = f"{where}, {cell['mix']}, load {cell['load']:g}"
+    return name, "97%", f"{100 * share:.0f}% ({words})"
 
 
 def main() -> None:
@@ -221,7 +233,8 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=tuple(MIXES))
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
     parser.add_argument("--prompts", type=positive, default=4, help="that arrive beside streams")
-    parser.add_argument("--seconds", type=positive, default=15, help="of arrivals, for rule auto")
+    parser.add_argument("--seconds", type=positive, default=6, help="of arrivals, for rule auto")
+    parser.add_argument("--turns", type=positive, default=4, help="of each rule, for rule auto")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -239,9 +252,10 @@ def main() -> None:
         if name in given.parts:  # a part of a prompt says as much, sooner
             facts = vars(given) | {"tokens": given.tokens // part}
             result[name] = measure(argparse.Namespace(**facts))
-    if "auto" in given.parts:
-        kept = [one for one in result.get("auto", []) if one["mix"] not in given.mixes]
-        result["auto"] = kept + auto(given)
+    for name, weigh in (("virtual", virtual), ("auto", auto)):
+        if name in given.parts:
+            kept = [one for one in result.get(name, []) if one["mix"] not in given.mixes]
+            result[name] = kept + weigh(given)
     lines = table(("", "asked", "reached"), _rows(result))
     save(
         "handover",

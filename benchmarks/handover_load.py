@@ -3,8 +3,9 @@
 Each server has one thread. In `streams` four streams run while long prompts arrive: a decode and a
 prefill engine, then two mixed replicas that share streams and prompts. In `auto` Poisson arrivals
 of one mix of prompts and answers are replayed against decode engines that differ in their rule
-alone, one after another; loads are shares of what one engine can do. The figure is the mean time
-from a request's scheduled time to its last token: the rule weighs the seconds of all requests.
+alone; loads are shares of what one engine can do. The figure is the mean time from a request's
+scheduled time to its last token: the rule weighs the seconds of all requests. `virtual` does the
+same under virtual time.
 """
 
 from __future__ import annotations
@@ -15,27 +16,37 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from load import ask, replay
 from report import note
 from servers import MODEL_NAME, Server, free_port, our_command
+from twostroke.core.config import CacheOptions
+from twostroke.core.handover_options import DISAGGREGATE
+from twostroke.planner import planned_model, this_machine
+from twostroke.planner.question import Question
+from twostroke.simulate import Arrival, Load, Setup, simulate
 
 if TYPE_CHECKING:
     import argparse
 
 MIXES = {"long prompts": (600, 16), "balanced": (250, 60), "long answers": (60, 120)}
 LOADS = (0.4, 0.8, 1.2)
-_RULES = ("never", "always", "auto")
+RULES = ("never", "never again", "always", "auto")
 _STREAMS = 4
 _SHORT = 8  # tokens of a stream's prompt: less than a page
 _ENDLESS = 3500  # tokens of a stream that is cut off
 _ANSWER = 16  # tokens to a long prompt
 _BURST = 6  # requests by which the capacity is measured
 _LEAST = 6  # requests of a replay
+_VIRTUAL = 60  # requests of a simulated replay, about
+_SHARES = (0.3, 0.6)  # of arithmetic and bandwidth
+_LINK = 2e9  # bytes/s of pages
 _IN_TIME_S = 0.2  # gap of a stream, and
 _LATE = 3  # times as long as alone, for the first token of a prompt
 
@@ -154,33 +165,88 @@ def streams(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def auto(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a line for each mix and load, with the mean time of a request by rule."""
+    """Return a line for each mix and load, with the times of requests by rule, round by round.
+
+    All rules of a round get the same arrivals, one rule after another; each round begins with
+    another rule, since the machine's speed drifts. `never` is measured twice, by two engines that
+    differ in nothing: what these differ in is what the figures cannot tell.
+    """
     lines = []
     with ExitStack() as stack:
         servers = Servers(given, stack)
         servers.prefill()
-        ports = {rule: servers.decode(rule) for rule in _RULES}
+        ports = {name: servers.decode(name.split()[0]) for name in RULES}
         for mix in given.mixes:
             lengths, answer = MIXES[mix]
             send = partial(_send, servers, lengths, answer)
             for port in ports.values():  # each learns the pace here and there
                 send(port, [0.0, 0.1])
-            burst = send(ports["never"], [0.0] * _BURST)
-            alone_s = max(burst) / _BURST
+            alone_s = min(max(send(ports["never"], [0.0] * _BURST)) / _BURST for _ in range(2))
             for load in given.loads:
-                rng = random.Random(f"{given.seed} {mix} {load}")
-                count = max(_LEAST, round(given.seconds * load / alone_s))
-                times_s, now_s = list[float](), 0.0
-                for _ in range(count):
-                    times_s.append(now_s)
-                    now_s += rng.expovariate(load / alone_s)
-                mean_s = {}
-                for rule, port in ports.items():
-                    note(f"Auto: {mix}, load {load:g}, {count} requests, {rule}")
-                    mean_s[rule] = fmean(send(port, times_s))
-                line = {"mix": mix, "load": load, "num_requests": count, "alone_s": alone_s}
-                lines.append({**line, "mean_s": mean_s})
+                seconds: dict[str, list[float]] = {name: [] for name in RULES}
+                for turn in range(given.turns):
+                    rng = random.Random(f"{given.seed} {mix} {load} {turn}")
+                    times_s = arrivals(rng, alone_s / load, given.seconds)
+                    first = turn % len(RULES)
+                    for name in (*RULES[first:], *RULES[:first]):
+                        note(f"Auto: {mix}, load {load:g}, {len(times_s)} requests, {name}")
+                        seconds[name].append(fmean(send(ports[name], times_s)))
+                line = {"mix": mix, "load": load, "alone_s": alone_s, "engines": 1}
+                lines.append({**line, "round_s": seconds})
+                note(f"{mix}, load {load:g}: {_means(seconds)}")
     return lines
+
+
+def _means(seconds: dict[str, list[float]]) -> str:
+    return ", ".join(f"{name} {fmean(times):.2f} s" for name, times in seconds.items())
+
+
+def arrivals(rng: random.Random, every_s: float, until_s: float) -> list[float]:
+    """Return Poisson arrivals from 0 on, at least a few."""
+    times_s = [0.0]
+    while times_s[-1] < until_s or len(times_s) < _LEAST:
+        times_s.append(times_s[-1] + rng.expovariate(1 / every_s))
+    return times_s
+
+
+def virtual(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the same of simulated engines, whose rule is the same code: one or two beside one.
+
+    Nothing disturbs these, so what the rule gains or loses is exact. Steps take what the model's
+    operations need at shares of this machine's speed that a thread reaches (`_SHARES`).
+    """
+    model = planned_model(given.model)
+    setup = Setup(
+        model,
+        this_machine(),
+        Question(mfu=_SHARES[0], mbu=_SHARES[1]),
+        CacheOptions(memory_bytes=400 << 20, context_length=4096),
+        is_here=True,
+        routing="least-work",
+        link=_LINK,
+    )
+    lines = []
+    for engines, mix, load in product((1, 2), given.mixes, given.loads):
+        lengths, answer = MIXES[mix]
+        burst = Load("burst", (Arrival(0.0, lengths, answer),) * _BURST)
+        alone_s = max(_times(setup, burst)) / _BURST
+        seconds: dict[str, list[float]] = {name: [] for name in DISAGGREGATE}
+        for turn in range(given.turns):
+            rng = random.Random(f"{given.seed} {mix} {load} {turn}")
+            until_s = _VIRTUAL * alone_s / load / engines
+            times_s = arrivals(rng, alone_s / load / engines, until_s)
+            sent = Load(mix, tuple(Arrival(at_s, lengths, answer) for at_s in times_s))
+            for rule in DISAGGREGATE:
+                apart = replace(setup, replicas=engines + 1, prefill_replicas=1, disaggregate=rule)
+                seconds[rule].append(fmean(_times(apart, sent)))
+        line = {"mix": mix, "load": load, "alone_s": alone_s, "engines": engines}
+        lines.append({**line, "round_s": seconds})
+        note(f"Virtual: {engines} engines, {mix}, load {load:g}: {_means(seconds)}")
+    return lines
+
+
+def _times(setup: Setup, load: Load) -> list[float]:
+    return [one.timings.last_token_s - one.sent_s for one in simulate(setup, load).logs]
 
 
 def _send(

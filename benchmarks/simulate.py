@@ -245,7 +245,7 @@ def _hits(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str
     seconds = simulate(pair.setup, burst).report.duration_s
     load = load.changed(speed=0.7 * len(burst.arrivals) / seconds / load.rate)
     note("Prefix hits")
-    prompts = [one.tokens(n, pair.vocab_size) for n, one in enumerate(load.arrivals)]
+    prompts = [one.tokens(n, pair.vocab_size).tolist() for n, one in enumerate(load.arrivals)]
     measured = make_report(pair.measure(load, prompts), Objectives())
     simulated = simulate(pair.setup, load).report
     result["hits"] = msgspec.to_builtins({"measured": measured, "simulated": simulated})

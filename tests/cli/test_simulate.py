@@ -77,6 +77,7 @@ def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
         (("--rate", "1", "--record", "nowhere/x.json"), "--record is in a folder that does not"),
         (("--rate", "1", "--good", "0.9"), "--good has no effect without --sweep: add that, or"),
         (("--rate", "1", "--link", "5"), "--link has no effect without --prefill-replicas"),
+        (("--rate", "1", "--disaggregate", "never"), "--disaggregate has no effect without"),
         (("--rate", "1", "--draft-cost", "0.1"), "--draft-cost has no effect without --acceptance"),
         (("--rate", "1", "--burstiness", "2"), "has no effect without --arrivals gamma"),
         (("--trace", "azure-conv", "--burstiness", "2"), "--burstiness needs --rate"),

@@ -12,8 +12,10 @@ from twostroke.core.config import BatchOptions, CacheOptions
 from twostroke.engine.build import build_scheduler
 from twostroke.engine.sizing import CacheSize
 from twostroke.planner.roofline import Totals
+from twostroke.program.work import Cost, StepCost, each_row
 from twostroke.router.policy import POLICIES
-from twostroke.simulate.fleet import START_S, Fleet, Prefill
+from twostroke.simulate.fleet import START_S, Fleet
+from twostroke.simulate.handover import Prefill
 from twostroke.simulate.load import Arrival, Load
 from twostroke.simulate.replica import Clock, Replica
 
@@ -56,7 +58,8 @@ def fleet_of(seed: int, seen: list[object], *, is_quiet: bool) -> Fleet:
     cache = CacheOptions(prefix_cache=chance.random() < 0.8)
     prefill = None
     if count > 1 and cache.prefix_cache and chance.random() < 0.5:
-        prefill = Prefill(1, lambda tokens: 0.25 * tokens)
+        rule = chance.choice(("always", "auto"))
+        prefill = Prefill(1, rule, StepCost(((each_row, Cost(1)),)), size, 4.0)
     replicas = []
     for number in range(count):
         sizes = CacheSize(CONTEXT, num_pages, size, 0)

@@ -42,7 +42,13 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @option("--on", "device", default="here", help="A device, as plan takes it, or this machine.")
 @option("--devices", "count", default=1, help="Devices of each replica, which divide each layer.")
 @option("--replicas", default=1, help="Replicas of the model.")
-@option("--prefill-replicas", default=0, help="How many of them compute prompts only.")
+@option("--prefill-replicas", default=0, help="How many of them read prompts for the others.")
+@option(
+    "--disaggregate",
+    type=OneOf(("auto", "always", "never")),
+    default="auto",
+    help="Which prompts these read; auto: those for which it saves time.",
+)
 @option(
     "--link",
     type=Number(most=1e9, unit=1e9),
@@ -150,7 +156,8 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
 
 def _check_effects(given: dict[str, Any]) -> None:
     """Refuse options that would change nothing."""
-    check_effect("link", "prefill_replicas", has_effect=given["prefill_replicas"] > 0)
+    for name in ("link", "disaggregate"):
+        check_effect(name, "prefill_replicas", has_effect=given["prefill_replicas"] > 0)
     check_effect("draft_cost", "acceptance", has_effect=given["acceptance"] is not None)
     is_gamma, policy = given["arrivals"] == "gamma", given["policy"]
     if given["rate"] is not None:
@@ -271,6 +278,9 @@ def _answer(simulation: Simulation, objectives: Objectives) -> Iterator[str]:
         f"Prefix cache: {report.hit_rate:.1%} of prompt tokens. Preemptions: "
         f"{simulation.preemptions:,}. Refused: {report.num_refused:,}."
     )
+    if simulation.decisions:
+        words = (f"{reason} {count:,}" for reason, count in simulation.decisions.items())
+        yield f"Prompts by where they were read: {', '.join(words)}."
     if simulation.refusal:
         yield f"The first that was refused, {simulation.refusal}"
     busy = simulation.busy

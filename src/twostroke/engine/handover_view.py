@@ -19,6 +19,7 @@ class LenderView(Frozen):
 class PeerView(Frozen):
     """A prefill engine as a decode engine sees it; rates are 0.0 until they were measured.
 
+    `overhead_s` is what transfers took beyond the queue there, computing, and moving.
     `state` is "up", "down" or "refused", `link` "shared memory" or "socket".
     """
 
@@ -29,14 +30,15 @@ class PeerView(Frozen):
     queue_flops: float
     flops_per_s: float
     bytes_per_s: float
+    overhead_s: float
 
 
 class BorrowerView(Frozen):
     """A decode engine's prefill engines, and sums since its start.
 
     `decisions` are by the words of `choice.REASONS`, `transfers` by those of `ongoing.OUTCOMES`.
-    Transfers took `seconds` from the question to their end, and `fetch_s` of these from offers of
-    pages until these could be used.
+    Transfers took `seconds` from the question to their end, where the rule had counted on
+    `expected_s`, and `fetch_s` of these from offers of pages until these could be used.
     """
 
     rule: str
@@ -45,6 +47,7 @@ class BorrowerView(Frozen):
     transfers: dict[str, int]
     num_bytes: int
     seconds: float
+    expected_s: float
     fetch_s: float
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from twostroke.core.errors import ContextLengthError, OverloadedError
 from twostroke.core.request import Request
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from twostroke.router.dispatch import Ticket
     from twostroke.simulate.handover import Prefill
-    from twostroke.simulate.load import Load
+    from twostroke.simulate.load import Arrival, Load
     from twostroke.simulate.replica import Clock, Replica
 
 START_S: Final = 1.0  # of virtual time: 0 stands for what has not happened
@@ -86,6 +87,11 @@ class Fleet:
                     self._start(index)
             self._touched.clear()
 
+    @property
+    def decisions(self) -> dict[str, int]:
+        """The decisions about prompts that readers could read, by reason."""
+        return self._handovers.decisions if self._handovers is not None else {}
+
     def _next_s(self) -> float | None:
         """Return when the next event happens; ends of steps that were interrupted do not."""
         while self._events:
@@ -135,18 +141,15 @@ class Fleet:
 
     def _arrive(self, number: int) -> int:
         """Route a request; return the index of its replica."""
-        one, now_s = self._load.arrivals[number], self._clock.now_s
-        tokens = one.tokens(number, self._vocab_size)
-        request = _request(number, tokens, one.num_prompt, one.num_output)
+        request = _request(number, self._load.arrivals[number], self._vocab_size)
         index = self._choose(request)
         try:
             ticket = self._replicas[index].submit(request)
         except (ContextLengthError, OverloadedError) as error:
             self._route.end(request)
-            self._refuse(request, now_s, error)
+            self._refuse(request, error)
             return index
-        found = self._handovers and self._handovers.consider(index, ticket)
-        if found:
+        if self._handovers is not None and (found := self._handovers.consider(index, ticket)):
             reader, prompt = found
             try:
                 self._replicas[reader].submit(prompt)
@@ -194,8 +197,8 @@ class Fleet:
                 times, sent_s, request.num_prompt, wanted, request.num_cached
             )
 
-    def _refuse(self, request: Request, at_s: float, error: Exception) -> None:
-        sent_s, number = at_s - self._overhead_s, int(request.id)
+    def _refuse(self, request: Request, error: Exception) -> None:
+        sent_s, number = self._clock.now_s - self._overhead_s, int(request.id)
         times = Timings(sent_s, 0.0, 0.0, 0.0)
         self.logs[number] = RequestLog(times, sent_s, request.num_prompt, 0, 0, REFUSED)
         self.refusals.append((number, str(error)))
@@ -229,7 +232,7 @@ class _Route:
 
     def choose(self, request: Request) -> int:
         """Return a replica's index for a request, whose tokens stand for the prompt's text."""
-        text = request.tokens.tobytes()
+        text = array("I", request.tokens).tobytes()
         keys = block_keys(text, request.salt) if self._looks else ()
         asked = Asked(keys, len(text), keys[0] if keys else int(request.id))
         ticket = self._dispatcher.decide(asked)
@@ -246,6 +249,8 @@ class _Route:
         self._dispatcher.end(self._tickets.pop(request.id))
 
 
-def _request(number: int, tokens: list[int], num_prompt: int, num_output: int) -> Request:
-    params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-    return Request(str(number), tokens, num_prompt, params, seed=number)
+def _request(number: int, one: Arrival, vocab_size: int) -> Request:
+    params = SamplingParams(max_tokens=one.num_output, temperature=0.0, ignore_eos=True)
+    # An array does all that the scheduler asks of a list: it grows at its end and is cut.
+    tokens = cast("list[int]", one.tokens(number, vocab_size))
+    return Request(str(number), tokens, one.num_prompt, params, seed=number)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.handover.choice import There
+from twostroke.engine.handover.choice import OVERHEAD_S, Overhead, There
 from twostroke.engine.handover.chooser import Chooser
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from twostroke.schedule.transfers import Transfer, Transfers
     from twostroke.simulate.replica import Clock, Replica
 
-_OVERHEAD_S: Final = 0.005  # of a transfer, beside computing and moving
 _NOTHING: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -64,6 +63,7 @@ class HandOvers:
         }
         for replica in replicas:
             replica.notes_pace = True
+        self._overheads: defaultdict[tuple[int, int], Overhead] = defaultdict(Overhead)
         self._away: dict[int, _Away] = {}  # by number of the request
         self._unused: dict[int, deque[tuple[Request, Transfer]]] = {
             index: deque() for index in self._choosers
@@ -88,7 +88,7 @@ class HandOvers:
         away = [one for one in self._away.values() if one.decoder == decoder]
         held = [len(one.chosen.wanted) for one in away]
         held += [len(transfer.pages) for _, transfer in self._unused[decoder]]
-        others = [self._outlook(index) for index in range(self._prefill.count)]
+        others = [self._outlook(decoder, index) for index in range(self._prefill.count)]
         requests = [one.ticket.request for one in away]
         pace = replica.prefill_pace()
         chosen = chooser.consider(ticket, others, requests, sum(held), pace)
@@ -104,7 +104,7 @@ class HandOvers:
         """Return when the pages of a prompt that has been read are where they are needed."""
         one = self._away[number]
         moved_s = len(one.chosen.wanted) * self._prefill.page_bytes / self._prefill.bytes_per_s
-        return max(self._clock.now_s, one.begun_s + moved_s) + _OVERHEAD_S
+        return max(self._clock.now_s, one.begun_s + moved_s) + OVERHEAD_S
 
     def decoder(self, number: int) -> int:
         """Return the replica that answers a request whose prompt is away."""
@@ -115,6 +115,8 @@ class HandOvers:
         one = self._away.pop(number)
         transfers, wanted = self._transfers(one.decoder), one.chosen.wanted
         if is_read:
+            now_s, overhead = self._clock.now_s, self._overheads[one.decoder, one.chosen.index]
+            overhead.learn(one.chosen.seconds, now_s - one.begun_s, now_s)
             pages = transfers.take(one.chosen.transfer, wanted)
             transfers.arrive(one.chosen.transfer, wanted[: len(pages)])
         transfers.drop(one.chosen.transfer)
@@ -133,9 +135,10 @@ class HandOvers:
     def _transfers(self, decoder: int) -> Transfers:
         return self._replicas[decoder].scheduler.prefixes.transfers
 
-    def _outlook(self, index: int) -> There:
+    def _outlook(self, decoder: int, index: int) -> There:
         flops = next(iter(self._choosers.values())).flops
         readers = [one.reader for one in self._away.values() if one.chosen.index == index]
         queue_flops = sum(flops(r.num_computed, r.num_prompt) for r in readers if not r.is_finished)
         pace = self._replicas[index].prefill_pace()
-        return There(queue_flops, pace, self._prefill.bytes_per_s, _OVERHEAD_S)
+        overhead_s = self._overheads[decoder, index].seconds(self._clock.now_s)
+        return There(queue_flops, pace, self._prefill.bytes_per_s, overhead_s)

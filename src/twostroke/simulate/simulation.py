@@ -11,6 +11,7 @@ from twostroke.cache import FORMATS
 from twostroke.core.config import BatchOptions, CacheOptions
 from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
 from twostroke.core.frozen import Frozen
+from twostroke.core.handover_options import DISAGGREGATE
 from twostroke.core.hardware import memory_available
 from twostroke.core.ranges import check_range
 from twostroke.engine.build import build_scheduler
@@ -86,6 +87,10 @@ class Setup(Frozen):
             reason = f"must be from 0 to {self.replicas - 1}, one less than {{other}}, got "
             reason += f"{self.prefill_replicas}."
             raise UsageError(reason, field="prefill_replicas", other=Field("replicas"))
+        if self.disaggregate not in DISAGGREGATE:
+            hint = nearest(self.disaggregate, DISAGGREGATE)
+            reason = f"must be one of {', '.join(DISAGGREGATE)}, got '{{value}}'.{hint}"
+            raise UsageError(reason, field="disaggregate", value=self.disaggregate)
         if not self.cache.prefix_cache:
             if self.prefill_replicas:
                 raise UsageError("needs the prefix cache.", field="prefill_replicas")
@@ -151,7 +156,8 @@ class Simulation(Frozen):
 
     `busy` is the share of time in which a replica ran steps, for each; `mfu` and `mbu` are the
     shares of the devices' arithmetic and bandwidth while they did. Costs are None without a price.
-    `refusal` says why the first refused request was. `logs` are the requests.
+    `refusal` says why the first refused request was. `logs` are the requests. `decisions` are those
+    about prompts that prefill replicas could read, by the words of `choice.REASONS`.
     """
 
     report: Report
@@ -165,6 +171,7 @@ class Simulation(Frozen):
     usd_per_1k_good: float | None
     refusal: str
     logs: tuple[RequestLog, ...]
+    decisions: dict[str, int]
 
 
 def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> Simulation:
@@ -204,6 +211,7 @@ def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> 
         usd_per_1k_good=_cost(hour, report.good_per_s, 1e3),
         refusal=refusal,
         logs=logs,
+        decisions=fleet.decisions,
     )
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.engine.handover.choice import Here, There, Work, choose, here_s, there_s
+from twostroke.engine.handover.choice import (
+    OVERHEAD_S,
+    Here,
+    Overhead,
+    There,
+    Work,
+    choose,
+    here_s,
+    there_s,
+)
 
 GIGA = 1e9
 WORK = Work(100 * GIGA, 10_000_000)
@@ -43,3 +52,22 @@ def test_an_engine_without_a_known_pace_is_taken_to_be_like_the_others() -> None
     assert choose("auto", WORK, streams, [unknown])[0] == 0
     waits = Here(150 * GIGA, 0.0, 10)
     assert choose("auto", WORK, waits, [THERE])[0] == 0
+
+
+def test_a_cost_that_nobody_sees_is_learned_and_forgotten() -> None:
+    overhead, streams, now_s = Overhead(), Here(0.0, 50 * GIGA, 10, (50,)), 100.0
+
+    def chosen() -> int | None:
+        there = There(0.0, 50 * GIGA, 1e9, overhead.seconds(now_s))
+        return choose("auto", WORK, streams, [there])[0]
+
+    assert (overhead.seconds(now_s), chosen()) == (OVERHEAD_S, 0)
+    while chosen() is not None:  # each takes 3 s more than the queue, computing and moving
+        expected_s = there_s(WORK, There(0.0, 50 * GIGA, 1e9, overhead.seconds(now_s)))
+        overhead.learn(expected_s, 2.0 + 3.0, now_s)
+        now_s += 1
+        assert now_s < 110, "a cost of 3 s is more than the 2 s that are saved"
+    now_s += 30
+    assert chosen() == 0, "it is tried again"
+    overhead.learn(5.0, 0.0, now_s)
+    assert overhead.seconds(now_s) == 0.0, "nothing takes less than no time"

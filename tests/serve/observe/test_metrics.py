@@ -29,12 +29,12 @@ _ROOT = Path(__file__).parents[3]
 _DOCUMENT = _ROOT / "docs/observability.md"
 _DASHBOARD = _ROOT / "docs/grafana/twostroke.json"
 
-_PEER = PeerView("there:7800", "up", "socket", 1, 0.0, 1e9, 1e9)
+_PEER = PeerView("there:7800", "up", "socket", 1, 0.0, 1e9, 1e9, 0.005)
 _HANDOVER = HandoverView(
     "decode",
     LenderView(7800, 1, 0, 2, 30, 1),
     BorrowerView(
-        "auto", (_PEER,), {"there": 3, "here": 1}, {"done": 2, "lost": 1}, 10**6, 2.0, 0.5
+        "auto", (_PEER,), {"there": 3, "here": 1}, {"done": 2, "lost": 1}, 10**6, 2.0, 1.9, 0.5
     ),
 )
 _EVERYTHING = (Objective("ttft", 0.5), Objective("tpot", 0.05, "priority"))

@@ -68,6 +68,7 @@ class Borrower:
                 dict(transfers),
                 sum(peer.num_bytes for peer in self.peers),
                 sum(peer.seconds for peer in self.peers),
+                sum(peer.expected_s for peer in self.peers),
                 sum(peer.fetch_s for peer in self.peers),
             )
 

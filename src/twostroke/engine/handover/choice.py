@@ -17,7 +17,10 @@ GONE: Final = "gone"  # no prefill engine is connected
 FULL: Final = "full"  # the pool has no room for more transfers
 REASONS: Final = (THERE, HERE, SHORT, GONE, FULL)
 
+OVERHEAD_S: Final = 0.005  # of a transfer, as far as nothing was measured lately
+_HALF_S: Final = 10.0  # after which half of what was measured is forgotten
 _PACE: Final = 50e9  # FLOP/s, until it was measured
+_NEW: Final = 0.2  # share of a new measurement
 
 
 class Work(Frozen):
@@ -41,7 +44,10 @@ class Here(Frozen):
 
 
 class There(Frozen):
-    """A prefill engine: work that waits or is being done, its pace, and that of the way."""
+    """A prefill engine: work that waits or is being done, its pace, and that of the way.
+
+    `overhead_s` is what transfers took beyond these.
+    """
 
     queue_flops: float
     flops_per_s: float
@@ -67,7 +73,27 @@ def there_s(work: Work, there: There, pace: float = _PACE) -> float:
     return max(computing_s, work.num_bytes / there.bytes_per_s) + there.overhead_s
 
 
-def choose(rule: str, work: Work, here: Here, others: list[There]) -> tuple[int | None, float]:
+class Overhead:
+    """What transfers from an engine take beyond its queue, computing and moving.
+
+    It is forgotten with time: otherwise an engine that was slow once would get no prompt again.
+    """
+
+    def __init__(self) -> None:
+        self._extra_s = self._at_s = 0.0
+
+    def seconds(self, now_s: float) -> float:
+        """Return what the next one may take."""
+        left: float = 0.5 ** ((now_s - self._at_s) / _HALF_S)
+        return OVERHEAD_S + self._extra_s * left
+
+    def learn(self, expected_s: float, took_s: float, now_s: float) -> None:
+        """Take in a transfer that just ended, of which `there_s` had returned `expected_s`."""
+        seconds = self.seconds(now_s) + _NEW * (took_s - expected_s)
+        self._extra_s, self._at_s = max(0.0, seconds) - OVERHEAD_S, now_s
+
+
+def choose(rule: str, work: Work, here: Here, others: Sequence[There]) -> tuple[int | None, float]:
     """Return which of the `others` reads a prompt, None for none, and its seconds there."""
     paces = here.flops_per_s, *(there.flops_per_s for there in others)
     pace = max(paces) or _PACE  # of an engine that has not read a prompt yet

@@ -65,34 +65,39 @@ class Chooser:
         """
         if self.rule == "never":
             return None
-        if not others:
-            return self._note(choice.GONE)
-        transfer = self._transfers.begin(ticket)
-        if transfer is None:
-            return self._note(choice.SHORT)
-        wanted = self._transfers.narrow(transfer, lambda _: True)
-        if not wanted:
-            return self._note(choice.SHORT, transfer)
-        if len(wanted) + num_held > self._transfers.most_held:
-            return self._note(choice.FULL, transfer)
-        first = transfer.first_place * self._page_size
-        end = first + len(transfer.keys) * self._page_size
-        work = choice.Work(self.flops(first, end), len(wanted) * self._page_bytes)
-        here = self._here(ticket.request, away, end - first, pace)
-        best, seconds = choice.choose(self.rule, work, here, others)
-        if best is None:
-            return self._note(choice.HERE, transfer)
-        self._note(choice.THERE)
-        return Chosen(best, transfer, wanted, work.flops, seconds)
+        transfer = self._transfers.begin(ticket) if others else None
+        wanted = self._transfers.narrow(transfer, lambda _: True) if transfer is not None else []
+        if transfer is None or not wanted:
+            reason, chosen = choice.SHORT if others else choice.GONE, None
+        elif len(wanted) + num_held > self._transfers.most_held:
+            reason, chosen = choice.FULL, None
+        else:
+            chosen = self._choose(ticket, transfer, wanted, others, away, pace)
+            reason = choice.HERE if chosen is None else choice.THERE
+        self.decisions[reason] += 1
+        if transfer is not None and chosen is None:
+            self._transfers.end(transfer)
+        return chosen
 
     def flops(self, first: int, end: int) -> float:
         """Return the work of reading a prompt's tokens from `first` to `end`."""
         return self._cost.of(BatchShape.prefill(end - first, first)).flops if end > first else 0.0
 
-    def _note(self, reason: str, transfer: Transfer | None = None) -> None:
-        self.decisions[reason] += 1
-        if transfer is not None:
-            self._transfers.end(transfer)
+    def _choose(
+        self,
+        ticket: Ticket,
+        transfer: Transfer,
+        wanted: list[PageKey],
+        others: Sequence[There],
+        away: Sequence[Request],
+        pace: float,
+    ) -> Chosen | None:
+        first = transfer.first_place * self._page_size
+        end = first + len(transfer.keys) * self._page_size
+        work = choice.Work(self.flops(first, end), len(wanted) * self._page_bytes)
+        here = self._here(ticket.request, away, end - first, pace)
+        best, seconds = choice.choose(self.rule, work, here, others)
+        return None if best is None else Chosen(best, transfer, wanted, work.flops, seconds)
 
     def _here(
         self, request: Request, away: Sequence[Request], num_missing: int, pace: float

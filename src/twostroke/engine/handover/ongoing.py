@@ -30,6 +30,7 @@ class Ongoing:
     transfer: Transfer
     keys: dict[tuple[int, int], PageKey]  # wanted, by group and place
     flops: float
+    expected_s: float
     began_s: float
     patience_s: float
     due_s: float

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from twostroke.engine.handover import messages
-from twostroke.engine.handover.choice import There
+from twostroke.engine.handover.choice import Overhead, There
 from twostroke.engine.handover.connection import PeerLostError, RefusedError, connect, meet
 from twostroke.engine.handover.ongoing import (
     CANCELLED,
@@ -44,7 +44,6 @@ _TICK_S: Final = 0.05
 _SILENCE_S: Final = 3.0  # of a prefill engine, which reports its load twice a second
 _RETRY_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0)  # between attempts to connect
 _RATE: Final = 1e9  # bytes/s, until it was measured
-_OVERHEAD_S: Final = 0.005
 _NEW: Final = 0.2  # share of a new measurement
 
 
@@ -62,7 +61,7 @@ class Peer:
         self.open: dict[int, Ongoing] = {}
         self._unused: list[Ongoing] = []  # have ended, and hold pages until their requests start
         self.outcomes: Counter[str] = Counter()
-        self.num_bytes, self.seconds, self.fetch_s = 0, 0.0, 0.0
+        self.num_bytes, self.seconds, self.expected_s, self.fetch_s = 0, 0.0, 0.0, 0.0
         self._address, self._secret, self._kind = address, secret, kind
         self._pages = loop.pages
         self._connection: Connection | None = None
@@ -71,7 +70,7 @@ class Peer:
         self._state = "down"
         self._load = messages.Load(0.0, 0.0)
         self._heard_s = 0.0
-        self._rate = 0.0
+        self._rate, self._overhead = 0.0, Overhead()
         self._ids, self._numbers = itertools.count(1), itertools.count(1)
         self._fetches: dict[int, Fetching] = {}
         self._to_send: queue.SimpleQueue[messages.Question] = queue.SimpleQueue()
@@ -103,7 +102,8 @@ class Peer:
         load, (host, port) = self._load, self._address
         link = "shared memory" if self._shared is not None else "socket"
         rates = load.queue_flops, load.flops_per_s, self._rate
-        return PeerView(f"{host}:{port}", self._state, link, len(self.open), *rates)
+        overhead_s = self._overhead.seconds(time.monotonic())
+        return PeerView(f"{host}:{port}", self._state, link, len(self.open), *rates, overhead_s)
 
     # The loop's lock is held while these are called.
 
@@ -111,7 +111,8 @@ class Peer:
         """Return how busy it is, with what it does not know of yet."""
         unknown = sum(one.flops for one in self.open.values() if one.id > self._load.last_id)
         queue_flops = self._load.queue_flops + unknown
-        return There(queue_flops, self._load.flops_per_s, self._rate or _RATE, _OVERHEAD_S)
+        overhead_s = self._overhead.seconds(time.monotonic())
+        return There(queue_flops, self._load.flops_per_s, self._rate or _RATE, overhead_s)
 
     def begin(self, request: Request, chosen: Chosen) -> None:
         """Have it read the prompt of a request."""
@@ -123,8 +124,17 @@ class Peer:
         for group, place in keys:
             firsts[group] = min(firsts[group], place)
         now_s, patience_s = time.monotonic(), PATIENCE_S + 3 * chosen.seconds
-        due_s, flops = now_s + patience_s, chosen.flops
-        one = Ongoing(next(self._ids), request, transfer, keys, flops, now_s, patience_s, due_s)
+        one = Ongoing(
+            id=next(self._ids),
+            request=request,
+            transfer=transfer,
+            keys=keys,
+            flops=chosen.flops,
+            expected_s=chosen.seconds,
+            began_s=now_s,
+            patience_s=patience_s,
+            due_s=now_s + patience_s,
+        )
         self.open[one.id] = one
         tokens = request.tokens[: end * self._kind.page_size]
         read = messages.Read(one.id, tokens, request.salt, tuple(firsts), request.priority)
@@ -149,7 +159,12 @@ class Peer:
         if not one.is_finished and outcome != DONE:
             self._to_send.put(messages.Abort(one.id))
         self.outcomes[outcome] += 1
-        self.seconds += time.monotonic() - one.began_s
+        now_s = time.monotonic()
+        took_s = now_s - one.began_s
+        self.seconds += took_s
+        self.expected_s += one.expected_s
+        if outcome == DONE:
+            self._overhead.learn(one.expected_s, took_s, now_s)
         self._pages.give_up(one.transfer)
         self._unused.append(one)
         self._let_go()

@@ -24,6 +24,7 @@ _TYPICAL: Final = 1024  # tokens of a prompt
 _BORROWED: Final = (
     ("num_bytes", "bytes", "Bytes of pages that came."),
     ("seconds", "seconds", "Seconds of transfers, the reading of prompts included."),
+    ("expected_s", "expected_seconds", "Seconds that these were expected to take."),
     ("fetch_s", "fetch_seconds", "Seconds of these in which offered pages were fetched."),
 )
 _LENT: Final = (
