@@ -125,15 +125,8 @@ class Peer:
             firsts[group] = min(firsts[group], place)
         now_s, patience_s = time.monotonic(), PATIENCE_S + 3 * chosen.seconds
         one = Ongoing(
-            id=next(self._ids),
-            request=request,
-            transfer=transfer,
-            keys=keys,
-            flops=chosen.flops,
-            expected_s=chosen.seconds,
-            began_s=now_s,
-            patience_s=patience_s,
-            due_s=now_s + patience_s,
+            *(next(self._ids), request, transfer, keys, chosen.flops, chosen.seconds),
+            *(now_s, patience_s, now_s + patience_s),
         )
         self.open[one.id] = one
         tokens = request.tokens[: end * self._kind.page_size]
