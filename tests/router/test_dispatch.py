@@ -82,6 +82,24 @@ def test_a_replica_that_starts_again_holds_nothing() -> None:
     assert fleet.ask(1).hit == 0
 
 
+def test_a_pace_is_that_of_first_tokens_once_there_was_one() -> None:
+    fleet, starts = Fleet(count=1), iter(range(0, 10_000, 1000))
+
+    def answer(took_s: float, *, is_whole: bool) -> list[float]:
+        start = next(starts)
+        ticket = fleet.ask(*range(start, start + 1000))
+        fleet.now_s += took_s
+        fleet.dispatcher.begin(ticket, is_whole=is_whole)
+        fleet.dispatcher.end(ticket)
+        return fleet.dispatcher.pace_s
+
+    num_units = 1000 * _SIZE + 2000
+    assert answer(60.0, is_whole=True)[0] == pytest.approx(60 / num_units)  # better than nothing
+    first = list(answer(6.0, is_whole=False))
+    assert first[0] == pytest.approx(6 / num_units)
+    assert answer(60.0, is_whole=True) == first
+
+
 def test_what_is_sent_is_charged_at_once() -> None:
     fleet = Fleet("least-work")
     assert sorted(fleet.ask(*range(10 * n, 10 * n + 9)).place for n in range(4)) == [0, 1, 2, 3]

@@ -80,6 +80,7 @@ class Dispatcher:
         self._sums: list[tuple[float, float]] = []  # seconds and units, of each pace
         self._all = (0.0, 0.0)  # of the fleet's
         self._mean_pace_s = _FIRST_PACE_S
+        self._knows_first = False  # paces are of first tokens, not of whole answers
         self._free_at_s = np.zeros(0)  # when the work that was sent should be done
         self._pending: list[float] = []  # units without a first token
         self._least_s = np.zeros(0)  # of a wait; inf where no request may go
@@ -187,19 +188,29 @@ class Dispatcher:
         self.num_hit += ticket.hit
         self.num_best += ticket.best
 
-    def begin(self, ticket: Ticket) -> None:
-        """Note the first token of a request, from which its replica's pace is learned."""
+    def begin(self, ticket: Ticket, *, is_whole: bool = False) -> None:
+        """Note the first token of a request, from which its replica's pace is learned.
+
+        An answer that `is_whole` took longer, for its other tokens: it counts only as long as no
+        first token is known.
+        """
         if ticket.has_begun or ticket.is_over:
             return
-        place, now_s = ticket.place, self._clock()
-        took_s = now_s - ticket.at_s
+        now_s = self._clock()
+        if not is_whole and not self._knows_first:
+            self._all, self._sums, self._knows_first = (0.0, 0.0), [(0.0, 0.0)] * len(self), True
+        if not is_whole or not self._knows_first:
+            self._learn(ticket, now_s - ticket.at_s)
+        self._settle(ticket, now_s)
+
+    def _learn(self, ticket: Ticket, took_s: float) -> None:
+        place = ticket.place
         count = ticket.units_ahead + ticket.missing + _OVERHEAD
         seconds, units = self._all = self._all[0] * _KEPT + took_s, self._all[1] * _KEPT + count
         mean_s = self._mean_pace_s = seconds / units
         own_s, own = self._sums[place]
         own_s, own = self._sums[place] = own_s * _KEPT + took_s, own * _KEPT + count
         self.pace_s[place] = (own_s + mean_s * _PRIOR) / (own + _PRIOR)
-        self._settle(ticket, now_s)
 
     def end(self, ticket: Ticket) -> None:
         """Note the end of a request, whether it was answered or not."""

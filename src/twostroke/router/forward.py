@@ -166,8 +166,9 @@ class Forwarder:
         except ReplicaError:
             errand.passage.num_tries += 1
             raise
-        if ticket is not None:
-            self._fleet.dispatcher.begin(ticket)
+        if ticket is not None and head.status < 300:
+            is_whole = head.media_type not in STREAMS
+            self._fleet.dispatcher.begin(ticket, is_whole=is_whole)
         if head.status < 300 and (found := _ID.search(data, 0, 4096)):
             self._fleet.store(found[1].decode(), replica)
         await errand.send(
