@@ -179,3 +179,77 @@ def test_steps_are_committed_in_their_order():
         steps.scheduler.plan()
     with pytest.raises(AssertionError, match="order"):
         steps.scheduler.commit(plans[1], steps.model.run(plans[1]))
+
+
+def play(steps):
+    """Keep as many steps in flight as may be, to the end; return who was in each."""
+    flights, names = deque(), []
+    while steps.scheduler.has_work or flights:
+        may_start = len(flights) <= steps.scheduler.config.steps_ahead
+        plan = steps.scheduler.plan() if may_start else None
+        check_scheduler(steps.scheduler)
+        if plan is None:
+            steps.land(flights.popleft())
+        else:
+            flights.append(plan)
+            names.append("".join(piece.request.id for piece in plan.slices))
+    return names
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_requests_draw_ahead_of_tokens_that_are_not_known(ahead):
+    steps = Steps(steps_ahead=ahead, draws_ahead=True)
+    ours = steps.add("a", [1, 2, 3], max_tokens=7)
+    steps.add("b", [4, 5], max_tokens=3)
+    assert play(steps) == ["ab"] * 3 + ["a"] * 4
+    alone = Steps()
+    right = alone.add("a", [1, 2, 3], max_tokens=7)
+    alone.finish()
+    assert ours.output == right.output
+    check_pool(steps.pool)
+
+
+def test_requests_that_wait_for_their_tokens_delay_nobody_and_go_together():
+    steps = Steps(steps_ahead=1, draws_ahead=True)
+    steps.add("a", [1, 2, 3], max_tokens=8)
+    for name in "pq":
+        steps.add(name, [4, 5], max_tokens=4, presence_penalty=1.0)
+    assert play(steps) == ["apq", "a"] * 4
+    steps = Steps(steps_ahead=1, draws_ahead=True)
+    steps.add("p", [1, 2], max_tokens=9, presence_penalty=1.0)
+    flights = deque([steps.plan()])
+    steps.add("q", [3, 4], max_tokens=9, presence_penalty=1.0)  # in the step between
+    flights.append(steps.plan())
+    steps.land(flights.popleft())
+    flights.append(steps.plan())
+    assert [[p.request.id for p in plan.slices] for plan in flights] == [["q"], ["p"]]
+    steps.land(flights.popleft())
+    assert steps.scheduler.plan() is None, "it would be a step for one of them"
+    steps.land(flights.popleft())
+    assert play(steps)[:3] == ["pq"] * 3
+
+
+@pytest.mark.parametrize("drawn", [9, None])
+def test_rows_past_an_end_are_dropped(drawn):
+    """The end is a token, or comes from outside while steps are in flight."""
+    steps = Steps(steps_ahead=2, draws_ahead=True)
+    first = steps.add("r", [1, 2, 3], end_ids=frozenset({9}))
+    plans = [steps.plan() for _ in range(3)]
+    assert [plan.slices[0].start for plan in plans] == [0, 3, 4]
+    if drawn is None:
+        steps.scheduler.finish(first, FinishReason.STOP)
+    assert [request.id for request in steps.land(plans[0], token=9)] == ["r"] * (drawn is not None)
+    assert first.finish_reason is FinishReason.STOP
+    again = steps.add("r", [1, 2, 3], max_tokens=1)
+    for plan in plans[1:]:
+        assert first.pages, "steps in flight use them"
+        assert steps.land(plan) == []
+    assert (first.output, first.pages) == ([9] * (drawn is not None), [])
+    steps.finish()
+    assert again.num_output == 1
+
+
+def test_each_step_that_draws_ahead_has_the_whole_budget():
+    steps = Steps(token_budget=16, steps_ahead=1, draws_ahead=True)
+    steps.add("r", 40)
+    assert [steps.plan().num_rows for _ in range(2)] == [16, 16]

@@ -102,7 +102,7 @@ def tiny_client(
     speculation: SpeculationOptions | None = None,
     metadata: Mapping[str, Any] | None = None,
     prepare: Callable[[Backend], None] | None = None,
-    **limits: int,
+    **limits: Any,
 ) -> Iterator[tuple[Client, Backend]]:
     """Yield a client of a running engine, and its backend.
 

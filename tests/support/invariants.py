@@ -48,8 +48,8 @@ def check_scheduler(scheduler: Scheduler, moved: Iterable[Sequence[int]] = ()) -
 
     `moved` are the pages of each transfer and lease.
     """
-    waiting, running, ended = scheduler._waiting, scheduler._running, scheduler._ended
-    flights = [part for plan, _ in scheduler._flights for part in plan.slices]
+    waiting, running, ended = scheduler._waiting, scheduler._running, scheduler._flights.ended
+    flights = [part for plan, _ in scheduler._flights.steps for part in plan.slices]
     holders = [held(ticket.request.pages) for ticket in (*running, *ended)]
     holders += [branch.own_pages for part in flights for branch in part.branches]
     check_pool(scheduler._pool, [*holders, *moved])
@@ -71,14 +71,17 @@ def check_scheduler(scheduler: Scheduler, moved: Iterable[Sequence[int]] = ()) -
     assert all(owner in claiming for owner in owners), "a claim outlived its owner"
 
 
-def check_flights(request: Request, flights: Iterable[Slice]) -> None:
+def check_flights(request: Request, flights: Sequence[Slice]) -> None:
     """Assert that a request's slices in flight continue its computed tokens, up to the planned."""
     at = request.num_computed
     for part in flights:
         if part.request is request:
             assert part.start == at, "a slice in flight that does not continue"
             at += part.count
-    assert at == request.num_planned <= len(request.tokens)
+    assert at == request.num_planned
+    num_drawing = sum(part.samples for part in flights if part.request is request)
+    num_tokens = len(request.tokens) + max(0, num_drawing - 1)
+    assert request.is_finished or at <= num_tokens, "a token that no step draws"
 
 
 def check_pages(pool: PagePool, request: Request) -> None:

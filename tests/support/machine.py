@@ -47,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     `counts` adds up, over all runs of a class, how often each operation was done: one add, one
     cancel, one step are one operation each, however many of them a rule does. If it `pools`, some
     requests are read for their embeddings. Up to `steps_ahead` steps may be in flight when another
-    one is planned.
+    one is planned, and they may follow tokens that are not known.
     """
 
     pools: ClassVar[bool] = False
@@ -94,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting_tokens=600,
             max_overtakes=rng.choice((1, 4, 1000)),
             steps_ahead=self.steps_ahead,
+            draws_ahead=self.steps_ahead > 0 and rng.random() < 0.5,
         )
         batch = rng.randint(1, max_running)
         policy = rng.choice((Continuous(), Continuous(), Batched(batch, 1.0), Batched(batch)))
@@ -165,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             self.check_plan(plan)
             self.flights.append(plan)
+            self.counts["tokens drawn ahead"] += sum(piece.is_blind for piece in plan.slices)
             self.counts["chunks that follow"] += sum(
                 piece.start > piece.request.num_computed for piece in plan.slices
             )
@@ -189,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def guess(self, seed: int) -> None:
         """Put drafts into the newest step, unless it has some already."""
         plan = self.flights[-1]
-        if any(piece.drafts for piece in plan.slices):
+        if self.scheduler.config.draws_ahead or any(piece.drafts for piece in plan.slices):
             return
         outputs = {request_id: output for request_id, (_, output, _) in self.live.items()}
         for piece in plan.slices:
@@ -311,7 +313,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(self.rank(other) < self.rank(victim) for other in running), "wrong victim"
         for piece in plan.slices:
             assert piece.request.id in self.live, "a step for a request that has ended"
-            is_end = piece.start + piece.count == len(piece.request.tokens)
+            is_end = piece.start + piece.count >= len(piece.request.tokens)
             assert piece.samples == (is_end and piece.request.pooling is None)
             if piece.start + piece.count < piece.request.num_prompt:
                 self.counts["chunks"] += 1

@@ -29,13 +29,17 @@ def make_request(
     max_tokens: int | None = 4,
     min_tokens: int = 0,
     prompt_logprobs: int | None = None,
+    presence_penalty: float = 0.0,
     cuts_limit: bool = False,
     pooling: Pooling | None = None,
 ) -> Request:
     """A request with a given prompt, or one of a given length."""
     tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
     params = SamplingParams(
-        max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        prompt_logprobs=prompt_logprobs,
+        presence_penalty=presence_penalty,
     )
     return Request(
         request_id,
@@ -91,4 +95,5 @@ def random_request(
         max_tokens=max_tokens if rng.random() < 0.8 or not max_tokens else None,
         min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
         prompt_logprobs=prompt_logprobs,
+        presence_penalty=rng.choice((0.0, 0.0, 1.0)),  # then it cannot draw ahead
     )

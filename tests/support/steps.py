@@ -23,7 +23,7 @@ class Steps:
     """Runs a continuous scheduler over pages of 4 tokens and checks it after every step."""
 
     def __init__(
-        self, num_pages: int = 64, windows: Windows = (None,), *, cache: bool = True, **limits: int
+        self, num_pages: int = 64, windows: Windows = (None,), *, cache: bool = True, **limits: Any
     ) -> None:
         limits = {"context_length": 64, "max_running": 8, "token_budget": 64, **limits}
         self.pool = PagePool(num_pages, 4, windows)

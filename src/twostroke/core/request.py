@@ -70,7 +70,8 @@ class Request:
         arrival_s: when it was added, on the engine's monotonic clock.
         started_s: when it first got pages; 0 before that.
         num_computed: how many tokens are computed, by steps that are committed.
-        num_planned: how many are computed, or are about to be by steps in flight.
+        num_planned: how many are computed, or are about to be by steps in flight; these may draw
+            some of them first.
         pages: a list for each of the model's cache groups, all equally long: entry i is the id of
             the key-value page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if
             that is entirely before the group's window. No lists while it waits.
@@ -149,13 +150,18 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """How many tokens no step computes yet; 0 while it waits for its next token."""
-        return len(self.tokens) - self.num_planned
+        """How many known tokens no step computes yet; 0 while it waits for its next token."""
+        return max(0, len(self.tokens) - self.num_planned)
 
     @property
     def is_in_flight(self) -> bool:
         """Whether a step that is not committed yet computes some of its tokens."""
         return self.num_planned > self.num_computed
+
+    @property
+    def draws_by_itself(self) -> bool:
+        """Whether its next token can be drawn before the tokens in flight are known."""
+        return self.matcher is None and self.pooling is None and not self.params.has_penalties
 
     @property
     def num_settled(self) -> int:

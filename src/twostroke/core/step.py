@@ -26,6 +26,8 @@ class Slice(Struct):  # a step makes hundreds
     """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
 
     Keys and values of these tokens are stored in `request.pages`, which are already long enough.
+    A `blind` slice has one row, of the token that the request draws in the step before, which only
+    the backend knows yet.
     If the last of the `count` rows is the request's newest token, the slice `samples`: a token is
     drawn from that row's logits. Then `drafts` may follow, guesses of the next tokens. A token is
     drawn after each draft too, as if the drafts up to it were part of the request. Drafts are a
@@ -44,6 +46,11 @@ class Slice(Struct):  # a step makes hundreds
     branches: tuple[Branch, ...] = ()
     num_scored: int = 0
     num_pooled: int = 0
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether its token is not known yet."""
+        return self.start >= len(self.request.tokens)
 
     @property
     def num_rows(self) -> int:

@@ -38,6 +38,8 @@ class SchedulerConfig(Frozen):
             they are more urgent, so that a stream of urgent requests cannot starve the others.
         steps_ahead: how many steps may be in flight when another one is planned. Together they
             compute at most `token_budget` tokens, each its share.
+        draws_ahead: whether a step may compute tokens that steps in flight draw. Then each step
+            has the whole budget, and nothing is drafted.
 
     Raises:
         UsageError: the budget cannot serve all running requests.
@@ -51,11 +53,17 @@ class SchedulerConfig(Frozen):
     max_waiting_tokens: int = 1 << 20
     max_overtakes: int = 1000
     steps_ahead: int = 0
+    draws_ahead: bool = False
 
     @property
     def step_budget(self) -> int:
         """Most tokens that one of the steps in flight computes."""
-        return -(-self.token_budget // (1 + self.steps_ahead))
+        return self.token_budget if self.draws_ahead else -(-self.token_budget // self._num_steps)
+
+    @property
+    def most_in_flight(self) -> int:
+        """Most tokens that the steps in flight compute together."""
+        return self.token_budget * (self._num_steps if self.draws_ahead else 1)
 
     @property
     def most_lines(self) -> int:
@@ -64,6 +72,10 @@ class SchedulerConfig(Frozen):
         Few, since each makes the others' next token later; enough for most of a processor's pace.
         """
         return max(1, self.step_budget // 8)
+
+    @property
+    def _num_steps(self) -> int:
+        return 1 + self.steps_ahead
 
     def __post_init__(self) -> None:
         """Refuse what could not make progress."""

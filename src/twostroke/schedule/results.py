@@ -87,7 +87,8 @@ class ResultReader:
         if piece.samples:
             delta, last = _accept(ticket, piece, tokens)
             computed += max(0, len(delta.tokens) - 1)
-            request.num_planned = computed
+            if piece.drafts:
+                request.num_planned = computed
             self._drafting.settle(piece, last)
             self.has_ends |= request.is_finished
         elif request.pooling is not None and computed == len(request.tokens):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from twostroke.core.tree import ROOT
 from twostroke.schedule.config import SchedulerStats, SchedulerView, max_len
 from twostroke.schedule.deadlines import Deadlines
 from twostroke.schedule.drafting import Drafting
+from twostroke.schedule.flights import Flights
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.prefixes import Prefixes
 from twostroke.schedule.quiet import do_quiet, num_quiet
@@ -43,9 +43,11 @@ class Scheduler:
 
     Between `plan` and `commit` a step is in flight; with `steps_ahead`, others may be planned
     meanwhile, and are committed in the same order. A request is in several of them only with
-    consecutive chunks of its tokens, since the next token is not known before the commit. Requests
-    may be added and finished at any time, but pages stay where they are until all steps that use
-    them are committed, so a request is preempted only while no step is in flight.
+    consecutive chunks of its tokens, since the next token is not known before the commit. A backend
+    that draws ahead knows it, though: then requests whose sampling needs no earlier token are in
+    each step, and rows past the end of a request are dropped at the commit. Requests may be added
+    and finished at any time, but pages stay where they are until all steps that use them are
+    committed, so a request is preempted only while no step is in flight.
 
     `prefixes` knows what the prefix cache holds, and what comes from elsewhere.
     """
@@ -65,7 +67,7 @@ class Scheduler:
         self._pool = pool
         self._clock = clock
         self.prefixes = Prefixes(index, pool)
-        self._holdings = Holdings(pool, config.token_budget)
+        self._holdings = Holdings(pool, config.most_in_flight)
         self._drafting = Drafting(pool, self._holdings)
         self._most_tokens = pool.groups.most_tokens(pool.num_pages, config.context_length)
         self.prefixes.transfers.limit(self._most_tokens, config.token_budget, clock)
@@ -73,9 +75,7 @@ class Scheduler:
         self._waiting = WaitingLine(config, policy, clock)
         self._deadlines = Deadlines()
         self._running: list[Ticket] = []  # with pages, by rank
-        self._ended: list[Ticket] = []  # with pages that steps in flight use
-        self._flights: deque[tuple[StepPlan, list[Ticket]]] = deque()  # with the slices' owners
-        self._must_land = False  # steps in flight, because a request waits for the pages of others
+        self._flights = Flights(self._holdings)
         self._num_prompt_tokens = self._num_hit_tokens = 0
         self._num_preemptions = self._num_recoveries = 0
 
@@ -107,6 +107,7 @@ class Scheduler:
         rank = self._waiting.check(request)
         request.arrival_s = request.arrival_s or self._clock()
         ticket = Ticket(request, rank, limit, self.prefixes.chain(request.salt))
+        ticket.may_draw_ahead = self.config.draws_ahead and request.draws_by_itself
         self._tickets[request.id] = ticket
         self._waiting.add(ticket)
         self._deadlines.add(ticket, len(self._tickets))
@@ -162,22 +163,22 @@ class Scheduler:
         `budget` is the most tokens it computes, if less than usual.
         """
         assert len(self._flights) <= self.config.steps_ahead, "steps in flight come first"
-        if self._must_land and self._flights:
+        if self._flights.must_land():
             return None
-        self._must_land = False
         self._waiting.make_ready(len(self._running))
         sketch = StepSketch(budget or self.config.step_budget, self.config.most_scored)
         slices, owners, page_size = sketch.slices, sketch.owners, self._pool.page_size
         behind: list[Ticket] = []
-        for ticket in in_turn(self._running, self.config.steps_ahead):
+        for ticket in in_turn(self._running, self.config):
             request = ticket.request
-            start, end = request.num_planned, len(request.tokens)
-            if end - start != 1 or request.pooling is not None:
+            start = request.num_planned
+            has_one = len(request.tokens) - start == 1 or ticket.draws_ahead
+            if not has_one or request.pooling is not None:
                 behind.append(ticket)
             elif start % page_size or self._make_room(ticket, 1, sketch):
                 slices.append(Slice(request, start, 1, True))  # noqa: FBT003 - keywords cost time
                 owners.append(ticket)
-                request.num_planned = end
+                request.num_planned = start + 1
         sketch.put_aside(self._running, behind, self._waiting.ready, self.config.most_lines)
         sketch.budget = max(0, sketch.budget - len(slices))
         self._read_prompts(sketch, behind)
@@ -188,7 +189,7 @@ class Scheduler:
             assert not is_stuck, "no progress"
             return None
         plan = StepPlan(tuple(slices), tuple(sketch.preempted), sketch.budget)
-        self._flights.append((plan, owners))
+        self._flights.steps.append((plan, owners))
         return plan
 
     def add_drafts(
@@ -210,8 +211,7 @@ class Scheduler:
 
         Returns a delta for each request that got something or ended, in the plan's order.
         """
-        oldest, owners = self._flights.popleft()
-        assert plan.slices is oldest.slices, "steps are committed in the order of their plans"
+        owners = self._flights.land(plan)
         reader = ResultReader(result, self._drafting)
         deltas = reader.take_all(owners, plan.slices, self._settle)
         reader.check_taken()
@@ -221,7 +221,7 @@ class Scheduler:
                 self._waiting.order.end(ticket)
                 self._running.remove(ticket)
                 self._give_back(ticket)
-        self._release_ended()
+        self._flights.release_ended()
         return deltas
 
     def quiet(self, most: int) -> tuple[list[Request], int]:
@@ -238,11 +238,11 @@ class Scheduler:
 
     def recall(self) -> None:
         """Take back the newest step in flight, as if it had not been planned."""
-        plan, _ = self._flights.pop()
+        plan, _ = self._flights.steps.pop()
         for piece in plan.slices:
             self._drafting.settle(piece, ROOT)
             piece.request.num_planned = piece.start
-        self._release_ended()
+        self._flights.release_ended()
 
     def preempt_all(self) -> None:
         """Take back all steps and pages, whose content is lost; requests are computed again."""
@@ -256,7 +256,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return requests and pages by state, and counts since the start."""
         return SchedulerStats(
-            num_running=len(self._running) + len(self._ended),
+            num_running=len(self._running) + len(self._flights.ended),
             num_waiting=len(self._waiting),
             num_waiting_tokens=self._waiting.num_tokens,
             num_free_pages=self._pool.num_free,
@@ -279,7 +279,7 @@ class Scheduler:
     def view(self) -> SchedulerView:
         """Return a copy of the running requests and of the state of all pages."""
         counts, cached = self._pool.contents()
-        running = tuple([ticket.request for ticket in (*self._running, *self._ended)])
+        running = tuple([ticket.request for ticket in (*self._running, *self._flights.ended)])
         held = tuple([tuple(map(tuple, request.pages)) for request in running])
         since_s = min((ticket.request.arrival_s for ticket in self._waiting), default=None)
         return SchedulerView(self.stats(), running, held, counts, cached, since_s)
@@ -302,7 +302,7 @@ class Scheduler:
         room = len(request.pages[0]) * page_size - request.num_planned
         if room < wanted:
             while not room and not self._holdings.can_grow:
-                if self._running[-1] is ticket or not self._can_preempt():
+                if self._running[-1] is ticket or not self._flights.let_preempt():
                     return 0
                 sketch.preempt(self._preempt_last())
             room += page_size * self._holdings.grow(request, -(-(wanted - room) // page_size))
@@ -328,7 +328,7 @@ class Scheduler:
             )
             if num_victims is None:
                 return
-            if num_victims and not self._can_preempt():
+            if num_victims and not self._flights.let_preempt():
                 return
             for _ in range(num_victims):
                 sketch.preempt(self._preempt_last())
@@ -361,11 +361,6 @@ class Scheduler:
         ticket.is_running = True
         insort(self._running, ticket, key=rank_of)
 
-    def _can_preempt(self) -> bool:
-        """Whether requests may lose their pages now; if not, steps in flight must land first."""
-        self._must_land = bool(self._flights)
-        return not self._must_land
-
     def _preempt_last(self) -> Ticket:
         """Release the pages of the running request that ranks last; it will compute them again."""
         victim = self._running.pop()
@@ -381,10 +376,7 @@ class Scheduler:
         """Release the pages of a request that stops running, or do so after steps in flight."""
         ticket.is_running = False
         self.prefixes.stop(ticket)
-        if ticket.request.is_in_flight:
-            self._ended.append(ticket)
-        else:
-            self._holdings.give_back(ticket.request)
+        self._flights.give_back(ticket)
 
     def _settle(self, ticket: Ticket) -> None:
         """Publish full pages, release those that windows passed; note when more are due."""
@@ -392,9 +384,3 @@ class Scheduler:
         ticket.due_at = ticket.publish_at
         if self._pool.groups.has_windows:
             self._holdings.release_passed(ticket)
-
-    def _release_ended(self) -> None:
-        """Release the pages of ended requests that no step in flight uses any more."""
-        for ticket in [t for t in self._ended if not t.request.is_in_flight]:
-            self._ended.remove(ticket)
-            self._holdings.give_back(ticket.request)

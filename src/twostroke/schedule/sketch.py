@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from twostroke.core.request import Request
+    from twostroke.schedule.config import SchedulerConfig
     from twostroke.schedule.ticket import Ticket
 
 
@@ -163,19 +164,38 @@ def is_background(ticket: Ticket) -> bool:
     return ticket.request.priority >= SERVICES[BATCH_SERVICE]
 
 
-def in_turn(running: list[Ticket], steps_ahead: int) -> Iterable[Ticket]:
+def in_turn(running: list[Ticket], config: SchedulerConfig) -> Iterable[Ticket]:
     """Return the running requests that may take part in the next step, by rank.
 
     If steps may be in flight, each takes its share of those that compute one token at a time, so
-    that the steps that follow each other through a pipeline are even.
+    that the steps that follow each other through a pipeline are even. With `draws_ahead`, requests
+    that draw ahead take part in every step. The others wait for their tokens and go on together:
+    several small steps would take as long as one each.
     """
+    steps_ahead = config.steps_ahead
     if not steps_ahead:
         return running
+    if config.draws_ahead:
+        others_are_out = any(map(_awaits_token, running))
+        return [t for t in running if t.draws_ahead or _is_ready(t, others_are_out=others_are_out)]
     decoding = [ticket for ticket in running if ticket.request.num_pending < 2]
     share = -(-len(decoding) // (1 + steps_ahead))
     ready = [ticket for ticket in decoding if ticket.request.num_pending]
     later = set(ready[share:])
     return (t for t in running if t.request.num_pending and t not in later)
+
+
+def _awaits_token(ticket: Ticket) -> bool:
+    """Whether a request that does not draw ahead has its row of output in flight."""
+    request = ticket.request
+    is_out = not request.num_pending and request.num_computed >= request.num_prompt
+    return is_out and not ticket.may_draw_ahead
+
+
+def _is_ready(ticket: Ticket, *, others_are_out: bool) -> bool:
+    """Whether a request has tokens to compute, and need not wait for `_awaits_token` ones."""
+    num_pending = ticket.request.num_pending
+    return num_pending > (0 if ticket.may_draw_ahead or not others_are_out else 1)
 
 
 def _num_scored(request: Request, count: int) -> int:

@@ -44,6 +44,7 @@ class Ticket:
         awaited: key of the page that another request computes, for which it last waited.
         has_started: whether it has held pages.
         is_running: whether it holds pages; otherwise it waits.
+        may_draw_ahead: whether its rows may follow tokens that are not known yet.
     """
 
     request: Request
@@ -59,6 +60,14 @@ class Ticket:
     awaited: bytes | None = None
     has_started: bool = False
     is_running: bool = False
+    may_draw_ahead: bool = False
+
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether its next row is of a token that a step in flight draws."""
+        planned = self.request.num_planned
+        can_follow = len(self.request.tokens) <= planned < self.max_len - 1
+        return self.may_draw_ahead and can_follow
 
 
 def rank_of(ticket: Ticket) -> Rank:
