@@ -63,9 +63,10 @@ class BackendFacts(Frozen):
     the backend's speed is compared with. With `one_arithmetic` prompt rows and generated rows are
     computed alike, bit for bit, so that pages filled by either serve the other. Up to
     `rows_together` rows take as long as the next power of two of them, because kernels compute
-    that many at once. With `steps_ahead` it is a `RankRunner`, and a step may be started while that
-    many others are in flight. `ranks` are those that run the Program together, if they are several,
-    and `link` names what connects them; sizes are those of all.
+    that many at once. With `steps_ahead` it is a `StartRunner`, and a step may be started while
+    that many others are in flight. With `draws_ahead` that many may be, too, and rows may follow
+    tokens which these draw (`Slice.is_blind`). `ranks` are those that run the Program together, if
+    they are several, and `link` names what connects them; sizes are those of all.
     """
 
     name: str
@@ -80,6 +81,7 @@ class BackendFacts(Frozen):
     one_arithmetic: bool = True
     rows_together: int = 1
     steps_ahead: int = 0
+    draws_ahead: int = 0
     ranks: tuple[RankFacts, ...] = ()
     link: str = ""
 
@@ -105,23 +107,30 @@ class Runner(Protocol):
         """Give back memory and threads; the backend is not used afterwards."""
 
 
-class RankRunner(Runner, Protocol):
-    """A runner over several ranks, which may have several steps in flight, and may lose ranks.
+class StartRunner(Runner, Protocol):
+    """A runner that may have several steps in flight, finished in the order of their starts.
 
-    `RanksLostError` may be raised by `run`, `start` and `finish`: then no step is in flight any
-    more, and `recover` must be called. Any other error ends the one step that was to be started or
-    finished. `run` is called only while no step is in flight. A request is in several of them only
-    with consecutive slices, and `forget` is called after the last of them.
+    An error ends the one step that was to be started or finished. `run` is called only while no
+    step is in flight. A request is in several of them only with consecutive slices, and `forget` is
+    called after the last of them.
     """
 
     def start(self, plan: StepPlan) -> None:
-        """Start a step while at most `facts.steps_ahead` others are in flight."""
+        """Start a step, while no more others are in flight than `facts` allow."""
 
     def finish(self) -> StepResult:
         """Return the result of the step that was started first.
 
         Its `elapsed_s` is without the time before the step's predecessor was finished.
         """
+
+
+class RankRunner(StartRunner, Protocol):
+    """A runner over several ranks, which may be lost.
+
+    `RanksLostError` may be raised by `run`, `start` and `finish`: then no step is in flight any
+    more, and `recover` must be called.
+    """
 
     def check(self) -> None:
         """Raise RanksLostError if a rank was lost while no step was in flight."""

@@ -26,7 +26,7 @@ class Slice(Struct):  # a step makes hundreds
     """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
 
     Keys and values of these tokens are stored in `request.pages`, which are already long enough.
-    A `blind` slice has one row, of the token that the request draws in the step before, which only
+    A blind slice has one row, of the token that the request draws in the step before, which only
     the backend knows yet.
     If the last of the `count` rows is the request's newest token, the slice `samples`: a token is
     drawn from that row's logits. Then `drafts` may follow, guesses of the next tokens. A token is

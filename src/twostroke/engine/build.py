@@ -136,8 +136,7 @@ def build(
         size = ranks.size() if ranks else _size(program, mesh, options, num_weight_bytes)
         card = _card(loaded, program, size)
         (accept or (lambda _: None))(card)
-        draft = Draft.wanted(speculation, model, card)
-        heads = Heads.wanted(speculation, loaded)
+        draft, heads = Draft.wanted(speculation, model, card), Heads.wanted(speculation, loaded)
         first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
         digest = weights_digest(loaded) if options.tiers.is_used else ""
         tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
@@ -152,26 +151,32 @@ def build(
         )
         if_it_fails.callback(backend.close)
         first_load.check(backend)
-        scheduler = build_scheduler(options.cache, options.batch, size, backend.facts)
-        helpers: list[Proposer] = []
-        watchers = [watcher] if watcher else []
-        if heads is not None:
-            trained = heads.build(options, scheduler.config.max_running, backend, limits.hardware())
+        facts, running = backend.facts, options.batch.most_running
+        ahead = _draws_ahead(facts, speculation, draft, heads, watcher)
+        guessing = replace(speculation, method="off") if ahead else speculation
+        scheduler = build_scheduler(options.cache, options.batch, size, facts, draws_ahead=ahead)
+        trained = heads.build(options, running, backend, limits.hardware()) if heads else None
+        if trained is not None:
             if_it_fails.callback(trained.close)
-            helpers.append(trained)
-            watchers.append(trained)
         drafter = draft.build(options, card, backend, limits.hardware()) if draft else None
         if drafter is not None:
             if_it_fails.callback(drafter.close)
-            helpers.append(drafter)
-        cost, together = card.cost.per_step(), backend.facts.rows_together
-        speculator = build_speculator(speculation, cost, limits, together, helpers, watchers)
+        helpers = [one for one in (trained, drafter) if one is not None]
+        watchers = [one for one in (watcher, trained) if one is not None]
+        cost, together = card.cost.per_step(), facts.rows_together
+        speculator = build_speculator(guessing, cost, limits, together, helpers, watchers)
         with ranks.own_cores() if ranks else nullcontext():  # the loop's thread computes, too
             client = Client(card, EngineLoop(backend, scheduler, speculator, cost))
         _begin_moving(client, digest, options, size, backend)
         if_it_fails.pop_all()
     name = draft.loaded.name if draft and drafter else None
-    return Engine(client, backend.facts, size.context_length, limits, name, mesh)
+    return Engine(client, facts, size.context_length, limits, name, mesh)
+
+
+def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *guessers: object) -> bool:
+    """Whether requests draw ahead, after which nothing can be guessed; "auto" prefers it."""
+    is_free = options.method == "off" or (options.method == "auto" and options.count is None)
+    return facts.draws_ahead > 0 and is_free and not any(guessers)
 
 
 def build_speculator(
@@ -262,8 +267,13 @@ def build_scheduler(
     size: CacheSize,
     facts: BackendFacts,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    draws_ahead: bool = False,
 ) -> Scheduler:
-    """Return the scheduler of a backend with these facts, its pages and its prefix cache."""
+    """Return the scheduler of a backend with these facts, its pages and its prefix cache.
+
+    With `draws_ahead`, requests draw ahead as far as the backend can.
+    """
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows, clock)
     reuse_generated = facts.one_arithmetic or not cache.strict_prefix
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
@@ -273,7 +283,8 @@ def build_scheduler(
         token_budget=batch.token_budget,
         max_waiting_requests=batch.max_waiting_requests,
         max_waiting_tokens=batch.max_waiting_tokens,
-        steps_ahead=facts.steps_ahead,
+        steps_ahead=facts.draws_ahead if draws_ahead else facts.steps_ahead,
+        draws_ahead=draws_ahead,
     )
     return Scheduler(config, pool, index, make_policy(batch), clock)
 

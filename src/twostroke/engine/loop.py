@@ -22,7 +22,7 @@ from twostroke.program import BatchShape
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.backends import BackendFacts, RankRunner, RankState, Runner
+    from twostroke.backends import BackendFacts, RankRunner, RankState, Runner, StartRunner
     from twostroke.core.request import Request
     from twostroke.core.step import Delta, Slice, StepPlan, StepResult
     from twostroke.engine.counters import Snapshot
@@ -54,8 +54,8 @@ class _Step:
 class EngineLoop:
     """Owns the scheduler and the backend, and runs steps while there are requests.
 
-    Steps are started as long as the backend takes more of them (`BackendFacts.steps_ahead`), and
-    finished in the same order. The lock guards the scheduler and the listeners. It is free while a
+    Steps are started as long as more may be in flight (`SchedulerConfig.steps_ahead`), and finished
+    in the same order. The lock guards the scheduler and the listeners. It is free while a
     step runs, so requests can be added and cancelled at any time; the scheduler keeps pages in
     flight until the commit. Outputs are delivered under the lock, so that no output follows a
     request's last one.
@@ -66,7 +66,8 @@ class EngineLoop:
     ) -> None:
         """Start the thread. `cost` counts the work of steps."""
         self._backend = backend
-        self._ranks = cast("RankRunner", backend)  # if it has `steps_ahead`, or loses ranks
+        self._ranks = cast("RankRunner", backend)  # if it has ranks
+        self._starter = cast("StartRunner", backend)  # if steps may be in flight
         self._scheduler = scheduler
         self.speculator = speculator
         self._listeners: dict[str, Listener] = {}
@@ -277,7 +278,7 @@ class EngineLoop:
     @property
     def _may_start(self) -> bool:
         """Whether another step may be in flight."""
-        return len(self._steps) <= self._backend.facts.steps_ahead
+        return len(self._steps) <= self.config.steps_ahead
 
     def _tell_ended(self) -> None:
         """Let the backend and proposers drop what they keep for requests that have ended."""
@@ -296,10 +297,10 @@ class EngineLoop:
             self.on_step(plan)
         step = _Step(plan, self.speculator.extend(plan, self._add_drafts))
         self._steps.append(step)
-        if not self._backend.facts.steps_ahead:
+        if not self.config.steps_ahead:
             return
         try:
-            self._ranks.start(plan)
+            self._starter.start(plan)
         except RanksLostError:
             raise
         except Exception as error:  # noqa: BLE001 a failure must not end the other steps
@@ -327,8 +328,8 @@ class EngineLoop:
         error = step.error
         if error is None:
             try:
-                if self._backend.facts.steps_ahead:
-                    return self._ranks.finish()
+                if self.config.steps_ahead:
+                    return self._starter.finish()
                 return self._backend.run(step.plan)
             except RanksLostError:
                 raise
@@ -343,7 +344,7 @@ class EngineLoop:
             step = self._steps.pop()
             if step.error is None:
                 try:
-                    self._ranks.finish()
+                    self._starter.finish()
                 except RanksLostError:
                     raise
                 except Exception:  # computed again

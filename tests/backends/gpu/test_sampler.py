@@ -28,7 +28,7 @@ def sample(rows, logits):
     sampler.launch(gpu, *arrays, results, torch.empty_like(arrays[0]))
     if given.reports:
         sampler.report(gpu, arrays[0], arrays[1], results)
-    return sampling.read_results(results.numpy(), rows)
+    return sampling.read_results(results.numpy(), rows["num_logprobs"].tolist())
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 300, 1500])

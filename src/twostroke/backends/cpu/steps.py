@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     Drawn = tuple[list[int], list[TokenLogprobs | None], NDArray[np.float32] | None, Reports]
 
 
+_BLIND = (0,)  # in place of a token that is not known yet
+
+
 class StepArrays:
     """Flattens plans; parts that do not change between steps are not written again."""
 
@@ -142,7 +145,8 @@ class StepArrays:
         self._tokens[: sum(counts)] = [
             token
             for part in parts
-            for tokens in (part.request.tokens[part.start : part.start + part.count], part.drafts)
+            for known in (part.request.tokens[part.start : part.start + part.count],)
+            for tokens in (known or _BLIND, part.drafts)
             for token in tokens
         ]
         slices = self._slices[: len(parts)]
@@ -159,7 +163,8 @@ class StepArrays:
         sampling = tuple(compress(parts, has_logits))
         requests, ends = list(compress(requests, has_logits)), ends[has_logits]
         if self._has_scores or plan.has_drafts:
-            self._samples = self._sampling.rows(requests, sampling)
+            lengths = [max(len(p.request.tokens), p.start + p.count) for p in sampling]
+            self._samples = self._sampling.rows(requests, sampling, np.array(lengths, np.int64))
             pairs = zip(sampling, ends.tolist(), strict=True)
             rows = [row for p, end in pairs for row in range(end - p.num_with_logits, end)]
             self._sampled[: len(rows)] = rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,36 +19,51 @@ from twostroke.backends.gpu.graphs import Graphs, bucket_of, buckets_up_to
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.plan import Plan
 from twostroke.backends.gpu.sequence import trace
-from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES
+from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES, STEPS_AHEAD
+from twostroke.backends.gpu.transfers import Mark, to_host
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
 from twostroke.backends.spans import pooled_rows
 from twostroke.cache import PageGroups
 from twostroke.core.errors import MemoryLimitError
-from twostroke.core.step import StepResult
-from twostroke.sample.reference import draw_all
+from twostroke.core.frozen import Frozen
+from twostroke.core.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from twostroke.backends.frame import StepFrame
     from twostroke.backends.gpu.device import Device
+    from twostroke.backends.gpu.drawing import Drawn
     from twostroke.backends.gpu.weights import Progress, Release
     from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan, TokenLogprobs
     from twostroke.program import Program
     from twostroke.quant import QuantTensor
 
     Array = NDArray[np.float32]
-    Drawn = tuple[list[int], list[TokenLogprobs | None], list[TokenLogprobs | None], float]
 
 _LEAST_TABLES = 64
 
 
+class _Step(Frozen, eq=False):
+    """A step that was started: what `read` and the tensors bring is there after `mark`."""
+
+    began_s: float
+    read: Callable[[], Drawn]
+    hidden: Tensor | None
+    states: tuple[Tensor, ...]
+    mark: Mark
+
+
 class GpuBackend:
-    """Runs a Program on one GPU."""
+    """Runs a Program on one GPU.
+
+    A step may be started while another one is in flight: all launches are on one stream, and
+    rows whose token the step before draws read it on the device.
+    """
 
     def __init__(  # noqa: PLR0913 - facts that only the builder knows
         self,
@@ -101,7 +117,10 @@ class GpuBackend:
             raise MemoryLimitError(f"{message}: take a smaller model or --kv-memory.") from None
         self._graphs = Graphs(self._gpu)
         on_host = device.is_interpreted if draws_on_host is None else draws_on_host
-        self._drawing = None if on_host else Drawing(self._gpu, program.vocab_size)
+        self._drawing = Drawing(self._gpu, program.vocab_size, on_host=on_host)
+        self._places: dict[Request, int] = {}  # of what the last step drew, among its results
+        self._in_flight: deque[_Step] = deque()
+        self._finished_s = 0.0
         with self._here():
             self._capture()
         self.facts = BackendFacts(
@@ -113,6 +132,7 @@ class GpuBackend:
             windows=windows,
             weight_bytes=self._weights.num_bytes,
             cache_bytes=self._pages.memory.nbytes,
+            draws_ahead=STEPS_AHEAD,
         )
 
     @property
@@ -127,27 +147,42 @@ class GpuBackend:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
-        with self._here():
-            return self._run(plan)
+        self.start(plan)
+        return self.finish()
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        started = time.perf_counter()
-        self._steps.fill(plan)
-        frame = self._steps.frame
-        num_rows = self._send(frame)
-        if frame.external is not None:
-            self._plan.take_external(frame.external)
-        self._graphs.run(num_rows, partial(self._plan.launch, num_rows))
-        tokens, logprobs, scores, done_s = self._draw(plan, len(frame.sampled_rows))
-        hidden = None
-        if self._tapped_value is not None:
-            rows = frame.sampled_rows[plan.draws].astype(np.int64)
-            hidden = self._plan.tap(self._tapped_value, num_rows)[rows].cpu().numpy()
-        last = self._plan.last_states(num_rows)
-        states = [last[part].float().cpu().numpy() for part in pooled_rows(plan.slices)]
-        elapsed_s = time.perf_counter() - started
-        given = tokens, logprobs, elapsed_s, done_s - started, hidden, scores, states
-        return StepResult(*given)
+    def start(self, plan: StepPlan) -> None:
+        """Launch a step while at most `facts.draws_ahead` others are in flight."""
+        assert len(self._in_flight) <= STEPS_AHEAD, "the memory of its input is in use"
+        began_s = time.perf_counter()
+        with self._here():
+            self._steps.fill(plan)
+            frame = self._steps.frame
+            self._find_blind(plan, frame)
+            num_rows = self._send(frame)
+            if frame.external is not None:
+                self._plan.take_external(frame.external)
+            self._graphs.run(num_rows, partial(self._plan.launch, num_rows))
+            read = self._draw(plan, len(frame.sampled_rows))
+            hidden = None
+            if self._tapped_value is not None:
+                rows = frame.sampled_rows[plan.draws].astype(np.int64)
+                hidden = to_host(self._plan.tap(self._tapped_value, num_rows)[rows])
+            last = self._plan.last_states(num_rows)
+            states = tuple([to_host(last[part].float()) for part in pooled_rows(plan.slices)])
+            self._in_flight.append(_Step(began_s, read, hidden, states, Mark(self._gpu)))
+
+    def finish(self) -> StepResult:
+        """Wait for the earliest step in flight, and return its result."""
+        step = self._in_flight.popleft()
+        began_s = max(step.began_s, self._finished_s)
+        step.mark.wait()
+        kernel_s = time.perf_counter() - began_s
+        tokens, logprobs, scores = step.read()
+        hidden = None if step.hidden is None else step.hidden.numpy()
+        states = [rows.numpy() for rows in step.states]
+        self._finished_s = time.perf_counter()
+        elapsed_s = self._finished_s - began_s
+        return StepResult(tokens, logprobs, elapsed_s, kernel_s, hidden, scores, states)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a sequence; see `Backend.score`."""
@@ -174,6 +209,7 @@ class GpuBackend:
 
     def close(self) -> None:
         """Give back the GPU's memory."""
+        self._in_flight.clear()
         self._graphs.drop()
         for name in ("_plan", "_pages", "_weights", "_tables"):
             self.__dict__.pop(name, None)
@@ -184,6 +220,18 @@ class GpuBackend:
         """Make its GPU the current one of this thread, where kernels are launched."""
         is_gpu = self._gpu.device.type == "cuda"
         return torch.cuda.device(self._gpu.device) if is_gpu else nullcontext()
+
+    def _find_blind(self, plan: StepPlan, frame: StepFrame) -> None:
+        """Let blind rows read their token where the step before draws it; note what this draws."""
+        row, num_results, drawn = 0, 0, {}
+        for part in plan.slices:
+            if part.is_blind:
+                frame.tokens[row] = -1 - self._places[part.request]
+            row += part.num_rows
+            num_results += part.num_with_logits
+            if part.samples:
+                drawn[part.request] = num_results - part.num_drawn
+        self._places = drawn
 
     def _send(self, frame: StepFrame) -> int:
         """Send a step to the device; return the rows of its bucket."""
@@ -199,27 +247,16 @@ class GpuBackend:
             self._graphs.drop()
         return num_rows
 
-    def _draw(self, plan: StepPlan, count: int) -> Drawn:
-        """Return tokens, log-probabilities and scores, and when the device had computed them."""
-        drawing, rows = self._drawing, self._steps.samples
-        found = np.empty((0 if drawing else count, self._program.vocab_size), np.float32)
-        if drawing:
-            drawing.begin(rows)
+    def _draw(self, plan: StepPlan, count: int) -> Callable[[], Drawn]:
+        """Draw a step's tokens; return what reads them."""
+        self._drawing.begin(self._steps.samples)
         for chunk, first in enumerate(range(0, count, LOGIT_ROWS)):
             taken = min(LOGIT_ROWS, count - first)
             bucket = bucket_of(taken)
             launch = partial(self._plan.launch_logits, chunk, bucket)
             self._graphs.run((chunk, bucket), launch)
-            logits = self._plan.logits[:taken]
-            if drawing:
-                drawing.draw(logits, first)
-            else:
-                found[first : first + taken] = logits.cpu().numpy()
-        if drawing:
-            return *drawing.finish(plan, rows), time.perf_counter()
-        done = time.perf_counter()
-        drawn, scores = draw_all(plan, found)
-        return [token for token, _ in drawn], [report for _, report in drawn], scores, done
+            self._drawing.draw(self._plan.logits[:taken], first, self._plan.results)
+        return self._drawing.finish(plan, self._plan.results)
 
     def _capture(self) -> None:
         """Compile all kernels and capture the graphs, for steps without rows."""
@@ -242,7 +279,9 @@ class GpuBackend:
             grown = self._new_tables(2 * num_tables)
             grown[: len(self._tables)] = self._tables
             self._tables = grown
+        results = self._plan.results  # rows of the next step may read them
         self._plan = self._new_plan()
+        self._plan.results[: len(results)] = results
         self._capture()
 
     def _new_plan(self) -> Plan:

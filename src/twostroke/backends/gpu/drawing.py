@@ -2,69 +2,93 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as copy_of
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from twostroke.backends.gpu import sampling
 from twostroke.backends.gpu.kernels import sampler
 from twostroke.backends.gpu.step_input import LOGIT_ROWS
+from twostroke.backends.gpu.transfers import to_device, to_host
+from twostroke.core.step import StepPlan
+from twostroke.sample.reference import draw_all
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.core.step import StepPlan, TokenLogprobs
+    from twostroke.core.step import Slice, TokenLogprobs
     from twostroke.sample.rows import Rows
 
-    Drawn = tuple[list[int], list[TokenLogprobs | None], list[TokenLogprobs | None]]
+    Reports = list[TokenLogprobs | None]
+    Drawn = tuple[list[int], Reports, Reports]
 
 
 class Drawing:
-    """The sampler on the device."""
+    """The sampler of one step at a time.
 
-    def __init__(self, gpu: Gpu, vocab_size: int) -> None:
-        self._gpu, self._mask_words = gpu, -(-vocab_size // 32)
-        shape = LOGIT_ROWS, vocab_size
+    Its results, int32 (rows, RESULT_INTS), are those of the plan's rows with logits, in order.
+    `finish` returns a function to call after the device has done what was launched until then.
+    """
+
+    def __init__(self, gpu: Gpu, vocab_size: int, *, on_host: bool) -> None:
+        self._gpu, self._mask_words, self._on_host = gpu, -(-vocab_size // 32), on_host
+        shape = (0 if on_host else LOGIT_ROWS), vocab_size
         self._work = torch.zeros(shape, dtype=torch.float32, device=gpu.device)
-        self._results = torch.zeros(0, dtype=torch.int32, device=gpu.device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the device."""
-        size: int = self._work.nbytes
-        return size
 
     def begin(self, rows: Rows) -> None:
         """Send what the rows of a step want."""
-        given = sampling.sample_rows(rows, self._mask_words)
-        self._reports = given.reports
-        self._rows, self._lists = (
-            torch.from_numpy(array).to(self._gpu.device) for array in (given.rows, given.lists)
-        )
-        if len(rows) > len(self._results):
-            self._results = self._results.new_zeros((2 * len(rows), sampling.RESULT_INTS))
+        self._asked = rows["num_logprobs"].tolist()
+        self._logits: list[Tensor] = []
+        if not self._on_host:
+            given = sampling.sample_rows(rows, self._mask_words)
+            self._reports = given.reports
+            self._rows, self._lists = (to_device(self._gpu, a) for a in (given.rows, given.lists))
 
-    def draw(self, logits: Tensor, first: int) -> None:
+    def draw(self, logits: Tensor, first: int, results: Tensor) -> None:
         """Draw for the rows from `first` on, whose logits these are."""
+        if self._on_host:
+            self._logits.append(logits.clone())
+            return
         here = slice(first, first + len(logits))
-        rows, results = self._rows[here], self._results[here]
-        work = self._work[: len(logits)]
-        sampler.launch(self._gpu, logits, rows, self._lists, results, work)
+        rows, own = self._rows[here], results[here]
+        sampler.launch(self._gpu, logits, rows, self._lists, own, self._work[: len(logits)])
         if self._reports:
-            sampler.report(self._gpu, logits, rows, results)
+            sampler.report(self._gpu, logits, rows, own)
 
-    def finish(self, plan: StepPlan, rows: Rows) -> Drawn:
-        """Return tokens, their log-probabilities, and those of scored rows, in the plan's order."""
-        results = self._results[: len(rows)].cpu().numpy()
-        tokens, logprobs = sampling.read_results(results, rows)
-        draws = np.array(plan.draws, bool)
-        if draws.all():
-            return tokens, logprobs, []
-        drawn, scored = np.flatnonzero(draws).tolist(), np.flatnonzero(~draws).tolist()
-        return (
-            [tokens[i] for i in drawn],
-            [logprobs[i] for i in drawn],
-            [logprobs[i] for i in scored],
-        )
+    def finish(self, plan: StepPlan, results: Tensor) -> Callable[[], Drawn]:
+        """Return what returns tokens, their log-probabilities, and those of scored rows."""
+        asked, draws = self._asked, np.array(plan.draws, bool)
+        if self._on_host:
+            drawn = self._draw_here(plan)
+            tokens = torch.tensor(drawn[0], dtype=torch.int32)
+            results[: len(asked), sampling.TOKEN][torch.from_numpy(draws)] = tokens
+            return lambda: drawn
+        found = to_host(results[: len(asked)])
+        return lambda: _in_order(*sampling.read_results(found.numpy(), asked), draws)
+
+    def _draw_here(self, plan: StepPlan) -> Drawn:
+        parts = tuple([_grown(part) if part.is_blind else part for part in plan.slices])
+        logits = torch.cat(self._logits).numpy() if self._logits else np.zeros((0, 0), np.float32)
+        drawn, scores = draw_all(StepPlan(parts), logits)
+        return [token for token, _ in drawn], [report for _, report in drawn], scores
+
+
+def _grown(part: Slice) -> Slice:
+    """Return a blind slice of a request with as many tokens as it will have, of any value."""
+    request = part.request
+    missing = part.start + part.count - len(request.tokens)
+    return replace(part, request=copy_of(request, tokens=[*request.tokens, *[0] * missing]))
+
+
+def _in_order(tokens: list[int], reports: Reports, draws: NDArray[np.bool_]) -> Drawn:
+    if draws.all():
+        return tokens, reports, []
+    drawn, scored = np.flatnonzero(draws).tolist(), np.flatnonzero(~draws).tolist()
+    return [tokens[i] for i in drawn], [reports[i] for i in drawn], [reports[i] for i in scored]

@@ -54,4 +54,6 @@ class Graphs:
 
     def drop(self) -> None:
         """Forget all graphs: memory that they name has moved."""
+        if self._graphs:
+            torch.cuda.synchronize()  # a step in flight replays one
         self._graphs = {}

@@ -33,6 +33,7 @@ from twostroke.backends.gpu.lowered import (
     Store,
 )
 from twostroke.backends.gpu.memory import StepMemory, lay_out
+from twostroke.backends.gpu.sampling import RESULT_INTS
 from twostroke.backends.gpu.step_input import CHANGES, COPIES, LOGIT_ROWS, StepInput
 from twostroke.backends.gpu.tiles import MOST_PIECES, Tiling
 
@@ -65,12 +66,16 @@ def step_bytes(program: Program, device: Device, max_rows: int) -> int:
     }
     turns = 2 * program.context_length * sum(map(len, pairs))
     logits = LOGIT_ROWS * (lowered.logits.in_width + 2 * lowered.logits.width)  # the sampler's, too
-    floats = turns + logits + min(rows, _DECODED_ROWS) * MOST_PIECES * slot
+    floats = turns + logits + min(rows, _DECODED_ROWS) * MOST_PIECES * slot + rows * RESULT_INTS
     return lay_out(gpu, lowered, rows).num_bytes + 4 * floats
 
 
 class Plan:
-    """The launches of steps of up to `max_rows` rows."""
+    """The launches of steps of up to `max_rows` rows.
+
+    Rows of the sampler's `results` begin with the tokens that the last step drew: rows of the next
+    one may read them there.
+    """
 
     def __init__(
         self,
@@ -117,13 +122,14 @@ class Plan:
             (LOGIT_ROWS, lowered.logits.in_width), dtype=gpu.element, device=gpu.device
         )
         self.logits = torch.zeros((LOGIT_ROWS, lowered.logits.width), **floats)
+        self.results = torch.zeros((max_rows, RESULT_INTS), dtype=torch.int32, device=gpu.device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that steps need besides weights and pages."""
-        tensors = self.memory.memory, self._sums, self._tops, self._picked, self.logits
+        own = self.memory.memory, self._sums, self._tops, self._picked, self.logits, self.results
         turns = [turn.table for turn in self._turns.values()]
-        return sum(t.nbytes for t in (*tensors, *turns, self.input.device))
+        return sum(t.nbytes for t in (*own, *turns, self.input.device))
 
     def tap(self, value: str, num_rows: int) -> Tensor:
         """Return a tapped value of the step's rows, float32."""
@@ -184,7 +190,8 @@ class Plan:
                 tokens = self.input.view(places.tokens, rows)
                 output = memory.tensor(record.output, rows)
                 table = self._weights.matrices[record.table]
-                pointwise.take_rows(gpu, frame, rows, table, tokens, output, factor=record.factor)
+                given = {"factor": record.factor, "results": self.results}
+                pointwise.take_rows(gpu, frame, rows, table, tokens, output, **given)
             case External():
                 pass  # written before the step
             case AddNorm():

@@ -13,6 +13,8 @@ from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.sample.reference import LEAST_LOGPROB, UNIT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from twostroke.sample.rows import Rows
@@ -80,10 +82,14 @@ def sample_rows(rows: Rows, mask_words: int) -> SampleRows:
     return SampleRows(out, np.concatenate(lists.arrays))
 
 
-def read_results(results: Ints, rows: Rows) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return the tokens of `results` (rows, RESULT_INTS), and what was asked about them."""
+def read_results(
+    results: Ints, asked: Sequence[int]
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Return the tokens of `results` (rows, RESULT_INTS), and how likely where `asked` is not -1.
+
+    `asked` are the rows' `num_logprobs`.
+    """
     tokens: list[int] = results[:, TOKEN].tolist()
-    asked = rows["num_logprobs"].tolist()
     return tokens, [
         _logprobs(result) if count >= 0 and token != NO_TOKEN else None
         for result, count, token in zip(results, asked, tokens, strict=True)

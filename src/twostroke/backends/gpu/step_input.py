@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int32]
 
 LOGIT_ROWS: Final = 64  # rows that get logits at once
+STEPS_AHEAD: Final = 1  # that may be in flight when another one is started
 
 # Places in the header: the number of rows, then (offset, count) of each list.
 CHANGES: Final = 4
@@ -44,7 +46,10 @@ class Places(Frozen):
 
 
 class StepInput:
-    """The input of a step: here, in pinned memory, and on the device."""
+    """The input of a step: here, in pinned memory, and on the device.
+
+    Rows whose token is not known have a negative one (`pointwise.take_rows`).
+    """
 
     def __init__(self, gpu: Gpu, tilings: Sequence[Tiling], max_rows: int) -> None:
         """Make room for any step of `max_rows` rows."""
@@ -55,9 +60,11 @@ class StepInput:
         self._arrays = self._sampled + LOGIT_ROWS * self._max_chunks
         items = len(tilings) * max_rows * (MOST_PIECES * 8 + 8 + 4)
         size = self.places(max_rows).rest + 2 * MOST_CHANGES + 8 * max_rows + items
-        self.host = torch.zeros(size, dtype=torch.int32, pin_memory=gpu.device.type == "cuda")
+        is_gpu = gpu.device.type == "cuda"
+        self._hosts = deque(  # the next step's first; that of a step in flight may not be sent yet
+            torch.zeros(size, dtype=torch.int32, pin_memory=is_gpu) for _ in range(1 + STEPS_AHEAD)
+        )
         self.device = torch.zeros(size, dtype=torch.int32, device=gpu.device)
-        self._numbers: Ints = self.host.numpy()
         self.num_slots = 0
 
     def places(self, num_rows: int) -> Places:
@@ -117,8 +124,13 @@ class StepInput:
         self._end = start + _up(part.size)
         return start
 
+    @property
+    def _numbers(self) -> Ints:
+        return self._hosts[0].numpy()
+
     def _send(self) -> None:
-        self.device[: self._end].copy_(self.host[: self._end], non_blocking=True)
+        self.device[: self._end].copy_(self._hosts[0][: self._end], non_blocking=True)
+        self._hosts.rotate()
 
     def logit_rows(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return how many rows a chunk of logits has, and which."""

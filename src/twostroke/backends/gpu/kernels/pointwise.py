@@ -106,9 +106,13 @@ def take_rows(
     output: Tensor,
     *,
     factor: float = 1.0,
+    results: Tensor | None = None,
 ) -> None:
-    """Write `output[r] = x[chosen[r]] * factor`: an embedding, or the rows that get logits."""
-    width = output.shape[1]
+    """Write `output[r] = x[chosen[r]] * factor`: an embedding, or the rows that get logits.
+
+    Where `chosen` is negative, -1 - i, row i of the sampler's `results` begins with what is chosen.
+    """
+    width, unused = output.shape[1], header
     block = min(_BLOCK, triton.next_power_of_2(width))
     gpu.launch(
         _take_rows,
@@ -116,9 +120,11 @@ def take_rows(
         header,
         x,
         chosen,
+        unused if results is None else results,
         output,
         WIDTH=width,
         FACTOR=factor,
+        RESULT_STRIDE=0 if results is None else results.shape[1],
         BLOCK=block,
         ROWS=gpu.row_block,
     )
@@ -181,8 +187,9 @@ def _combine(
 
 @triton.jit
 def _take_rows(
-    header, x, chosen, output,
-    WIDTH: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    header, x, chosen, results, output,
+    WIDTH: tl.constexpr, FACTOR: tl.constexpr, RESULT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
@@ -190,7 +197,11 @@ def _take_rows(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (columns < WIDTH)
-    line = tl.load(chosen + row, row < num_rows, 0).to(tl.int64) * WIDTH
+    line = tl.load(chosen + row, row < num_rows, 0)
+    if RESULT_STRIDE > 0:
+        drawn = tl.load(results + (-1 - line) * RESULT_STRIDE, line < 0, 0)
+        line = tl.where(line < 0, tl.maximum(drawn, 0), line)  # no token: its request has failed
+    line = line.to(tl.int64) * WIDTH
     values = tl.load(x + line + columns, inside, 0.0)
     values = values.to(tl.float32) * FACTOR
     tl.store(output + row * WIDTH + columns, values.to(output.dtype.element_ty), inside)

@@ -1,0 +1,42 @@
+"""Copies between the processor and a device for which nobody waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from twostroke.backends.gpu.launch import Gpu
+
+
+def to_device(gpu: Gpu, array: NDArray[Any]) -> Tensor:
+    """Return a copy of an array for kernels that are launched from now on."""
+    if gpu.device.type != "cuda":
+        return torch.from_numpy(array.copy())
+    return torch.from_numpy(array).pin_memory().to(gpu.device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor as it is after all launches so far, good after a `Mark`."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return found.copy_(tensor, non_blocking=True)
+
+
+class Mark:
+    """The point that a device reaches after all that was launched so far."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._event = torch.cuda.Event() if gpu.device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the device is there; interpreted kernels are done when they are launched."""
+        if self._event is not None:
+            self._event.synchronize()
