@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
@@ -12,15 +13,15 @@ from support.invariants import check_scheduler
 from support.vectors import embedder_of
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import Request
+from twostroke.core.request import FinishReason, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.schedule import Batched, Continuous, Policy, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from twostroke.backends import Backend
-    from twostroke.core.step import TokenLogprobs
+    from twostroke.backends import Backend, StartRunner
+    from twostroke.core.step import StepPlan, TokenLogprobs
 
     Answer = tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]
 
@@ -35,6 +36,8 @@ class Setting(Frozen):
     policy: Policy
     most_scored: int = 128
     guesses: int | None = None  # the seed of random drafts, if there are to be some
+    draws_ahead: int = 0  # steps
+    cancels: int | None = None  # the seed of requests that end early, if some are to
 
     @classmethod
     def chosen_by(cls, chance: random.Random, fewest_pages: int, most_pages: int) -> Setting:
@@ -142,7 +145,7 @@ def run_schedule(
     Those of a prompt stand before those of its answer.
 
     Drafts, where the setting wants them, are made from the `known` answers. Embeddings, of those
-    that ask for one, are put into `vectors`.
+    that ask for one, are put into `vectors`. Requests that are cancelled keep what they have.
     """
     pool = PagePool(setting.num_pages, backend.facts.page_size, backend.facts.windows)
     strict = not backend.facts.one_arithmetic
@@ -152,9 +155,11 @@ def run_schedule(
         max_running=setting.max_running,
         token_budget=setting.token_budget,
         most_scored=setting.most_scored,
+        steps_ahead=setting.draws_ahead,
+        draws_ahead=setting.draws_ahead > 0,
     )
     scheduler = Scheduler(config, pool, index, setting.policy)
-    chance = random.Random(setting.guesses)
+    chance, ends = random.Random(setting.guesses), random.Random(setting.cancels)
     outputs = {name: tokens for name, (tokens, _) in (known or {}).items()}
     logprobs: dict[str, list[TokenLogprobs | None]] = {r.id: [] for r in requests}
     embedders = {
@@ -162,22 +167,35 @@ def run_schedule(
     }
     for request in requests:
         scheduler.add(request)
+    open_ = list(requests)
     scheduler.flush()
-    while scheduler.has_work:
-        plan = scheduler.plan()
-        if plan is None:
+    flights: deque[StepPlan] = deque()
+    while scheduler.has_work or flights:
+        plan = scheduler.plan() if len(flights) <= setting.draws_ahead else None
+        if plan is not None:
+            if setting.guesses is not None and known is not None:
+                add_guesses(chance, plan, scheduler, outputs, vocab_size=200)
+            flights.append(plan)
+            if setting.draws_ahead:
+                cast("StartRunner", backend).start(plan)
+                continue
+        if not flights:
             scheduler.flush()
             continue
-        if setting.guesses is not None and known is not None:
-            add_guesses(chance, plan, scheduler, outputs, vocab_size=200)
-        for delta in scheduler.commit(plan, backend.run(plan)):
+        if setting.cancels is not None and ends.random() < 0.2:
+            scheduler.finish(ends.choice(requests), FinishReason.CANCEL)
+        plan = flights.popleft()
+        started = setting.draws_ahead > 0
+        result = cast("StartRunner", backend).finish() if started else backend.run(plan)
+        for delta in scheduler.commit(plan, result):
             logprobs[delta.request.id] += delta.scores + delta.logprobs
             if vectors is not None and delta.request.id in embedders:
                 output = embedders[delta.request.id].take(delta, 0.0)
                 if output is not None and output.embedding is not None:
                     vectors[delta.request.id] = output.embedding.tobytes()
-            if delta.request.finish_reason is not None:
-                backend.forget(delta.request)
+        for request in [r for r in open_ if r.is_finished and not r.is_in_flight]:
+            open_.remove(request)
+            backend.forget(request)
     check_scheduler(scheduler)
     answers = {r.id: (tuple(r.output), tuple(logprobs[r.id])) for r in requests}
     return answers, sum(r.num_preemptions for r in requests)

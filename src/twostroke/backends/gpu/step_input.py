@@ -126,7 +126,8 @@ class StepInput:
 
     @property
     def _numbers(self) -> Ints:
-        return self._hosts[0].numpy()
+        numbers: Ints = self._hosts[0].numpy()
+        return numbers
 
     def _send(self) -> None:
         self.device[: self._end].copy_(self._hosts[0][: self._end], non_blocking=True)

@@ -1,0 +1,177 @@
+"""Steps in flight on the gpu backend: the tokens are those of one step at a time."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec.structs import replace
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from support.cpu import tiny_model  # noqa: E402
+from support.schedules import Setting, fresh, random_requests, run_schedule  # noqa: E402
+from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
+from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
+from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.core.config import (  # noqa: E402
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
+from twostroke.core.constraint import Constraint  # noqa: E402
+from twostroke.core.request import FinishReason, Request  # noqa: E402
+from twostroke.core.sampling import SamplingParams  # noqa: E402
+from twostroke.core.step import NO_TOKEN, Slice, StepPlan  # noqa: E402
+from twostroke.engine import build as build_module  # noqa: E402
+from twostroke.engine.llm import LLM  # noqa: E402
+from twostroke.schedule.policy import Continuous  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_EXACT: dict[str, Any] = {"element": torch.float32, "kv_format": "f32", "piece": 32, "max_rows": 60}
+_NUM_REQUESTS = 24
+
+
+def gpu_backend(num_pages: int, windows: tuple[int | None, ...] = (), **options: Any) -> GpuBackend:
+    program, tensors = tiny_model(num_layers=1, windows=windows)
+    return GpuBackend(program, tensors, num_pages, 16, find(), **{**_EXACT, **options})
+
+
+@pytest.mark.parametrize("windows", [(), (20,)])
+def test_tokens_drawn_ahead_are_those_of_one_step_at_a_time(
+    windows: tuple[int | None, ...],
+) -> None:
+    """Preempted, in chunks, cached, cancelled, with penalties and prompts' log-probabilities."""
+    requests = random_requests(random.Random(5), _NUM_REQUESTS, 280, longest=16, most_output=6)
+    for request in requests[::3]:
+        request.params = replace(request.params, max_tokens=60)
+    plain = Setting(64, 60, 32, prefix_cache=True, policy=Continuous())
+    right, _ = run_schedule(gpu_backend(64, windows), plain, [fresh(r) for r in requests], 100)
+    ahead = replace(plain, num_pages=12, draws_ahead=1, cancels=3)
+    again = [fresh(r) for r in requests]
+    ours, num_preemptions = run_schedule(gpu_backend(12, windows), ahead, again, 100)
+    assert num_preemptions
+    cancelled = {r.id for r in again if r.finish_reason is FinishReason.CANCEL}
+    assert 0 < len(cancelled) < _NUM_REQUESTS / 2
+    for name, (tokens, reports) in ours.items():
+        count = len(tokens)
+        assert name in cancelled or count == len(right[name][0])
+        assert tokens == right[name][0][:count]
+        for found, known in zip(reports, right[name][1], strict=name not in cancelled):
+            assert (found is None) == (known is None)
+            if found is not None and known is not None:
+                assert found.logprob == pytest.approx(known.logprob, abs=2e-3)
+
+
+def test_tokens_drawn_on_the_device_stay_there() -> None:
+    """What one step draws is the next one's input, without the processor."""
+    requests = random_requests(random.Random(2), 6, vocab_size=280, longest=12, most_output=4)
+    for request in requests:
+        request.params = replace(request.params, repetition_penalty=1.0, top_p=1.0, max_tokens=4)
+    plain = Setting(32, 60, 8, prefix_cache=False, policy=Continuous())
+    right, _ = run_schedule(gpu_backend(32), plain, [fresh(r) for r in requests], 100)
+    ours = gpu_backend(32, draws_on_host=False)
+    ahead = replace(plain, draws_ahead=1)
+    answers, _ = run_schedule(ours, ahead, [fresh(r) for r in requests], 100)
+    assert {name: tokens for name, (tokens, _) in answers.items()} == {
+        name: tokens for name, (tokens, _) in right.items()
+    }
+
+
+def alone(number: int, num_pages: int = 1) -> Request:
+    request = Request(f"q{number}", [5 + number, 7], 2, SamplingParams(temperature=0), seed=1)
+    request.pages = [[number * num_pages + page for page in range(num_pages)]]
+    return request
+
+
+def test_memory_for_larger_steps_keeps_what_was_drawn() -> None:
+    small, large = gpu_backend(8, max_rows=2), gpu_backend(8)
+    first, other = alone(0), alone(1, 4)
+    other.tokens = [*range(40)]
+    answers = []
+    for backend in (small, large):
+        backend.start(StepPlan((Slice(first, 0, 2, samples=True),)))
+        both = Slice(first, 2, 1, samples=True), Slice(other, 0, 40, samples=True)
+        backend.start(StepPlan(both))
+        answers.append([backend.finish().tokens, backend.finish().tokens])
+        backend.forget(first)
+        backend.forget(other)
+    assert answers[0] == answers[1]
+
+
+def test_a_row_of_a_token_that_could_not_be_drawn_harms_nobody() -> None:
+    backend = gpu_backend(8)
+    good, bad = alone(0), alone(1)
+    backend.start(StepPlan((Slice(bad, 0, 2, samples=True), Slice(good, 0, 2, samples=True))))
+    backend._plan.results[0, 0] = NO_TOKEN
+    backend.start(StepPlan((Slice(good, 2, 1, samples=True), Slice(bad, 2, 1, samples=True))))
+    drawn = [backend.finish().tokens[1], backend.finish().tokens[0]]
+    right = gpu_backend(8)
+    right.start(StepPlan((Slice(good, 0, 2, samples=True),)))
+    right.start(StepPlan((Slice(good, 2, 1, samples=True),)))
+    assert drawn == [right.finish().tokens[0], right.finish().tokens[0]]
+
+
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=14, ignore_eos=True),
+    SamplingParams(temperature=0.8, max_tokens=10, seed=1, logprobs=2, n=3),
+    SamplingParams(max_tokens=8, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(seed=2, max_tokens=9, constraint=Constraint("regex", "(yes|no) [0-9]{3}")),
+    SamplingParams(max_tokens=4, seed=5, prompt_logprobs=1),
+    SamplingParams(temperature=1.5, max_tokens=12, seed=4, stop=("e", "th", "wo")),
+    SamplingParams(max_tokens=0, prompt_logprobs=0),
+]
+
+
+def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[list[Any], int]:
+    """Return all answers of an engine, and how many steps were started."""
+    made: list[GpuBackend] = []
+
+    def make(*args: Any, size: Any, **_: Any) -> GpuBackend:
+        tensors, program = args
+        sizes = size.num_pages, size.page_size
+        made.append(GpuBackend(program, tensors, *sizes, find(), **_EXACT))
+        return made[0]
+
+    num_blind = 0
+    find_blind = GpuBackend._find_blind
+
+    def count(self: GpuBackend, plan: StepPlan, frame: Any) -> None:
+        nonlocal num_blind
+        num_blind += sum(piece.is_blind for piece in plan.slices)
+        find_blind(self, plan, frame)
+
+    monkeypatch.setattr(build_module, "make_backend", make)
+    monkeypatch.setattr(GpuBackend, "_find_blind", count)
+    options = EngineOptions(
+        ComputeOptions("gpu"),
+        CacheOptions(context_length=64, memory_bytes=160 * 2 * 2 * 2 * 16),
+        BatchOptions(token_budget=40, max_running=16),
+        SpeculationOptions(method=method),
+    )
+    prompts = ["hello world", "the world is the world", "of the world to the world of the world"]
+    with LLM(tiny, options=options) as llm:
+        said = llm.generate([text for text in prompts for _ in ASKED], ASKED * len(prompts))
+    return [
+        (one.text, one.token_ids, one.finish_reason) for answers in said for one in answers
+    ], num_blind
+
+
+def test_engines_answer_alike_whether_they_draw_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With grammars, stop strings, penalties and several choices."""
+    tiny = str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny(seed=3, fmt="F16", num_layers=1)))
+    right, none = answers(tiny, monkeypatch, "ngram")
+    ours, num_blind = answers(tiny, monkeypatch, "auto")
+    assert ours == right
+    assert none == 0
+    assert num_blind > 100
+    reasons = {reason for _, _, reason in ours}
+    assert {FinishReason.STOP, FinishReason.LENGTH} <= reasons
