@@ -20,16 +20,21 @@ _READY_WITHIN_S = 120.0
 
 
 def our_command(model: str, num_threads: int) -> tuple[str, ...]:
-    """Return what serves a model as `MODEL_NAME`, without speculation: every run computes alike."""
-    code = "from twostroke.cli import main; main()"
+    """Return what serves a model as `MODEL_NAME`, without speculation: every run computes alike.
+
+    It stops when its standard input ends, so it needs one.
+    """
     return (
-        *(sys.executable, "-c", code, "serve", model, "--name", MODEL_NAME),
+        *(sys.executable, "-m", "twostroke.fleet.tied", "serve", model, "--name", MODEL_NAME),
         *("--speculate", "off", "--threads", str(num_threads)),
     )
 
 
 class Server:
-    """A server's process at a free port of this machine; ended when the stack is left."""
+    """A server's process at a free port of this machine; ended when the stack is left.
+
+    Its standard input is a pipe that ends with this process, however that ends.
+    """
 
     def __init__(
         self, name: str, command: tuple[str, ...], folder: Path, stack: contextlib.ExitStack
@@ -43,7 +48,9 @@ class Server:
         self.port, log = free_port(), folder / f"{name}.log"
         with log.open("wb") as output:
             where = ("--host", "127.0.0.1", "--port", str(self.port))
-            process = subprocess.Popen([*command, *where], stdout=output, stderr=output)
+            process = subprocess.Popen(
+                [*command, *where], stdin=subprocess.PIPE, stdout=output, stderr=output
+            )
         stack.callback(_end, process)
         self.pid = process.pid
         deadline = time.monotonic() + _READY_WITHIN_S
@@ -77,3 +84,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    assert process.stdin is not None
+    process.stdin.close()  # only now: its end is a second signal, which cuts answers off
