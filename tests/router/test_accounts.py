@@ -38,7 +38,7 @@ def test_limits_hold_before_a_replica_is_asked(fakes: Loop, tmp_path: Path) -> N
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         num_seen = len(replica.seen)
         assert 6 <= num_seen <= 8  # a bucket, and what came meanwhile
-        for path in ("/v1/other", "/v1/messages", "/tokenize", "/v1/chat/completions/"):
+        for path in ("/v1/other", "/tokenize", "/v1/chat/completions/", f"{CHAT}/batch"):
             assert post(router, text, path, x=1).status_code == 429, path
         assert len(replica.seen) == num_seen
         assert post(router, free).status_code == 200
@@ -118,7 +118,7 @@ def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path
     replica = fakes.start(FakeReplica())
     _, text = add(tmp_path)
     with accounting(tmp_path, replica.url) as router:
-        for path in ("/v1/files", "/v1/batches", "/v1/messages/batches"):
+        for path in ("/v1/files", "//v1/batches", "/v1/messages/%62atches"):
             refused = post(router, text, path, x=1)
             assert refused.status_code == 400
             assert "twostroke batch --url" in refused.text

@@ -99,6 +99,7 @@ _FOREIGN: dict[str, tuple[str, Callable[[Exchange], Any], tuple[int, int, int]]]
         whole([{"tokens_predicted": 1, "tokens_evaluated": 3}] * 2),
         (6, 0, 2),
     ),
+    "a path below": (f"{CHAT}/batch", whole({"usage": {**USAGE, "prompt_tokens": -1}}), (0, 0, 4)),
     "nothing said": ("/v1/other", whole({"text": "x" * 69}), (6, 0, 20)),
     "a stream without": (CHAT, streamed(*[b'data: {"n":1}\n\n'] * 7), (15, 0, 7)),
 }
@@ -248,6 +249,7 @@ def test_ours_tell_what_their_own_accounts_have(trusting: LiveServer, tmp_path: 
         ("/api/chat", {"messages": BODY["messages"], "stream": False}),
         ("/v1/embeddings", {"input": [long, "hello"]}),
         ("/tokenize", {"content": long}),
+        ("/api/plan", {"model": "tiny"}),
         (CHAT, {"max_tokens": "many"}),
     ]
     expected, seen = [0, 0, 0, 0], trusting.api.observers

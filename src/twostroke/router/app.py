@@ -38,6 +38,7 @@ from twostroke.router.fleet import Fleet, hash_of
 from twostroke.router.forward import Forwarder
 from twostroke.router.meter import Meter, Pace
 from twostroke.router.metrics import Metrics
+from twostroke.router.paths import COMPUTED, FREE, READ
 from twostroke.router.prompt import read_prompt
 from twostroke.router.response import LostError, ReplicaError
 from twostroke.router.state import fleet_state
@@ -54,18 +55,6 @@ if TYPE_CHECKING:
     from twostroke.router.options import RouteOptions
     from twostroke.router.prompt import Prompt
 
-_READ: Final = (  # without an answer of tokens
-    *("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings", "/v1/rerank", "/rerank"),
-)
-_FREE: Final = (  # without an engine
-    *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/apply-template"),
-    *("/tokenize", "/detokenize", "/api/show", "/api/pull"),
-)
-# Posts that compute: they go where the policy says, and may be tried again.
-COMPUTED: Final = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-    *("/completion", "/infill", "/api/chat", "/api/generate", *_READ, *_FREE),
-)
 _TENANTS: Final = ("/v1/files", "/v1/batches", "/v1/messages/batches")  # one replica keeps them
 _STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,100})(?:/.*)?")
 
@@ -168,13 +157,13 @@ class Router:
             await self._forwarder.guard(errand, work)
             return
         stored = _STORED.fullmatch(path)
-        is_kept = any(path == one or path.startswith(f"{one}/") for one in _TENANTS)
+        flat = re.sub("/+", "/", path)  # as a proxy before a replica may read it
+        is_kept = any(flat == one or flat.startswith(f"{one}/") for one in _TENANTS)
         if is_kept and method == "POST" and self._keeps_usage:
             raise BatchPathError(_NO_BATCHES)
         body = await self._body(request)
         prompt = read_prompt(body if isinstance(body, bytes) else b"", salt)
-        is_metered = method == "POST" and stored is None
-        meter = self._admit(prompt, scope) if is_metered else None
+        meter = self._admit(prompt, scope) if method == "POST" else None
         errand = Errand(scope, receive, send, body, self.options.replica_key, meter=meter)
         errand.is_safe = method in {"GET", "HEAD"}
         if stored is not None:
@@ -193,13 +182,13 @@ class Router:
             RateLimitError: its key has no tokens left.
         """
         served, path = served_of(scope), scope["path"]
-        if path in _FREE or not self._keeps_usage:
+        if path in FREE or not self._keeps_usage:
             return None
         if served.key is not None:
             service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE
             given = prompt.priority
             served.key.class_of(service, SERVICES[service] if given is None else given)
-        most = 0 if path in _READ else prompt.most_tokens(self.fleet.context_length)
+        most = 0 if path in READ else prompt.most_tokens(self.fleet.context_length)
         served.reserve(prompt.num_tokens + most)
         return Meter(prompt.num_tokens, most, self._pace)
 

@@ -13,6 +13,7 @@ from twostroke.http.forms.anthropic import ANTHROPIC
 from twostroke.http.tenants.telling import STREAMS, USAGE_HEADER
 from twostroke.router.errand import HOPS, tokens
 from twostroke.router.fleet import State
+from twostroke.router.paths import COMPUTED
 from twostroke.router.response import LostError, ReplicaError
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ class Forwarder:
         """Pass the response on. Its head waits for its first byte, so that a loss costs nothing."""
         head, meter = await connection.head(), errand.meter
         if meter is not None:
-            meter.begin(head, strips=errand.asks_usage)
+            is_silent = not replica.is_foreign and errand.scope["path"] not in COMPUTED
+            meter.begin(head, is_silent=is_silent, strips=errand.asks_usage)
         if head.status in _BUSY:
             raise _BusyError(head, await _whole(connection))
         try:

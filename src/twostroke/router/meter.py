@@ -98,14 +98,15 @@ class Meter:
         num_output = max(used.completion_tokens, num_output)
         return Spent(used.prompt_tokens, used.cached_tokens, num_output)
 
-    def begin(self, head: Head, *, strips: bool) -> None:
+    def begin(self, head: Head, *, is_silent: bool = False, strips: bool = False) -> None:
         """Take in the head of the answer, after which `take` takes its bytes.
 
-        `strips` says that the client did not ask for the usage, and shall not get it.
+        `is_silent` says that an answer that tells nothing used nothing; `strips`, that the client
+        did not ask for the usage, and shall not get it.
         """
         told = read_usage(head.value(USAGE_HEADER))
         ends = STREAMS.get(head.media_type)
-        self._used = told or (self._guess if head.status < 400 else None)
+        self._used = told or (None if head.status >= 400 or is_silent else self._guess)
         self._is_told, self._is_final = told is not None, told is not None and ends is None
         self._strips, self._has_begun = strips, ends is not None
         if ends is not None:
@@ -218,7 +219,8 @@ class _Usage(msgspec.Struct):
         beside = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         prompt = (self.prompt_tokens or self.input_tokens or 0) + beside
         cached = (details.cached_tokens if details else self.cache_read_input_tokens) or 0
-        return Spent(prompt, cached, self.completion_tokens or self.output_tokens or 0)
+        output = self.completion_tokens or self.output_tokens or 0
+        return Spent(*(max(0, one) for one in (prompt, cached, output)))  # -1 where it is unknown
 
 
 class _Inner(msgspec.Struct):
@@ -263,4 +265,4 @@ def _spent(part: _Part) -> Spent | None:
         return usage.spent()
     prompt = part.tokens_evaluated if part.tokens_evaluated is not None else part.prompt_eval_count
     output = part.tokens_predicted or part.eval_count or 0
-    return None if prompt is None else Spent(prompt, 0, output)
+    return None if prompt is None else Spent(max(0, prompt), 0, max(0, output))
