@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -89,6 +90,15 @@ def test_the_last_sentence_of_a_server_that_cannot_start_is_kept() -> None:
         wait_for(lambda: server.state.trouble != "", 20)
         assert server.state.trouble.startswith("There is no model 'no-such-model'.")
         assert server.close(5)
+
+
+def test_a_taken_port_for_decode_engines_is_said_and_not_tried_for_ever(tiny: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with running("serve", tiny, "--role", "prefill", "--peer-address", address) as server:
+            wait_for(lambda: server.state.trouble != "", 30)
+            assert f"cannot connect to {address}: another program has" in server.state.trouble
+            assert server.state.num_starts == 1
 
 
 def test_a_server_ends_when_the_process_that_watches_it_was_killed(tiny: str) -> None:

@@ -54,6 +54,19 @@ def test_a_file_becomes_command_lines(tmp_path: Path) -> None:
     assert other.bounds == (1, 1)
 
 
+def test_pools_that_read_prompts_need_ports_of_their_own(tmp_path: Path) -> None:
+    pairs = "".join(
+        f"- {{model: {name}, prefill: r{name}}}\n- {{model: {name}, name: r{name}, {port}}}\n"
+        for name, port in (("a", "replicas: 2"), ("b", "peer_port: PORT"))
+    )
+    path = tmp_path / "fleet.yaml"
+    path.write_text("models:\n" + pairs.replace("PORT", "7803"))
+    assert read_spec(path)[0].prefill_labels == {"ra", "rb"}
+    path.write_text("models:\n" + pairs.replace("PORT", "7802"))
+    with pytest.raises(UsageError, match="needs the ports from 7802 to 7803, but ra has 7802"):
+        read_spec(path)
+
+
 def test_options_override_the_threads() -> None:
     assert Pool(model="a", options={"threads": 4}).arguments == ("serve", "a", "--threads", "4")
     assert flags({"a": False}) == ()
@@ -107,4 +120,5 @@ def test_a_pool_that_reads_prompts_has_a_port_for_each_replica(tmp_path: Path) -
 def test_what_a_replica_cannot_take_up_is_another_version() -> None:
     pool = Pool(model="a")
     assert pool.version == Pool(model="a", max_replicas=4).version
+    assert pool.version != Pool(model="a", peer_port=7900).version
     assert pool.version != Pool(model="a", options={"context-length": 512}).version

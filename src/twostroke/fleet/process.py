@@ -12,6 +12,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
@@ -108,7 +109,7 @@ class ServerProcess:
             code, trouble = self._live(num_starts)
             if self._stop.is_set():
                 break
-            if code == _PORT_TAKEN and self._fixed_port is None:
+            if code == _PORT_TAKEN and self._fixed_port is None and not _is_free(self.state.url):
                 continue  # somebody took the port that was free
             if time.monotonic() - began_s > _SOUND_S:
                 pause_s = _FIRST_PAUSE_S
@@ -187,10 +188,19 @@ def _pass_on(source: IO[bytes], last: deque[str]) -> None:
                 sys.stderr.write(last[-1] + "\n")
 
 
-def _free_port(host: str) -> int:
-    """Return a port that is free now."""
+def _free_port(host: str, port: int = 0) -> int:
+    """Return a port that is free now; OSError if it shall be `port`, which is not."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with socket.create_server((host, port), family=family) as probe:
+        found: int = probe.getsockname()[1]
+        return found
+
+
+def _is_free(url: str) -> bool:
+    """Whether nobody listens at the address of a URL."""
+    parts = urlsplit(url)
+    try:
+        _free_port(parts.hostname or "", parts.port or 0)
+    except OSError:
+        return False
+    return True

@@ -82,7 +82,8 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
     @property
     def version(self) -> str:
         """Changes with all that a running replica cannot take up."""
-        facts = (self.model, self.name, self.cpus, self.memory, self.resources, self.options)
+        own = (self.model, self.name, self.cpus, self.memory, self.resources)
+        facts = (*own, self.peer_port, self.options)
         return sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:8]
 
     def reading(self, number: int = 0) -> Pool:
@@ -148,11 +149,26 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
         for index, pool in enumerate(self.models):
             if pool.prefill:
                 self._check_prefill(pool, f"models[{index}].prefill")
+        self._check_ports()
 
     @property
     def prefill_labels(self) -> set[str]:
         """The pools whose replicas read prompts for others; the router does not know them."""
         return {pool.prefill for pool in self.models if pool.prefill}
+
+    def _check_ports(self) -> None:
+        """Refuse pools whose replicas would wait for decode engines at the same ports."""
+        taken: dict[int, str] = {}
+        for index, pool in enumerate(self.models):
+            if pool.label not in self.prefill_labels:
+                continue
+            last = pool.peer_port + pool.bounds[1]  # one more than replicas, for updates
+            for port in range(pool.peer_port, last + 1):
+                if port in taken:
+                    reason = f"needs the ports from {pool.peer_port} to {last}, but {taken[port]} "
+                    reason += f"has {port}: give one another peer_port."
+                    raise UsageError(reason, field=f"models[{index}].peer_port")
+                taken[port] = pool.label
 
     def _check_prefill(self, pool: Pool, field: str) -> None:
         """Refuse a pool that cannot read prompts for this one."""

@@ -7,6 +7,7 @@ prove that it knows the secret (`TWOSTROKE_PEER_SECRET`).
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -145,7 +146,10 @@ class PeerListener:
             local.bind(_local_name(self.port))
         except OSError as error:
             self.close()
-            reason = f"Decode engines cannot connect to {host}:{port}: {error.strerror or error}."
+            why = error.strerror or str(error)
+            if error.errno == errno.EADDRINUSE:
+                why = "another program has this port (--peer-address, peer_port of a fleet)"
+            reason = f"Decode engines cannot connect to {host}:{port}: {why}."
             raise PortInUseError(reason) from None
         for sock in self._sockets:
             sock.listen(16)
