@@ -58,13 +58,14 @@ class FakeRouter:
 
     def __init__(self, wanted: int = 1) -> None:
         self.wanted = wanted
+        self.readers: dict[str, float | None] = {}
         self.told: dict[str, Sequence[str]] = {}
 
     def tell(self, replicas: Mapping[str, Sequence[str]]) -> None:
         self.told = dict(replicas)
 
     def look(self) -> Mapping[str, RouterView]:
-        return {name: RouterView(self.wanted, {}) for name in self.told}
+        return {name: RouterView(self.wanted, {}, self.readers) for name in self.told}
 
 
 class Clock:
@@ -181,6 +182,20 @@ def test_decode_replicas_start_once_it_is_known_where_prompts_are_read() -> None
     assert options == {"role": "decode", "prefill-peer": ["reader:7800", "reader:7801"]}
     readers = [cluster.pools[name].options["peer-address"] for name in cluster.ready[-2:]]
     assert readers == ["{host}:7800", "{host}:7801"]
+
+
+def test_the_status_says_how_many_prefill_replicas_the_measured_rates_ask_for() -> None:
+    cluster, router = FakeCluster(), FakeRouter()
+    prefill = Pool(model="m", name="reader")
+    spec = FleetSpec(models=(Pool(model="m", prefill="reader", replicas=3), prefill))
+    manager, clock = make(spec, cluster, router)
+    play(manager, cluster, clock)
+    urls = [f"http://{name}" for name in cluster.ready if name.startswith("m/")]
+    assert [pool.readers for pool in manager.status.pools] == [None, None]
+    router.readers = dict(zip(urls, (0.5, None, 0.7), strict=True))
+    manager.step()
+    decode = next(pool for pool in manager.status.pools if pool.prefill)
+    assert decode.readers == pytest.approx(3 * 0.6)
 
 
 def test_decode_replicas_follow_prompts_to_another_machine() -> None:

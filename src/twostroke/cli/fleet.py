@@ -110,6 +110,12 @@ def status_command(name: str | None, as_json: bool) -> None:
     for pool in status.pools:
         if pool.num_ready < pool.wanted:
             click.echo(f"\n{pool.label}: {pool.num_ready} of {pool.wanted} replicas are ready.")
+    ready = {pool.label: pool.num_ready for pool in status.pools}
+    for pool in status.pools:
+        if pool.readers is not None:
+            have = f"{ready.get(pool.prefill, 0)} ready"
+            text = f"{pool.label} can use {pool.readers:.1f} replicas of {pool.prefill}"
+            click.echo(f"\nBy the measured rates, {text}; {have}.")
     if status.trouble:
         click.echo(printable(f"\nA server ended: {status.trouble}"))
 

@@ -46,10 +46,15 @@ class Router(Protocol):
 
 
 class RouterView(Frozen):
-    """A model as the router sees it: wanted replicas, and requests running, by URL."""
+    """A model as the router sees it: wanted replicas, and by URL what it knows of replicas.
+
+    `running` counts requests; `readers` are the prefill engines that a decode engine can use, None
+    if that is not known.
+    """
 
     wanted: int
     running: Mapping[str, int]
+    readers: Mapping[str, float | None] = {}
 
 
 class ReplicaStatus(Frozen):
@@ -63,11 +68,17 @@ class ReplicaStatus(Frozen):
 
 
 class PoolStatus(Frozen):
-    """A pool for `twostroke fleet status`; `wanted` replicas are aimed at."""
+    """A pool for `twostroke fleet status`; `wanted` replicas are aimed at.
+
+    By the measured rates, its replicas can use `readers` of the pool `prefill`; None if that is not
+    known.
+    """
 
     label: str
     wanted: int
     replicas: tuple[ReplicaStatus, ...]
+    prefill: str = ""
+    readers: float | None = None
 
     @property
     def num_ready(self) -> int:
@@ -198,7 +209,10 @@ class Manager:
             is_reader = pool.label in self._spec.prefill_labels
             self._cluster.start(name, pool.reading(number) if is_reader else pool)
         kept = tuple(one for one in found if one.name not in actions.drains)
-        return PoolStatus(pool.label, wanted, kept)
+        rates = [view.readers.get(one.state.url) for one in kept] if view else []
+        known = [rate for rate in rates if rate is not None]
+        readers = len(kept) * sum(known) / len(known) if known else None
+        return PoolStatus(pool.label, wanted, kept, pool.prefill, readers)
 
 
 def _split(name: str) -> list[str]:

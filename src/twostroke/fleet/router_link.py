@@ -45,9 +45,10 @@ class RouterLink:
     def look(self) -> Mapping[str, RouterView]:
         """Return what the router knows, by model; nothing while it does not answer."""
         state = self._state()
-        running = {one["url"]: one["running"] for one in state.get("replicas", ())}
-        wanted = state.get("wanted_by_model", {})
-        return {model: RouterView(count, running) for model, count in wanted.items()}
+        replicas, wanted = state.get("replicas", ()), state.get("wanted_by_model", {})
+        running = {one["url"]: one["running"] for one in replicas}
+        readers = {one["url"]: one.get("prefill_per_decode") for one in replicas}
+        return {model: RouterView(count, running, readers) for model, count in wanted.items()}
 
     def close(self) -> None:
         """Remove the file."""

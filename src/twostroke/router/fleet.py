@@ -83,6 +83,7 @@ class Replica:
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.work_s: float | None = None  # as it says
         self.horizon_s: float | None = None
+        self.prefill_per_decode: float | None = None  # prefill engines that it can use
         self.probe: Connection | None = None  # on which it is asked
         self.look = asyncio.Event()  # to be asked at once
         self.was_asked = asyncio.Event()

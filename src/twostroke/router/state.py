@@ -41,6 +41,7 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
                 "running": dispatcher.num_open(one.place),
                 "pace_s_per_kb": 1000 * dispatcher.pace_s[one.place],
                 "horizon_s": one.horizon_s,
+                "prefill_per_decode": one.prefill_per_decode,
                 "requests": one.num_requests,
                 "lost_before_first_byte": one.num_failed,
                 "lost_after_first_byte": one.num_errors,

@@ -153,6 +153,7 @@ class Watch:
             said.cached_tokens,
         )
         replica.work_s, replica.horizon_s = said.work_s, said.horizon_s
+        replica.prefill_per_decode = said.prefill_per_decode
         if said.epoch == replica.facts.epoch:
             self._fleet.dispatcher.report(replica.place, said.work_s, said.horizon_s)
         if said.status == "draining":
@@ -220,6 +221,7 @@ class Load(Frozen):
     cached_tokens: int
     horizon_s: float | None
     context_length: int = 0
+    prefill_per_decode: float | None = None
 
 
 async def fetch(

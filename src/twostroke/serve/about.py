@@ -58,7 +58,8 @@ class LoadBody(msgspec.Struct, frozen=True):
     `epoch` is another after each start of the server or its engine; where `numerics` are equal,
     answers are. Tokens are counted since the start. `horizon_s` is how long ago the page was used
     that the prefix cache evicted last: what was used since is there. `context_length` is that of
-    the first model.
+    the first model. `prefill_per_decode` is how many prefill engines one such decode engine can
+    use, once that was measured.
     """
 
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
@@ -73,6 +74,7 @@ class LoadBody(msgspec.Struct, frozen=True):
     cached_tokens: int
     horizon_s: float | None
     context_length: int
+    prefill_per_decode: float | None
 
 
 class Capabilities(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from twostroke.engine.health import Health
 from twostroke.http.waiting import RETRY_AFTER_S
 from twostroke.serve.about import VERSION, HealthBody, LoadBody, ProgressBody
 from twostroke.serve.dialect import to_json
+from twostroke.serve.observe.handover import prefill_per_decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,5 +103,6 @@ class HealthReports:
             cached_tokens=stats.num_hit_tokens,
             horizon_s=stats.horizon_s,
             context_length=engine.card.context_length,
+            prefill_per_decode=prefill_per_decode(reading, engine.card),
         )
         return to_json(body)

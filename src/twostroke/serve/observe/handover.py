@@ -38,7 +38,7 @@ def describe_handover(reading: Reading, card: ModelCard) -> dict[str, Any] | Non
     """Return an engine's part in a hand-over for /api/state; None without a role."""
     if reading.handover is None:
         return None
-    ratio = _prefill_per_decode(reading, card)
+    ratio = prefill_per_decode(reading, card)
     described: dict[str, Any] = to_builtins(reading.handover)
     return described | ({} if ratio is None else {"prefill_per_decode": ratio})
 
@@ -48,14 +48,14 @@ def handover_metrics(reading: Reading, card: ModelCard) -> Iterator[Metric]:
     view = reading.handover
     if view is not None and view.borrower is not None:
         yield from _borrowed(view.borrower)
-        if (ratio := _prefill_per_decode(reading, card)) is not None:
+        if (ratio := prefill_per_decode(reading, card)) is not None:
             text = "Prefill engines that one such decode engine can use, by measured rates."
             yield GaugeMetricFamily("twostroke_handover_prefill_per_decode", text, ratio)
     if view is not None and view.lender is not None:
         yield from _lent(view.lender)
 
 
-def _prefill_per_decode(reading: Reading, card: ModelCard) -> float | None:
+def prefill_per_decode(reading: Reading, card: ModelCard) -> float | None:
     """Return how many prefill engines a decode engine like this one can use, once that is known.
 
     That is the time to read all prompts so far, at the best pace of a prefill engine, over the time
