@@ -58,6 +58,7 @@ TS_INLINE void read_part(const uint8_t* group, int64_t block, int sub, int part,
     *minimum = vmulq_f32(load_four_halves(halves + 32), widen_word(steps >> 4 & 0x0f0f0f0fU));
   } else {
     *scale = vmulq_f32(load_four_halves(halves), widen_word(steps));
+    if constexpr (format.unit != 1.0F) *scale = vmulq_n_f32(*scale, format.unit);
     if constexpr (format.has_minimum) {
       const uint32_t minimums = load_word(scales + format.minimum_offset() + 4 * part);
       *minimum = vmulq_f32(load_four_halves(halves + 32), widen_word(minimums));

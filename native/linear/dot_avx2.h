@@ -16,6 +16,7 @@
 #include "linear/dot.h"
 #include "linear/dot_pairs.h"
 #include "linear/lanes.h"
+#include "linear/tables.h"
 
 namespace ts {
 
@@ -67,13 +68,13 @@ TS_INLINE __m256i load_byte_quad(const uint8_t* quants, int quad, int part) {
   if constexpr (format.low_bits == 8) {
     return load_pairs(quants + 64 * quad + 32 * part);
   } else {
-    const __m256i low = load_byte_plane<format.low_bits>(quants, quad, part, 0);
-    if constexpr (format.has_table()) return look_up_bytes<T>(low);
-    if constexpr (format.high_bits == 0) return low;
+    __m256i codes = load_byte_plane<format.low_bits>(quants, quad, part, 0);
     if constexpr (format.high_bits != 0) {
       const uint8_t* plane = quants + 64 * format.low_bits;
-      return combine(low, load_byte_plane<format.high_bits>(plane, quad, part, format.low_bits));
+      codes = combine(codes, load_byte_plane<format.high_bits>(plane, quad, part, format.low_bits));
     }
+    if constexpr (format.has_table()) return look_up_bytes<T>(codes);
+    return codes;
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include "linear/dot.h"
 #include "linear/lanes.h"
+#include "linear/tables.h"
 
 namespace ts {
 

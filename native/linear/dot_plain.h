@@ -8,6 +8,7 @@
 
 #include "linear/dot.h"
 #include "linear/lanes.h"
+#include "linear/tables.h"
 
 namespace ts {
 

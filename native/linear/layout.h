@@ -1,9 +1,9 @@
 // Where things lie in packed weights and in prepared activations: shared by packing and kernels.
 //
 // Packed block formats: per group of 16 outputs, per unit (2 blocks of 32 inputs, or the 8 of a
-// format whose scales come in two steps, or those of two groups): quants of all its blocks, scales
-// of all its blocks, and with two steps the float16 of the whole unit. Units begin on 64-byte lines
-// and so do quants; what a last unit lacks in blocks is zero.
+// format whose scales come in two steps, or those of two groups, at most 8): quants of all its
+// blocks, scales of all its blocks, and with two steps the float16 of the whole unit. Units begin
+// on 64-byte lines and so do quants; what a last unit lacks in blocks is zero.
 //   quants: planes of 1, 2, 4 or 8 bits: the low bits of all codes, then the high bits. A plane of
 //     b bits is b vectors of 64 bytes. Byte 4 o + i of one belongs to output o and to input i of
 //     several quads (four inputs each): bits 0 .. b - 1 of vector v hold quad v, the next b bits
@@ -16,6 +16,7 @@
 //   F32, F16: per input, 16 outputs. BF16: per pair of inputs, 16 outputs x 2 (an AMX tile's rows).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -43,7 +44,7 @@ constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit -
 enum class Scales { Halves, Floats, Bytes, Nibbles };
 
 /// What a format looks its codes up in.
-enum class Table { None, Levels, Floats };
+enum class Table { None, Levels, Floats, Iq1, Iq2, Iq3Xxs, Iq3S };
 
 /// In what block formats differ. A weight is scale * (code - offset - zero point) + minimum, where
 /// a format with a table looks the code up first.
@@ -57,6 +58,7 @@ struct BlockFormat {
   Table table;
   int blocks_per_scale = 1;
   bool has_zero = false;
+  float unit = 1.0F;  // what the float16 of 256 inputs is multiplied by
 
   constexpr bool has_table() const { return table != Table::None; }
   constexpr int num_bits() const { return low_bits + high_bits; }
@@ -64,10 +66,26 @@ struct BlockFormat {
   constexpr bool two_steps() const { return scales == Scales::Bytes || scales == Scales::Nibbles; }
   /// Bits of a code, or of what it is looked up as.
   constexpr int value_bits() const {
-    return table == Table::Levels ? 8 : table == Table::Floats ? 5 : num_bits();
+    switch (table) {
+      case Table::Levels:
+        return 8;
+      case Table::Iq2:
+        return 7;
+      case Table::Iq3Xxs:
+        return 6;
+      case Table::Floats:
+      case Table::Iq1:
+      case Table::Iq3S:
+        return 5;
+      case Table::None:
+        break;
+    }
+    return num_bits();
   }
 
-  constexpr int64_t blocks_per_unit() const { return two_steps() ? 8 : 2 * blocks_per_scale; }
+  constexpr int64_t blocks_per_unit() const {
+    return two_steps() ? 8 : std::min(8, 2 * blocks_per_scale);
+  }
   constexpr int64_t quant_bytes() const { return 64 * num_bits(); }
   /// Bytes between the scales of a sub-block and of the next.
   constexpr int64_t scale_step() const {
@@ -105,6 +123,24 @@ struct BlockFormat {
   }
 };
 
+constexpr BlockFormat codebook_format(WeightType type) {
+  switch (type) {
+    //        low high offset subs scales    minimum table      blocks a scale, zero point, unit
+    case WeightType::IQ1G16:
+      return {2, 1, 16, 2, Scales::Bytes, false, Table::Iq1, 1, false, 0.125F};
+    case WeightType::IQ2G16:
+      return {2, 1, 64, 2, Scales::Bytes, false, Table::Iq2, 1, false, 0.125F};
+    case WeightType::IQ2G32:
+      return {2, 1, 64, 1, Scales::Bytes, false, Table::Iq2, 1, false, 0.125F};
+    case WeightType::IQ3XXS:
+      return {4, 0, 32, 1, Scales::Bytes, false, Table::Iq3Xxs, 1, false, 0.5F};
+    case WeightType::IQ3S:
+      return {4, 0, 16, 1, Scales::Bytes, false, Table::Iq3S};
+    default:
+      return {};
+  }
+}
+
 constexpr BlockFormat block_format(WeightType type) {
   switch (type) {
     //        low high offset subs scales        minimum table
@@ -133,6 +169,8 @@ constexpr BlockFormat block_format(WeightType type) {
     case WeightType::IQ4_XS:
       return {4, 0, 128, 1, Scales::Bytes, false, Table::Levels};
     //        low high offset subs scales        minimum table       blocks a scale, zero point
+    case WeightType::TQ2_0:
+      return {2, 0, 1, 1, Scales::Halves, false, Table::None, 8};
     case WeightType::Int4G32:
       return {4, 0, 8, 1, Scales::Floats, false, Table::None};
     case WeightType::Int4G128:
@@ -149,28 +187,12 @@ constexpr BlockFormat block_format(WeightType type) {
       return {4, 0, 16, 2, Scales::Floats, false, Table::Floats};
     case WeightType::E2M1G32:
       return {4, 0, 16, 1, Scales::Floats, false, Table::Floats};
-    case WeightType::F32:
-    case WeightType::F16:
-    case WeightType::BF16:
-      break;
+    default:
+      return codebook_format(type);
   }
-  return {};
 }
 
 constexpr bool is_block_format(WeightType type) { return block_format(type).low_bits != 0; }
-
-/// The weights of the codes of IQ4_NL and IQ4_XS, plus their offset of 128.
-alignas(16) constexpr uint8_t kCodeTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                                129, 141, 153, 166, 181, 197, 217, 241};
-
-/// Twice the numbers of E2M1, plus their offset of 16.
-alignas(16) constexpr uint8_t kFloatTable[16] = {16, 17, 18, 19, 20, 22, 24, 28,
-                                                 16, 15, 14, 13, 12, 10, 8,  4};
-
-/// The 16 entries of a format's table.
-constexpr const uint8_t* code_table(WeightType type) {
-  return block_format(type).table == Table::Floats ? kFloatTable : kCodeTable;
-}
 
 constexpr int64_t element_bytes(WeightType type) { return type == WeightType::F32 ? 4 : 2; }
 
@@ -216,6 +238,7 @@ bool with_super_type(WeightType type, const Visitor& visit) {
     TS_VISIT(Q5_K);
     TS_VISIT(Q6_K);
     TS_VISIT(IQ4_XS);
+    TS_VISIT(TQ2_0);
     default:
       return false;
   }
@@ -238,13 +261,27 @@ bool with_published_type(WeightType type, const Visitor& visit) {
   }
 }
 
+/// The same for codebook formats.
+template <typename Visitor>
+bool with_codebook_type(WeightType type, const Visitor& visit) {
+  switch (type) {
+    TS_VISIT(IQ1G16);
+    TS_VISIT(IQ2G16);
+    TS_VISIT(IQ2G32);
+    TS_VISIT(IQ3XXS);
+    TS_VISIT(IQ3S);
+    default:
+      return false;
+  }
+}
+
 #undef TS_VISIT
 
 /// The same for every type.
 template <typename Visitor>
 bool with_type(WeightType type, const Visitor& visit) {
   return with_plain_type(type, visit) || with_super_type(type, visit) ||
-         with_published_type(type, visit);
+         with_published_type(type, visit) || with_codebook_type(type, visit);
 }
 
 /// 32 inputs of 8 rows, quantized; panels of 8 rows follow each other, each with all its blocks.

@@ -25,7 +25,8 @@
 namespace ts {
 
 /// The numbers are GGUF's; from 256 on ours: groups of 16, 32 or 128 inputs that share a float32
-/// scale, with a zero point (Z) or without, of integers or of E2M1 floats.
+/// scale, with a zero point (Z) or without, of integers or of E2M1 floats; and what GGUF's codebook
+/// formats become, with scales of 16 (G16) or 32 inputs.
 enum class WeightType : int32_t {
   F32 = 0,
   F16 = 1,
@@ -42,6 +43,7 @@ enum class WeightType : int32_t {
   IQ4_NL = 20,
   IQ4_XS = 23,
   BF16 = 30,
+  TQ2_0 = 35,
   Int4G32 = 256,
   Int4G128 = 257,
   Int4G32Z = 258,
@@ -50,6 +52,11 @@ enum class WeightType : int32_t {
   Int8G128 = 261,
   E2M1G16 = 262,
   E2M1G32 = 263,
+  IQ1G16 = 264,
+  IQ2G16 = 265,
+  IQ2G32 = 266,
+  IQ3XXS = 267,
+  IQ3S = 268,
 };
 
 /// What a row of activations is; it alone chooses the arithmetic.

@@ -13,7 +13,8 @@ void multiply_type(const Product<Planes>& product, int64_t num_rows, int64_t gro
                    int64_t group_end) {
   multiply_plain(product, num_rows, group_begin, group_end) ||
       multiply_super(product, num_rows, group_begin, group_end) ||
-      multiply_published(product, num_rows, group_begin, group_end);
+      multiply_published(product, num_rows, group_begin, group_end) ||
+      multiply_codebook(product, num_rows, group_begin, group_end);
 }
 
 }  // namespace

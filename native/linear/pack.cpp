@@ -7,6 +7,7 @@
 #include "linear/linear.h"
 #include "linear/number.h"
 #include "linear/source.h"
+#include "linear/tables.h"
 
 namespace ts {
 namespace {
@@ -151,7 +152,7 @@ SubScale unpack_scale(const BlockFormat& format, const uint8_t* group, int64_t b
   }
   const uint8_t* halves =
       group + (format.two_steps() ? format.unit_scale_offset(block) : format.scale_offset(block));
-  const float scale = get_half(halves, column);
+  const float scale = get_half(halves, column) * format.unit;
   const float minimum = format.has_minimum ? get_half(halves + 2 * kGroupSize, column) : 0.0F;
   if (!format.two_steps()) return {scale, minimum};
   const uint8_t* steps = group + format.scale_offset(block) + sub * format.scale_step() + column;

@@ -58,6 +58,9 @@ bool multiply_super(const Product<Planes>& product, int64_t num_rows, int64_t gr
 template <int Planes>
 bool multiply_published(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
                         int64_t group_end);
+template <int Planes>
+bool multiply_codebook(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
+                       int64_t group_end);
 
 /// Keeps the first `count` of R rows' sums.
 template <int R, int Planes>

@@ -22,6 +22,9 @@ class ScaleReader {
       if (!IsAlone && block % kFormat.blocks_per_unit() != 0) return;
       const uint8_t* halves = group + kFormat.unit_scale_offset(block);
       unit_scale_ = load_halves(halves);
+      if constexpr (kFormat.unit != 1.0F) {
+        unit_scale_ = multiply(unit_scale_, broadcast(kFormat.unit));
+      }
       if constexpr (kFormat.has_minimum) unit_minimum_ = load_halves(halves + 2 * kGroupSize);
     }
   }

@@ -115,6 +115,14 @@ void read_groups(WeightType type, const uint8_t* p, SourceBlock* block) {
   }
 }
 
+/// Codebook formats: the scale, a byte for each step, then one for each code.
+void read_looked_up(WeightType type, const uint8_t* p, SourceBlock* block) {
+  const auto num_steps = static_cast<size_t>(8 * block_format(type).num_subs);
+  block->scale = read_half(p);
+  std::memcpy(block->scale_steps, p + 2, num_steps);
+  std::memcpy(block->codes, p + 2 + num_steps, sizeof block->codes);
+}
+
 /// Formats of 32 inputs a block.
 void read_small_block(WeightType type, const uint8_t* p, SourceBlock* block) {
   const bool has_minimum = type == WeightType::Q4_1 || type == WeightType::Q5_1;
@@ -165,6 +173,15 @@ void read_block(WeightType type, const uint8_t* p, SourceBlock* block) {
       read_split_scales(p + 2, block);
       for (int i = 0; i < 8; ++i) read_nibbles(p + 8 + 16 * i, codes + 32 * i);
       return;
+    case WeightType::TQ2_0:
+      block->scale = read_half(p + 64);
+      return add_plane(p, 2, 32, 0, codes);
+    case WeightType::IQ1G16:
+    case WeightType::IQ2G16:
+    case WeightType::IQ2G32:
+    case WeightType::IQ3XXS:
+    case WeightType::IQ3S:
+      return read_looked_up(type, p, block);
     default:
       return read_small_block(type, p, block);
   }

@@ -1,5 +1,6 @@
-// GGUF's quantized blocks, taken apart into codes and scales: the layouts of ggml-common.h; and
-// groups with float32 scales: those of quant/grouped.py.
+// GGUF's quantized blocks, taken apart into codes and scales: the layouts of ggml-common.h; groups
+// with float32 scales: those of quant/grouped.py; and codes of codebook formats:
+// quant/codebooks.py.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +41,15 @@ constexpr SourceSize source_size(WeightType type) {
       return {256, 210};
     case WeightType::IQ4_XS:
       return {256, 136};
+    case WeightType::TQ2_0:
+      return {256, 66};
+    case WeightType::IQ1G16:
+    case WeightType::IQ2G16:
+      return {256, 274};
+    case WeightType::IQ2G32:
+    case WeightType::IQ3XXS:
+    case WeightType::IQ3S:
+      return {256, 266};
     case WeightType::Int4G32:
     case WeightType::E2M1G32:
       return {32, 20};

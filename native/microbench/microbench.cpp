@@ -27,11 +27,13 @@ struct Format {
 };
 
 constexpr Format kFormats[] = {
-    {"Q4_0", 2, true, 144},  {"Q4_1", 3, true, 160},   {"Q5_0", 6, true, 176},
-    {"Q5_1", 7, true, 192},  {"Q8_0", 8, true, 272},   {"IQ4_NL", 20, true, 144},
-    {"Q2_K", 10, true, 84},  {"Q3_K", 11, true, 110},  {"Q4_K", 12, true, 144},
-    {"Q5_K", 13, true, 176}, {"Q6_K", 14, true, 210},  {"IQ4_XS", 23, true, 136},
-    {"F16", 1, false, 512},  {"BF16", 30, false, 512}, {"F32", 0, false, 1024}};
+    {"Q4_0", 2, true, 144},      {"Q4_1", 3, true, 160},      {"Q5_0", 6, true, 176},
+    {"Q5_1", 7, true, 192},      {"Q8_0", 8, true, 272},      {"IQ4_NL", 20, true, 144},
+    {"Q2_K", 10, true, 84},      {"Q3_K", 11, true, 110},     {"Q4_K", 12, true, 144},
+    {"Q5_K", 13, true, 176},     {"Q6_K", 14, true, 210},     {"IQ4_XS", 23, true, 136},
+    {"TQ2_0", 35, true, 66},     {"IQ1", 264, true, 274},     {"IQ2_XS", 265, true, 274},
+    {"IQ2_XXS", 266, true, 266}, {"IQ3_XXS", 267, true, 266}, {"IQ3_S", 268, true, 266},
+    {"F16", 1, false, 512},      {"BF16", 30, false, 512},    {"F32", 0, false, 1024}};
 constexpr int32_t kGenerated = 0;
 constexpr int32_t kPrompt = 1;
 constexpr int32_t kCoarse = 3;

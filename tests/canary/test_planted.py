@@ -85,7 +85,7 @@ def test_no_file_of_three_to_sixteen_bits_is_refused(
     loaded = load_path(real_model(name))
     for bits in (15, 9, 8):
         assert measured(loaded, bits).fault() is None
-    for fmt in (f for f in FORMATS.values() if f.bits_per_value > 3 and f.gguf_id is not None):
+    for fmt in (f for f in FORMATS.values() if f.bits_per_value > 3 and f.encode is not None):
         canary = measured(requantized(loaded, fmt.name))
         assert canary.fault() is None, f"{name} as {fmt.name}: {canary.easy_nats}"
 

@@ -122,10 +122,10 @@ def test_unsupported_number_formats_are_refused_after_the_first_bytes(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
     at = gguf.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8
-    data = gguf[:at] + (16).to_bytes(4, "little") + gguf[at + 4 :]
+    data = gguf[:at] + (41).to_bytes(4, "little") + gguf[at + 4 :]
     hub.repos["o/r"] = Repo({"a.gguf": data + bytes(20_000_000)})
     message = refusal(NAME, ModelFormatError)
-    assert "'a.gguf' has tensor 'output_norm.weight' of type IQ2_XXS" in message
+    assert "'a.gguf' has tensor 'output_norm.weight' of type Q1_0" in message
     assert stored(hub_cache) == []
 
 

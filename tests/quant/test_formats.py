@@ -12,7 +12,8 @@ from twostroke.quant.planes import pack_planes, unpack_planes
 gguf = pytest.importorskip("gguf", reason="the gguf package (test extra) is the second opinion")
 
 ALL = list(FORMATS.values())
-BLOCK_FORMATS = [fmt for fmt in ALL if fmt.block_size > 1]
+WRITTEN = [fmt for fmt in ALL if fmt.encode is not None]
+BLOCK_FORMATS = [fmt for fmt in WRITTEN if fmt.block_size > 1]
 
 # What ggml's own quantizer (`ggml_quantize_chunk` without an importance matrix) loses, root mean
 # square, on `weights()`, where the gguf package has no quantizer to compare with.
@@ -29,7 +30,7 @@ LARGEST_ERROR = {"F32": 0.0, "F16": 2e-3, "BF16": 2e-2, "Q4_0": 0.5, "Q4_1": 0.3
 LARGEST_ERROR |= {"Q5_0": 0.25, "Q5_1": 0.15, "Q2_K": 1.4, "Q3_K": 0.8, "Q4_K": 0.4, "Q5_K": 0.2}
 LARGEST_ERROR |= {"Q6_K": 0.1, "IQ4_NL": 0.5, "IQ4_XS": 0.5, "MXFP4": 1.0, "NVFP4": 0.8}
 FITTED = [FORMATS[name] for name in GGML_LOSS]
-COPIED = [fmt for fmt in ALL if fmt not in FITTED and fmt.name != "NVFP4"]  # gguf lacks this
+COPIED = [fmt for fmt in WRITTEN if fmt not in FITTED and fmt.name != "NVFP4"]  # gguf lacks this
 
 
 def gguf_type(fmt: Format) -> gguf.GGMLQuantizationType:
@@ -104,7 +105,7 @@ def test_quantization_equals_the_reference_bit_for_bit() -> None:
 
 
 def test_a_quantized_value_is_near_the_original() -> None:
-    for fmt in ALL:
+    for fmt in WRITTEN:
         values = np.random.default_rng(5).standard_normal((64, 256)).astype(np.float32)
         error = np.abs(fmt.dequantize(fmt.quantize(values)) - values).max()
         assert error <= LARGEST_ERROR[fmt.name]
@@ -177,6 +178,12 @@ def test_f16_overflow_becomes_infinite_without_a_warning() -> None:
     values = np.array([[1e6, -1e6, 1.0]], dtype=np.float32)
     back = FORMATS["F16"].dequantize(FORMATS["F16"].quantize(values))
     assert back.tolist() == [[np.inf, -np.inf, 1.0]]
+
+
+def test_a_format_without_an_encoder_is_not_written() -> None:
+    for fmt in set(ALL) - set(WRITTEN):
+        with pytest.raises(ValueError, match=f"{fmt.name} is read, not written"):
+            fmt.quantize(np.zeros((1, 256), np.float32))
 
 
 def test_rows_that_do_not_fill_blocks_are_refused() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS_BY_KERNEL_ID
+from twostroke.quant.codebooks import CODEBOOKS
 from twostroke.quant.grouped import KERNEL
 from twostroke.quant.iq4 import LEVELS
 from twostroke.quant.k_from_minimum import unpack_scales
@@ -13,11 +16,16 @@ from twostroke.quant.planes import unpack_planes
 from twostroke.quant.small_floats import E2M1
 from twostroke.quant.steps import unpack_codes
 
+if TYPE_CHECKING:
+    from twostroke.quant.codebooks import Codebook
+
 FORMATS = {fmt.name: fmt for fmt in FORMATS_BY_KERNEL_ID.values()}
 GROUPED = {fmt.name for fmt in KERNEL}
+BOOKS = {book.name: book for book in CODEBOOKS}
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+    "TQ2_0": (64,), **dict.fromkeys(BOOKS, (0,)),
 }  # fmt: skip
 
 
@@ -61,6 +69,11 @@ def set_halves(name: str, source: np.ndarray, rng: np.random.Generator) -> None:
         if name.endswith("_Z"):
             blocks[:, 4] %= 17  # GPTQ stores zero points less one
         return
+    if book := BOOKS.get(name):
+        blocks[:, 2 : 2 + book.num_groups] %= 32
+        codes = blocks[:, 2 + book.num_groups :]
+        codes %= len(book.levels)
+        codes[book.levels[codes] == 0] = 0  # three magnitudes in two bits: the fourth is in no file
     for start in HALVES[name]:
         halves = (rng.standard_normal(len(blocks)) * 0.02).astype(np.float16)
         halves[rng.random(len(blocks)) < 0.05] = 0
@@ -72,6 +85,8 @@ def take_apart(name: str, source: np.ndarray) -> Parts:
     """Return the parts of blocks (outputs, bytes)."""
     if name in GROUPED:
         return take_groups_apart(name, source)
+    if book := BOOKS.get(name):
+        return take_book_apart(book, source)
     blocks = source.reshape(-1, FORMATS[name].block_bytes)
     halves = [
         np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
@@ -116,6 +131,17 @@ def take_groups_apart(name: str, source: np.ndarray) -> Parts:
     )
 
 
+def take_book_apart(book: Codebook, source: np.ndarray) -> Parts:
+    """Return the parts of a codebook's blocks, as kernels read them."""
+    scales, codes = book.parts(source.reshape(-1, book.format.block_bytes))
+    outputs = len(source)
+    return Parts(
+        scales.reshape(outputs, -1),
+        np.zeros((0, 0), np.float32),
+        book.levels[codes].astype(np.int64).reshape(outputs, -1, book.group),
+    )
+
+
 def quants_of(name: str, blocks: np.ndarray) -> np.ndarray:
     """Return int64 (blocks, values)."""
     match name:
@@ -133,6 +159,8 @@ def quants_of(name: str, blocks: np.ndarray) -> np.ndarray:
         case "Q3_K":
             codes, offset = unpack_planes(blocks[:, 32:96], 2, run=32), 4
             codes |= unpack_planes(blocks[:, :32], 1, run=32) << np.uint8(2)
+        case "TQ2_0":
+            codes, offset = unpack_planes(blocks[:, :64], 2, run=32), 1
         case "Q6_K":
             codes, offset = unpack_planes(blocks[:, :128], 4, run=64), 32
             codes |= unpack_planes(blocks[:, 128:192], 2, run=32) << np.uint8(4)
@@ -160,6 +188,8 @@ def steps_of(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             low = unpack_planes(blocks[:, 4:8], 4, run=1)
             high = unpack_planes(blocks[:, 2:4], 2, run=1)
             steps = (low | high << np.uint8(4)).astype(np.int8) - np.int8(32)
+        case "TQ2_0":
+            steps = np.ones((len(blocks), 8), np.int8)
         case _:
             steps = np.ones((len(blocks), 1), np.int8)
     return steps, steps

@@ -24,7 +24,7 @@ FLOAT_TYPES = (F32, F16, BF16)
 BLOCK_TYPES = tuple(kind for kind in TYPES if kind not in FLOAT_TYPES)
 GENERATED, PROMPT, PRECISE_PROMPT, COARSE, MIXED = ROW_KINDS = 0, 1, 2, 3, 4
 MOST_15_BITS, MOST_8_BITS = 16256, 127  # magnitudes of quantized activations
-MIXED_FORMATS = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"}
+MIXED_FORMATS = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "TQ2_0"}
 MIXED_FORMATS |= {f"INT4_G{group}_F32{zero}" for group in (32, 128) for zero in ("", "_Z")}
 MIXED_SHARE, MIXED_STRETCH = 8, 1024  # one block of so many has 15 bits, in each stretch
 

@@ -162,7 +162,8 @@ def check_can_run(compute: ComputeOptions) -> None:
 def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
     """Return about how many bytes the weights take here; some backends store them otherwise."""
     if is_native(compute):
-        return loaded.file_bytes
+        tensors = loaded.tensors.values()
+        return loaded.file_bytes + sum(one.packed_bytes - one.num_bytes for one in tensors)
     if compute.backend == "gpu":
         gpu_device(compute)
         from twostroke.backends.gpu.weights import device_bytes
@@ -174,8 +175,8 @@ def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
 def cost_model(
     program: Program, tensors: Mapping[str, QuantTensor], kv_format: str = DEFAULT_FORMAT
 ) -> CostModel:
-    """Return the cost of a Program with its weights as they are stored."""
-    stored = {name: tensors[name].num_bytes for name in program.weight_shapes}
+    """Return the cost of a Program with its weights as kernels read them."""
+    stored = {name: tensors[name].packed_bytes for name in program.weight_shapes}
     return CostModel(program, stored, FORMATS[kv_format])
 
 

@@ -248,7 +248,7 @@ def _weight_bytes(
 ) -> int:
     if compute.backend in FLOAT32_BACKENDS:
         return sum(4 * prod(shape) for shape in part.program.weight_shapes.values())
-    return sum(tensors[name].part(*rows).num_bytes for name, rows in part.weight_rows.items())
+    return sum(tensors[name].part(*rows).packed_bytes for name, rows in part.weight_rows.items())
 
 
 def own_part(compute: ComputeOptions, index: int, count: int) -> ComputeOptions:

@@ -97,7 +97,7 @@ class RemoteEngine:
             tokenizer = build_tokenizer(loaded)
             program = build_program(loaded.spec)
             ready = process.wait_ready(progress)
-            stored = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
+            stored = {name: loaded.tensors[name].packed_bytes for name in program.weight_shapes}
             cost = CostModel(program, stored, ready.card.cache)
             about = ready.card
             card = make_card(loaded, tokenizer, about.context_length, cost, about.identity)

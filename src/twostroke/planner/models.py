@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class PlannedModel(Frozen):
     """A model as a plan sees it.
 
-    `weight_bytes` has the stored size of each weight; `stored` says how they are stored.
+    `weight_bytes` has the size of each weight in memory; `stored` says how they are stored.
     """
 
     name: str
@@ -71,8 +71,9 @@ class PlannedModel(Frozen):
 def planned_model(model: str) -> PlannedModel:
     """Return the model called `model`, or that which a config.json (or its folder) describes.
 
-    Weights have the size that they have in the model's file, and 16 bits where there is only a
-    configuration. Of a model of the hub that is not here, headers alone are fetched.
+    Weights have the size that the cpu backend packs them to, mostly that in the model's file, and
+    16 bits where there is only a configuration. Of a model of the hub that is not here, headers
+    alone are fetched.
 
     Raises:
         ModelNotFoundError, ModelFormatError: as `load`.
@@ -118,7 +119,7 @@ def _tables(path: Path, name: str) -> list[tuple[int, int]] | None:
 
 def _of(loaded: LoadedModel, name: str, identity: str) -> PlannedModel:
     program = build_program(loaded.spec)
-    sizes = {key: loaded.tensors[key].num_bytes for key in program.weight_shapes}
+    sizes = {key: loaded.tensors[key].packed_bytes for key in program.weight_shapes}
     formats = sorted({tensor.format.name for tensor in loaded.tensors.values()})
     return PlannedModel(name, program, sizes, ", ".join(formats), "bf16", identity)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # What a multiplication costs, relative to one with 15 bits, where rows are many. These constants,
 # not the machine's speed, decide: the same file must get the same bits everywhere.
 _COSTS: Final = {15: 1.0, 9: 0.78, 8: 0.58}
-_WITH_NINE: Final = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"})
+_WITH_NINE: Final = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "TQ1_0", "TQ2_0"})
 _LOGITS_SHARE: Final = 0.5  # prompts need the logits of one row only
 
 

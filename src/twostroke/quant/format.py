@@ -24,7 +24,9 @@ class Format(Frozen):
     native/linear/linear.h), -1 where there are none; `to_kernel` maps rows of bytes to what these
     kernels pack, where that is something else. `group_size` values share a scale. `gguf_id` is the
     type's number in a GGUF file, None if it is in none. `decode` maps bytes (blocks, block_bytes)
-    to float32 (blocks, block_size), exactly; `encode` is its rounding inverse.
+    to float32 (blocks, block_size), exactly; `encode` is its rounding inverse, None where there is
+    none. `packed_bits` are those that a value takes in the kernels' form, where these are more than
+    rounding to whole bytes explains.
     """
 
     name: str
@@ -33,9 +35,10 @@ class Format(Frozen):
     block_size: int
     block_bytes: int
     decode: Callable[[Bytes], Floats]
-    encode: Callable[[Floats], Bytes]
+    encode: Callable[[Floats], Bytes] | None = None
     gguf_id: int | None = None
     to_kernel: Callable[[Bytes], Bytes] | None = None
+    packed_bits: float | None = None
 
     @property
     def bits_per_value(self) -> float:
@@ -59,8 +62,10 @@ class Format(Frozen):
     def quantize(self, values: Floats) -> Bytes:
         """Map float32 (..., row_values) to bytes (..., row_bytes).
 
-        A row must fill whole blocks (ValueError otherwise).
+        A row must fill whole blocks, and the format must have an encoder (ValueError otherwise).
         """
+        if self.encode is None:
+            raise ValueError(f"{self.name} is read, not written")
         row_bytes = self.num_bytes(values.shape[-1])
         blocks = np.ascontiguousarray(values, dtype=np.float32).reshape(-1, self.block_size)
         return self.encode(blocks).reshape(*values.shape[:-1], row_bytes)

@@ -56,6 +56,12 @@ class QuantTensor(Frozen, eq=False):
         """How many bytes `data` has."""
         return self.data.nbytes
 
+    @property
+    def packed_bytes(self) -> int:
+        """About how many bytes the cpu backend's kernels read: those of `data`, or more."""
+        bits = self.format.packed_bits
+        return self.num_bytes if bits is None else int(self.num_values * bits / 8)
+
     def part(self, first: int, end: int) -> QuantTensor:
         """Return some of the outputs of a matrix, or values of a vector, without a copy."""
         if len(self.shape) == 1:
