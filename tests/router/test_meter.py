@@ -267,6 +267,19 @@ def test_ours_tell_what_their_own_accounts_have(trusting: LiveServer, tmp_path: 
     assert used(tmp_path) == [(key.id, "anna", "tiny", *expected)]
 
 
+def test_tenants_have_prefixes_of_their_own_behind_a_router(
+    trusting: LiveServer, tmp_path: Path
+) -> None:
+    body = {"prompt": "begin " * 40, "max_tokens": 1}
+    names = {"one": "anna", "two": "anna", "three": "ben"}
+    keys = [add(tmp_path, name, tenant)[1] for name, tenant in names.items()]
+    with accounting(tmp_path, trusting.url) as router:
+        wait_for(lambda: bool(router.router.fleet.ready))
+        found = [post(router, key, "/v1/completions", **body).json()["usage"] for key in keys]
+    cached = [one["prompt_tokens_details"]["cached_tokens"] for one in found]
+    assert cached[0] == cached[2] == 0 < cached[1]
+
+
 class Sums:
     """Adds up what a server has counted."""
 
