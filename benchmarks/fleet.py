@@ -2,8 +2,8 @@
 
 Both Mooncake traces are simulated before 8 and 64 replicas of an 8B model on an H100, at 80% of
 what they can do, with each policy of the router. Beside the hit rate stands that of one cache with
-the pages of all. Then a scaled trace is sent through a real router to two real servers, whose hit
-rate is compared with the simulated one.
+the pages of all. Options choose runs; those made before stay in the tables. Then a scaled trace is
+sent through a real router to two real servers, whose hit rate is compared with the simulated one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import tempfile
 import time
 import urllib.request
 from collections import OrderedDict
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from report import caption, machine_facts, note, positive, save, table
+from report import RESULTS, caption, machine_facts, note, positive, save, table
 from router import Stream, ask
 from servers import Server, our_command
 from twostroke.core.config import BatchOptions, CacheOptions
@@ -49,6 +50,9 @@ _SHAPE = {
 }  # fmt: skip
 _CONTEXT, _PAGE, _BLOCK = 131072, 64, 512
 _ONE = "one cache"
+_RUNS, _SIZES = (_ONE, *POLICIES), (8, 64)
+_PATH = RESULTS / "fleet.json"
+_read = cache(read_trace)
 _POINTS = {"simulated": 0.02, "real": 0.03}
 # How much faster requests come than in the trace, for each replica: 80% of what replicas can do.
 _SPEED = {"mooncake-conversation": 0.36, "mooncake-synthetic": 0.3}
@@ -102,14 +106,19 @@ def simulated(job: Job) -> dict[str, Any]:
         replicas=replicas,
         routing="prefix" if policy == _ONE else policy,
     )  # fmt: skip
-    load = _fitting(read_trace(trace).first(count), _CONTEXT).changed(
-        speed=_SPEED[trace] * replicas
-    )
+    load = _fitting(_read(trace).first(count), _CONTEXT).changed(speed=_SPEED[trace] * replicas)
+    began_s = time.process_time()
     if policy == _ONE:
-        return {"hit": one_cache(load, setup.size().num_pages * replicas * _PAGE, _BLOCK)}
+        hit = one_cache(load, setup.size().num_pages * replicas * _PAGE, _BLOCK)
+        return {"hit": hit, "took_s": time.process_time() - began_s}
     found = simulate(setup, load)
     ttfts = [one.timings.first_token_s - one.sent_s for one in found.logs]
-    return {"hit": found.report.hit_rate, "ttft_s": mean(ttfts), "busy": mean(found.busy)}
+    return {
+        "hit": found.report.hit_rate,
+        "ttft_s": mean(ttfts),
+        "busy": mean(found.busy),
+        "took_s": time.process_time() - began_s,
+    }
 
 
 def real(given: argparse.Namespace) -> dict[str, float]:
@@ -164,21 +173,40 @@ async def _replay(load: Load, port: int, vocab_size: int) -> list[Stream]:
     return await asyncio.gather(*[one(number) for number in range(len(load.arrivals))])
 
 
-def compared(outcomes: dict[Job, dict[str, Any]], given: argparse.Namespace) -> tuple[Rows, Rows]:
-    """Return what was asked beside what was reached, and the figures of each policy."""
+def simulate_all(jobs: list[Job], kept: dict[str, Any], given: argparse.Namespace) -> None:
+    """Simulate, several at once, and keep each outcome as soon as it is there."""
+    with ProcessPoolExecutor(given.processes) as pool:
+        runs = {pool.submit(simulated, job): job for job in jobs}
+        for number, run in enumerate(as_completed(runs), 1):
+            job, got = runs[run], run.result()
+            kept[str(job)] = got
+            _PATH.parent.mkdir(exist_ok=True)
+            _PATH.write_text(json.dumps({"runs": kept}))
+            text = f"{number} of {len(jobs)}: {job[0]}, {job[1]} replicas, {job[2]}: {_cell(got)}"
+            note(f"{text}, simulated in {got['took_s']:.0f} s")
+
+
+def compared(runs: dict[str, Any], given: argparse.Namespace) -> tuple[Rows, Rows]:
+    """Return what was asked beside what was reached, and the figures of each policy.
+
+    Runs that were not made, now or before, are left out.
+    """
     asked: Rows = []
     all_: Rows = []
-    for trace in _SPEED:
-        for replicas in given.replicas:
-            found = {job[2]: got for job, got in outcomes.items() if job[:2] == (trace, replicas)}
-            name = f"{trace.removeprefix('mooncake-')}, {replicas} replicas"
-            whole, ours = found[_ONE]["hit"], found["prefix"]
+    for trace, replicas in product(_SPEED, _SIZES):
+        jobs = {one: (trace, replicas, one, given.requests, given.weight) for one in _RUNS}
+        found = {one: runs[str(job)] for one, job in jobs.items() if str(job) in runs}
+        if not found:
+            continue
+        name = f"{trace.removeprefix('mooncake-')}, {replicas} replicas"
+        if {_ONE, "prefix"} <= found.keys():
+            least, hit = found[_ONE]["hit"] - _POINTS["simulated"], found["prefix"]["hit"]
+            asked.append((f"{name}: hit rate", least, hit, _share, "at least"))
+        if {*POLICIES} <= found.keys():
             others_s = min(found[one]["ttft_s"] for one in POLICIES if one != "prefix")
-            least = whole - _POINTS["simulated"]
-            asked.append((f"{name}: hit rate", least, ours["hit"], _share, "at least"))
-            asked.append((f"{name}: mean TTFT", others_s, ours["ttft_s"], _seconds, "below"))
-            cells = [f"{_share(found[p]['hit'])}, {_seconds(found[p]['ttft_s'])}" for p in POLICIES]
-            all_.append((name, _share(whole), *cells))
+            mean_s = found["prefix"]["ttft_s"]
+            asked.append((f"{name}: mean TTFT", others_s, mean_s, _seconds, "below"))
+        all_.append((name, *[_cell(found[one]) if one in found else "" for one in _RUNS]))
     return asked, all_
 
 
@@ -186,20 +214,15 @@ def main() -> int:
     """Simulate, measure, print and keep; return 1 if a limit is missed."""
     given = _arguments()
     asked: Rows = []
-    texts, facts, kept = list[str](), machine_facts(), dict[str, Any]()
+    texts, facts = list[str](), machine_facts()
+    kept: dict[str, Any] = json.loads(_PATH.read_text())["runs"] if _PATH.exists() else {}
     if "simulated" in given.parts:
-        jobs = [
-            (trace, replicas, policy, given.requests, given.weight)
-            for trace in _SPEED
-            for replicas in given.replicas
-            for policy in (_ONE, *POLICIES)
-        ]
+        chosen = product(given.traces, given.replicas, given.policies)
+        jobs = [(*one, given.requests, given.weight) for one in chosen]
         note(f"Simulating {len(jobs)} runs")
-        with ProcessPoolExecutor(given.processes) as pool:
-            outcomes = dict(zip(jobs, pool.map(simulated, jobs), strict=True))
-        kept = {str(job): got for job, got in outcomes.items()}
-        asked, rows = compared(outcomes, given)
-        texts.append(table(("hit rate, mean TTFT", _ONE, *POLICIES), rows))
+        simulate_all(jobs, kept, given)
+        asked, rows = compared(kept, given)
+        texts.append(table(("hit rate, mean TTFT", *_RUNS), rows))
     if "real" in given.parts:
         kept["real"] = got = real(given)
         for sign, words in ((-1, "at least"), (1, "at most")):
@@ -222,6 +245,10 @@ def main() -> int:
     return 0 if is_met else 1
 
 
+def _cell(got: dict[str, Any]) -> str:
+    return _share(got["hit"]) + (f", {_seconds(got['ttft_s'])}" if "ttft_s" in got else "")
+
+
 def _share(value: float) -> str:
     return f"{value:.1%}"
 
@@ -234,7 +261,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=positive, default=4000)
-    parser.add_argument("--replicas", type=positive, nargs="+", default=[8, 64])
+    parser.add_argument("--traces", nargs="+", choices=_SPEED, default=tuple(_SPEED))
+    parser.add_argument("--replicas", type=int, nargs="+", choices=_SIZES, default=_SIZES)
+    parser.add_argument("--policies", nargs="+", choices=_RUNS, default=_RUNS)
     parser.add_argument("--weight", type=float, default=WEIGHT, help="of computing beside waiting")
     parser.add_argument("--processes", type=positive, default=2)
     parser.add_argument("--real-requests", type=positive, default=300)
