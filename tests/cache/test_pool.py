@@ -48,7 +48,7 @@ def test_shared_page_outlives_its_first_holder():
 def test_kept_page_is_cached_when_nobody_refers_to_it():
     pool = PagePool(2, 16)
     pages = pool.allocate(1)
-    pool.keep(pages[0])
+    pool.keep(pages[:1])
     pool.release(pages)
     assert states(pool) == (1, 1, 0)
     pool.share(pages)
@@ -59,7 +59,7 @@ def test_kept_page_is_cached_when_nobody_refers_to_it():
 def test_free_pages_are_taken_before_cached_ones():
     pool = PagePool(2, 16)
     cached = pool.allocate(1)
-    pool.keep(cached[0])
+    pool.keep(cached[:1])
     pool.release(cached)
     assert pool.allocate(1) != cached
     assert states(pool) == (0, 1, 1)
@@ -68,10 +68,10 @@ def test_free_pages_are_taken_before_cached_ones():
 def test_deepest_page_is_evicted_first_and_the_least_recently_used_chain_before_others():
     pool = PagePool(6, 16)
     evicted = []
-    pool.on_evict = evicted.append
+    pool.on_evict = evicted.extend
     old, new = pool.allocate(3), pool.allocate(3)
     for page in (*old, *new):
-        pool.keep(page)
+        pool.keep([page])
     pool.release(new)
     pool.release(old)
     pool.share(new[:1])
@@ -83,10 +83,10 @@ def test_deepest_page_is_evicted_first_and_the_least_recently_used_chain_before_
 def test_pages_that_windows_left_are_evicted_first():
     pool = PagePool(6, 16)
     evicted = []
-    pool.on_evict = evicted.append
+    pool.on_evict = evicted.extend
     left, whole = pool.allocate(3), pool.allocate(3)
     for page in (*left, *whole):
-        pool.keep(page)
+        pool.keep([page])
     pool.release(whole)
     for page in left:
         pool.release_passed(page)
@@ -107,7 +107,7 @@ def test_page_that_one_request_leaves_stays_with_the_other():
 def test_evicted_page_is_no_longer_kept():
     pool = PagePool(1, 16)
     pages = pool.allocate(1)
-    pool.keep(pages[0])
+    pool.keep(pages[:1])
     pool.release(pages)
     pages = pool.allocate(1)
     pool.release(pages)

@@ -27,7 +27,7 @@ class PagePool:
 
     Attributes:
         groups: how many pages of which group a request needs.
-        on_evict: called with a cached page just before it is handed out again.
+        on_evict: called with cached pages just before they are handed out again.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.groups = PageGroups(page_size, windows)
-        self.on_evict: Callable[[int], None] | None = None
+        self.on_evict: Callable[[Sequence[int]], None] | None = None
         self._counts = [0] * num_pages
         self._kept = [False] * num_pages
         # Last in, first out: a page that was just used is likelier to be in a near cache.
@@ -89,11 +89,13 @@ class PagePool:
     def allocate(self, count: int) -> list[int]:
         """Return `count` pages, at most `num_available`, with one reference each."""
         assert count <= self.num_available, "more pages were asked for than there are"
-        pages = []
-        for _ in range(count):
-            page = self._free.pop() if self._free else self._evict()
-            self._counts[page] = 1
-            pages.append(page)
+        free, counts = self._free, self._counts
+        num_evicted = max(0, count - len(free))
+        pages = free[: -count - 1 : -1]
+        del free[len(free) - len(pages) :]
+        pages += self._evict(num_evicted)
+        for page in pages:
+            counts[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -133,19 +135,24 @@ class PagePool:
 
     def evict_all(self) -> None:
         """Evict all cached pages, because their content is lost."""
-        while self._cached:
-            self._free.append(self._evict())
+        self._free += self._evict(len(self._cached))
 
-    def keep(self, page: int) -> None:
-        """Let a referenced page outlive its references until it is evicted."""
-        assert self._counts[page] > 0, "only a referenced page has content worth keeping"
-        self._kept[page] = True
+    def keep(self, pages: Iterable[int]) -> None:
+        """Let referenced pages outlive their references until they are evicted."""
+        counts, kept = self._counts, self._kept
+        for page in pages:
+            assert counts[page] > 0, "only a referenced page has content worth keeping"
+            kept[page] = True
 
-    def _evict(self) -> int:
-        page, used_s = self._cached.popitem(last=False)
-        if used_s != math.inf:
-            self._evicted_s = used_s
-        self._kept[page] = False
-        if self.on_evict is not None:
-            self.on_evict(page)
-        return page
+    def _evict(self, count: int) -> list[int]:
+        """Evict the cached pages that were used longest ago."""
+        cached, kept, pages = self._cached, self._kept, list[int]()
+        for _ in range(count):
+            page, used_s = cached.popitem(last=False)
+            if used_s != math.inf:
+                self._evicted_s = used_s
+            kept[page] = False
+            pages.append(page)
+        if pages and self.on_evict is not None:
+            self.on_evict(pages)
+        return pages

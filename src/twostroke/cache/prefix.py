@@ -166,11 +166,12 @@ class PrefixIndex:
 
     def insert(self, group: int, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         """Index full, computed, referenced pages of a group, unless their `keys` have others."""
-        known = self._pages[group]
-        for key, page in zip(keys, pages, strict=True):
-            if known.setdefault(key, page) == page:
-                self._keys[page] = (group, key)
-                self._pool.keep(page)
+        place, owners = self._pages[group].setdefault, self._keys
+        pairs = zip(keys, pages, strict=True)
+        added = [(key, page) for key, page in pairs if place(key, page) == page]
+        for key, page in added:
+            owners[page] = (group, key)
+        self._pool.keep([page for _, page in added])
 
     def _num_reachable(self, keys: list[bytes], num_places: int) -> int:
         """Return the most places, up to `num_places`, whose windows have only known pages."""
@@ -185,9 +186,11 @@ class PrefixIndex:
                 first = groups.first_seen(num_places * groups.page_size)
         return num_places
 
-    def _forget(self, page: int) -> None:
-        group, key = self._keys.pop(page)
-        del self._pages[group][key]
+    def _forget(self, pages: Sequence[int]) -> None:
+        forget = self._keys.pop
+        for page in pages:
+            group, key = forget(page)
+            del self._pages[group][key]
 
 
 def _leading(known: dict[bytes, int], keys: list[bytes]) -> list[int]:

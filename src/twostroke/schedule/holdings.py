@@ -60,8 +60,11 @@ class Holdings:
 
     def give_back(self, request: Request) -> None:
         """Release all pages of a request; the last ones will be evicted first."""
-        places = zip(*request.pages, strict=True)
-        self._pool.release([page for place in places for page in place if page != NO_PAGE])
+        pages = request.pages[0]
+        if len(request.pages) > 1 or self._groups.has_windows:
+            places = zip(*request.pages, strict=True)
+            pages = [page for place in places for page in place if page != NO_PAGE]
+        self._pool.release(pages)
         request.pages = []
 
     def num_reserved(self, request: Request) -> int:

@@ -40,14 +40,18 @@ class Arrival(Frozen):
 
         An array of 12,000 tokens is made in a tenth of the time of a list.
         """
-        ids = _numbers(number + 1, self.num_prompt)
+        size = self.block_size
+        if len(self.blocks) * size >= self.num_prompt:
+            ids = np.empty(self.num_prompt, np.uint64)
+        else:
+            ids = _numbers(number + 1, self.num_prompt)
         if self.num_shared:
             ids[: self.num_shared] = _numbers(0, self.num_shared)
         if self.blocks:
-            size = self.block_size
             starts = np.array(self.blocks, np.uint64)[:, None] * np.uint64(size)
+            starts += np.uint64(1 << 62)
             shared = (starts + np.arange(size, dtype=np.uint64)).ravel()[: self.num_prompt]
-            ids[: len(shared)] = shared + np.uint64(1 << 62)
+            ids[: len(shared)] = shared
         ids *= _GOLDEN
         ids ^= ids >> np.uint64(32)
         return array("I", (ids % np.uint64(vocab_size)).astype(np.uint32).tobytes())
