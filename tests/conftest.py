@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from support import native
 from twostroke.core.errors import ModelNotFoundError
 from twostroke.fetch import resolve
+
+pytest.register_assert_rewrite("support")  # so that its failures say what was found
+
+from support import native  # noqa: E402 only now
 
 if TYPE_CHECKING:
     from collections.abc import Callable
