@@ -47,6 +47,7 @@ _EACH_UNWRITTEN: Final = frozenset(
 )
 _NOTHING: Final = r"[^\x00-\x{10ffff}]"
 _MOST_KNOWN: Final = 512
+_MOST_MATCHERS: Final = 32  # one of a hostile pattern takes up to half a megabyte
 
 
 class Pattern(Frozen):
@@ -231,7 +232,7 @@ def _has_outer_anchors(parts: list[str]) -> bool:
     return True
 
 
-@lru_cache(_MOST_KNOWN)
+@lru_cache(_MOST_MATCHERS)
 def _matcher(source: str) -> jsonschema_rs.Validator | None:
     try:
         return jsonschema_rs.validator_for(
