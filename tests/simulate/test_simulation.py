@@ -209,6 +209,15 @@ def test_the_rule_auto_is_as_good_as_the_better_of_always_and_never(setup, promp
     assert found["always"].decisions.keys() <= {"there", "short"}
 
 
+def test_a_prompt_that_a_full_replica_refuses_is_read_by_its_own(setup):
+    batch = BatchOptions(token_budget=2048, max_waiting_requests=4)
+    apart = replace(setup, batch=batch, replicas=4, prefill_replicas=1, link=10e9)
+    burst = Load("burst", tuple(Arrival(0.0, 1024, 4) for _ in range(12)))
+    found = simulate(replace(apart, disaggregate="always", routing="round-robin"), burst)
+    assert (found.report.num_completed, found.decisions) == (12, {"there": 12})
+    assert sum(log.num_cached > 0 for log in found.logs) == 4, "the others computed all"
+
+
 def test_batches_start_when_they_may(setup):
     load = Load("five", tuple(Arrival(float(n), 64, 8) for n in range(5)))
     for policy, wanted in (("static", (1.0, 0.0, 1.0, 0.0, 0.0)), ("dynamic", (0.5,) * 5)):
