@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _EXACT: dict[str, Any] = {"element": torch.float32, "kv_format": "f32", "piece": 32, "max_rows": 60}
-_NUM_REQUESTS = 24
+_NUM_REQUESTS = 12
 
 
 def gpu_backend(num_pages: int, windows: tuple[int | None, ...] = (), **options: Any) -> GpuBackend:
@@ -50,13 +50,13 @@ def test_tokens_drawn_ahead_are_those_of_one_step_at_a_time(
     """Preempted, in chunks, cached, cancelled, with penalties and prompts' log-probabilities."""
     requests = random_requests(random.Random(5), _NUM_REQUESTS, 280, longest=16, most_output=6)
     for request in requests[::3]:
-        request.params = replace(request.params, max_tokens=60)
+        request.params = replace(request.params, max_tokens=36)
     plain = Setting(64, 60, 32, prefix_cache=True, policy=Continuous())
     right, _ = run_schedule(gpu_backend(64, windows), plain, [fresh(r) for r in requests], 100)
-    ahead = replace(plain, num_pages=12, draws_ahead=1, cancels=3)
+    ahead = replace(plain, num_pages=5, draws_ahead=1, cancels=3)
     again = [fresh(r) for r in requests]
-    ours, num_preemptions = run_schedule(gpu_backend(12, windows), ahead, again, 100)
-    assert num_preemptions
+    ours, num_preemptions = run_schedule(gpu_backend(5, windows), ahead, again, 100)
+    assert num_preemptions or windows, "a window needs few pages"
     cancelled = {r.id for r in again if r.finish_reason is FinishReason.CANCEL}
     assert 0 < len(cancelled) < _NUM_REQUESTS / 2
     for name, (tokens, reports) in ours.items():
