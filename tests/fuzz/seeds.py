@@ -12,6 +12,7 @@ import numpy as np
 import twostroke
 from fuzz.targets import FOLDER_FILES, SEPARATOR
 from support.gguf_writer import I32, U16, Typed, gguf_bytes
+from support.random_blocks import in_format
 from support.safetensors_writer import safetensors_bytes
 from support.tiny import (
     SPECIAL_TOKENS,
@@ -65,7 +66,7 @@ def _gguf() -> dict[str, bytes]:
         "tokenizer.ggml.unknown_token_id": 0,
     }
     tensors = {
-        name: QuantTensor.from_floats(np.arange(fmt.block_size, dtype=np.float32)[None], fmt)
+        name: in_format(np.arange(fmt.block_size, dtype=np.float32)[None], name)
         for name, fmt in FORMATS.items()
     }
     halves = [{name: tensors[name] for name in list(tensors)[part::2]} for part in range(2)]

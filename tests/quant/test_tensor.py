@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from support.random_blocks import in_format
 from twostroke.quant import FORMATS, Format, QuantTensor
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
 def test_rows_and_columns_equal_those_of_the_whole(fmt: Format) -> None:
     values = np.random.default_rng(0).standard_normal((40, 512)).astype(np.float32)
-    tensor = QuantTensor.from_floats(values, fmt)
+    tensor = in_format(values, fmt.name)
     whole = tensor.dequantize()
     assert whole.shape == (40, 512)
     for rows in (slice(0, 1), slice(7, 23), slice(39, None), slice(5, 5)):

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec.structs import replace
 
-from support.tiny import tiny_tensors
 from twostroke.quant import FORMATS, QuantTensor
-
-if TYPE_CHECKING:
-    from support.tiny import Tiny
 
 CODED = ("TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 SCALE_AT = {"TQ1_0": 52, "TQ2_0": 64}  # others but IQ1_M: 0
@@ -41,12 +35,8 @@ def set_scales(name: str, data: np.ndarray, scale: float) -> None:
         blocks[:, start : start + 2] = half.view(np.uint8)
 
 
-def coded_tensors(name: str, tiny: Tiny) -> dict[str, QuantTensor]:
-    """Return the tensors of a tiny model, those of its layers' matrices in random blocks."""
-    rng = np.random.default_rng(0)
-    return {
-        key: random_blocks(name, tensor.shape, rng)
-        if key.startswith("blk.") and len(tensor.shape) == 2
-        else tensor
-        for key, tensor in tiny_tensors(replace(tiny, fmt="F32")).items()
-    }
+def in_format(values: np.ndarray, name: str) -> QuantTensor:
+    """Return a tensor in any format: `values` rounded, or random blocks where nothing rounds."""
+    if FORMATS[name].encode is not None:
+        return QuantTensor.from_floats(values, FORMATS[name])
+    return random_blocks(name, values.shape, np.random.default_rng(values.size))

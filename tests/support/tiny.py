@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from support.gguf_writer import I32, U16, Typed, write_gguf
+from support.random_blocks import in_format
 from support.safetensors_writer import write_safetensors
 from support.tiny_families import FAMILIES
 from support.tiny_weights import folder_weights, gguf_weights, random_weights
@@ -135,7 +136,7 @@ def tiny_tensors(tiny: Tiny) -> dict[str, QuantTensor]:
             fmt = "F32"
         elif name in {"token_embd.weight", "output.weight"}:
             fmt = tiny.embedding_fmt
-        tensors[name] = QuantTensor.from_floats(weight, FORMATS[fmt])
+        tensors[name] = in_format(weight, fmt)
     return tensors
 
 

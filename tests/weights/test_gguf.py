@@ -11,6 +11,7 @@ import pytest
 
 from support import gguf_writer
 from support.gguf_writer import Typed, gguf_bytes, write_gguf
+from support.random_blocks import in_format
 from support.resident import resident_bytes
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.gguf import read_gguf
@@ -63,7 +64,7 @@ def test_the_reference_reader_agrees_about_the_written_file(tmp_path: Path) -> N
 def test_tensors_are_views_with_row_major_shapes(tmp_path: Path, fmt: str) -> None:
     rng = np.random.default_rng(0)
     tensors = {
-        name: QuantTensor.from_floats(rng.standard_normal(shape).astype(np.float32), FORMATS[fmt])
+        name: in_format(rng.standard_normal(shape).astype(np.float32), fmt)
         for name, shape in {"a": (3, 512), "b": (256,), "c": (2, 3, 256), "d": (5, 768)}.items()
     }
     file = read_gguf(write_gguf(tmp_path / "a.gguf", {}, tensors))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from msgspec.structs import replace
 
 from support.cpu import LEVELS, cpu_backend
-from support.gguf_writer import write_gguf
 from support.native import load_level
-from support.random_blocks import CODED, coded_tensors
-from support.tiny import Tiny, tiny_metadata
+from support.random_blocks import CODED
+from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.config import ComputeOptions
 from twostroke.engine.compute import cost_model, weight_bytes
@@ -28,9 +28,7 @@ def models(tmp_path_factory):
 
     @cache
     def model(name):
-        path = folder / f"{name}.gguf"
-        write_gguf(path, tiny_metadata(TINY), coded_tensors(name, TINY))
-        loaded = load_path(path)
+        loaded = load_path(write_tiny_gguf(folder / f"{name}.gguf", replace(TINY, fmt=name)))
         program = build_program(loaded.spec)
         return program, loaded, ReferenceBackend(program, loaded.tensors, 1, 16).score(TOKENS)
 
