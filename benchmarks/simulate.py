@@ -54,7 +54,7 @@ STEPS = Wanted(
         *map(Shape.prefill, (16, 64, 256)),
     )
 )
-_WATCHED_LOAD = 0.6  # of the knee, while steps of the server are watched
+_WATCHED_LOADS = (0.6, 0.9)  # of the knee, while steps of the server are watched
 _ALONE = 20  # requests one after another, for the time outside the engine
 HEADER = ("load", "figure", "measured", "simulated", "error", "limit")
 
@@ -174,21 +174,25 @@ def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> 
     load = read_trace(given.trace).first(given.requests).changed(scale=given.scale)
     overhead_s = _find_overhead(pair, fresh)
     burst = load.first(given.requests // 3).changed(speed=1e6)
-    rates, simulated_logs = [], simulate(pair.setup, burst).logs
-    with pair.watched():
-        measured_logs = pair.measure(burst, _texts(fresh, burst))
-    for logs in (measured_logs, simulated_logs):
+    rates = []
+    for logs in (pair.measure(burst, _texts(fresh, burst)), simulate(pair.setup, burst).logs):
         report = make_report(logs, Objectives())
         rates.append(report.num_requests / report.duration_s)
     rows = [("all at once", "requests/s", *(f"{r:.2f}" for r in rates), _error(*rates[::-1]), "")]
     note(" ".join(rows[0]))
     note("Watching steps of the server under other requests")
-    with pair.watched():
-        later = read_trace(given.trace).arrivals[given.requests :][: given.requests // 3]
+    trace, count = read_trace(given.trace), given.requests
+    for number, share in enumerate(_WATCHED_LOADS):
+        later = trace.arrivals[count + number * count // 3 :][: count // 3]
         arrivals = tuple(replace(one, at_s=one.at_s - later[0].at_s) for one in later)
         other = Load("later requests", arrivals).changed(scale=given.scale)
-        other = other.changed(speed=_WATCHED_LOAD * rates[0] / other.rate)
-        pair.measure(other, _texts(fresh, other))
+        other = other.changed(speed=share * rates[0] / other.rate)
+        with pair.watched():
+            logs = pair.measure(other, _texts(fresh, other))
+        seen = make_report(logs, Objectives()), simulate(pair.setup, other).report
+        found = list(_compared(f"{share:.0%}, watched", *seen))
+        note("\n".join(map(" ".join, found)))
+        rows += found
     kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
     for percent in given.loads:
         changed = load.changed(speed=percent / 100 * rates[0] / load.rate)
