@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 
 from support.accounts import BODY, CHAT, SECRET, USAGE, accounting, post, used, whole
 from support.keys import add, revoke
-from support.replicas import Exchange, FakeReplica, Loop, hello
+from support.replicas import Exchange, FakeReplica, Loop
 from support.servers import wait_for
 from twostroke.http import key as kept
 from twostroke.http.key import KeyLimits
@@ -92,6 +93,8 @@ def test_tokens_are_taken_at_admission_and_settled_by_the_answer(
         ({"n_predict": -1}, 1000), ({"max_output_tokens": 7, "n": 3}, 21),
         ({"options": {"num_predict": 7}}, 7), ({"prompt": ["a", "b"], "max_tokens": 7}, 14),
         ({"prompt": [1, 2, 3], "max_tokens": 7}, 7), ({"max_tokens": "seven"}, 1000),
+        ({"prompt": ['a "b", \\', '\\"', ""], "max_tokens": 7}, 21),
+        ({"prompt": [[1, 2], [3]], "max_tokens": 7}, 14), ({"n": 1e308}, 1 << 40),
     ],
 )  # fmt: skip
 def test_an_estimate_is_the_most_that_answers_may_have(body: dict[str, Any], most: int) -> None:
@@ -103,8 +106,11 @@ def test_classes_hold_for_all_servers_and_are_told_to_ours(fakes: Loop, tmp_path
     replica = fakes.start(FakeReplica())
     _, text = add(tmp_path, classes=("default", "flex"), weight=2.5)
     with accounting(tmp_path, replica.url) as router:
-        for fields in ({"service_tier": "priority"}, {"priority": -1}, {"priority": "-1"}):
-            refused = post(router, text, **fields)
+        asked = [b'"service_tier": "priority"', b'"priority": -1', b'"priority": "\\u002d1"']
+        for field in asked:
+            headers = {"x-api-key": text, "content-type": "application/json"}
+            body = b'{"prompt": "hello", %s}' % field
+            refused = httpx.post(router.url + CHAT, content=body, headers=headers, trust_env=False)
             assert (refused.status_code, refused.json()["error"]["code"]) == (
                 403,
                 "class_not_allowed",
@@ -118,14 +124,47 @@ def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path
     replica = fakes.start(FakeReplica())
     _, text = add(tmp_path)
     with accounting(tmp_path, replica.url) as router:
-        for path in ("/v1/files", "//v1/batches", "/v1/messages/%62atches"):
+        for path in ("/v1/files", "/v1/batches/", "/v1/messages/%62atches"):
             refused = post(router, text, path, x=1)
             assert refused.status_code == 400
             assert "twostroke batch --url" in refused.text
         assert not replica.seen
         headers = {"x-api-key": text}
         assert httpx.get(router.url + "/v1/batches", headers=headers, trust_env=False).is_success
-    assert replica.behaviour is hello
+    assert [one.path for one in replica.seen] == ["/v1/batches"]
+
+
+def test_what_is_for_operators_is_not_passed_on(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    _, text = add(tmp_path)
+    asked = [
+        *("POST /sleep", "GET /slots", "PUT /api/generate", "DELETE /api/delete"),
+        *("POST //v1/batches", "POST /v1/responses/x/../../../sleep", "POST /api/pull"),
+        *("GET /v1/models/../../slots", "GET /v1/models/%252e%252e/slots"),
+    ]
+    known = ["GET /v1/models/a/b:c", "DELETE /v1/files/x", "HEAD /v1/batches", "GET /props"]
+    headers = {"x-api-key": text, "content-type": "application/json"}
+    with accounting(tmp_path, replica.url) as router:
+        client = HTTPConnection(router.url.removeprefix("http://"))  # sends paths as they are
+        for line in asked:
+            client.request(*line.split(), body="{}", headers=headers)
+            answer = client.getresponse()
+            assert (answer.status, b"does not pass on" in answer.read()) == (404, True), line
+        client.close()
+        assert not replica.seen
+        for line in known:
+            method, path = line.split()
+            assert httpx.request(method, router.url + path, headers=headers).is_success
+    assert len(replica.seen) == len(known)
+    assert used(tmp_path) == []
+
+
+def test_an_absurd_number_of_answers_holds_nothing_afterwards(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    _, text = add(tmp_path, limits=KeyLimits(tokens_per_minute=1000, parallel=1))
+    with accounting(tmp_path, replica.url) as router:
+        assert post(router, text, n=1e308).status_code == 200
+        wait_for(lambda: post(router, text).status_code == 200, 5)
 
 
 def test_a_client_that_says_who_it_is_is_not_believed(fakes: Loop, tmp_path: Path) -> None:
@@ -141,6 +180,7 @@ def test_a_client_that_says_who_it_is_is_not_believed(fakes: Loop, tmp_path: Pat
     assert seen.headers["x-twostroke-tenant"] == "anna 1"
     assert seen.headers["authorization"] == f"Bearer {SECRET}"
     assert "x-twostroke-usage" not in seen.headers
+    assert seen.headers["accept-encoding"] == "identity"  # so that usage can be read
     assert text not in str(seen.headers)
     assert [row[0] for row in used(tmp_path)] == [key.id]
 

@@ -248,6 +248,26 @@ def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> 
         assert found["by"] == 1
 
 
+def test_an_id_that_breaks_lines_is_asked_of_nobody(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    with live_router(replica.url) as router:
+        for id_ in ("x HTTP/1.1\r\nx-twostroke-tenant: ben\r\nx:", "../../sleep", "\n"):
+            assert post(router.url, _BODY | {"previous_response_id": id_}).status_code == 200
+    assert [one.method for one in replica.seen] == ["POST"] * 3
+
+
+def test_a_body_that_is_nested_too_deeply_is_for_the_replica_to_refuse(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    deep = "[" * 100_000 + "]" * 100_000
+    with live_router(replica.url) as router:
+        for body in (deep, f'{{"prompt": {deep}}}', f'{{"options": {{"x": {deep}}}}}'):
+            headers = {"content-type": "application/json"}
+            url = router.url + "/v1/completions"
+            answer = httpx.post(url, content=body, headers=headers, trust_env=False)
+            assert answer.status_code == 200
+    assert len(replica.seen) == 3
+
+
 def test_requests_of_a_replica_that_is_cut_off_are_given_up(fakes: Loop) -> None:
     replica = fakes.start(FakeReplica())
 

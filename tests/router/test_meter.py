@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -100,7 +101,9 @@ _FOREIGN: dict[str, tuple[str, Callable[[Exchange], Any], tuple[int, int, int]]]
         (6, 0, 2),
     ),
     "a path below": (f"{CHAT}/batch", whole({"usage": {**USAGE, "prompt_tokens": -1}}), (0, 0, 4)),
-    "nothing said": ("/v1/other", whole({"text": "x" * 69}), (6, 0, 20)),
+    "a sum alone": ("/rerank", whole({"usage": {"total_tokens": 8}}), (8, 0, 0)),
+    "an absurd count": (CHAT, whole({"usage": {"prompt_tokens": 10**19}}), (10**12, 0, 0)),
+    "nothing said": ("/v1/completions", whole({"text": "x" * 69}), (6, 0, 20)),
     "a stream without": (CHAT, streamed(*[b'data: {"n":1}\n\n'] * 7), (15, 0, 7)),
 }
 
@@ -153,6 +156,7 @@ def test_only_streams_that_do_not_ask_are_made_to() -> None:
     ):
         assert asking(body, CHAT) is None
     assert asking(stream, "/v1/messages") is None
+    assert asking(stream.replace(b"true", b"1"), CHAT) is not None  # as some servers take it
 
 
 def test_a_told_usage_is_taken_out_of_the_stream(fakes: Loop, tmp_path: Path) -> None:
@@ -265,6 +269,31 @@ def test_ours_tell_what_their_own_accounts_have(trusting: LiveServer, tmp_path: 
                 assert answer.text.endswith("data: [DONE]\n\n")
     seen.remove(book)
     assert used(tmp_path) == [(key.id, "anna", "tiny", *expected)]
+
+
+def test_ours_tell_usage_also_after_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The response begins before the constraint is compiled and the prompt's length known."""
+    key, text = add(tmp_path)
+    keys = ApiKeys.read(None, None, router=SECRET)
+    options = ServeOptions(drain_s=1, keep_alive_s=0.1, api_keys=keys)
+    with live_server(tmp_path, options) as server, accounting(tmp_path, server.url) as router:
+        compile_ = server.client.grammars._compile
+
+        def slow(*arguments: Any, **named: Any) -> Any:
+            time.sleep(0.5)
+            return compile_(*arguments, **named)
+
+        monkeypatch.setattr(server.client.grammars, "_compile", slow)
+        wait_for(lambda: bool(router.router.fleet.ready))
+        asked = {"include_usage": True}
+        answer = post(router, text, stream=True, stream_options=asked, guided_regex="a{3}")
+    assert answer.text.startswith(": keep-alive")
+    assert "twostroke-usage" not in answer.text
+    usage = json.loads(answer.text.split("data: ")[-2])["usage"]
+    counts = (usage["prompt_tokens"], 0, usage["completion_tokens"])
+    assert used(tmp_path) == [(key.id, "anna", "tiny", 1, *counts)]
 
 
 def test_tenants_have_prefixes_of_their_own_behind_a_router(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -38,7 +37,15 @@ from twostroke.router.fleet import Fleet, hash_of
 from twostroke.router.forward import Forwarder
 from twostroke.router.meter import Meter, Pace
 from twostroke.router.metrics import Metrics
-from twostroke.router.paths import COMPUTED, FREE, READ
+from twostroke.router.paths import (
+    COMPUTED,
+    FREE,
+    READ,
+    STORED,
+    STORED_ID,
+    TENANTS,
+    is_harmless,
+)
 from twostroke.router.prompt import read_prompt
 from twostroke.router.response import LostError, ReplicaError
 from twostroke.router.state import fleet_state
@@ -54,9 +61,6 @@ if TYPE_CHECKING:
     from twostroke.router.fleet import Replica
     from twostroke.router.options import RouteOptions
     from twostroke.router.prompt import Prompt
-
-_TENANTS: Final = ("/v1/files", "/v1/batches", "/v1/messages/batches")  # one replica keeps them
-_STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,100})(?:/.*)?")
 
 
 class BatchPathError(TwostrokeError):
@@ -80,7 +84,7 @@ class _Route:
 
 
 _OTHER: Final = _Route("other")
-_ROUTES: Final = {path: _Route(path) for path in (*COMPUTED, *_TENANTS)}
+_ROUTES: Final = {path: _Route(path) for path in (*COMPUTED, *TENANTS)}
 
 
 class Router:
@@ -142,6 +146,12 @@ class Router:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the replica that suits it."""
         path, method, request = scope["path"], scope["method"], Request(scope, receive)
+        is_kept = any(path == one or path.startswith(f"{one}/") for one in TENANTS)
+        if self._keeps_usage and is_kept and method == "POST":
+            raise BatchPathError(_NO_BATCHES)
+        if self._keeps_usage and not is_harmless(method, path):
+            reason = "it could control a server, or bypass the limits of keys"
+            raise UnknownPathError(f"This router does not pass on {method} {path}: {reason}.")
         salt = _salt(scope)
         if path in COMPUTED and method == "POST":
             data = await read_json(request, self.options.limits)
@@ -156,11 +166,7 @@ class Router:
                 work = self._forwarder.run(errand, prompt.asked)
             await self._forwarder.guard(errand, work)
             return
-        stored = _STORED.fullmatch(path)
-        flat = re.sub("/+", "/", path)  # as a proxy before a replica may read it
-        is_kept = any(flat == one or flat.startswith(f"{one}/") for one in _TENANTS)
-        if is_kept and method == "POST" and self._keeps_usage:
-            raise BatchPathError(_NO_BATCHES)
+        stored = STORED.fullmatch(path)
         body = await self._body(request)
         prompt = read_prompt(body if isinstance(body, bytes) else b"", salt)
         meter = self._admit(prompt, scope) if method == "POST" else None
@@ -206,6 +212,8 @@ class Router:
         ready = self.fleet.ready
         if not ready:
             raise self.fleet.nothing()
+        if not STORED_ID.fullmatch(id_):  # a client can write anything
+            return ready[0]
         kind = "chat/completions" if id_.startswith("chatcmpl-") else "responses"
         headers = credentials(scope, self.options.replica_key)
         path = f"/v1/{kind}/{id_}"

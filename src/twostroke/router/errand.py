@@ -26,9 +26,10 @@ HOPS: Final = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
     b"transfer-encoding upgrade".split()
 )
-_NOT_SENT: Final = HOPS | frozenset(
-    [*b"host content-length expect origin x-request-id x-forwarded-for".split(), USAGE_HEADER]
-)
+_NOT_SENT: Final = HOPS | {
+    *b"accept-encoding host content-length expect origin x-request-id x-forwarded-for".split(),
+    USAGE_HEADER,
+}
 
 
 class Errand:
@@ -69,8 +70,9 @@ class Errand:
         """Return the head and the body of the request to a replica."""
         body, path = self.body, self.scope["path"]
         self.asks_usage = False
-        if self.meter is not None and replica.is_foreign and isinstance(body, bytes):
-            asked = asking(body, path)
+        if self.meter is not None:
+            self.meter.restart()
+            asked = asking(body, path) if replica.is_foreign and isinstance(body, bytes) else None
             self.asks_usage, body = asked is not None, asked or body
         return self._head(replica, body), body
 
@@ -89,6 +91,7 @@ class Errand:
         ]
         headers += credentials(scope, self.replica_key)
         headers.append((b"x-request-id", self.served.request_id.encode()))
+        headers.append((b"accept-encoding", b"identity"))  # events and usage are read
         if self.meter is not None and not replica.is_foreign:
             headers.append((USAGE_HEADER, b"1"))
         client = scope.get("client")

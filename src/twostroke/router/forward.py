@@ -213,6 +213,8 @@ class Forwarder:
             if data:
                 await errand.send({"type": "http.response.body", "body": data, "more_body": True})
             data = await connection.read()
+        if held and meter is not None:
+            held = meter.take(held)
         if held:
             await errand.send({"type": "http.response.body", "body": held, "more_body": True})
 

@@ -30,8 +30,10 @@ _TOKEN_BYTES: Final = 4
 _NEWEST: Final = 0.1  # the weight of the newest answer in the pace
 _USAGE: Final = re.compile(rb'"usage": ?\{')  # in a text its quotes would be escaped
 _ENDS: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")  # of events
+_FALSE: Final = frozenset((b"", b"false", b"null", b"0"))
 _LAST: Final = b"\n" + MARK
 _MOST_LAST: Final = 80  # bytes of that line
+_MOST_TOLD: Final = 10**12  # tokens
 
 
 class Passage:
@@ -46,8 +48,8 @@ class Passage:
     @property
     def used(self) -> Spent | None:
         """The tokens that were taken so far; None if they are not counted, or it was refused."""
-        is_sent = self._meter is not None and self.replica is not None
-        return self._meter.used if is_sent and self._meter is not None else None
+        meter = self._meter
+        return meter.used if meter is not None and self.replica is not None else None
 
     def figures(self) -> dict[str, Any]:
         """Return where the request went, and what it used."""
@@ -98,6 +100,10 @@ class Meter:
         num_output = max(used.completion_tokens, num_output)
         return Spent(used.prompt_tokens, used.cached_tokens, num_output)
 
+    def restart(self) -> None:
+        """Forget what a replica has answered that did not take the request."""
+        self._used, self._has_begun = self._guess, False
+
     def begin(self, head: Head, *, is_silent: bool = False, strips: bool = False) -> None:
         """Take in the head of the answer, after which `take` takes its bytes.
 
@@ -106,8 +112,12 @@ class Meter:
         """
         told = read_usage(head.value(USAGE_HEADER))
         ends = STREAMS.get(head.media_type)
-        self._used = told or (None if head.status >= 400 or is_silent else self._guess)
         self._is_told, self._is_final = told is not None, told is not None and ends is None
+        is_free = told is None and (head.status >= 400 or is_silent)
+        self._used = None if is_free else self._guess
+        # A stream whose constraint is not compiled yet does not know its prompt.
+        if told is not None and (told.prompt_tokens or self._is_final):
+            self._used = told
         self._strips, self._has_begun = strips, ends is not None
         if ends is not None:
             self._end = ends[0]
@@ -168,7 +178,9 @@ class Meter:
     def _take_body(self, data: bytes) -> bytes:
         """Take a part of an answer that is not streamed."""
         self._num_bytes += len(data)
-        self._body = [*self._body, data] if self._num_bytes <= _MOST_KEPT else []
+        self._body.append(data)
+        if self._num_bytes > _MOST_KEPT:
+            self._body.clear()
         return data
 
     def _note(self, part: _Part) -> None:
@@ -190,9 +202,10 @@ def asking(body: bytes, path: str) -> bytes | None:
     try:
         fields = _fields.decode(body)
         options = _options.decode(fields.get("stream_options", b"null")) or {}
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None  # its server says what is wrong
-    if bytes(fields.get("stream", b"")) != b"true" or options.get("include_usage") is True:
+    is_stream = bytes(fields.get("stream", b"")) not in _FALSE  # some servers take 1 and "true"
+    if not is_stream or options.get("include_usage") is True:
         return None
     asked: dict[str, Any] = {**fields, "stream_options": options | {"include_usage": True}}
     return msgspec.json.encode(asked)
@@ -213,14 +226,16 @@ class _Usage(msgspec.Struct):
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
+    total_tokens: int | None = None  # alone, where nothing is written
 
     def spent(self) -> Spent:
         details = self.prompt_tokens_details or self.input_tokens_details
         beside = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
-        prompt = (self.prompt_tokens or self.input_tokens or 0) + beside
-        cached = (details.cached_tokens if details else self.cache_read_input_tokens) or 0
         output = self.completion_tokens or self.output_tokens or 0
-        return Spent(*(max(0, one) for one in (prompt, cached, output)))  # -1 where it is unknown
+        rest = max(0, (self.total_tokens or 0) - output)
+        prompt = (self.prompt_tokens or self.input_tokens or rest) + beside
+        cached = (details.cached_tokens if details else self.cache_read_input_tokens) or 0
+        return _bounded(prompt, cached, output)
 
 
 class _Inner(msgspec.Struct):
@@ -251,7 +266,7 @@ def _parts(texts: list[bytes]) -> list[_Part]:
     for text in texts:
         try:
             found = _bodies.decode(text.removeprefix(b"data:"))
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             continue
         parts += found if isinstance(found, list) else [found]
     return parts
@@ -265,4 +280,9 @@ def _spent(part: _Part) -> Spent | None:
         return usage.spent()
     prompt = part.tokens_evaluated if part.tokens_evaluated is not None else part.prompt_eval_count
     output = part.tokens_predicted or part.eval_count or 0
-    return None if prompt is None else Spent(max(0, prompt), 0, max(0, output))
+    return None if prompt is None else _bounded(prompt, 0, output)
+
+
+def _bounded(*counts: int) -> Spent:
+    """Return counts of another server, which has -1 for unknown ones, as the records can add up."""
+    return Spent(*(min(max(0, one), _MOST_TOLD) for one in counts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 READ: Final = (  # without an answer of tokens
@@ -16,3 +17,27 @@ COMPUTED: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     *("/completion", "/infill", "/api/chat", "/api/generate", *READ, *FREE),
 )
+TENANTS: Final = ("/v1/files", "/v1/batches", "/v1/messages/batches")  # one replica keeps them
+_ID: Final = r"[A-Za-z0-9_-]{1,100}"
+_ONE: Final = rf"/v1/(?:responses|chat/completions)/({_ID})"
+STORED: Final = re.compile(rf"{_ONE}(?:/.*)?")
+STORED_ID: Final = re.compile(_ID)
+_KEPT: Final = rf"(?:{'|'.join(TENANTS)})"
+_OTHERS: Final = {
+    "POST": re.compile(rf"{_ONE}(?:/cancel)?"),
+    "DELETE": re.compile(rf"{_ONE}|{_KEPT}/{_ID}"),
+    "GET": re.compile(
+        rf"{_ONE}(?:/(?:input_items|messages))?|/v1/chat/completions"
+        rf"|{_KEPT}(?:/{_ID}(?:/(?:content|results))?)?"
+        r"|/v1/models(?:/(?!\.\.?(?:/|$))[^/%\\?#;]+)+"  # a model's name may have slashes
+        r"|/props|/lora-adapters|/openapi\.json|/api/(?:tags|ps|version)"
+    ),
+}
+
+
+def is_harmless(method: str, path: str) -> bool:
+    """Return whether a request can neither control a replica nor bypass limits."""
+    if method == "POST" and path in COMPUTED:
+        return path != "/api/pull"  # Ollama fetches models
+    others = _OTHERS.get("GET" if method == "HEAD" else method)
+    return others is not None and others.fullmatch(path) is not None

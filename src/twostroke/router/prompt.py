@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from typing import Final
 
@@ -17,6 +18,8 @@ _NUM_SHORT: Final = 4
 _PARTS: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
 _TOKEN_BYTES: Final = 4  # about as many as a token of English has
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+_MOST_TOKENS: Final = 1 << 40  # of one request: more would not fit a bucket's arithmetic
+_LIST: Final = re.compile(rb'\[\s*(["\[])')
 _NONE: Final = Raw()
 
 
@@ -61,7 +64,7 @@ class Prompt(Frozen):
         """Return how many tokens all answers may have."""
         most = self.max_tokens
         room = context_length if most is None or most < 0 else min(most, context_length)
-        return self.num_answers * room
+        return min(self.num_answers * room, _MOST_TOKENS)
 
 
 class _Options(msgspec.Struct):
@@ -72,7 +75,6 @@ class _Options(msgspec.Struct):
 
 _decoder: Final = msgspec.json.Decoder(_Body)
 _options: Final = msgspec.json.Decoder(_Options)
-_rows: Final = msgspec.json.Decoder(list[Raw])
 
 
 def read_prompt(body: bytes, salt: bytes) -> Prompt:
@@ -83,7 +85,7 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
     num_tokens = len(body) // _TOKEN_BYTES
     try:
         found = _decoder.decode(body)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return Prompt(Asked((), len(body), _hash(salt)), num_tokens)
     model = _text(found.model)
     salt += model.encode()
@@ -139,7 +141,7 @@ def _text(raw: Raw) -> str:
 def _number(raw: Raw) -> int | None:
     """Return a value that is a number, also in quotes, as some servers read it; else None."""
     try:
-        return int(float(bytes(raw).strip(b'"'))) if raw else None
+        return int(float(_text(raw) or bytes(raw))) if raw else None
     except (ValueError, OverflowError):
         return None
 
@@ -154,5 +156,10 @@ def _most(found: _Body) -> int | None:
 
 def _num_prompts(raw: Raw) -> int:
     """Return how many prompts are in a list of texts, or of lists of tokens."""
-    rows = _rows.decode(raw) if bytes(raw)[:1] == b"[" else []
-    return len(rows) if rows and bytes(rows[0])[:1] in {b'"', b"["} else 1
+    text = bytes(raw)
+    found = _LIST.match(text)
+    if found is None:
+        return 1
+    if found[1] == b"[":
+        return text.count(b"[") - 1
+    return text.replace(b"\\\\", b"").replace(b'\\"', b"").count(b'"') // 2

@@ -11,6 +11,7 @@ from typing import Final
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.http.errors import GatewayError
+from twostroke.http.tenants.telling import media_type
 
 _MAX_HEAD: Final = 64 * 1024
 _MAX_LINE: Final = 4096  # of a chunk's size with its extensions
@@ -49,7 +50,7 @@ class Head(Frozen):
     @property
     def media_type(self) -> bytes:
         """The Content-Type in lower case, without parameters."""
-        return self.value(b"content-type").partition(b";")[0].strip().lower()
+        return media_type(self.headers)
 
 
 class ResponseReader:

@@ -33,7 +33,7 @@ class UsageTeller:
     """Answers requests that have the header `x-twostroke-usage` with their usage.
 
     It is in the same header of the response: prompt, cached and completion tokens. A stream's
-    header has those until its first event, and its last line the final ones, unless it failed.
+    header has those until its first bytes, and its last line the final ones, unless it failed.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -52,8 +52,10 @@ class UsageTeller:
             is_start = message["type"] == "http.response.start"
             is_last = ends and not message.get("more_body", False)
             used = counted(served) if is_start or is_last else None
-            if used is not None and is_start:
+            if is_start and message["status"] < 400:
                 ends = STREAMS.get(media_type(message["headers"]), ())
+                used = used or (Spent() if ends else None)
+            if used is not None and is_start:
                 message["headers"] = [*message["headers"], (USAGE_HEADER, _written(used))]
             elif used is not None:
                 message["body"] = message.get("body", b"") + MARK + _written(used) + ends[0]
