@@ -100,6 +100,17 @@ def test_a_pace_is_that_of_first_tokens_once_there_was_one() -> None:
     assert answer(60.0, is_whole=True) == first
 
 
+def test_the_first_token_of_one_replica_leaves_no_other_with_the_pace_of_whole_answers() -> None:
+    fleet = Fleet("round-robin", count=2)
+    for start, took_s in ((0, 60.0), (1000, 60.0), (2000, 6.0)):
+        ticket = fleet.ask(*range(start, start + 1000))
+        fleet.now_s += took_s
+        fleet.dispatcher.begin(ticket, is_whole=start < 2000)
+        fleet.dispatcher.end(ticket)
+    one, other = fleet.dispatcher.pace_s
+    assert one == pytest.approx(other)
+
+
 def test_what_is_sent_is_charged_at_once() -> None:
     fleet = Fleet("least-work")
     assert sorted(fleet.ask(*range(10 * n, 10 * n + 9)).place for n in range(4)) == [0, 1, 2, 3]

@@ -196,11 +196,14 @@ class Dispatcher:
         """
         if ticket.has_begun or ticket.is_over:
             return
-        now_s = self._clock()
-        if not is_whole and not self._knows_first:
+        now_s, is_first = self._clock(), not is_whole and not self._knows_first
+        knew_whole = self._all[1] > 0
+        if is_first:
             self._all, self._sums, self._knows_first = (0.0, 0.0), [(0.0, 0.0)] * len(self), True
         if not is_whole or not self._knows_first:
             self._learn(ticket, now_s - ticket.at_s)
+        if is_first and knew_whole:  # as the paces of the other replicas are
+            self.pace_s = [self._mean_pace_s] * len(self)
         self._settle(ticket, now_s)
 
     def _learn(self, ticket: Ticket, took_s: float) -> None:

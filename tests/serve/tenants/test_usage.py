@@ -167,6 +167,7 @@ def test_usage_waits_for_records_that_cannot_be_written(
             await failing._look(failing._records, writes=writes)  # type: ignore[arg-type]
         await failing.stop()
         assert caplog.text.count("Usage waits: The disk is full.") == 1
+        assert caplog.text.count("Usage that was not written is lost.") == 1
         book.put_back({owner: [1, 1, 1, 1]})
         good = Upkeep(records, None, book)
         await good.start()

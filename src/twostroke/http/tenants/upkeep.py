@@ -50,6 +50,8 @@ class Upkeep:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             await self._look(self._records, writes=True)
+            if not self._usage.is_empty:
+                _logger.error("Usage that was not written is lost.")
 
     async def _run(self, records: Records) -> None:
         number = 0
