@@ -54,6 +54,27 @@ def test_steps_take_what_was_measured_of_steps_like_them(model):
     assert other.factors(roofline, SHAPES[0].batch).nearest == SHAPES[0].name
 
 
+def test_other_choices_change_corrected_times_as_limits(model):
+    planned, device = planned_model(model), find_device("L4")
+    roofline = Roofline(planned, device, Question())
+    known = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01")
+    batch = Shape.decode(2, 50).batch
+    for weights, question in (
+        ("bf16", Question()),
+        ("w4a16", Question(kv_format="int8")),
+        (None, Question(kv_format="int8")),
+    ):
+        other = planned if weights is None else planned.as_("bf16").as_(weights)
+        least = Roofline(other, device, question).least(batch)
+        expected = 3 * least.attention_s + 2 * least.products_s + 0.1
+        assert Roofline(other, device, question, known).step(batch).seconds == pytest.approx(
+            expected
+        )
+    plan = make_plan(planned, device, Question(prompt=30, output=10), known)
+    times = {one.change: one.tpot_s for one in plan.what_ifs}
+    assert times["keys and values int8"] < times["as asked"]
+
+
 def test_measured_steps_are_kept_for_the_model_on_this_machine(model):
     native_dir()
     planned = planned_model(model)

@@ -10,11 +10,19 @@ from support.servers import live_server, wait_for
 from support.tiny import write_tiny_gguf
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.measure.single_step import Shape
-from twostroke.planner import Calibration, Question, find_device, known_calibration, planned_model
+from twostroke.planner import (
+    Calibration,
+    Question,
+    find_device,
+    known_calibration,
+    make_plan,
+    planned_model,
+)
 from twostroke.planner.calibration import Point, calibrate_from
 from twostroke.planner.models import PlannedModel
 from twostroke.planner.roofline import Roofline
 from twostroke.planner.served import ServedStep, grouped, look, merged
+from twostroke.planner.words import facts
 
 
 @pytest.mark.parametrize(
@@ -69,6 +77,17 @@ def test_plans_take_what_the_server_takes(tmp_path):
     only = Calibration((), "2026-01-01", served=tuple(served))
     assert only.seconds(roofline, served[0].batch) == pytest.approx(served[0].seconds, rel=1e-3)
     assert math.isfinite(only.error(roofline))
+    one = Calibration((), "2026-01-01", served=tuple(served[:1]))  # nothing tells how good it is
+    plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), one)
+    assert (plan.calibrated.num_steps, plan.calibrated.error) == (1, None)
+    assert any(f"Nearest: {one.served[0].name}." in line for line in facts(plan))
+
+
+def test_a_step_that_is_seen_often_counts_once():
+    one = [8, 0, 8, 0.1, 808, 0.2]
+    assert grouped([one] * 9) == ()
+    others = [[8, 0, 8, 0.1, 808, seconds] for seconds in (0.3, 0.4)]
+    assert grouped([one] * 9 + others) == (ServedStep(8, 0, 8, 808, 0.3),)
 
 
 def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
@@ -92,10 +111,10 @@ def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
         other = PlannedModel("other", model.program, {}, "IQ9", "bf16", "1")
         with pytest.raises(UsageError, match="which is not other"):
             look(server.url, None, other)
-        for url in ("localhost:8000", "http://a:port"):
+        for url in ("localhost:8000", "http://a:port", "http://[::1"):
             with pytest.raises(UsageError, match="must be like"):
                 look(url, None, model)
-        with pytest.raises(UsageError, match="no server of this version"):
+        with pytest.raises(UsageError, match="shows no steps"):
             look(f"{server.url}/nowhere", None, model)
     with pytest.raises(EngineStoppedError, match="cannot be reached"):
         look(server.url, None, model)

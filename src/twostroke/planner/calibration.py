@@ -161,9 +161,9 @@ class Calibration(Frozen):
         ]
         return [abs(math.expm1(t - own)) for t, (_, own) in zip(told, ratios, strict=True)]
 
-    def error(self, roofline: Roofline) -> float:
-        """Return the median of the errors."""
-        return median(self.errors(roofline))
+    def error(self, roofline: Roofline) -> float | None:
+        """Return the median of the errors; None if one step is all that was measured."""
+        return median(errors) if (errors := self.errors(roofline)) else None
 
     def seconds(self, roofline: Roofline, batch: BatchShape) -> float:
         """Return the corrected time of a step."""

@@ -34,6 +34,7 @@ class PlannedModel(Frozen):
     """A model as a plan sees it.
 
     `weight_bytes` has the size of each weight in memory; `stored` says how they are stored.
+    `origin` is the model with its own weights, where these are others.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PlannedModel(Frozen):
     stored: str
     arithmetic: str
     identity: str = ""  # of the weights, where they are here
+    origin: PlannedModel | None = None
 
     @property
     def num_weights(self) -> int:
@@ -65,7 +67,9 @@ class PlannedModel(Frozen):
             name: int(prod(shape) * (how.bits if _is_quantized(name, shape) else 16) / 8)
             for name, shape in self.program.weight_shapes.items()
         }
-        return PlannedModel(self.name, self.program, stored, weights, how.arithmetic)
+        origin = self.origin or (self if self.weight_bytes else None)
+        given = self.name, self.program, stored, weights, how.arithmetic
+        return PlannedModel(*given, origin=origin)
 
 
 def planned_model(model: str) -> PlannedModel:

@@ -43,12 +43,13 @@ class WhatIf(Frozen):
 class Calibrated(Frozen):
     """How far times can be trusted: what the measured steps say of each other.
 
-    `error` is the median, as a share. `nearest` is the step that counts most for `chosen`.
+    `error` is the median, as a share, and None for a single step. `nearest` is the step that counts
+    most for `chosen`.
     """
 
     date: str
     num_steps: int
-    error: float
+    error: float | None
     nearest: str | None
 
 
@@ -154,7 +155,7 @@ def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
     if known is None:
         return None
     nearest = planner.decode(streams).nearest
-    return Calibrated(known.date, known.num_steps, known.error(planner.roofline), nearest)
+    return Calibrated(known.date, known.num_steps, known.error(planner.roofline.measured), nearest)
 
 
 def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most: int) -> str:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from twostroke.cache import FORMATS
 from twostroke.core.frozen import Frozen
+from twostroke.planner.question import Question
 from twostroke.program.batch import DecodeRun
 from twostroke.program.work import StepCost, each_sampled_row, once_if_sampled
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from twostroke.planner.devices import Device
     from twostroke.planner.models import PlannedModel
-    from twostroke.planner.question import Question
     from twostroke.program.batch import BatchShape
     from twostroke.program.pages import CacheFormat, CacheLayer
 
@@ -128,7 +128,8 @@ class Roofline:
     """Least times of a model's steps on a question's devices.
 
     `peak` and `bandwidth` are those of all devices together, as far as an engine reaches them.
-    With a correction, steps take what was measured of steps like them.
+    With a correction, steps take as many times their least time as was measured of steps like them:
+    those of `measured`, the model with its own weights on one device.
     """
 
     def __init__(
@@ -139,6 +140,9 @@ class Roofline:
         correction: Correction | None = None,
     ) -> None:
         self._stored_for, self._correction = model.arithmetic, correction
+        self.measured = self
+        if correction is not None:
+            self.measured = Roofline(model.origin or model, device, Question())
         self._place(device, question)
         cache = FORMATS[question.kv_format]
         self._ops = Counter(
@@ -176,7 +180,7 @@ class Roofline:
         least = self.least(batch)
         if self._correction is None:
             return least
-        factors = self._correction.factors(self, batch)
+        factors = self._correction.factors(self.measured, batch)
         ops = {
             label: replace(
                 op,
@@ -248,7 +252,7 @@ class Roofline:
         cell = self._correction.cell(batch)
         factors = self._factors.get(cell)
         if factors is None:
-            factors = self._factors[cell] = self._correction.factors_in(self, cell)
+            factors = self._factors[cell] = self._correction.factors_in(self.measured, cell)
         seconds = factors.products * products.seconds + factors.attention * attention.seconds
         return Totals(seconds + moving_s + factors.rest_s, flops, moved)
 

@@ -61,10 +61,11 @@ class ServedStep(Frozen):
 def grouped(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
     """Return what steps of like shapes took; `steps` are as `/api/state` shows them.
 
-    Steps that the loop began after a pause are left out, and those with guesses.
+    A server shows each step for a while: however often it was seen, it counts once. Steps that the
+    loop began after a pause are left out, and those with guesses.
     """
     cells: dict[tuple[int, ...], list[ServedStep]] = {}
-    for rows, prompt_rows, requests, _, attended, turn_s in steps:
+    for rows, prompt_rows, requests, _, attended, turn_s in dict.fromkeys(map(tuple, steps)):
         one = ServedStep(rows, prompt_rows, requests, attended, turn_s)
         if turn_s > 0 and _is_plain(one):
             cells.setdefault(cell_of(one), []).append(one)
@@ -119,7 +120,10 @@ def look(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
     except (KeyError, TypeError, AttributeError):
         has_turns = False
     if not has_turns:
-        raise UsageError(f"{url} is no server of this version of Twostroke.")
+        raise UsageError(
+            f"{url} shows no steps: it is not a server of this version of Twostroke, or its "
+            "dashboard is off."
+        )
     ours = len(model.program.cache_layers), model.program.context_length
     if theirs != ours or not formats <= set(model.stored.split(", ")):
         raise UsageError(f"The server at {url} serves {shown['name']}, which is not {model.name}.")
@@ -136,12 +140,12 @@ def _counts(one: ServedStep) -> tuple[int, int, int, int]:
 
 
 def _state(url: str, key: str | None) -> Any:
-    parts = urlsplit(url)
     try:
-        port = parts.port
+        parts = urlsplit(url)
+        port, is_url = parts.port, parts.scheme in {"http", "https"} and bool(parts.hostname)
     except ValueError:
-        port = -1
-    if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1:
+        is_url = False
+    if not is_url:
         raise UsageError(f"must be like http://127.0.0.1:8000, got '{url}'.", field="server")
     is_secure = parts.scheme == "https"
     kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection

@@ -48,11 +48,11 @@ def facts(plan: Plan) -> Iterator[str]:
         f"({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} streams."
     )
     if (one := plan.calibrated) is not None:
-        yield (
-            f"Times are corrected by {one.num_steps} steps measured on {one.date}; each of these "
-            f"follows from the others with an error of {one.error:.0%} (median). Nearest: "
-            f"{one.nearest}."
-        )
+        told = f"one step measured on {one.date}"
+        if one.error is not None:
+            told = f"{one.num_steps} steps measured on {one.date}; each of these follows from the "
+            told += f"others with an error of {one.error:.0%} (median)"
+        yield f"Times are corrected by {told}. Nearest: {one.nearest}."
     else:
         yield "Times are limits, which no engine passes; on this machine --calibrate corrects them."
 

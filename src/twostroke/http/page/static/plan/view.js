@@ -111,7 +111,7 @@ export class Planning {
 function aboutOf({ model, device, question, stored, calibrated, roof }) {
   const devices = question.count > 1 ? `${question.count} × ${device}` : device;
   const parts = [`${model} (${stored}) on ${devices}`];
-  if (calibrated) parts.push(`corrected by ${calibrated.num_steps} steps measured on ${calibrated.date}, median error ${Math.round(calibrated.error * 100)} %`);
+  if (calibrated) parts.push(`corrected by ${calibrated.num_steps} steps measured on ${calibrated.date}${calibrated.error === null ? "" : `, median error ${Math.round(calibrated.error * 100)} %`}`);
   else parts.push("times are limits that no engine passes");
   if (roof.source) parts.push(roof.source);
   if (roof.price_source) parts.push(`price: ${roof.price_source}`);
