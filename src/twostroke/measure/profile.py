@@ -16,7 +16,7 @@ from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import OtherPrograms, memory_available, resolve_num_threads
 from twostroke.engine.activations import with_known_bits
-from twostroke.engine.compute import auto_kv_format
+from twostroke.engine.compute import auto_kv_format, cost_model, weight_bytes
 from twostroke.engine.limits import machine
 from twostroke.engine.loading import load
 from twostroke.measure.labels import Label, labels
@@ -163,9 +163,8 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
     kv_format = wanted.cache.kv_format
     if kv_format == "auto":
         kv_format = auto_kv_format(wanted.compute)
-    num_pages = _num_pages(program, wanted, kv_format, loaded.file_bytes)
-    sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
-    cost = CostModel(program, sizes, FORMATS[kv_format])
+    num_pages = _num_pages(program, wanted, kv_format, weight_bytes(loaded, wanted.compute))
+    cost = cost_model(program, loaded.tensors, kv_format)
     notice("Measuring the machine")
     hardware = machine(level, num_threads, loaded.file_bytes, again=True)
     notice("Loading the model")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from support.cpu import LEVELS, cpu_backend
 from support.native import load_level
-from support.random_blocks import CODED
+from support.random_blocks import CODED, random_blocks
 from support.tiny import Tiny, write_tiny_gguf
+from twostroke.backends.cpu.weights import kernel_rows
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.config import ComputeOptions
 from twostroke.engine.compute import cost_model, weight_bytes
@@ -46,6 +48,15 @@ def test_files_of_every_format_agree_with_the_reference(level, name, models):
             actual = backend.score(TOKENS, generated=generated)
             far = abs(actual - expected).max() / abs(expected).max()
             assert far < (6e-2 if tiles else 5e-3)
+
+
+def test_rows_that_are_converted_in_parts_are_those_of_the_whole():
+    rng = np.random.default_rng(0)
+    for name in CODED:
+        tensor = random_blocks(name, (1100, 256), rng)  # more values than are converted together
+        to_kernel = tensor.format.to_kernel
+        whole = tensor.data if to_kernel is None else to_kernel(tensor.data)
+        assert np.array_equal(kernel_rows(tensor), whole)
 
 
 @pytest.mark.parametrize("name", CODED)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _LINE = 64  # bytes; packed matrices start on one
 _RELEASED_TOGETHER = 16 << 20  # bytes
+_CONVERTED_TOGETHER = 1 << 18  # values: intermediate arrays stay within the cache
 
 
 class PackedWeights:
@@ -76,8 +77,7 @@ class PackedWeights:
         done = released = 0
         packed: list[QuantTensor] = []
         for tensor, record in zip(self._tensors.values(), self.records.values(), strict=True):
-            to_kernel = tensor.format.to_kernel or np.ascontiguousarray
-            source: NDArray[np.uint8] = to_kernel(tensor.data)
+            source = kernel_rows(tensor)
             shape = record.num_outputs, record.num_inputs
             self._library.ts_pack(pool, record.type, *shape, source.ctypes.data, record.data)
             packed.append(tensor)
@@ -94,6 +94,18 @@ class PackedWeights:
         if self._memory is not None:
             self._library.ts_unmap_memory(self._memory, self._size)
             self._memory = None
+
+
+def kernel_rows(tensor: QuantTensor) -> NDArray[np.uint8]:
+    """Return a tensor's rows of bytes in the form that kernels pack."""
+    to_kernel, data = tensor.format.to_kernel, tensor.data
+    if to_kernel is None:
+        return np.ascontiguousarray(data)
+    step = max(1, _CONVERTED_TOGETHER // tensor.shape[-1])
+    found = np.empty((len(data), to_kernel(data[:1]).shape[1]), np.uint8)
+    for first in range(0, len(data), step):
+        found[first : first + step] = to_kernel(data[first : first + step])
+    return found
 
 
 def _packed_bytes(library: ctypes.CDLL, name: str, tensor: QuantTensor) -> int:
