@@ -105,6 +105,31 @@ def test_memory_for_larger_steps_keeps_what_was_drawn() -> None:
     assert answers[0] == answers[1]
 
 
+def test_a_step_for_which_there_is_no_memory_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its page tables reach the device with the next step, which would use pages of others."""
+    small, large = gpu_backend(12, max_rows=2), gpu_backend(12, max_rows=2)
+    first, second, third = alone(0), alone(2), alone(2, 4)
+    third.tokens = [*range(40)]
+    both = Slice(second, 0, 2, samples=True), Slice(third, 0, 40, samples=True)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    for backend in (small, large):
+        backend.run(StepPlan((Slice(first, 0, 2, samples=True),)))
+        for owner, place in ((backend, "_new_plan"), (type(backend._plan), "needs_more")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, place, fail)
+                if backend is small:
+                    with pytest.raises(torch.OutOfMemoryError):
+                        backend.start(StepPlan(both))
+        backend.run(StepPlan(both[:1]))
+        backend.run(StepPlan(both[1:]))
+    assert torch.equal(small._pages.memory, large._pages.memory)
+
+
 def test_a_row_of_a_token_that_could_not_be_drawn_harms_nobody() -> None:
     backend = gpu_backend(8)
     good, bad = alone(0), alone(1)

@@ -42,6 +42,10 @@ class PageTables:
         """Let `take_changes` know of all changes from now on."""
         self._changes = []
 
+    def note_all(self) -> None:
+        """Let `take_changes` know of everything, because changes that it returned were lost."""
+        self._changes = [(row, 0, self.stride) for row in range(len(self.array))]
+
     def take_changes(self) -> NDArray[np.int32]:
         """Return (index in `array.reshape(-1)`, page id) of what changed since the last call."""
         changes, self._changes = self._changes or [], []

@@ -109,7 +109,7 @@ class GpuBackend:
             self._weights = DeviceWeights(self._gpu, self._lowered, *given)
             self._pages = PageMemory(self._gpu, program, num_pages, page_size, kv_format)
             self._tables = self._new_tables(_LEAST_TABLES)
-            self._plan = self._new_plan()
+            self._plan = self._new_plan(self._tables, self._max_rows)
         except torch.OutOfMemoryError:
             needed_gb = sum(tensor.num_bytes for tensor in tensors.values()) / 1e9
             message = f"{program.name} has {needed_gb:.1f} GB of weights, which with its pages is"
@@ -153,23 +153,12 @@ class GpuBackend:
     def start(self, plan: StepPlan) -> None:
         """Launch a step while at most `facts.draws_ahead` others are in flight."""
         assert len(self._in_flight) <= STEPS_AHEAD, "the memory of its input is in use"
-        began_s = time.perf_counter()
-        with self._here():
-            self._steps.fill(plan)
-            frame = self._steps.frame
-            self._find_blind(plan, frame)
-            num_rows = self._send(frame)
-            if frame.external is not None:
-                self._plan.take_external(frame.external)
-            self._graphs.run(num_rows, partial(self._plan.launch, num_rows))
-            read = self._draw(plan, len(frame.sampled_rows))
-            hidden = None
-            if self._tapped_value is not None:
-                rows = frame.sampled_rows[plan.draws].astype(np.int64)
-                hidden = to_host(self._plan.tap(self._tapped_value, num_rows)[rows])
-            last = self._plan.last_states(num_rows)
-            states = tuple([to_host(last[part].float()) for part in pooled_rows(plan.slices)])
-            self._in_flight.append(_Step(began_s, read, hidden, states, Mark(self._gpu)))
+        try:
+            with self._here():
+                self._in_flight.append(self._launch(plan))
+        except BaseException:
+            self._steps.tables.note_all()  # changes may have been lost, such as for lack of memory
+            raise
 
     def finish(self) -> StepResult:
         """Wait for the earliest step in flight, and return its result."""
@@ -220,6 +209,24 @@ class GpuBackend:
         """Make its GPU the current one of this thread, where kernels are launched."""
         is_gpu = self._gpu.device.type == "cuda"
         return torch.cuda.device(self._gpu.device) if is_gpu else nullcontext()
+
+    def _launch(self, plan: StepPlan) -> _Step:
+        began_s = time.perf_counter()
+        self._steps.fill(plan)
+        frame = self._steps.frame
+        self._find_blind(plan, frame)
+        num_rows = self._send(frame)
+        if frame.external is not None:
+            self._plan.take_external(frame.external)
+        self._graphs.run(num_rows, partial(self._plan.launch, num_rows))
+        read = self._draw(plan, len(frame.sampled_rows))
+        hidden = None
+        if self._tapped_value is not None:
+            rows = frame.sampled_rows[plan.draws].astype(np.int64)
+            hidden = to_host(self._plan.tap(self._tapped_value, num_rows)[rows])
+        last = self._plan.last_states(num_rows)
+        states = tuple([to_host(last[part].float()) for part in pooled_rows(plan.slices)])
+        return _Step(began_s, read, hidden, states, Mark(self._gpu))
 
     def _find_blind(self, plan: StepPlan, frame: StepFrame) -> None:
         """Let blind rows read their token where the step before draws it; note what this draws."""
@@ -272,20 +279,19 @@ class GpuBackend:
             torch.cuda.synchronize()
 
     def _grow(self, num_rows: int, num_tables: int) -> None:
-        """Make room for larger steps or more requests than were planned for."""
+        """Make room for larger steps or more requests than were planned for, or change nothing."""
+        tables, max_rows = self._tables, max(self._max_rows, num_rows)
+        if num_tables > len(tables):
+            tables = self._new_tables(2 * num_tables)
+            tables[: len(self._tables)] = self._tables
+        plan, results = self._new_plan(tables, max_rows), self._plan.results
+        plan.results[: len(results)] = results  # rows of the next step may read them
         self._graphs.drop()
-        self._max_rows = max(self._max_rows, num_rows)
-        if num_tables > len(self._tables):
-            grown = self._new_tables(2 * num_tables)
-            grown[: len(self._tables)] = self._tables
-            self._tables = grown
-        results = self._plan.results  # rows of the next step may read them
-        self._plan = self._new_plan()
-        self._plan.results[: len(results)] = results
+        self._plan, self._tables, self._max_rows = plan, tables, max_rows
         self._capture()
 
-    def _new_plan(self) -> Plan:
-        given = self._gpu, self._lowered, self._weights, self._pages, self._tables, self._max_rows
+    def _new_plan(self, tables: Tensor, max_rows: int) -> Plan:
+        given = self._gpu, self._lowered, self._weights, self._pages, tables, max_rows
         return Plan(*given, piece=self._piece)
 
     def _new_tables(self, count: int) -> torch.Tensor:
