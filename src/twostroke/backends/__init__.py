@@ -64,8 +64,8 @@ class BackendFacts(Frozen):
     computed alike, bit for bit, so that pages filled by either serve the other. Up to
     `rows_together` rows take as long as the next power of two of them, because kernels compute
     that many at once. With `steps_ahead` it is a `StartRunner`, and a step may be started while
-    that many others are in flight. With `draws_ahead` that many may be, too, and rows may follow
-    tokens which these draw (`Slice.is_blind`). `ranks` are those that run the Program together, if
+    that many others are in flight. `draws_ahead` says the same, and that rows may follow tokens
+    which these draw (`Slice.is_blind`). `ranks` are those that run the Program together, if
     they are several, and `link` names what connects them; sizes are those of all.
     """
 

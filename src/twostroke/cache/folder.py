@@ -21,7 +21,7 @@ class StoredKind(Frozen):
 
     `saved_s` is the computing that they would save, and `kept` how many are to stay until a time to
     come. `used_s` is the last use and `until_s` the last moment until which any is to stay, both in
-    seconds since 1970 (0.0 without pages).
+    seconds since 1970 (0.0 if there is none).
     """
 
     folder: str

@@ -154,7 +154,7 @@ class SpeculationOptions(Frozen):
             caller expects, and in the tenant's other answers; "draft" is a smaller model;
             "lookahead" lets the model itself guess several tokens at once; "medusa" and "eagle"
             are heads that were trained for the model; "auto" is n-gram, with the draft and the
-            heads if they are named. Where the backend draws ahead, "auto" is these alone, or "off".
+            heads if they are named. Where the backend draws ahead, "auto" is "off" without these.
         draft: the draft model; "auto" is the catalogue's for this model, if it is in the cache. It
             is left out if heads are named, another method is chosen, or memory is short.
         heads: the folder of the heads.

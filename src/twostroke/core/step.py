@@ -26,13 +26,14 @@ class Slice(Struct):  # a step makes hundreds
     """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
 
     Keys and values of these tokens are stored in `request.pages`, which are already long enough.
-    A blind slice has one row, of the token that the request draws in the step before, which only
-    the backend knows yet.
     If the last of the `count` rows is the request's newest token, the slice `samples`: a token is
     drawn from that row's logits. Then `drafts` may follow, guesses of the next tokens. A token is
     drawn after each draft too, as if the drafts up to it were part of the request. Drafts are a
     chain or, after a slice of one row, a tree: `branches` are the drafts that begin other paths, in
     order.
+
+    A blind slice has one row, of the token that the request draws in the step before, which only
+    the backend knows yet. It samples, and has no drafts.
 
     The last `num_scored` rows before those that draw report the log-probability of the prompt's
     next token. The last `num_pooled` rows return their hidden states.
@@ -82,8 +83,8 @@ class StepPlan(Frozen):
     `ExternalInput`, (rows, width) in the order of the slices.
 
     `requests`, `starts` and `counts` are those of the slices, collected once because a step needs
-    them several times. With `is_decode` each slice has one row, its request's newest token, apart
-    from drafts.
+    them several times. With `is_decode` each slice has one row, its request's newest token or a
+    blind one, apart from drafts.
     """
 
     slices: tuple[Slice, ...]

@@ -73,11 +73,6 @@ class Pages:
         for look in self.on_end:
             look(request)
 
-    def backlog(self) -> tuple[int, list[int]]:
-        """See `Scheduler.backlog`."""
-        with self._changed:
-            return self.scheduler.backlog()
-
     def close(self) -> bool:
         """End all transfers and leases; False if something may still use their pages."""
         have_ended = [end() for end in self.on_close]

@@ -142,14 +142,14 @@ def _counts(one: ServedStep) -> tuple[int, int, int, int]:
 def _state(url: str, key: str | None) -> Any:
     try:
         parts = urlsplit(url)
-        port, is_url = parts.port, parts.scheme in {"http", "https"} and bool(parts.hostname)
+        host, port = parts.hostname, parts.port
     except ValueError:
-        is_url = False
-    if not is_url:
+        host = None
+    if not host or parts.scheme not in {"http", "https"}:
         raise UsageError(f"must be like http://127.0.0.1:8000, got '{url}'.", field="server")
     is_secure = parts.scheme == "https"
     kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
-    connection = kind(parts.hostname, port, timeout=_ANSWER_S)
+    connection = kind(host, port, timeout=_ANSWER_S)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         connection.request("GET", parts.path.rstrip("/") + "/api/state", headers=headers)

@@ -169,8 +169,8 @@ def in_turn(running: list[Ticket], config: SchedulerConfig) -> Iterable[Ticket]:
 
     If steps may be in flight, each takes its share of those that compute one token at a time, so
     that the steps that follow each other through a pipeline are even. With `draws_ahead`, requests
-    that draw ahead take part in every step. The others wait for their tokens and go on together:
-    several small steps would take as long as one each.
+    that draw ahead take part in every step. The others wait for their tokens and go on together,
+    since a step of few rows takes about as long as one of many.
     """
     steps_ahead = config.steps_ahead
     if not steps_ahead:
