@@ -121,7 +121,8 @@ class ServerProcess:
     def _live(self, num_starts: int) -> tuple[int, str]:
         """Start it and look after it until it ends; return its exit code and its last words."""
         port = _free_port(self._host) if self._fixed_port is None else self._fixed_port
-        url = f"http://{self._host}:{port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        url = f"http://{host}:{port}"
         command = [sys.executable, "-P", "-m", _ENTRY, *self._arguments]
         process = self._process = subprocess.Popen(  # noqa: S603 - this package's own program
             [*command, "--host", self._host, "--port", str(port)],

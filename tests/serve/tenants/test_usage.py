@@ -182,6 +182,28 @@ def test_usage_waits_for_records_that_cannot_be_written(
         assert amounts(db, "2026-11-27", "9999") == []
 
 
+def test_usage_that_no_database_takes_does_not_end_upkeep(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = Records(tmp_path)
+    book = UsageBook("tiny")
+    owner = Owner("2026-11-26", "0123abcd", "anna", "tiny", is_batch=False)
+
+    async def work() -> None:
+        upkeep = Upkeep(records, None, book)
+        await upkeep.start()
+        for count in (1 << 70, 1):
+            book.put_back({owner: [count, 0, 0, 0]})
+            await upkeep._look(records, writes=True)
+        await upkeep.stop()
+
+    asyncio.run(work())
+    records.close()
+    assert "OverflowError" in caplog.text
+    with beside(tmp_path, writes=True) as db:
+        assert amounts(db, "2026-11-26", "2026-11-26") == [Amount(owner, 1, 0, 0, 0)]
+
+
 def test_days_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     book = UsageBook("tiny")
     monkeypatch.setattr("time.time", lambda: 86_400 * 20_000 - 1)

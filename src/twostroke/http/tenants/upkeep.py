@@ -73,6 +73,8 @@ class Upkeep:
             if str(error) != self._faults.get(what):
                 _logger.error("%s: %s", what, error)  # noqa: TRY400
             self._faults[what] = str(error)
+        except Exception:  # without upkeep, keys that are revoked would go on being accepted
+            _logger.exception("%s", what)
         else:
             self._faults.pop(what, None)
 
