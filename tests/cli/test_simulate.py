@@ -47,6 +47,14 @@ def test_a_sweep_shows_what_it_tried(cli, config):
     assert found["capacity"] == max(one["rate"] for one in found["probes"] if one["meets"])
 
 
+def test_prompts_are_read_apart_as_asked(cli, config):
+    apart = ("--replicas", "2", "--prefill-replicas", "1", "--rate", "1", "--requests", "20")
+    for rule, is_told in (("always", True), ("never", False)):
+        ran = cli("simulate", config, "--on", "h100-sxm", *apart, "--disaggregate", rule)
+        assert ran.code == 0
+        assert ("there 20." in ran.out) is is_told
+
+
 def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
     given = ("--rate", "5", "--requests", "10", "--prompt", "20", "--output", "5")
     ran = cli("simulate", tiny, *given)

@@ -279,7 +279,7 @@ def test_building_reports_progress_and_fails_clean(
     seen: list[tuple[int, int]] = []
     closed: list[bool] = []
 
-    def fail(*arguments: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise UsageError("no scheduler today.")
 
     real_close = CpuBackend.close

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -103,13 +104,19 @@ def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
         steps = look(server.url, None, model)
         assert steps[0][-1] == 0, "it had nothing to do before"
         assert all(turn_s >= step_s > 0 for *_, step_s, _, turn_s in steps[1:])
-        calibrate_from(server.url, None, model, said.append)
+        with pytest.raises(UsageError, match="was not busy"):  # steps before do not count
+            calibrate_from(server.url, None, model, said.append)
+        monkeypatch.setattr("twostroke.planner.calibration.WATCH_S", 3.0)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.complete, max_tokens=60, ignore_eos=True)
+            calibrate_from(f"{server.url}/v1", None, model, said.append)
+            asked.result()
         known = known_calibration(model.identity)
         assert known is not None
         assert known.served
         assert "shapes were seen" in said[-1]
         other = PlannedModel("other", model.program, {}, "IQ9", "bf16", "1")
-        with pytest.raises(UsageError, match="which is not other"):
+        with pytest.raises(UsageError, match="not those of other"):
             look(server.url, None, other)
         for url in ("localhost:8000", "http://a:port", "http://[::1"):
             with pytest.raises(UsageError, match="must be like"):

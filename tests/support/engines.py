@@ -24,7 +24,7 @@ from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.tokenize import from_gguf
-from twostroke.weights import GgufTokenizer
+from twostroke.weights import GgufTokenizer, weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -90,6 +90,7 @@ def tiny_card(loaded: LoadedModel, program: Program) -> ModelCard:
         tokenizer=tokenizer,
         chat_template=Chat(tokenizer),
         cost=CostModel(program, sizes),
+        identity=weights_identity(loaded.tensors),
     )
 
 

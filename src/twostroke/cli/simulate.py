@@ -193,6 +193,7 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
     kv_format = given.pop("kv_format")
     asked = {name: given.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
     question = planner.Question(kv_format=kv_format, **asked)
+    disaggregate = given.pop("disaggregate")  # an option of engines, too, but of two roles
     options = engine_options(given, model)
     is_here = device == "here"
     is_ideal = not is_here or is_given("mfu") or is_given("mbu")
@@ -206,6 +207,7 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
         batch=options.batch,
         calibration=None if is_ideal else planner.known_calibration(planned.identity),
         is_here=is_here,
+        disaggregate=disaggregate,
         **given,
     )
 

@@ -19,7 +19,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.measure.profile import Wanted, profile
 from twostroke.measure.single_step import Shape
 from twostroke.planner.roofline import ATTENTION, Factors
-from twostroke.planner.served import ServedStep, merged, watch
+from twostroke.planner.served import ServedStep, look, merged, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -233,6 +233,7 @@ def calibrate_from(
     """
     if not model.identity:
         raise UsageError("A configuration alone has no server: name a model with weights.")
+    look(url, key, model)
     notice(f"Watching {url} for {WATCH_S:.0f} s.")
     steps, known = watch(url, key, model, WATCH_S), known_calibration(model.identity)
     points, served = ((), ()) if known is None else (known.points, known.served)

@@ -97,10 +97,11 @@ def watch(url: str, key: str | None, model: PlannedModel, seconds: float) -> tup
             busy.
         EngineStoppedError: it cannot be reached.
     """
-    steps, until_s = look(url, key, model), time.monotonic() + seconds
+    before, until_s = set(map(tuple, look(url, key, model))), time.monotonic() + seconds
+    steps: list[Sequence[Any]] = []
     while time.monotonic() < until_s:
         time.sleep(_PAUSE_S)
-        steps += look(url, key, model)
+        steps += [one for one in look(url, key, model) if tuple(one) not in before]
     if not (found := grouped(steps)):
         raise UsageError(
             f"The server at {url} was not busy: no three steps of like shapes followed others at "
@@ -114,8 +115,7 @@ def look(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
     state = _state(url, key)
     try:
         shown = state["model"]
-        theirs = shown["layers"], shown["context_length"]
-        formats, steps = set(shown["format"].split(", ")), list(state["steps"])
+        name, identity, steps = shown["name"], shown["identity"], list(state["steps"])
         has_turns = all(len(one) == len(_FIELDS) for one in steps)
     except (KeyError, TypeError, AttributeError):
         has_turns = False
@@ -124,9 +124,10 @@ def look(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
             f"{url} shows no steps: it is not a server of this version of Twostroke, or its "
             "dashboard is off."
         )
-    ours = len(model.program.cache_layers), model.program.context_length
-    if theirs != ours or not formats <= set(model.stored.split(", ")):
-        raise UsageError(f"The server at {url} serves {shown['name']}, which is not {model.name}.")
+    if identity != model.identity:
+        raise UsageError(
+            f"The server at {url} serves {name}, whose weights are not those of {model.name}."
+        )
     return steps
 
 
@@ -152,7 +153,8 @@ def _state(url: str, key: str | None) -> Any:
     connection = kind(host, port, timeout=_ANSWER_S)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        connection.request("GET", parts.path.rstrip("/") + "/api/state", headers=headers)
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        connection.request("GET", f"{path}/api/state", headers=headers)
         answer = connection.getresponse()
         body = answer.read()
     except (OSError, http.client.HTTPException) as error:

@@ -218,6 +218,7 @@ def _model(card: ModelCard, names: Sequence[str]) -> dict[str, Any]:
         "names": list(names),
         "architecture": card.architecture,
         "format": card.format,
+        "identity": card.identity,
         "context_length": card.context_length,
         "parameters": card.num_parameters,
         "file_bytes": card.file_bytes,
