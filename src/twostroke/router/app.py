@@ -147,7 +147,7 @@ class Router:
         """Pass a request on to the replica that suits it."""
         path, method, request = scope["path"], scope["method"], Request(scope, receive)
         is_kept = any(path == one or path.startswith(f"{one}/") for one in TENANTS)
-        if self._keeps_usage and is_kept and method != "OPTIONS":
+        if self._keeps_usage and is_kept and method == "POST":
             raise BatchPathError(_NO_BATCHES)
         if self._keeps_usage and not is_harmless(method, path):
             reason = "it could control a server, or bypass the limits of keys"
