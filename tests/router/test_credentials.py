@@ -86,6 +86,42 @@ def test_tenants_behind_a_router_see_nothing_of_each_other(guarded: LiveServer) 
         assert http.get(path, headers=anna).status_code == 200
 
 
+def test_a_server_that_ignores_tenants_is_named_once(
+    guarded: LiveServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys({"sk-anna": "anna", "sk-bare": ""})
+    with live_server(tmp_path, ServeOptions(drain_s=1)) as open_:
+        for secret in (SECRET, None):
+            urls = (guarded.url, open_.url) if secret else (open_.url,)
+            caplog.clear()
+            with live_router(*urls, api_keys=keys, replica_key=secret) as router:
+                health = httpx.get(f"{router.url}/health", trust_env=False).json()
+                state = httpx.get(
+                    f"{router.url}/api/state", headers={"x-api-key": "sk-anna"}, trust_env=False
+                ).json()
+                fleet = router.router.fleet
+                fleet.replicas[open_.url].look.set()
+                wait_for(lambda: not fleet.replicas[open_.url].look.is_set())  # noqa: B023
+            assert health["ready"] == len(urls)
+            assert health["warning"] == state["warning"]
+            assert f"At 1 of {len(urls)} replicas tenants share cached prompts" in state["warning"]
+            trusting = {one["url"]: one["trusts_router"] for one in state["replicas"]}
+            assert trusting == dict.fromkeys(urls, True) | {open_.url: False}
+            [said] = [one.message for one in caplog.records if "ignores tenants" in one.message]
+            assert open_.url in said
+        for own in (ApiKeys({"sk-bare": ""}), None):  # nobody's prompts are to be kept apart
+            with live_router(open_.url, api_keys=own, replica_key=SECRET) as router:
+                assert "warning" not in httpx.get(f"{router.url}/health", trust_env=False).json()
+
+
+def test_a_server_with_another_secret_says_what_to_do(guarded: LiveServer) -> None:
+    for secret, said in (("other", "does not accept"), (None, "It wants a key")):
+        with live_router(guarded.url, replica_key=secret) as router:
+            [replica] = router.router.fleet.replicas.values()
+            assert said in replica.reason
+            assert "TWOSTROKE_REPLICA_KEY" in replica.reason
+
+
 def test_a_secret_is_a_word() -> None:
     with pytest.raises(UsageError, match="TWOSTROKE_REPLICA_KEY must be"):
         ApiKeys.read(None, None, router="two words")

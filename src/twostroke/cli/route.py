@@ -54,7 +54,7 @@ _logger = logging.getLogger("twostroke.router")
     "--api-keys",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Demand an API key, as `twostroke serve` does; keys are passed on to the replicas.",
+    help="Demand an API key, as `twostroke serve` does.",
 )
 @option(
     "--records",

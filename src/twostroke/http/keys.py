@@ -101,6 +101,11 @@ class ApiKeys:
         """Whether a request needs a key: there are some, or were some before they were revoked."""
         return bool(self._all or self._router)
 
+    @property
+    def have_tenants(self) -> bool:
+        """Whether a key belongs to a tenant that has a name."""
+        return any(self._by_tenant)
+
     def trust(self, router: str) -> None:
         """Let a router speak for tenants, which shows this key.
 
@@ -169,6 +174,7 @@ class KeyCheck:
             if text is not None and self._keys.is_router(text):
                 try:
                     served_of(scope).own(_spoken_for(scope))
+                    served_of(scope).is_from_router = True
                 except UsageError as error:
                     await to_response(error, scope)(scope, receive, send)
                     return

@@ -83,6 +83,7 @@ class ServedRequest:
         key: the key, if the request has one.
         weight: the tenant's share against that of others.
         timeout_s: how long the request may take.
+        is_from_router: whether its sender has a router's key, and may name tenants.
         service: the class of service of a request from inside; None for one that chooses.
         field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
             place in a list, as in `tools[].name`.
@@ -109,6 +110,7 @@ class ServedRequest:
     tenant: str = ""
     key: Key | None = None
     weight: float = 1.0
+    is_from_router: bool = False
     timeout_s: float = math.inf
     service: str | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)

@@ -261,6 +261,7 @@ class Router:
         num_ready = len(self.fleet.ready)
         status = "draining" if self.is_draining else "ok" if num_ready else "no replica"
         body = {"status": status, "ready": num_ready, "replicas": len(self.fleet.replicas)}
+        body |= {"warning": warning} if (warning := self.fleet.warning) else {}
         return _json(body, 200 if status == "ok" else 503)
 
     async def _scrape(self, request: Request) -> Response:

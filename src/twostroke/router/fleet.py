@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 _MOST_IDS: Final = 100_000
 _CONTEXT_LENGTH: Final = 4096  # where no replica says it
+_SHARED: Final = (
+    "share cached prompts, turns and stored answers: give the router and its replicas the same "
+    "TWOSTROKE_REPLICA_KEY (docs/fleet.md#keys)."
+)
 _logger = logging.getLogger("twostroke.router")
 
 
@@ -78,6 +82,7 @@ class Replica:
         self.since_s = time.time()
         self.facts = Facts()
         self.is_foreign = False  # not a server of ours
+        self.trusts_router = True  # about tenants; of others' servers it is not asked
         self.is_listed = True  # by its user or by DNS
         self.num_requests = self.num_failed = self.num_errors = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -183,6 +188,21 @@ class Fleet:
         if not is_same:
             known = max(one.facts.context_length for one in self.replicas.values())
             self.context_length = known or _CONTEXT_LENGTH
+
+    def note_trust(self, replica: Replica, *, trusts_router: bool) -> None:
+        """Note whether a replica believes the router about tenants; warn once if it does not."""
+        keys = self.options.api_keys
+        trusts_router = trusts_router or keys is None or not keys.have_tenants
+        if replica.trusts_router and not trusts_router:
+            _logger.warning("Replica %s ignores tenants, which %s", replica.url, _SHARED)
+        replica.trusts_router = trusts_router
+
+    @property
+    def warning(self) -> str:
+        """What is wrong although requests are answered; empty if nothing is."""
+        count = sum(not one.trusts_router for one in self.replicas.values())
+        where = f"At {count} of {len(self.replicas)} replicas tenants {_SHARED}"
+        return where if count else ""
 
     def stranger(self, replica: Replica, facts: Facts) -> str:
         """Return why a replica does not suit those that are ready; empty if it does."""

@@ -20,6 +20,7 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
     total = dispatcher.num_units
     return {
         "policy": fleet.options.policy,
+        "warning": fleet.warning,
         "prompt_bytes": total,
         "hit_rate": dispatcher.num_hit / total if total else None,
         "best_hit_rate": dispatcher.num_best / total if total else None,
@@ -34,6 +35,7 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
                 "url": one.url,
                 "state": one.state.value,
                 "reason": one.reason,
+                "trusts_router": one.trusts_router,
                 "since_s": now_s - one.since_s,
                 "models": one.facts.models,
                 "version": one.facts.version,

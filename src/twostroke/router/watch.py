@@ -125,7 +125,7 @@ class Watch:
         if not replica.is_foreign:
             status, body = await _probe(replica, "/api/load", headers)
             if status == 401:
-                return State.DOWN, "It wants a key: set TWOSTROKE_REPLICA_KEY.", None
+                return State.DOWN, _wants_key(key), None
             replica.is_foreign = status == 404
             if status == 200 and (said := _load(body)) is not None:
                 return self._take(replica, said)
@@ -139,7 +139,7 @@ class Watch:
             return State.READY, "", replica.facts
         status, body = await _probe(replica, "/v1/models", headers)
         if status == 401:
-            return State.DOWN, "It wants a key: set TWOSTROKE_REPLICA_KEY.", None
+            return State.DOWN, _wants_key(key), None
         models = _models(body) if status == 200 else ()
         if not models:
             return State.DOWN, f"It is not a server of models: /v1/models gives {status}.", None
@@ -154,6 +154,7 @@ class Watch:
         )
         replica.work_s, replica.horizon_s = said.work_s, said.horizon_s
         replica.prefill_per_decode = said.prefill_per_decode
+        self._fleet.note_trust(replica, trusts_router=said.trusts_sender is not False)
         if said.epoch == replica.facts.epoch:
             self._fleet.dispatcher.report(replica.place, said.work_s, said.horizon_s)
         if said.status == "draining":
@@ -222,6 +223,7 @@ class Load(Frozen):
     horizon_s: float | None
     context_length: int = 0
     prefill_per_decode: float | None = None
+    trusts_sender: bool | None = None  # older versions do not say it
 
 
 async def fetch(
@@ -263,6 +265,12 @@ async def _exchange(
 
 
 _loads: Final = msgspec.json.Decoder(Load)
+
+
+def _wants_key(shown: str | None) -> str:
+    if shown is None:
+        return "It wants a key: give it and the router the same TWOSTROKE_REPLICA_KEY."
+    return "It does not accept the router's TWOSTROKE_REPLICA_KEY: give it the same one."
 
 
 def _load(body: bytes) -> Load | None:

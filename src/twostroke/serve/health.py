@@ -7,6 +7,7 @@ import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.health import Health
+from twostroke.http.served import served_of
 from twostroke.http.waiting import RETRY_AFTER_S
 from twostroke.serve.about import VERSION, HealthBody, LoadBody, ProgressBody
 from twostroke.serve.dialect import to_json
@@ -83,7 +84,7 @@ class HealthReports:
             return to_json(ProgressBody("ok", known.num_steps, known.step_s))
         return to_json(ProgressBody(health.value, known.num_steps, known.step_s), 503, _RETRY)
 
-    async def _load(self, _request: Request) -> Response:
+    async def _load(self, request: Request) -> Response:
         """Return what a router wants to know; the queue's seconds are those of past prefill."""
         engine, status = self._engine, self.status
         reading = await engine.read()
@@ -104,5 +105,6 @@ class HealthReports:
             horizon_s=stats.horizon_s,
             context_length=engine.card.context_length,
             prefill_per_decode=prefill_per_decode(reading, engine.card),
+            trusts_sender=served_of(request.scope).is_from_router,
         )
         return to_json(body)

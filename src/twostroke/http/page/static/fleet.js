@@ -60,7 +60,8 @@ function show(state) {
   const sum = (name, among = replicas) => among.reduce((total, one) => total + Math.max(one[name], 0), 0);
   const values = { ready: ready.length, running: sum("running"), work: ready.length ? sum("work_s", ready) / ready.length : null, hits: state.hit_rate };
   remember(values);
-  trouble.hidden = true;
+  trouble.textContent = state.warning;
+  trouble.hidden = !state.warning;
   view.classList.remove("stale");
   const all = `${count(ready.length)} of ${count(replicas.length)} replicas ${replicas.length === 1 ? "is" : "are"} ready`;
   document.getElementById("served").textContent = all;
