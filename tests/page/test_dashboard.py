@@ -152,7 +152,9 @@ def test_dashboard_recovers_from_a_restart(visit: Visiting, own_server: Any) -> 
 
 def test_dashboard_says_that_it_is_off(visit: Visiting, server: Any) -> None:
     visit = visit(server, allowed=("404",))
-    error = {"error": {"message": "The dashboard is off: start the server with --dashboard."}}
+    error = {
+        "error": {"message": "The dashboard is off: start `twostroke serve` with --dashboard."}
+    }
     visit.page.route("**/api/state*", lambda route: route.fulfill(status=404, json=error))
     visit.page.click("#tab-dashboard")
     visit.page.wait_for_selector(".trouble:has-text('--dashboard')")

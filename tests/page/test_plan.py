@@ -99,7 +99,9 @@ def test_what_cannot_be_is_said_with_what_would_do(visit: Visiting, server: Any)
 
 def test_a_server_without_the_dashboard_says_why(visit: Visiting, server: Any) -> None:
     visit = visit(server, allowed=("404",))
-    error = {"error": {"message": "The dashboard is off: start the server with --dashboard."}}
+    error = {
+        "error": {"message": "The dashboard is off: start `twostroke serve` with --dashboard."}
+    }
     visit.page.route("**/api/plan", lambda route: route.fulfill(status=404, json=error))
     visit.page.click("#tab-plan")
     visit.page.wait_for_selector("#view-plan .trouble:has-text('--dashboard')")

@@ -122,6 +122,7 @@ def test_classes_hold_for_all_servers_and_are_told_to_ours(fakes: Loop, tmp_path
 
 def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path: Path) -> None:
     replica = fakes.start(FakeReplica())
+    replica.load = {"keeps_files": True}
     _, text = add(tmp_path)
     with accounting(tmp_path, replica.url) as router:
         for path in ("/v1/files", "/v1/batches/", "/v1/messages/%62atches"):
@@ -131,11 +132,21 @@ def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path
         assert not replica.seen
         headers = {"x-api-key": text}
         assert httpx.get(router.url + "/v1/batches", headers=headers, trust_env=False).is_success
+    for load in ({"keeps_files": False}, {"keeps_files": None}):
+        replica.load = load
+        with accounting(tmp_path, replica.url) as router:
+            for method, path in (("GET", "/v1/batches"), ("DELETE", "/v1/files/x")):
+                asked = httpx.request(method, router.url + path, headers=headers, trust_env=False)
+                assert (asked.status_code, "This router keeps accounts" in asked.text) == (
+                    400,
+                    True,
+                )
     assert [one.path for one in replica.seen] == ["/v1/batches"]
 
 
 def test_what_is_for_operators_is_not_passed_on(fakes: Loop, tmp_path: Path) -> None:
     replica = fakes.start(FakeReplica())
+    replica.load = {"keeps_files": True}
     _, text = add(tmp_path)
     asked = [
         *("POST /sleep", "GET /slots", "PUT /api/generate", "DELETE /api/delete"),

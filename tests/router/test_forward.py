@@ -194,6 +194,14 @@ def test_connections_are_kept(fakes: Loop) -> None:
         assert replica.num_connections <= before + 1
 
 
+def test_a_replicas_own_sentence_says_why_it_is_down(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    replica.health = (403, {"error": {"message": "Not to the name 'a'."}})
+    with live_router(replica.url) as router:
+        [one] = router.router.fleet.replicas.values()
+        assert one.reason == "It says 403: Not to the name 'a'."
+
+
 def test_no_replica_is_said_in_a_sentence(fakes: Loop) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -219,8 +227,9 @@ def test_models_are_those_of_all_and_requests_go_to_who_has_theirs(fakes: Loop) 
         found = httpx.get(router.url + "/v1/models", trust_env=False).json()
         for _ in range(3):
             assert post(router.url, _BODY | {"model": "c"}).status_code == 200
+        httpx.get(router.url + "/v1/models/b", trust_env=False)
     assert {row["id"] for row in found["data"]} == {"a", "b", "c"}
-    assert (len(one.seen), len(other.seen)) == (0, 3)
+    assert ([row.path for row in one.seen], len(other.seen)) == (["/v1/models/b"], 3)
 
 
 def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> None:
@@ -343,6 +352,21 @@ def test_files_are_passed_on_piece_by_piece_to_one_replica(fakes: Loop) -> None:
             assert answer.json()["bytes"] > len(data)
         httpx.get(router.url + "/v1/files/file-1", trust_env=False)
     assert sorted(len(one.seen) for one in replicas) == [0, 0, 3]
+
+
+def test_files_are_at_a_server_that_keeps_them(fakes: Loop) -> None:
+    replicas = [fakes.start(FakeReplica()) for _ in range(3)]
+    for one in replicas:
+        one.load = {"keeps_files": one is replicas[2]}
+    with live_router(*(one.url for one in replicas)) as router:
+        for number in range(8):  # tenants
+            headers = {"x-api-key": f"sk-{number}"}
+            assert httpx.get(router.url + "/v1/files", headers=headers, trust_env=False).is_success
+    assert [len(one.seen) for one in replicas] == [0, 0, 8]
+    with live_router(replicas[0].url) as router:
+        refused = httpx.get(router.url + "/v1/files", trust_env=False)
+    assert refused.status_code == 404
+    assert "No server of this router keeps files" in refused.text
 
 
 def test_the_default_answer_is_a_stream(fakes: Loop) -> None:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     Behaviour = Callable[["Exchange"], Awaitable[None]]
 
 
+LOAD = {
+    "status": "ok", "epoch": "1", "version": "1", "numerics": "1", "work_s": 0.0,
+    "prompt_tokens": 0, "cached_tokens": 0, "horizon_s": None,
+}  # fmt: skip
+
+
 class Exchange:
     """One request at a fake server, and the means to answer it."""
 
@@ -61,13 +67,15 @@ class Exchange:
 class FakeReplica:
     """A server whose behaviours a test sets by path; `seen` are the requests to others than these.
 
-    `models` are its own; `health` is its status, None if it does not say it.
+    `models` are its own; `health` is its status, None if it does not say it. With `load` it is a
+    server of ours, which says this besides.
     """
 
     def __init__(self, *models: str) -> None:
         """Begin with the model `tiny`."""
         self.models = models or ("tiny",)
-        self.health: tuple[int, dict[str, str]] | None = (200, {"status": "ok"})
+        self.health: tuple[int, dict[str, Any]] | None = (200, {"status": "ok"})
+        self.load: dict[str, Any] | None = None
         self.behaviour: Behaviour = hello
         self.seen: list[Exchange] = []
         self.num_connections = 0
@@ -99,6 +107,8 @@ class FakeReplica:
         elif exchange.path == "/v1/models":
             rows = [{"id": name, "object": "model"} for name in self.models]
             await exchange.answer({"object": "list", "data": rows})
+        elif exchange.path == "/api/load" and self.load is not None:
+            await exchange.answer(LOAD | {"models": self.models} | self.load)
         elif exchange.path == "/api/load":
             await exchange.answer({"error": "unknown"}, 404)
         else:

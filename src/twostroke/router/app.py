@@ -70,6 +70,9 @@ class BatchPathError(TwostrokeError):
     code = "no_batches_here"
 
 
+_NO_RECORDS: Final = (
+    "No server of this router keeps files or batches: start `twostroke serve` with --records DIR."
+)
 _NO_BATCHES: Final = (
     "This router keeps accounts, and takes no files and batches, whose lines a replica would run "
     "past the limits of their key: send the lines themselves, as `twostroke batch --url` does."
@@ -153,6 +156,7 @@ class Router:
             reason = "it could control a server, or bypass the limits of keys"
             raise UnknownPathError(f"This router does not pass on {method} {path}: {reason}.")
         salt = _salt(scope)
+        home = self._home(salt) if is_kept else None
         if path in COMPUTED and method == "POST":
             data = await read_json(request, self.options.limits)
             prompt = read_prompt(data, salt)
@@ -170,12 +174,13 @@ class Router:
         body = await self._body(request)
         prompt = read_prompt(body if isinstance(body, bytes) else b"", salt)
         meter = self._admit(prompt, scope) if method == "POST" else None
-        errand = Errand(scope, receive, send, body, self.options.replica_key, meter=meter)
+        key, (_, _, model) = self.options.replica_key, path.partition("/v1/models/")
+        errand = Errand(scope, receive, send, body, key, meter=meter, model=model)
         errand.is_safe = method in {"GET", "HEAD"}
         if stored is not None:
             work = self._at(errand, self._storing(stored[1], scope))
-        elif is_kept:
-            work = self._forwarder.run_at(errand, self.fleet.home(hash_of(salt.hex())))
+        elif home is not None:
+            work = self._forwarder.run_at(errand, home)
         else:
             work = self._forwarder.run(errand, read_prompt(b"", salt).asked)
         await self._forwarder.guard(errand, work)
@@ -197,6 +202,18 @@ class Router:
         most = 0 if path in READ else prompt.most_tokens(self.fleet.context_length)
         served.reserve(prompt.num_tokens + most)
         return Meter(prompt.num_tokens, most, self._pace)
+
+    def _home(self, salt: bytes) -> Replica:
+        """Return the replica that keeps the files and batches of a tenant.
+
+        Raises:
+            BatchPathError: no replica keeps them apart by tenant, as a router with records needs.
+            UnknownPathError: no replica keeps any.
+        """
+        home = self.fleet.home(hash_of(salt.hex()), is_ours=self._keeps_usage)
+        if home is not None:
+            return home
+        raise BatchPathError(_NO_BATCHES) if self._keeps_usage else UnknownPathError(_NO_RECORDS)
 
     async def _at(self, errand: Errand, finding: Awaitable[Replica]) -> None:
         await self._forwarder.run_at(errand, await finding)

@@ -54,7 +54,8 @@ class Facts(Frozen):
     """What a replica says of itself; empty where it says nothing.
 
     `numerics` is what must be equal for equal answers; `epoch` is another after each start;
-    `context_length` counts tokens, 0 if it is not known.
+    `context_length` counts tokens, 0 if it is not known. `keeps_files` is whether it has files and
+    batches, None if it does not say it.
     """
 
     models: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class Facts(Frozen):
     version: str = ""
     numerics: str = ""
     context_length: int = 0
+    keeps_files: bool | None = None
 
 
 class Replica:
@@ -261,15 +263,19 @@ class Fleet:
         found = self._stored.get(id_)
         return found if found is not None and found.url in self.replicas else None
 
-    def home(self, affinity: int) -> Replica:
-        """Return the replica for what a tenant keeps: the same one as long as it is there.
+    def home(self, affinity: int, *, is_ours: bool) -> Replica | None:
+        """Return the replica for a tenant's files: the same one as long as it is there.
+
+        None if no replica keeps files; with `is_ours` it must be one of our servers.
 
         Raises:
-            NoReplicaError: there is none.
+            NoReplicaError: there is no replica.
         """
         if not self.replicas:
             raise self.nothing()
-        return max(self.replicas.values(), key=lambda one: mix(affinity ^ hash_of(one.url)))
+        kept = {True} if is_ours else {True, None}
+        having = [one for one in self.replicas.values() if one.facts.keeps_files in kept]
+        return max(having, key=lambda one: mix(affinity ^ hash_of(one.url)), default=None)
 
 
 def hash_of(text: str) -> int:

@@ -29,6 +29,7 @@ _ANSWER_S: Final = 2.0
 _CUT_OFF_S: Final = 0.5  # of silence: one connection that is cut off need not be all
 _DISCOVER_S: Final = 2.0
 _MOST_BYTES: Final = 1 << 20
+_MOST_TEXT: Final = 300
 _logger = logging.getLogger("twostroke.router")
 
 
@@ -134,7 +135,8 @@ class Watch:
         if state == "draining":
             return State.DRAINING, "It is stopping.", None
         if status >= 400 and status != 404:  # 404: a server without it
-            return State.DOWN, f"It says {status}{f' ({state})' if state else ''}.", None
+            why = f" ({state})." if state else f": {text}" if (text := _message(body)) else "."
+            return State.DOWN, f"It says {status}{why}", None
         if replica.facts.models and replica.state is State.READY:
             return State.READY, "", replica.facts
         status, body = await _probe(replica, "/v1/models", headers)
@@ -147,7 +149,14 @@ class Watch:
 
     def _take(self, replica: Replica, said: Load) -> tuple[State, str, Facts]:
         """Take in what a server of ours says of its queue and its cache."""
-        facts = Facts(said.models, said.epoch, said.version, said.numerics, said.context_length)
+        facts = Facts(
+            said.models,
+            said.epoch,
+            said.version,
+            said.numerics,
+            said.context_length,
+            said.keeps_files,
+        )
         replica.num_prompt_tokens, replica.num_cached_tokens = (
             said.prompt_tokens,
             said.cached_tokens,
@@ -223,7 +232,8 @@ class Load(Frozen):
     horizon_s: float | None
     context_length: int = 0
     prefill_per_decode: float | None = None
-    trusts_sender: bool | None = None  # older versions do not say it
+    keeps_files: bool | None = None  # older versions do not say it, nor the next
+    trusts_sender: bool | None = None
 
 
 async def fetch(
@@ -284,6 +294,13 @@ def _status(body: bytes) -> str:
     found = _decoded(body)
     status = found.get("status")
     return status if isinstance(status, str) else ""
+
+
+def _message(body: bytes) -> str:
+    """Return the sentence of an error of OpenAI's form; empty if it is none."""
+    error = _decoded(body).get("error")
+    message = error.get("message") if isinstance(error, dict) else None
+    return message[:_MOST_TEXT] if isinstance(message, str) else ""
 
 
 def _models(body: bytes) -> tuple[str, ...]:

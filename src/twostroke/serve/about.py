@@ -59,8 +59,8 @@ class LoadBody(msgspec.Struct, frozen=True):
     answers are. Tokens are counted since the start. `horizon_s` is how long ago the page was used
     that the prefix cache evicted last: what was used since is there. `context_length` is that of
     the first model. `prefill_per_decode` is how many prefill engines one such decode engine can
-    use, once that was measured. `trusts_sender` is whether the request had the router's key, whose
-    sender is believed when it names a tenant.
+    use, once that was measured. `keeps_files` is whether it has files and batches. `trusts_sender`
+    is whether the request had the router's key, whose sender is believed when it names a tenant.
     """
 
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
@@ -76,6 +76,7 @@ class LoadBody(msgspec.Struct, frozen=True):
     horizon_s: float | None
     context_length: int
     prefill_per_decode: float | None
+    keeps_files: bool
     trusts_sender: bool
 
 

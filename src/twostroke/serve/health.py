@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from twostroke.engine.served import ServedEngine
+    from twostroke.records import Records
 
 _RETRY: Final = {"retry-after": str(RETRY_AFTER_S)}
 _FINE: Final = (Health.READY.value, "draining")
@@ -30,10 +31,15 @@ class HealthReports:
     """Reports whether a server and its engine are well."""
 
     def __init__(
-        self, engine: ServedEngine, names: Sequence[str], is_draining: Callable[[], bool]
+        self,
+        engine: ServedEngine,
+        names: Sequence[str],
+        is_draining: Callable[[], bool],
+        records: Records | None,
     ) -> None:
-        """Report on a server that calls its models `names`."""
+        """Report on a server that calls its models `names`, and keeps files in its records."""
         self._engine, self._names, self._is_draining = engine, names, is_draining
+        self._keeps_files = records is not None
         self._name, self._started = names[0], secrets.token_hex(8)
         self._last = Health.READY.value
 
@@ -105,6 +111,7 @@ class HealthReports:
             horizon_s=stats.horizon_s,
             context_length=engine.card.context_length,
             prefill_per_decode=prefill_per_decode(reading, engine.card),
+            keeps_files=self._keeps_files,
             trusts_sender=served_of(request.scope).is_from_router,
         )
         return to_json(body)

@@ -95,4 +95,6 @@ class ServeOptions(Frozen):
     def check_dashboard(self) -> None:
         """Raise UnknownPathError if the dashboard is off."""
         if not self.shows_dashboard:
-            raise UnknownPathError("The dashboard is off: start the server with --dashboard.")
+            raise UnknownPathError(
+                "The dashboard is off: start `twostroke serve` with --dashboard."
+            )

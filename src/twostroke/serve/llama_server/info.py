@@ -117,7 +117,7 @@ def info_routes(models: Catalogue, options: ServeOptions) -> list[Route]:
 
     async def slots(request: Request) -> Response:
         if not options.shows_dashboard:
-            message = "The slots are not shown: start the server with --dashboard."
+            message = "The slots are not shown: start `twostroke serve` with --dashboard."
             raise SlotsOffError(message)
         _, served = models.find(request.query_params.get("model"))
         engine, card, places = served.engine, served.card, all_places[served.name]
