@@ -83,34 +83,35 @@ class Mixture {
   }
 
   /// Whether two weights meet the same prepared rows.
-  bool are_shared(WeightType a, WeightType b) const {
-    return same_preparation(a, b, op_.precision == Precision::Mixed);
+  bool are_shared(const PackedWeight& a, const PackedWeight& b) const {
+    return a.order == b.order &&
+           same_preparation(a.type, b.type, op_.precision == Precision::Mixed);
   }
 
   /// Lays out the groups' prepared rows for their `first` and `second` weight.
   void lay_out(Part first, Part second, int64_t width) {
     int64_t bytes = 0;
     for (ExpertGroup& group : groups_.groups) {
-      const WeightType types[2] = {weight(group.expert, first).type,
-                                   weight(group.expert, second).type};
+      const PackedWeight& one = weight(group.expert, first);
+      const PackedWeight& other = weight(group.expert, second);
       const ExpertGroup& earliest = groups_.groups.front();
       // A single row is prepared once for all its experts.
       group.is_shared = first != kDown && num_rows_ == 1 && &group != &earliest &&
-                        are_shared(types[0], weight(earliest.expert, first).type) &&
-                        are_shared(types[1], weight(earliest.expert, second).type);
-      group.serves_both = are_shared(types[0], types[1]);
+                        are_shared(one, weight(earliest.expert, first)) &&
+                        are_shared(other, weight(earliest.expert, second));
+      group.serves_both = are_shared(one, other);
       if (group.is_shared) {
         std::copy_n(earliest.prepared, 2, group.prepared);
         continue;
       }
       group.prepared[0] = bytes;
-      bytes += prepared_bytes(types[0], group.kind, width, group.count);
+      bytes += prepared_bytes(one.type, group.kind, width, group.count);
       if (group.serves_both) {
         group.prepared[1] = group.prepared[0];
         continue;
       }
       group.prepared[1] = bytes;
-      bytes += prepared_bytes(types[1], group.kind, width, group.count);
+      bytes += prepared_bytes(other.type, group.kind, width, group.count);
     }
   }
 
@@ -130,8 +131,14 @@ class Mixture {
         const int64_t i = place - group.begin;
         for (int product = 0; product < 2; ++product) {
           if (product == 1 && group.serves_both) continue;
-          const WeightType type = weight(group.expert, product == 0 ? first : second).type;
-          prepare_rows(type, group.kind, row(place), 0, width, i, i + 1,
+          const PackedWeight& matrix = weight(group.expert, product == 0 ? first : second);
+          const float* values = row(place);
+          if (matrix.order != nullptr) {
+            float* gathered = worker_.memory.rows.floats();
+            gather_row(values, matrix.order, width, gathered);
+            values = gathered;
+          }
+          prepare_rows(matrix.type, group.kind, values, 0, width, i, i + 1,
                        prepared_ + group.prepared[product]);
         }
       }
@@ -382,6 +389,7 @@ void make_room_for_experts(Plan& plan, const StepRecord& step) {
     plan.choices.fit(2 * num_pairs * kFloatBytes);
     for (ThreadMemory& memory : plan.threads) {
       memory.prepared.fit(bytes.alone);
+      memory.rows.fit(bytes.ffn_width * kFloatBytes);
       memory.gated.fit(std::max(kGatedBytes, most_slots * kGroupSize * kFloatBytes));
       memory.experts.reserve(num_pairs, op.num_experts);
     }

@@ -18,12 +18,19 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
   ProductFacts facts;
   for (int i = 0; i < op.num_outputs; ++i) {
     const OutputRecord& output = op.outputs[i];
-    const WeightType type = plan.weights[static_cast<size_t>(output.weight)].type;
+    const PackedWeight& weight = plan.weights[static_cast<size_t>(output.weight)];
+    const bool may_be_mixed = op.precision == Precision::Mixed;
     int index = 0;
     while (index < facts.num_preparations &&
-           !same_preparation(facts.prepared_for[index], type, op.precision == Precision::Mixed))
+           (facts.order_of[index] != weight.order ||
+            !same_preparation(facts.prepared_for[index], weight.type, may_be_mixed))) {
       ++index;
-    if (index == facts.num_preparations) facts.prepared_for[facts.num_preparations++] = type;
+    }
+    if (index == facts.num_preparations) {
+      facts.prepared_for[index] = weight.type;
+      facts.order_of[index] = weight.order;
+      ++facts.num_preparations;
+    }
     facts.preparation_of[i] = index;
     if (output.rope != kNone) {
       const int64_t unit = plan.ropes[static_cast<size_t>(output.rope)].unit();

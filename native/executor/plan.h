@@ -21,8 +21,9 @@ namespace ts {
 struct ProductFacts {
   int num_preparations = 0;
   WeightType prepared_for[kMaxOutputs] = {};
-  int preparation_of[kMaxOutputs] = {};  // for each output
-  int64_t slot_groups = 1;               // groups of outputs that stay together
+  const int32_t* order_of[kMaxOutputs] = {};  // of the inputs of each preparation, or null
+  int preparation_of[kMaxOutputs] = {};       // for each output
+  int64_t slot_groups = 1;                    // groups of outputs that stay together
   int64_t first_slot[kMaxOutputs + 1] = {};
   std::vector<ExpertRecord> experts;  // of each combination of types that a mixture has, one
 };

@@ -92,7 +92,7 @@ Input input_of(const Plan& plan, size_t index, int64_t begin, int64_t num_genera
            {row_kind(plan.ops[index].precision, true), begin + num_generated, num_prompt}}};
 }
 
-/// Normalizes or gathers up to 16 rows if need be, and prepares them.
+/// Normalizes or collects up to 16 rows and gathers their values if need be, and prepares them.
 void prepare_tile(Worker& worker, const Input& input, int run_index, int64_t begin, int64_t end,
                   const Prepared& prepared) {
   const OpRecord& op = input.op;
@@ -114,9 +114,16 @@ void prepare_tile(Worker& worker, const Input& input, int run_index, int64_t beg
     stride = op.width;
     first = rows - begin * stride;
   }
+  float* gathered = worker.memory.rows.floats() + kRowTile * op.width;
   for (int i = 0; i < input.facts.num_preparations; ++i) {
-    prepare_rows(input.facts.prepared_for[i], run.kind, first, stride, op.width, begin, end,
-                 prepared.data[i][run_index]);
+    const int32_t* order = input.facts.order_of[i];
+    for (int64_t row = begin; row < end && order != nullptr; ++row) {
+      gather_row(first + row * stride, order, op.width, gathered + (row - begin) * op.width);
+    }
+    const bool is_gathered = order != nullptr;
+    prepare_rows(input.facts.prepared_for[i], run.kind,
+                 is_gathered ? gathered - begin * op.width : first, is_gathered ? op.width : stride,
+                 op.width, begin, end, prepared.data[i][run_index]);
   }
 }
 
@@ -304,7 +311,7 @@ void make_room_for_products(Plan& plan, const StepRecord& step) {
   plan.prepared.fit(together);
   for (ThreadMemory& memory : plan.threads) {
     memory.prepared.fit(alone);
-    memory.rows.fit(kRowTile * width * static_cast<int64_t>(sizeof(float)));
+    memory.rows.fit(2 * kRowTile * width * static_cast<int64_t>(sizeof(float)));
     memory.gated.fit(kGatedBytes);
   }
 }

@@ -89,6 +89,10 @@ void scale_row(const float* x, float factor, int64_t width, float* out) {
   });
 }
 
+void gather_row(const float* x, const int32_t* order, int64_t width, float* out) {
+  for (int64_t i = 0; i < width; ++i) out[i] = x[order[i]];
+}
+
 void soft_cap_row(float* x, float cap, int64_t width) {
   const Lanes caps = broadcast(cap);
   for_lanes(width, [&](int64_t i, int count) {

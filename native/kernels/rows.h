@@ -1,4 +1,4 @@
-// Kernels on single rows of values: RMSNorm, gated activation, addition, scale, soft cap.
+// Kernels on single rows of values: RMSNorm, gated activation, addition, scale, gather, soft cap.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,9 @@ void add_rows(const float* a, const float* b, int64_t width, float* out);
 
 /// out = x * factor; `out` may be `x`.
 void scale_row(const float* x, float factor, int64_t width, float* out);
+
+/// out[i] = x[order[i]]; `out` is not `x`.
+void gather_row(const float* x, const int32_t* order, int64_t width, float* out);
 
 /// The `num_used` experts with the largest scores, largest first, of equal ones the first, and
 /// their shares: the softmax of all scores, divided by the chosen ones' sum if `normalize`. A NaN

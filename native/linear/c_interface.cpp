@@ -39,7 +39,7 @@ TS_EXPORT void ts_linear_pack(int32_t type, int64_t num_outputs, int64_t num_inp
 TS_EXPORT void ts_linear_unpack_row(int32_t type, int64_t num_outputs, int64_t num_inputs,
                                     const void* packed, int64_t row, float* out) {
   const PackedWeight weight = {static_cast<WeightType>(type), num_outputs, num_inputs,
-                               static_cast<const uint8_t*>(packed)};
+                               static_cast<const uint8_t*>(packed), nullptr};
   ts::unpack_row(weight, row, out);
 }
 
@@ -68,7 +68,7 @@ TS_EXPORT void ts_linear_multiply(int32_t type, int64_t num_outputs, int64_t num
                                   int64_t num_rows, int64_t group_begin, int64_t group_end,
                                   float* out, int64_t out_stride, int32_t accumulate) {
   const PackedWeight weight = {static_cast<WeightType>(type), num_outputs, num_inputs,
-                               static_cast<const uint8_t*>(packed)};
+                               static_cast<const uint8_t*>(packed), nullptr};
   ts::multiply(weight, static_cast<RowKind>(kind), prepared, num_rows, group_begin, group_end, out,
                out_stride, accumulate != 0);
 }

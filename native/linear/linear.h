@@ -80,12 +80,15 @@ constexpr int64_t kGroupsTogether = 3;  // linear/wide.h
 constexpr int64_t kGroupsTogether = 1;
 #endif
 
-/// A packed matrix (num_outputs, num_inputs). `data` is aligned to 64 bytes and not owned.
+/// A packed matrix (num_outputs, num_inputs). `data` is aligned to 64 bytes and not owned. With an
+/// `order` (num_inputs, not owned) column i belongs to the input order[i]; only who prepares its
+/// rows minds that.
 struct PackedWeight {
   WeightType type;
   int64_t num_outputs;
   int64_t num_inputs;
   const uint8_t* data;
+  const int32_t* order;
 };
 
 constexpr int64_t num_groups(int64_t num_outputs) {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.published import (
     MATRIX_NAMES,
@@ -23,6 +24,7 @@ from twostroke.core.errors import ModelFormatError
 from twostroke.models import build_program
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import load_path
+from twostroke.weights.model import weights_identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,12 +114,18 @@ def test_every_layout_loads_bit_for_bit(
 
 
 def test_act_order_keeps_the_answer(tmp_path: Path) -> None:
-    """Rows of gate and up follow the columns of down; others keep their order in floats."""
+    """Rows of gate and up follow the columns of down; others keep their order."""
     make, config = gptq(4, 32, act_order=True), gptq_config(4, 32, desc_act=True)
     values = write_published(tmp_path, make, config)
     model = load_path(tmp_path)
     assert model.tensors["blk.0.ffn_down.weight"].format.block_size == 32
-    assert model.tensors["blk.0.attn_q.weight"].format is FORMATS["F32"]
+    assert model.tensors["blk.0.ffn_down.weight"].order is None
+    assert model.tensors["blk.0.attn_q.weight"].format.block_size == 32
+    assert model.tensors["blk.0.attn_q.weight"].order is not None
+    name = "blk.0.attn_q.weight"
+    turned = replace(model.tensors[name], order=model.tensors[name].order[::-1].copy())
+    others = dict(model.tensors) | {name: turned}
+    assert weights_identity(others) != weights_identity(model.tensors)
     plain = dict(model.tensors)
     for last in ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
         module = next(name for name in values if name.endswith(last))

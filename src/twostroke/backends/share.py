@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def block_sizes(tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
-    """Return how many values a block of each tensor has."""
-    return {name: tensor.format.block_size for name, tensor in tensors.items()}
+    """Return how many values a block has of each tensor whose columns are in inputs' order."""
+    return {name: one.format.block_size for name, one in tensors.items() if one.order is None}
 
 
 class Share(Frozen, eq=False):

@@ -85,6 +85,7 @@ def weights_digest(loaded: LoadedModel) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(loaded.tensors.items()):
         digest.update(f"{name} {tensor.format.name} {tensor.shape}\n".encode())
+        digest.update(b"" if tensor.order is None else tensor.order.tobytes())
         digest.update(tensor.data.data)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

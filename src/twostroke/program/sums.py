@@ -18,13 +18,13 @@ def split_sums(ops: Iterable[Op], block_sizes: Mapping[str, int]) -> dict[str, i
     """Return the outputs of products whose sums are split, and the grain of their inputs' cuts.
 
     Such a product is the second of a pair: ranks compute its input by columns. They cut between
-    whole blocks of its weight, which have `block_sizes` values.
+    whole blocks of its weight, which have `block_sizes` values; the sums of others are not split.
     """
     grains: dict[str, int] = {}  # of values that ranks hold by columns
     split: dict[str, int] = {}
     for op in ops:
         found = [grains[name] for name in op.inputs if name in grains]
-        if isinstance(op, Linear) and found:
+        if isinstance(op, Linear) and found and op.weight in block_sizes:
             split[op.output] = lcm(*found, block_sizes[op.weight])
         elif isinstance(op, Linear | Attention):
             grains[op.output] = op.grain

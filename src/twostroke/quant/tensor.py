@@ -6,10 +6,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from twostroke.quant.format import Bytes, Floats, Format
 
 _CHUNK_VALUES = 1 << 18  # decoded at once: intermediate arrays stay within the cache
@@ -21,11 +24,15 @@ class QuantTensor(Frozen, eq=False):
     `shape` is row-major: (outputs, inputs) for a matrix, (values,) for a vector, (experts,
     outputs, inputs) for a stack. `data` is uint8 (rows, row_bytes), usually a read-only view
     into a memory-mapped file; rows are all dimensions but the last, one for a vector.
+
+    With an `order` (inputs,) column i of `data` belongs to the input `order[i]`: such a matrix was
+    quantized with its inputs sorted ("act-order"), and its groups are runs of sorted ones.
     """
 
     format: Format
     shape: tuple[int, ...]
     data: Bytes
+    order: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         expected = (self.num_rows, self.format.num_bytes(self.shape[-1]))
@@ -68,10 +75,11 @@ class QuantTensor(Frozen, eq=False):
             return self.columns(first, end)
         rows = self.num_rows // self.shape[0]
         data = self.data[first * rows : end * rows]
-        return QuantTensor(self.format, (end - first, *self.shape[1:]), data)
+        return replace(self, shape=(end - first, *self.shape[1:]), data=data)
 
     def columns(self, first: int, end: int) -> QuantTensor:
-        """Return some of the inputs, whole blocks of them, without a copy."""
+        """Return some of the inputs, whole blocks of them, without a copy; they have no order."""
+        assert self.order is None
         data = self.data[:, self.format.num_bytes(first) : self.format.num_bytes(end)]
         return QuantTensor(self.format, (*self.shape[:-1], end - first), data)
 
@@ -79,7 +87,9 @@ class QuantTensor(Frozen, eq=False):
         """Return the values as float32: all in `shape`, or the chosen rows as (rows, inputs)."""
         chosen = self.data if rows is None else self.data[rows]
         out = np.empty((chosen.shape[0], self.shape[-1]), dtype=np.float32)
+        columns = slice(None) if self.order is None else self.order
         step = max(1, _CHUNK_VALUES // self.shape[-1])
         for start in range(0, chosen.shape[0], step):
-            out[start : start + step] = self.format.dequantize(chosen[start : start + step])
+            values = self.format.dequantize(chosen[start : start + step])
+            out[start : start + step, columns] = values
         return out.reshape(self.shape) if rows is None else out

@@ -71,14 +71,15 @@ def release_tensors(mappings: Iterable[MappedFile], tensors: Iterable[QuantTenso
 def weights_identity(tensors: Mapping[str, QuantTensor]) -> str:
     """Return what tells apart the weights of two files, also in the formats of their numbers.
 
-    It is the SHA-256 of each tensor's name, format, shape, and some rows from the first to the
-    last, evenly spaced. Training changes all rows, and a copy that broke off lacks many. A rank
+    It is the SHA-256 of each tensor's name, format, shape, order, and some rows from the first to
+    the last, evenly spaced. Training changes all rows, and a copy that broke off lacks many. A rank
     should not read all weights, of which it may need a small part, so a few changed bytes can go
     unnoticed; a file's own checksum finds these.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.format.name} {tensor.shape}\n".encode())
+        digest.update(b"" if tensor.order is None else tensor.order.tobytes())
         last = len(tensor.data) - 1
         for row in sorted({last * i // (_NUM_COMPARED - 1) for i in range(_NUM_COMPARED)}):
             digest.update(tensor.data[row].tobytes())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from twostroke.models.fields import MAX_EXPERTS
 from twostroke.quant import QuantTensor
 
@@ -70,6 +72,6 @@ def _height(tensor: QuantTensor) -> int:
 def _rows(tensor: QuantTensor, start: int, end: int) -> QuantTensor:
     if len(tensor.shape) > 1:
         shape = (end - start, tensor.shape[-1])
-        return QuantTensor(tensor.format, shape, tensor.data[start:end])
+        return replace(tensor, shape=shape, data=tensor.data[start:end])
     size = tensor.format.block_bytes
     return QuantTensor(tensor.format, (end - start,), tensor.data[:, start * size : end * size])

@@ -118,6 +118,37 @@ def test_layers_of_every_kind_agree_with_the_reference(level, kind, fmt):
             assert same > (0.9 if tiles else 0.97)
 
 
+def with_orders(program, tensors, is_shared):
+    """Give each matrix an order of its inputs: one for each width, or one for each matrix."""
+    tables = {op.table for op in program.ops if isinstance(op, Embed)}
+    matrices = [n for n, t in tensors.items() if len(t.shape) == 2 and n not in tables]
+    found = dict(tensors)
+    for seed, name in enumerate(matrices):
+        width = tensors[name].shape[-1]
+        order = np.random.default_rng(0 if is_shared else seed).permutation(width)
+        found[name] = replace(tensors[name], order=order.astype(np.int32))
+    return found
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("kind", PROGRAMS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_inputs_are_gathered_in_the_order_of_columns(level, kind, is_shared):
+    load_level(level)
+    program = PROGRAMS[kind]
+    tensors = with_orders(program, random_tensors(program, "Q8_0", "Q8_0"), is_shared)
+    values = [name for name in program.value_widths if name[0] in "hxl"]
+    expected = ReferenceBackend(program, tensors, 1, 16).trace(tokens_of(2, 60), values)
+    with cpu_backend((program, tensors), level, 4) as backend:
+        for generated in (False, True):
+            actual = backend.trace(tokens_of(2, 60), values, generated=generated)
+            tiles = level.startswith("amx") and not generated
+            for name in values:
+                far = np.abs(actual[name] - expected[name]).max(axis=1)
+                most = np.quantile(far, 0.8 if "experts" in kind else 1)
+                assert most < (6e-2 if tiles else 5e-3) * np.abs(expected[name]).max(), name
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     """A tiny model of a family, and what the reference computes."""

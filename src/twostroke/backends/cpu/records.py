@@ -175,6 +175,7 @@ class WeightRecord(ctypes.Structure):
         ("num_outputs", c_int64),
         ("num_inputs", c_int64),
         ("data", c_void_p),
+        ("order", c_void_p),
     )
 
 

@@ -52,6 +52,12 @@ class PackedWeights:
             vector: tensors[vector.name].dequantize().reshape(-1) + np.float32(vector.offset)
             for vector in vectors
         }
+        # Equal orders are one array: matrices that read the same gathered rows share them.
+        orders = {name: tensors[name].order for name in matrices}
+        shared = {order.tobytes(): order for order in orders.values() if order is not None}
+        self._orders = {
+            name: shared[order.tobytes()] for name, order in orders.items() if order is not None
+        }
         sizes = [_packed_bytes(library, name, tensors[name]) for name in matrices]
         self._size = sum(sizes)
         self.num_bytes = self._size + sum(values.nbytes for values in self.vectors.values())
@@ -62,7 +68,11 @@ class PackedWeights:
         starts = np.cumsum([0, *sizes])[:-1]
         self.records = {
             name: WeightRecord(
-                t.format.kernel_id, t.num_rows, t.shape[-1], self._memory + int(start)
+                t.format.kernel_id,
+                t.num_rows,
+                t.shape[-1],
+                self._memory + int(start),
+                self._orders[name].ctypes.data if name in self._orders else None,
             )
             for (name, t), start in zip(self._tensors.items(), starts, strict=True)
         }

@@ -138,7 +138,7 @@ class DeviceWeights:
 
 
 def _is_packed(tensor: QuantTensor) -> bool:
-    return layout_of(tensor.format, tensor.shape[-1]) is not None
+    return tensor.order is None and layout_of(tensor.format, tensor.shape[-1]) is not None
 
 
 def _vectors_of(lowered: Lowered) -> Iterator[tuple[str, float]]:
