@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import product
 
 import pytest
 from msgspec.structs import replace
 
+from support.configs import write_config
 from twostroke.backends import BackendFacts
 from twostroke.core.config import BatchOptions, CacheOptions
 from twostroke.core.errors import MemoryLimitError, UnreachableError, UsageError
@@ -62,10 +64,27 @@ def test_one_request_takes_what_the_planner_says(setup):
     assert report.latencies["tpot"].mean == pytest.approx(plan.chosen.tpot_s, rel=1e-3)
 
 
+@pytest.fixture
+def sliding(setup, tmp_path):
+    """Return a setup whose model has a window in half of its layers."""
+    config = write_config(tmp_path / "sliding.json", "8B", model_type="gemma2", sliding_window=512)
+    return replace(setup, model=planned_model(config))
+
+
+def test_models_with_windows_are_simulated(sliding):
+    one = Load("one", (Arrival(0.0, 2048, 101),))
+    found = simulate(sliding, one).report.latencies["tpot"].mean
+    plan = make_plan(sliding.model, sliding.device, Question(prompt=2048, output=101, streams=1))
+    assert found == pytest.approx(plan.chosen.tpot_s, rel=1e-3)
+    whole = simulate(sliding, Load("many", tuple(Arrival(n / 9, 900, 60) for n in range(40))))
+    assert whole.report.num_completed == 40
+
+
 @pytest.mark.seeds(3)
-def test_quick_times_are_those_of_the_roofline(setup, seed):
+def test_quick_times_are_those_of_the_roofline(setup, sliding, seed):
     chance = random.Random(seed)
     for _ in range(20):
+        model = chance.choice((setup, sliding)).model
         count = chance.randint(1, 20)
         starts = tuple(chance.randint(0, 4000) for _ in range(count))
         counts = tuple(chance.choice((1, 1, 1, 300)) for _ in range(count))
@@ -73,7 +92,7 @@ def test_quick_times_are_those_of_the_roofline(setup, seed):
         question = Question(count=chance.choice((1, 2)), mfu=0.5)
         points = (Point(1, 128, 0, 1e-3, 5e-3, 1e-3), Point(0, 0, 256, 1e-3, 8e-3, 2e-3))
         for known in (None, Calibration(points, "")):
-            roofline = Roofline(setup.model, setup.device, question, known)
+            roofline = Roofline(model, setup.device, question, known)
             for one in (batch, replace(batch, num_sampled=count), batch):
                 step, quick = roofline.step(one), roofline.totals(one)
                 wanted = step.seconds, step.flops, step.bytes
@@ -81,11 +100,11 @@ def test_quick_times_are_those_of_the_roofline(setup, seed):
 
 
 @pytest.mark.seeds(3)
-def test_times_of_a_run_are_those_of_its_steps(setup, seed):
+def test_times_of_a_run_are_those_of_its_steps(setup, sliding, seed):
     chance = random.Random(seed)
     points = (Point(1, 128, 0, 1e-3, 5e-3, 1e-3), Point(0, 0, 256, 1e-3, 8e-3, 2e-3))
-    for known in (None, Calibration(points, "")):
-        roofline = Roofline(setup.model, setup.device, Question(), known)
+    for known, one in product((None, Calibration(points, "")), (setup, sliding)):
+        roofline = Roofline(one.model, setup.device, Question(), known)
         starts = tuple(chance.randint(0, 4000) for _ in range(chance.randint(1, 20)))
         run = DecodeRun.of_steps(starts, 50)
         steps = [roofline.totals(run.at(step)) for step in range(50)]

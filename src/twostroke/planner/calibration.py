@@ -18,7 +18,7 @@ from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
 from twostroke.measure.profile import Wanted, profile
 from twostroke.measure.single_step import Shape
-from twostroke.planner.roofline import ATTENTION, Factors
+from twostroke.planner.roofline import Factors, is_attention
 from twostroke.planner.served import ServedStep, look, merged, watch
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Point(Frozen):
         """Return the point of a profile."""
         seconds = {True: 0.0, False: 0.0}
         for op in one.operations:
-            seconds[op.label.name == ATTENTION] += op.time_s.median
+            seconds[is_attention(op.label.name)] += op.time_s.median
         shape = one.shape
         rest_s = max(0.0, one.step_s - sum(seconds.values()))
         sizes = (shape.num_streams, shape.context, shape.num_prompt)

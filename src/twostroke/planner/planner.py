@@ -12,7 +12,7 @@ from twostroke.cache import FORMATS
 from twostroke.core.frozen import Frozen
 from twostroke.planner import formulas
 from twostroke.planner.question import MAX_DEVICES, MEMORY_SHARE
-from twostroke.planner.roofline import Roofline, kv_bytes, layers_bytes
+from twostroke.planner.roofline import Roofline, is_attention, kv_bytes, layers_bytes
 from twostroke.program.batch import BatchShape
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class Planner:
     def knee(self) -> float:
         """The streams at which the products of a decode step are bound by arithmetic."""
         one = self.roofline.step(BatchShape.decode((0,)))
-        products = [op for label, op in one.ops.items() if "attention" not in label]
+        products = [op for label, op in one.ops.items() if not is_attention(label)]
         flops, read = sum(op.flops for op in products), sum(op.bytes for op in products)
         return read / self.roofline.bandwidth / (flops / self.roofline.peak)
 

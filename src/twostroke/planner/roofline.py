@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     from twostroke.program.batch import BatchShape
     from twostroke.program.pages import CacheFormat, CacheLayer
 
-ATTENTION: Final = "attention"  # the label of these operations; all others count as products
 _VALUE_BYTES: Final = 2  # of a value that devices exchange
+
+
+def is_attention(label: str) -> bool:
+    """Tell attention, with or without a window, from products: all other operations."""
+    return label.startswith("attention")
 
 
 class Factors(Frozen):
@@ -90,12 +94,12 @@ class StepTime(Frozen):
     @property
     def attention_s(self) -> float:
         """The time of attention."""
-        return self.ops[ATTENTION].seconds if ATTENTION in self.ops else 0.0
+        return sum(op.seconds for label, op in self.ops.items() if is_attention(label))
 
     @property
     def products_s(self) -> float:
         """The time of all other operations."""
-        return sum(op.seconds for label, op in self.ops.items() if label != ATTENTION)
+        return sum(op.seconds for label, op in self.ops.items() if not is_attention(label))
 
     @property
     def flops(self) -> float:
@@ -152,7 +156,7 @@ class Roofline:
         self._by_context, self._by_samples, self._by_rows = [], [], []
         for key, times in self._ops.items():
             one = (times, self._costs[key])
-            if key[0] == ATTENTION:
+            if is_attention(key[0]):
                 self._by_context.append(one)
             elif any(count in (each_sampled_row, once_if_sampled) for count, _ in key[1]):
                 self._by_samples.append(one)
@@ -185,7 +189,7 @@ class Roofline:
             label: replace(
                 op,
                 seconds=op.seconds
-                * (factors.attention if label == ATTENTION else factors.products),
+                * (factors.attention if is_attention(label) else factors.products),
             )
             for label, op in least.ops.items()
         }
