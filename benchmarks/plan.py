@@ -17,6 +17,7 @@ import msgspec
 from footprint import OFTEN_S, generate_command, live
 from published import fleet_time, published_points
 from report import caption, machine_facts, save, table
+from twostroke.core.hardware import resolve_num_threads
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.measure.profile import Wanted, profile
 from twostroke.measure.single_step import Shape
@@ -100,8 +101,8 @@ def _measured(model: str, num_steps: int | None) -> tuple[str, list[Point]]:
     calibrating = usual_shapes(planned.program.context_length)
     wanted = Wanted((*calibrating, *OTHERS), num_steps)
     points = [Point.of(one) for one in profile(model, wanted, lambda _: None)]
-    known = Calibration(tuple(points[: len(calibrating)]), "")
     device = this_machine()
+    known = Calibration(tuple(points[: len(calibrating)]), "", resolve_num_threads(None))
     roofline = Roofline(planned, device, question)
     rows, before, after = [], [], []
     for one in points[len(calibrating) :]:

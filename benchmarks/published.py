@@ -109,7 +109,7 @@ def _point(row: dict[str, str], folder: Path) -> dict[str, Any]:
     chosen = make_plan(planned, find_device(row["device"]), question).chosen
     if chosen is None:
         raise SystemExit(f"{row['model']} does not fit on {row['count']} x {row['device']}.")
-    limit = chosen.tokens_per_s if row["streams"] else chosen.requests_per_s * question.output
+    limit = chosen.streams / chosen.step_s if row["streams"] else chosen.tokens_per_s
     published = float(row["output_tokens_per_s"])
     return {**row, "published": published, "limit": limit * int(row["replicas"])}
 

@@ -101,10 +101,10 @@ class _Pair:
         points = tuple(Point.of(one) for one in profile(given.model, wanted, lambda _: None))
         self.setup = Setup(
             planned,
-            this_machine(),
+            this_machine(given.threads),
             Question(),
             CacheOptions(memory_bytes=_KV_BYTES),
-            calibration=Calibration(points, ""),
+            calibration=Calibration(points, "", given.threads),
             is_here=True,
         )
         self.vocab_size = planned.program.vocab_size

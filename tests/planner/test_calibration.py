@@ -38,7 +38,7 @@ def slower(roofline, shape, attention, products, rest_s):
 def test_steps_take_what_was_measured_of_steps_like_them(model):
     planned, device = planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
-    alike = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01")
+    alike = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01", 1)
     batch = Shape.decode(2, 50).batch  # not among them
     least = roofline.least(batch)
     expected = 3 * least.attention_s + 2 * least.products_s + 0.1
@@ -48,7 +48,7 @@ def test_steps_take_what_was_measured_of_steps_like_them(model):
     assert step.seconds == pytest.approx(expected)
     # A point of the same shape decides nearly alone, and its neighbours tell that it differs.
     odd = (*alike.points[1:], slower(roofline, SHAPES[0], 30, 20, 1.0))
-    other = Calibration(odd, "2026-01-01")
+    other = Calibration(odd, "2026-01-01", 1)
     assert other.seconds(roofline, SHAPES[0].batch) == pytest.approx(odd[-1].seconds, rel=1e-3)
     assert max(other.errors(roofline)) > 0.5
     assert other.factors(roofline, SHAPES[0].batch).nearest == SHAPES[0].name
@@ -57,7 +57,7 @@ def test_steps_take_what_was_measured_of_steps_like_them(model):
 def test_other_choices_change_corrected_times_as_limits(model):
     planned, device = planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())
-    known = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01")
+    known = Calibration(tuple(slower(roofline, one, 3, 2, 0.1) for one in SHAPES), "2026-01-01", 1)
     batch = Shape.decode(2, 50).batch
     for weights, question in (
         ("bf16", Question()),

@@ -16,7 +16,8 @@ from twostroke.planner import (
     planned_model,
 )
 from twostroke.planner.planner import Planner
-from twostroke.planner.roofline import kv_bytes
+from twostroke.planner.queueing import loads
+from twostroke.planner.roofline import OpTime, StepTime, kv_bytes
 
 
 @pytest.fixture
@@ -74,8 +75,9 @@ def test_objectives_choose_the_streams(model):
     plan = make_plan(large, device, asked)
     assert free.chosen.streams > plan.chosen.streams > 1
     planner = Planner(large, device, asked)
-    assert planner.decode(plan.chosen.streams).seconds <= asked.tpot_s
-    assert planner.decode(plan.chosen.streams + 1).seconds > asked.tpot_s
+    assert planner.tpot_s(plan.chosen.streams) <= asked.tpot_s
+    assert planner.tpot_s(plan.chosen.streams + 1) > asked.tpot_s
+    assert plan.chosen.tpot_s == planner.tpot_s(plan.chosen.streams)
     for impossible, words in (
         (Question(count=4, tpot_s=0.005), "needs at least 9 devices"),
         (Question(count=4, ttft_s=0.001), "times the objective"),
@@ -85,6 +87,45 @@ def test_objectives_choose_the_streams(model):
         refused = make_plan(large, device, impossible)
         assert refused.chosen is None
         assert words in refused.verdict
+
+
+def test_prompts_of_others_make_tokens_late(model):
+    """TPOT and throughput are those of one system: streams = requests/s x time of a request."""
+    large = model("70B")
+    question = Question(count=4, prompt=2048, output=300)
+    planner = Planner(large, find_device("H100-SXM"), question)
+    plan = make_plan(large, find_device("H100-SXM"), question)
+    assert plan.rows[0].tpot_s == plan.rows[0].step_s
+    for row in plan.rows[1:]:
+        assert row.tokens_per_s == pytest.approx(300 * row.requests_per_s)
+        request_s = planner.prompt_s(row.streams) + 300 * row.tpot_s
+        assert row.streams / request_s == pytest.approx(row.requests_per_s)
+        assert row.tpot_s > 1.02 * row.step_s
+    # A prompt alone reads the weights for itself; one among others does not.
+    assert 0.8 < planner.prompt_s(64) / plan.ttft_s < 1
+
+
+def test_a_load_waits_as_theory_says(model, monkeypatch):
+    """Prompts of a second, answers of a token: M/D/1 waits rho / (2 (1 - rho)) seconds."""
+    planner = Planner(model("8B"), find_device("L4"), Question(output=1))
+    step = OpTime(1e-9, 1.0, 1.0, "memory")
+    monkeypatch.setattr(planner, "prompt_s", lambda _: 1.0)
+    monkeypatch.setattr(planner, "decode", lambda _: StepTime({"attn_q": step}, 0.0))
+    for one in loads(planner, 4000):
+        assert one.requests_per_s == pytest.approx(one.share)
+        wait_s = one.share / (2 * (1 - one.share))
+        assert one.ttft_s == pytest.approx(1 + wait_s, rel=1e-6)
+        assert one.at_work == pytest.approx(one.share / (1 - one.share))  # M/G/1, shared
+
+
+def test_loads_agree_with_littles_law(model):
+    planner = Planner(model("8B"), find_device("L4"), Question(output=100))
+    light, *_, heavy = loads(planner, 40)
+    assert light.ttft_s < heavy.ttft_s
+    assert light.tpot_s < heavy.tpot_s < planner.row(40).tpot_s
+    for one in (light, heavy):
+        in_system_s = one.ttft_s + 99 * one.tpot_s
+        assert one.at_work == pytest.approx(one.requests_per_s * in_system_s, rel=0.1)
 
 
 def test_what_ifs_go_the_right_way(model):

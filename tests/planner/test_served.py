@@ -14,6 +14,7 @@ from twostroke.measure.single_step import Shape
 from twostroke.planner import (
     Calibration,
     Question,
+    calibrated_threads,
     find_device,
     known_calibration,
     make_plan,
@@ -22,7 +23,7 @@ from twostroke.planner import (
 from twostroke.planner.calibration import Point, calibrate_from
 from twostroke.planner.models import PlannedModel
 from twostroke.planner.roofline import Roofline
-from twostroke.planner.served import ServedStep, grouped, look, merged
+from twostroke.planner.served import ServedStep, grouped, look, merged, on_threads, threads_of
 from twostroke.planner.words import facts
 
 
@@ -59,13 +60,13 @@ def test_plans_take_what_the_server_takes(tmp_path):
         least = roofline.least(one.batch)
         sizes = one.num_streams, one.context, one.num_prompt
         points.append(Point(*sizes, 2 * least.attention_s, 2 * least.products_s, 1e-6))
-    alone = Calibration(tuple(points), "2026-01-01")
+    alone = Calibration(tuple(points), "2026-01-01", 1)
     served = []
     for count, factor in ((2, 1.5), (16, 3.0)):
         one = ServedStep(count, 0, count, 41 * count, 1.0)
         seconds = factor * alone.seconds(roofline, one.batch)
         served.append(ServedStep(count, 0, count, 41 * count, seconds))
-    found = Calibration(tuple(points), "2026-01-01", served=tuple(served))
+    found = Calibration(tuple(points), "2026-01-01", 1, served=tuple(served))
     for one in served:  # each decides alone where it was measured
         assert found.seconds(roofline, one.batch) == pytest.approx(one.seconds, rel=1e-3)
         assert found.factors(roofline, one.batch).nearest == one.name
@@ -75,10 +76,10 @@ def test_plans_take_what_the_server_takes(tmp_path):
     assert found.errors(roofline) == pytest.approx([1.0, 0.5])  # each by the other
     assert found.num_steps == 4
     # Without measured steps of the engine alone, those of the server count from the least times.
-    only = Calibration((), "2026-01-01", served=tuple(served))
+    only = Calibration((), "2026-01-01", 1, served=tuple(served))
     assert only.seconds(roofline, served[0].batch) == pytest.approx(served[0].seconds, rel=1e-3)
     assert math.isfinite(only.error(roofline))
-    one = Calibration((), "2026-01-01", served=tuple(served[:1]))  # nothing tells how good it is
+    one = Calibration((), "2026-01-01", 1, served=tuple(served[:1]))  # nothing tells how good it is
     plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), one)
     assert (plan.calibrated.num_steps, plan.calibrated.error) == (1, None)
     assert any(f"Nearest: {one.served[0].name}." in line for line in facts(plan))
@@ -111,10 +112,15 @@ def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
             asked = pool.submit(server.complete, max_tokens=60, ignore_eos=True)
             calibrate_from(f"{server.url}/v1", None, model, said.append)
             asked.result()
-        known = known_calibration(model.identity)
+        count = threads_of(server.url, None, model)
+        known = known_calibration(model.identity, count)
         assert known is not None
         assert known.served
-        assert "shapes were seen" in said[-1]
+        assert f"shapes were seen, {on_threads(count)}." in said[-1]
+        assert known_calibration(model.identity, count + 1) is None
+        assert calibrated_threads(model.identity) == [count]
+        plan = make_plan(model, find_device("L4"), Question(prompt=30, output=10), known)
+        assert any(f"measured {on_threads(count)} on" in line for line in facts(plan))
         other = PlannedModel("other", model.program, {}, "IQ9", "bf16", "1")
         with pytest.raises(UsageError, match="not those of other"):
             look(server.url, None, other)

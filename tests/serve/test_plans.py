@@ -65,8 +65,9 @@ def test_this_machine_has_its_measured_limits(
     assert plan["device"] == "a machine"
     assert plan["roof"]["bandwidth"] == MACHINE.bandwidth
     assert plan["calibrated"] is None
-    known = Calibration(POINTS, "2026-01-02")
-    monkeypatch.setattr(planner, "known_calibration", lambda _identity: known)
+    known = Calibration(POINTS, "2026-01-02", 1)
+    known_on = {MACHINE.num_threads: known}.get
+    monkeypatch.setattr(planner, "known_calibration", lambda _, count: known_on(count))
     corrected = measured.http.post(plans.PATH, json={"prompt": 64}).json()
     assert corrected["calibrated"]["date"] == "2026-01-02"
     assert corrected["ttft_s"] > plan["ttft_s"]

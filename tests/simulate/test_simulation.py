@@ -91,7 +91,7 @@ def test_quick_times_are_those_of_the_roofline(setup, sliding, seed):
         batch = BatchShape(starts, counts, chance.randint(0, count))
         question = Question(count=chance.choice((1, 2)), mfu=0.5)
         points = (Point(1, 128, 0, 1e-3, 5e-3, 1e-3), Point(0, 0, 256, 1e-3, 8e-3, 2e-3))
-        for known in (None, Calibration(points, "")):
+        for known in (None, Calibration(points, "", 1)):
             roofline = Roofline(model, setup.device, question, known)
             for one in (batch, replace(batch, num_sampled=count), batch):
                 step, quick = roofline.step(one), roofline.totals(one)
@@ -103,7 +103,7 @@ def test_quick_times_are_those_of_the_roofline(setup, sliding, seed):
 def test_times_of_a_run_are_those_of_its_steps(setup, sliding, seed):
     chance = random.Random(seed)
     points = (Point(1, 128, 0, 1e-3, 5e-3, 1e-3), Point(0, 0, 256, 1e-3, 8e-3, 2e-3))
-    for known, one in product((None, Calibration(points, "")), (setup, sliding)):
+    for known, one in product((None, Calibration(points, "", 1)), (setup, sliding)):
         roofline = Roofline(one.model, setup.device, Question(), known)
         starts = tuple(chance.randint(0, 4000) for _ in range(chance.randint(1, 20)))
         run = DecodeRun.of_steps(starts, 50)

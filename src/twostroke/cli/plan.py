@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import shlex
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
@@ -11,21 +12,27 @@ from twostroke.cli.drawing import PLOTS, check_file, file_option
 from twostroke.cli.given import is_given
 from twostroke.cli.help import Command, option
 from twostroke.cli.planning import (
+    HERE,
+    check_threads,
     kv_format_option,
     objective_options,
     price_option,
     share_options,
+    threads_option,
     weights_option,
 )
 from twostroke.cli.terminal import printable, show_table
 from twostroke.compress.unfinished import unfinished
 from twostroke.core import env
+from twostroke.core.config import BatchOptions
 from twostroke.core.errors import Field, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.planner import Plan, PlannedModel
+    from twostroke.planner import Calibration, Plan, PlannedModel
+
+_GPU_BUDGET: Final = 2048  # tokens of a step in simulations of devices other than this machine
 
 
 @click.command("plan", cls=Command)
@@ -33,11 +40,12 @@ if TYPE_CHECKING:
 @option(
     "--on",
     "device",
-    default="here",
+    default=HERE,
     help="A device of the table such as H100-SXM, a .toml file that describes one, or this "
     "machine, measured.",
 )
 @option("--devices", "count", default=1, help="Devices that divide each layer.")
+@threads_option
 @weights_option
 @kv_format_option
 @option("--prompt", default=1024, help="Tokens of a request's prompt.")
@@ -80,6 +88,7 @@ def command(
     as_json: bool,
     calibrate: bool,
     server: str | None,
+    num_threads: int | None,
     plot: Path | None,
     html: Path | None,
     **given: Any,
@@ -96,8 +105,9 @@ def command(
     check_file(plot, "plot", PLOTS)
     check_file(html, "html", (".html",))
     question = planner.Question(**given)
-    is_here = device == "here"
-    found = planner.this_machine() if is_here else planner.find_device(device)
+    check_threads(device)
+    is_here = device == HERE
+    found = None if is_here else planner.find_device(device)
     planned = planner.planned_model(model)
     if calibrate and not is_here:
         reason = "measures this machine: leave {on} out."
@@ -108,21 +118,42 @@ def command(
         raise UsageError(reason, field=shares[0], other=Field("calibrate"))
     if server is not None and not calibrate:
         raise UsageError("needs {other}.", field="server", other=Field("calibrate"))
+    if server is not None and num_threads is not None:
+        reason = "has no effect with {other}, which has its own: leave it out."
+        raise UsageError(reason, field="num_threads", other=Field("server"))
     if calibrate:
-        _calibrate(planned, model, server)
-    known = planner.known_calibration(planned.identity) if is_here and not shares else None
+        num_threads = _calibrate(planned, model, server, num_threads)
+    known = None
+    if found is None:
+        found = planner.this_machine(num_threads)
+        known = None if shares else _known(planned, num_threads)
     plan = planner.make_plan(planned.as_(weights) if weights else planned, found, question, known)
     if plot is not None or html is not None:
         _draw(plan, plot, html)
     if as_json:
         click.echo(msgspec.json.encode(plan).decode())
     else:
-        _show(plan, explained=explained)
+        _show(plan, _simulation(plan, model, device), explained=explained)
     if plan.chosen is None:
         raise UnreachableError(plan.verdict)
 
 
-def _calibrate(planned: PlannedModel, model: str, server: str | None) -> None:
+def _known(planned: PlannedModel, num_threads: int | None) -> Calibration | None:
+    """Return the measured steps on these threads; note where there are others."""
+    from twostroke import planner
+    from twostroke.planner.served import on_threads
+
+    known = planner.known_calibration(planned.identity, num_threads)
+    if known is None and (others := planner.calibrated_threads(planned.identity)):
+        text = f"Steps were measured {on_threads(others[0])}: "
+        click.echo(f"{text}--threads {others[0]} plans with them.", err=True)
+    return known
+
+
+def _calibrate(
+    planned: PlannedModel, model: str, server: str | None, num_threads: int | None
+) -> int | None:
+    """Measure steps; return the threads on which."""
     from twostroke import planner
 
     def notice(text: str) -> None:
@@ -130,12 +161,41 @@ def _calibrate(planned: PlannedModel, model: str, server: str | None) -> None:
 
     if server is None:
         length = planned.program.context_length
-        planner.calibrate(model, planned.identity, length, notice)
-    else:
-        planner.calibrate_from(server, env.api_key(), planned, notice)
+        planner.calibrate(model, planned.identity, length, notice, num_threads)
+        return num_threads
+    return planner.calibrate_from(server, env.api_key(), planned, notice)
 
 
-def _show(plan: Plan, *, explained: bool) -> None:
+def _simulation(plan: Plan, model: str, device: str) -> str:
+    """Return the command that simulates the largest load of the plan."""
+    if plan.chosen is None:
+        return ""
+    params, asked = click.get_current_context().params, plan.question
+    names = {
+        "count": "devices", "num_threads": "threads", "weights": "weights",
+        "kv_format": "kv-format", "ttft_s": "ttft", "tpot_s": "tpot", "mfu": "mfu", "mbu": "mbu",
+        "usd_per_hour": "price",
+    }  # fmt: skip
+    given = {
+        option: f"{params[name] * 1e3:g}" if name.endswith("_s") else params[name]
+        for name, option in names.items()
+        if is_given(name)
+    }
+    streams = plan.chosen.streams
+    options: dict[str, Any] = {
+        "on": device, **given, "rate": f"{plan.loads[-1].requests_per_s:.4g}",
+        "prompt": asked.prompt, "output": asked.output,
+    }  # fmt: skip
+    if asked.num_cached:
+        options["shared"] = asked.num_cached
+    options["max-running"] = streams
+    if device != HERE or streams > BatchOptions().token_budget:
+        options["token-budget"] = max(_GPU_BUDGET, streams)
+    words = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items()]
+    return " ".join(["twostroke simulate", shlex.quote(model), *words])
+
+
+def _show(plan: Plan, simulation: str, *, explained: bool) -> None:
     from twostroke.planner import words
 
     for line in words.facts(plan):
@@ -146,6 +206,10 @@ def _show(plan: Plan, *, explained: bool) -> None:
     if plan.chosen is not None:  # why there is no answer is an error
         for line in words.answer(plan):
             click.echo(printable(line))
+        click.echo()
+        show_table([words.LOAD_HEADINGS, *words.loads(plan)], range(5))
+        click.echo()
+        click.echo(printable(f"{words.ABOUT_LOADS}\n  {simulation}"))
         click.echo()
     show_table([words.WHAT_IF_HEADINGS, *words.what_ifs(plan)])
     if explained:

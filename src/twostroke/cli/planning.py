@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from twostroke.cache.formats import FORMATS
+from twostroke.cli.given import check_effect
 from twostroke.cli.help import OneOf, option
 from twostroke.core.ranges import check_number
 from twostroke.program.storage import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+HERE: Final = "here"  # as in `planner.devices`, which --help does not need
+
+
+def check_threads(device: str) -> None:
+    """Refuse --threads for devices other than this machine."""
+    check_effect("num_threads", "device", has_effect=device == HERE, value=HERE)
 
 
 class Number(click.ParamType):  # type: ignore[type-arg]
@@ -43,6 +52,12 @@ weights_option = option(
 )
 kv_format_option = option(
     "--kv-format", type=OneOf(tuple(FORMATS)), default="f16", help="Format of keys and values."
+)
+threads_option = option(
+    "--threads",
+    "num_threads",
+    type=click.IntRange(1, 1024),
+    help="Compute threads of this machine [default: as serve, one for each core].",
 )
 price_option = option(
     "--price", "usd_per_hour", type=float, help="$ an hour of a device [default: the table's]."

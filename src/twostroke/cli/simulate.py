@@ -14,11 +14,14 @@ from twostroke.cli.given import check_batching, check_effect, is_given
 from twostroke.cli.help import ByteSize, Command, OneOf, option
 from twostroke.cli.options import BATCHING, MACHINE, engine_options
 from twostroke.cli.planning import (
+    HERE,
     Number,
+    check_threads,
     kv_format_option,
     objective_options,
     price_option,
     share_options,
+    threads_option,
     weights_option,
 )
 from twostroke.cli.terminal import printable, show_table
@@ -39,8 +42,9 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
     params=[*(MACHINE[n] for n in ("context_length", "page_size", "prefix_cache")), *BATCHING],
 )
 @click.argument("model")
-@option("--on", "device", default="here", help="A device, as plan takes it, or this machine.")
+@option("--on", "device", default=HERE, help="A device, as plan takes it, or this machine.")
 @option("--devices", "count", default=1, help="Devices of each replica, which divide each layer.")
+@threads_option
 @option("--replicas", default=1, help="Replicas of the model.")
 @option("--prefill-replicas", default=0, help="How many of them read prompts for the others.")
 @option(
@@ -189,15 +193,16 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
     from twostroke import planner
     from twostroke.simulate import Setup
 
-    device, weights = given.pop("device"), given.pop("weights")
+    device, weights, threads = (given.pop(name) for name in ("device", "weights", "num_threads"))
+    check_threads(device)
     kv_format = given.pop("kv_format")
     asked = {name: given.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
     question = planner.Question(kv_format=kv_format, **asked)
     disaggregate = given.pop("disaggregate")  # an option of engines, too, but of two roles
     options = engine_options(given, model)
-    is_here = device == "here"
+    is_here = device == HERE
     is_ideal = not is_here or is_given("mfu") or is_given("mbu")
-    found = planner.this_machine() if is_here else planner.find_device(device)
+    found = planner.this_machine(threads) if is_here else planner.find_device(device)
     planned = planner.planned_model(model)
     return Setup(
         model=planned.as_(weights) if weights else planned,
@@ -205,7 +210,7 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
         question=question,
         cache=options.cache,
         batch=options.batch,
-        calibration=None if is_ideal else planner.known_calibration(planned.identity),
+        calibration=None if is_ideal else planner.known_calibration(planned.identity, threads),
         is_here=is_here,
         disaggregate=disaggregate,
         **given,
@@ -219,6 +224,8 @@ def _progress(probe: Probe) -> None:
 
 
 def _facts(setup: Setup, load: Load) -> Iterator[str]:
+    from twostroke.planner.served import on_threads
+
     asked, count = setup.question, len(load.arrivals)
     devices = f"{asked.count} x {setup.device.name}" if asked.count > 1 else setup.device.name
     replicas = f"{setup.replicas} replicas ({setup.routing}), each " if setup.replicas > 1 else ""
@@ -233,8 +240,9 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
         f"{mean[1]:,.0f} for the answer (means)"
     )
     if setup.calibration is not None:
-        steps = setup.calibration.num_steps
-        yield f"Steps take what {steps} steps measured on {setup.calibration.date} say."
+        known = setup.calibration
+        told = f"{known.num_steps} steps measured {on_threads(known.num_threads)} on {known.date}"
+        yield f"Steps take what {told} say."
     elif (asked.mfu, asked.mbu) == (1.0, 1.0):
         yield "Steps take the least time that the device needs; no engine is that fast (see --mfu)."
     else:

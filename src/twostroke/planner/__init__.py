@@ -4,6 +4,7 @@ from twostroke.planner.calibration import (
     Calibration,
     calibrate,
     calibrate_from,
+    calibrated_threads,
     known_calibration,
 )
 from twostroke.planner.devices import Device, find_device, known_devices, this_machine
@@ -25,6 +26,7 @@ __all__ = [
     "WhatIf",
     "calibrate",
     "calibrate_from",
+    "calibrated_threads",
     "find_device",
     "known_calibration",
     "known_devices",

@@ -11,15 +11,18 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from twostroke.core import env
+from twostroke.core.config import ComputeOptions
 from twostroke.core.errors import ModelFormatError, UsageError
 from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
+from twostroke.core.hardware import num_cores, processor_name, resolve_num_threads
 from twostroke.measure.profile import Wanted, profile
 from twostroke.measure.single_step import Shape
 from twostroke.planner.roofline import Factors, is_attention
-from twostroke.planner.served import ServedStep, look, merged, watch
+from twostroke.planner.served import ServedStep, merged, on_threads, threads_of, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from twostroke.planner.roofline import Roofline
     from twostroke.program.batch import BatchShape
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _CONTEXTS: Final = (128, 1024, 4096)
 _STREAMS: Final = (1, 4, 16, 32)
 _PROMPTS: Final = (64, 256, 1024)
@@ -78,7 +81,7 @@ class Point(Frozen):
 
 
 class Calibration(Frozen):
-    """Measured steps of one model; `date` is that of the last.
+    """Measured steps of one model on `num_threads` threads; `date` is that of the last.
 
     `served` are those of a server, whose loop does more than compute: where there are some, they
     say by how much a step takes longer than `points` make believe.
@@ -86,6 +89,7 @@ class Calibration(Frozen):
 
     points: tuple[Point, ...]
     date: str
+    num_threads: int
     version: int = _VERSION
     served: tuple[ServedStep, ...] = ()
 
@@ -172,7 +176,8 @@ class Calibration(Frozen):
         return factors.products * products_s + factors.attention * attention_s + factors.rest_s
 
     def _without(self, point: Point) -> Calibration:
-        return Calibration(tuple(one for one in self.points if one != point), self.date)
+        others = tuple(one for one in self.points if one != point)
+        return Calibration(others, self.date, self.num_threads)
 
 
 @lru_cache(maxsize=4)
@@ -180,7 +185,7 @@ def _ratios(
     calibration: Calibration, roofline: Roofline
 ) -> tuple[tuple[tuple[float, ...], float], ...]:
     """Return for each served step its place, and the logarithm of what it takes over `points`."""
-    alone = Calibration(calibration.points, "")
+    alone = replace(calibration, served=())
     found = []
     for one in calibration.served:
         batch = one.batch
@@ -189,9 +194,15 @@ def _ratios(
 
 
 def calibrate(
-    model: str, identity: str, context_length: int, notice: Callable[[str], None]
+    model: str,
+    identity: str,
+    context_length: int,
+    notice: Callable[[str], None],
+    num_threads: int | None = None,
 ) -> None:
     """Measure steps of `model` on this machine, and keep them for its plans.
+
+    Threads are as many as an engine takes unless `num_threads` says how many.
 
     Raises:
         UsageError: the model has no weights here.
@@ -199,7 +210,7 @@ def calibrate(
     """
     if not identity:
         raise UsageError("A configuration alone cannot be measured: name a model with weights.")
-    measure(model, identity, usual_shapes(context_length), notice)
+    measure(model, identity, usual_shapes(context_length), notice, num_threads=num_threads)
 
 
 def usual_shapes(context_length: int) -> list[Shape]:
@@ -215,17 +226,21 @@ def measure(
     shapes: Sequence[Shape],
     notice: Callable[[str], None],
     num_steps: int | None = None,
+    num_threads: int | None = None,
 ) -> Calibration:
     """Measure steps of these shapes, and keep them; `num_steps` as in `Wanted`."""
-    wanted = Wanted(tuple(shapes), num_steps)
+    num_threads = resolve_num_threads(num_threads)
+    wanted = Wanted(tuple(shapes), num_steps, compute=ComputeOptions(num_threads=num_threads))
     points = tuple(Point.of(one) for one in profile(model, wanted, notice))
-    return _keep(identity, Calibration(points, _today()))
+    return _keep(identity, Calibration(points, _today(), num_threads))
 
 
 def calibrate_from(
     url: str, key: str | None, model: PlannedModel, notice: Callable[[str], None]
-) -> None:
+) -> int:
     """Watch a busy server of `model` on this machine, and keep its steps for plans.
+
+    Return its number of threads: its steps correct plans for as many.
 
     Raises:
         UsageError: the model has no weights here, or as `watch`.
@@ -233,16 +248,18 @@ def calibrate_from(
     """
     if not model.identity:
         raise UsageError("A configuration alone has no server: name a model with weights.")
-    look(url, key, model)
+    num_threads = threads_of(url, key, model)
     notice(f"Watching {url} for {WATCH_S:.0f} s.")
-    steps, known = watch(url, key, model, WATCH_S), known_calibration(model.identity)
+    steps = watch(url, key, model, WATCH_S)
+    known = known_calibration(model.identity, num_threads)
     points, served = ((), ()) if known is None else (known.points, known.served)
-    notice(f"Steps of {len(steps)} shapes were seen.")
-    _keep(model.identity, Calibration(points, _today(), served=merged(served, steps)))
+    notice(f"Steps of {len(steps)} shapes were seen, {on_threads(num_threads)}.")
+    _keep(model.identity, Calibration(points, _today(), num_threads, served=merged(served, steps)))
+    return num_threads
 
 
 def _keep(identity: str, found: Calibration) -> Calibration:
-    path = _path(identity)
+    path = _path(identity, found.num_threads)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, msgspec.to_builtins(found))
     return found
@@ -252,19 +269,27 @@ def _today() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
-def known_calibration(identity: str) -> Calibration | None:
-    """Return what was measured of a model on this machine, None if nothing was."""
+def known_calibration(identity: str, num_threads: int | None = None) -> Calibration | None:
+    """Return what was measured of a model on this machine, None if nothing was.
+
+    Steps on another number of threads do not count; None is as many as an engine takes.
+    """
+    num_threads = resolve_num_threads(num_threads)
     with suppress(ModelFormatError, msgspec.ValidationError):
-        found = msgspec.convert(read_json(_path(identity)), Calibration)
+        found = msgspec.convert(read_json(_path(identity, num_threads)), Calibration)
         if found.version == _VERSION and (found.served or len(found.points) > 1):
             return found
     return None
 
 
-def _path(identity: str) -> Path:
-    from twostroke.core.hardware import num_cores, processor_name
+def calibrated_threads(identity: str) -> list[int]:
+    """Return the numbers of threads on which steps of a model were measured here."""
+    counts = range(1, num_cores() + 1)
+    return [one for one in counts if known_calibration(identity, one) is not None]
 
-    key = f"{processor_name()}|{num_cores()}|{identity}"
+
+def _path(identity: str, num_threads: int) -> Path:
+    key = f"{processor_name()}|{num_threads}|{identity}"
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     return env.cache_dir() / "calibrations" / f"{name}.json"
 

@@ -122,13 +122,16 @@ def find_device(name: str) -> Device:
     return found
 
 
-def this_machine() -> Device:
-    """Return this machine, as measured by the kernels that would run."""
+def this_machine(num_threads: int | None = None) -> Device:
+    """Return this machine, as measured by the kernels that would run.
+
+    Threads are as many as an engine takes unless `num_threads` says how many.
+    """
     from twostroke.backends.cpu.library import choose_level
-    from twostroke.core.hardware import num_cores
+    from twostroke.core.hardware import resolve_num_threads
     from twostroke.engine.limits import machine
 
-    return device_of(machine(choose_level(None).level, num_cores(), 1 << 28))
+    return device_of(machine(choose_level(None).level, resolve_num_threads(num_threads), 1 << 28))
 
 
 def device_of(limits: Hardware) -> Device:

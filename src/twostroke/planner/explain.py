@@ -70,10 +70,21 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
         "knee = (bytes / bandwidth) / (operations / arithmetic) of the products for one token = "
         f"{planner.knee:.1f} streams"
     )
+    prompt_s = planner.prompt_s(streams)
+    if streams > 1:
+        yield (
+            f"prompt among others = step with {streams - 1} streams and the prompt - step with "
+            f"these alone = {prompt_s:.4g} s"
+        )
+        yield (
+            "TPOT = decode step + (streams - 1) x prompt among others / output = "
+            f"{step.seconds:.4g} + {streams - 1} x {prompt_s:.4g} / {asked.output} = "
+            f"{planner.tpot_s(streams):.4g} s"
+        )
     yield (
-        f"time of a request = TTFT + output x TPOT / streams = {prefill.seconds:.4g} + "
+        f"time of a request = prompt + output x decode step / streams = {prompt_s:.4g} + "
         f"{asked.output} x {step.seconds:.4g} / {streams} = "
-        f"{prefill.seconds + asked.output * step.seconds / streams:.4g} s of the devices"
+        f"{planner.request_s(streams):.4g} s of the devices"
     )
     if planner.usd_per_hour is not None:
         yield (

@@ -13,6 +13,7 @@ from twostroke.planner import formulas
 from twostroke.planner.explain import explain
 from twostroke.planner.planner import Planner
 from twostroke.planner.question import MAX_DEVICES
+from twostroke.planner.queueing import loads
 from twostroke.program.batch import BatchShape
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from twostroke.planner.models import PlannedModel
     from twostroke.planner.planner import Memory, Row
     from twostroke.planner.question import Question
+    from twostroke.planner.queueing import Loaded
     from twostroke.planner.roofline import StepTime
 
 _MOST_STREAMS = 1 << 14  # that a plan looks at
@@ -48,6 +50,7 @@ class Calibrated(Frozen):
     """
 
     date: str
+    num_threads: int
     num_steps: int
     error: float | None
     nearest: str | None
@@ -70,7 +73,8 @@ class Roof(Frozen):
 class Plan(Frozen):
     """The answer to a question. `chosen` is None if no number of streams does what is asked.
 
-    `prefill` and `decode` are the steps of a prompt and of `shown` streams.
+    `prefill` and `decode` are the steps of a prompt and of `shown` streams. `loads` are shares of
+    what the chosen streams carry.
     """
 
     model: str
@@ -91,6 +95,7 @@ class Plan(Frozen):
     chosen: Row | None
     verdict: str
     prefill_per_decode: float | None
+    loads: tuple[Loaded, ...]
     what_ifs: tuple[WhatIf, ...]
     steps: tuple[str, ...]
     calibrated: Calibrated | None = None
@@ -117,7 +122,7 @@ def make_plan(
     shown = streams or question.streams or 1
     ratio = None
     if chosen is not None:
-        decode_s = chosen.tpot_s * question.output
+        decode_s = chosen.step_s * question.output
         ratio = prefill.seconds * chosen.streams / decode_s
     return Plan(
         model=model.name,
@@ -138,6 +143,7 @@ def make_plan(
         chosen=chosen,
         verdict=verdict,
         prefill_per_decode=ratio,
+        loads=() if chosen is None else loads(planner, chosen.streams),
         what_ifs=tuple(_what_ifs(planner, shown)),
         steps=tuple(explain(planner, memory, shown)),
         calibrated=_calibrated(planner, shown),
@@ -155,7 +161,8 @@ def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
     if known is None:
         return None
     nearest = planner.decode(streams).nearest
-    return Calibrated(known.date, known.num_steps, known.error(planner.roofline.measured), nearest)
+    error = known.error(planner.roofline.measured)
+    return Calibrated(known.date, known.num_threads, known.num_steps, error, nearest)
 
 
 def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most: int) -> str:
@@ -179,7 +186,7 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
         )
     if asked.tpot_s is not None and (most < 1 or (asked.streams or 0) > most):
         streams = asked.streams or 1
-        least_s = planner.decode(streams).seconds
+        least_s = planner.tpot_s(streams)
         times = least_s / asked.tpot_s
         return (
             f"A token takes at least {milliseconds(least_s)} ms with {streams} "
@@ -223,12 +230,16 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
     return [*found, _what_if(change, planner, streams, round_s)]
 
 
-def _what_if(change: str, planner: Planner, streams: int, tpot_s: float) -> WhatIf:
-    prefill_s = planner.prefill().seconds
-    request_s = prefill_s + planner.question.output * tpot_s / streams
-    usd, per_s = planner.usd_per_hour, planner.question.output / request_s
-    cost = None if usd is None else formulas.usd_per_million(usd, per_s)
-    return WhatIf(change, prefill_s, tpot_s, planner.memory().most_streams, cost)
+def _what_if(change: str, planner: Planner, streams: int, step_s: float) -> WhatIf:
+    output, usd = planner.question.output, planner.usd_per_hour
+    per_s = output / (planner.prompt_s(streams) + output * step_s / streams)
+    return WhatIf(
+        change,
+        planner.prefill().seconds,
+        planner.tpot_s(streams, step_s),
+        planner.memory().most_streams,
+        None if usd is None else formulas.usd_per_million(usd, per_s),
+    )
 
 
 def _counts(most: int, streams: int) -> list[int]:

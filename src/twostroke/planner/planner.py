@@ -40,13 +40,15 @@ class Memory(Frozen):
 
 
 class Row(Frozen):
-    """Decoding of `streams` requests together.
+    """`streams` requests that are always at work: each that ends is followed by another.
 
-    `requests_per_s` counts their prefill on the same devices, too. `usd_per_million` is for output
-    tokens, prefill included; `joules_per_token` at full power.
+    `step_s`, `mbu`, `mfu` and `bottleneck` are of a decode step. All other figures include prefill
+    on the same devices: `tpot_s` the prompts of the other streams, the others each request's own.
+    `joules_per_token` is at full power.
     """
 
     streams: int
+    step_s: float
     tpot_s: float
     tokens_per_s: float
     mbu: float
@@ -122,14 +124,14 @@ class Planner:
 
     def row(self, streams: int) -> Row:
         """Return the figures of so many streams."""
-        asked, step, prefill_s = self.question, self.decode(streams), self.prefill().seconds
-        request_s = prefill_s + asked.output * step.seconds / streams
+        asked, step, request_s = self.question, self.decode(streams), self.request_s(streams)
         usd, watts = self.usd_per_hour, self.device.tdp_w
         per_s = asked.output / request_s
         return Row(
             streams=streams,
-            tpot_s=step.seconds,
-            tokens_per_s=streams / step.seconds,
+            step_s=step.seconds,
+            tpot_s=self.tpot_s(streams),
+            tokens_per_s=per_s,
             mbu=step.bytes / step.seconds / (self.roofline.bandwidth / asked.mbu),
             mfu=step.flops / step.seconds / (self.roofline.peak / asked.mfu),
             bottleneck=step.bottleneck,
@@ -152,12 +154,37 @@ class Planner:
     def most_within(self, most: int) -> int:
         """Return the largest number of streams, at most `most`, that meets the objective of TPOT.
 
-        0 if one stream is too slow. A step with more streams never takes less time.
+        0 if one stream is too slow. More streams never take less time.
         """
         limit = self.question.tpot_s
         if limit is None or most < 1:
             return most
-        return last_that(lambda streams: self.decode(streams).seconds <= limit, most)
+        return last_that(lambda streams: self.tpot_s(streams) <= limit, most)
+
+    def prompt_s(self, streams: int) -> float:
+        """Return how much longer a step takes that also reads a prompt, for `streams` in all."""
+        if streams == 1:
+            return self.prefill().seconds
+        asked, others = self.question, streams - 1
+        starts = (*(asked.mean_context,) * others, asked.num_cached)
+        counts = (*(1,) * others, asked.prompt - asked.num_cached)
+        both = self.roofline.step(BatchShape(starts, counts, streams))
+        return max(0.0, both.seconds - self.decode(others).seconds)
+
+    def request_s(self, streams: int) -> float:
+        """Return the time of the devices that a request takes among so many."""
+        step_s = self.decode(streams).seconds
+        return self.prompt_s(streams) + self.question.output * step_s / streams
+
+    def tpot_s(self, streams: int, step_s: float | None = None) -> float:
+        """Return the time of a token, while the prompts of others are read in between.
+
+        `step_s` is the time without these, None for that of a decode step.
+        """
+        step_s = self.decode(streams).seconds if step_s is None else step_s
+        if streams == 1:
+            return step_s
+        return step_s + (streams - 1) * self.prompt_s(streams) / self.question.output
 
     @property
     def knee(self) -> float:

@@ -153,7 +153,7 @@ def _latency(axes: Axes, plan: Plan) -> None:
     tpot_ms, ttft_ms = [row.tpot_s * 1e3 for row in plan.rows], plan.ttft_s * 1e3
     axes.set(
         xscale="log", yscale="log",
-        xlabel="Throughput of decoding (tokens/s, all streams)", ylabel="Latency (ms)",
+        xlabel="Throughput with prefill (tokens/s, all streams)", ylabel="Latency (ms)",
     )  # fmt: skip
     axes.plot(
         rates, tpot_ms, color=DECODE, marker="s", markersize=4.5, label="TPOT, by number of streams"

@@ -50,6 +50,9 @@ def report(plan: Plan) -> str:
         figures=[Markup(_recoloured(one)) for one in plots.drawings(plan)],  # noqa: S704
         rows=[(row.streams == plan.shown, words.cells(row)) for row in plan.rows],
         headings=words.HEADINGS,
+        load_headings=words.LOAD_HEADINGS,
+        loads=list(words.loads(plan)),
+        about_loads=words.ABOUT_LOADS,
         what_if_headings=words.WHAT_IF_HEADINGS,
         what_ifs=list(words.what_ifs(plan)),
         strokes=[

@@ -110,6 +110,18 @@ def watch(url: str, key: str | None, model: PlannedModel, seconds: float) -> tup
     return found
 
 
+def threads_of(url: str, key: str | None, model: PlannedModel) -> int:
+    """Return on how many threads the server at `url` computes; raises as `watch`."""
+    look(url, key, model)
+    state = _state(url, key)
+    return sum(rank["threads"] for rank in state["ranks"]) or int(state["engine"]["threads"])
+
+
+def on_threads(count: int) -> str:
+    """Return "on 1 thread" or "on 2 threads"."""
+    return f"on {count} {'thread' if count == 1 else 'threads'}"
+
+
 def look(url: str, key: str | None, model: PlannedModel) -> list[Sequence[Any]]:
     """Return the last steps of the server at `url`, for `grouped`; raises as `watch`."""
     state = _state(url, key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.measure.digits import digits, milliseconds
+from twostroke.planner.served import on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,9 +14,14 @@ if TYPE_CHECKING:
     from twostroke.planner.planner import Memory, Row
 
 HEADINGS: Final = (
-    "STREAMS", "MS/TOKEN", "TOKENS/S", "EACH", "MBU", "MFU", "REQUESTS/S", "$/1M", "J/TOKEN",
+    "STREAMS", "STEP MS", "MBU", "MFU", "MS/TOKEN", "TOKENS/S", "REQUESTS/S", "$/1M", "J/TOKEN",
     "MOST TIME",
 )  # fmt: skip
+LOAD_HEADINGS: Final = ("LOAD", "REQUESTS/S", "AT WORK", "TTFT MS", "MS/TOKEN")
+ABOUT_LOADS: Final = (
+    "These are means of requests that come by chance, at shares of what the streams carry. Near "
+    "all of it a small error of a step becomes a long queue. Percentiles and lengths that differ:"
+)
 WHAT_IF_HEADINGS: Final = ("WHAT IF", "TTFT MS", "MS/TOKEN", "FIT", "$/1M")
 
 
@@ -48,10 +54,11 @@ def facts(plan: Plan) -> Iterator[str]:
         f"({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} streams."
     )
     if (one := plan.calibrated) is not None:
-        told = f"one step measured on {one.date}"
+        threads = on_threads(one.num_threads)
+        told = f"one step measured {threads} on {one.date}"
         if one.error is not None:
-            told = f"{one.num_steps} steps measured on {one.date}; each of these follows from the "
-            told += f"others with an error of {one.error:.0%} (median)"
+            told = f"{one.num_steps} steps measured {threads} on {one.date}; each of these "
+            told += f"follows from the others with an error of {one.error:.0%} (median)"
         yield f"Times are corrected by {told}. Nearest: {one.nearest}."
     else:
         yield "Times are limits, which no engine passes; on this machine --calibrate corrects them."
@@ -72,11 +79,11 @@ def cells(row: Row) -> tuple[str, ...]:
     """Return a row of the table by number of streams."""
     return (
         f"{row.streams:,}",
-        milliseconds(row.tpot_s),
-        f"{row.tokens_per_s:,.0f}",
-        f"{1 / row.tpot_s:.1f}",
+        milliseconds(row.step_s),
         f"{row.mbu:.0%}",
         f"{row.mfu:.0%}",
+        milliseconds(row.tpot_s),
+        f"{row.tokens_per_s:,.0f}",
         f"{row.requests_per_s:.3g}",
         _usd(row.usd_per_million),
         "–" if row.joules_per_token is None else f"{row.joules_per_token:.3g}",
@@ -92,10 +99,17 @@ def answer(plan: Plan) -> Iterator[str]:
         return
     yield (
         f"{num_streams(row.streams)}: {row.tokens_per_s:,.0f} tokens/s, {1 / row.tpot_s:.1f} for "
-        f"each, and {row.requests_per_s:.3g} requests/s with their prefill."
+        f"each, and {row.requests_per_s:.3g} requests/s, while as many are always at work."
     )
     if (ratio := plan.prefill_per_decode) is not None:
         yield f"Prefill and decode apart: {ratio:.2g} prefill devices for each that decodes."
+
+
+def loads(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of loads."""
+    for one in plan.loads:
+        times = milliseconds(one.ttft_s), milliseconds(one.tpot_s)
+        yield f"{one.share:.0%}", f"{one.requests_per_s:.3g}", f"{one.at_work:,.1f}", *times
 
 
 def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:

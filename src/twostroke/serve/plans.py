@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from twostroke.core.hardware import Hardware
     from twostroke.engine.client import ModelCard
     from twostroke.engine.limits import Limits
     from twostroke.http.ignored import Ignored
@@ -154,7 +155,7 @@ class Plans:
         from twostroke.cache import FORMATS
         from twostroke.planner import WEIGHTS
 
-        here = self._here
+        here = self._hardware
         devices = [
             PlanDevice(one.name, one.memory_bytes, one.usd_per_hour)
             for one in self._devices.values()
@@ -174,6 +175,7 @@ class Plans:
     def _plan(self, asked: PlanRequest) -> Plan:
         from twostroke.cache import FORMATS
         from twostroke.planner import WEIGHTS, Question, known_calibration, make_plan
+        from twostroke.planner.devices import device_of
 
         names = set(Question.__struct_fields__) & set(PlanRequest.__struct_fields__)
         values = {name: getattr(asked, name) for name in names}
@@ -184,11 +186,12 @@ class Plans:
             model = model.as_(_one_of(WEIGHTS, asked.weights, "weights"))
         if asked.device != HERE:
             device = self._devices[_one_of(self._devices, asked.device, "device")]
-        elif (here := self._here) is None:
+        elif (hardware := self._hardware) is None:
             reason = "cannot be this machine, whose limits are not known: name another."
             raise RequestError(reason, field="device")
         else:
-            device, calibration = here, known_calibration(self._card.identity)
+            device = device_of(hardware)
+            calibration = known_calibration(self._card.identity, hardware.num_threads)
         return make_plan(model, device, question, calibration)
 
     @cached_property
@@ -207,11 +210,8 @@ class Plans:
         return known_devices()
 
     @property
-    def _here(self) -> Device | None:
-        from twostroke.planner.devices import device_of
-
-        hardware = self._limits and self._limits.hardware()
-        return device_of(hardware) if hardware else None
+    def _hardware(self) -> Hardware | None:
+        return self._limits.hardware() if self._limits else None
 
     @property
     def _kv_format(self) -> str:

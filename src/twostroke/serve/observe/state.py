@@ -128,6 +128,7 @@ class State:
                 "speculation": facts.methods,
                 "max_running": facts.config.max_running,
                 "token_budget": facts.config.token_budget,
+                "threads": backend.num_threads,
             },
             "memory": {"used_bytes": self._engine.memory_bytes, "kv_bytes": backend.cache_bytes},
             "handover": describe_handover(reading, self._engine.card),

@@ -7,7 +7,7 @@ import { Controls } from "./controls.js";
 import { LatencyPlot } from "./latency.js";
 import { MemoryBar } from "./memory.js";
 import { RooflinePlot } from "./roofline.js";
-import { streamsTable, whatIfTable } from "./tables.js";
+import { loadsTable, streamsTable, whatIfTable } from "./tables.js";
 
 const PATH = "api/plan";
 const PAUSE_MS = 60; // between a slider's move and the request
@@ -103,7 +103,7 @@ export class Planning {
     this.#roofline.show(plan);
     this.#latency.show(plan);
     this.#memory.show(plan);
-    this.#tables.replaceChildren(streamsTable(plan), whatIfTable(plan));
+    this.#tables.replaceChildren(streamsTable(plan), ...loadsTable(plan), whatIfTable(plan));
     this.#formulas.replaceChildren(...plan.steps.map((line) => h("li", {}, line)));
   }
 }
@@ -111,7 +111,7 @@ export class Planning {
 function aboutOf({ model, device, question, stored, calibrated, roof }) {
   const devices = question.count > 1 ? `${question.count} × ${device}` : device;
   const parts = [`${model} (${stored}) on ${devices}`];
-  if (calibrated) parts.push(`corrected by ${calibrated.num_steps} steps measured on ${calibrated.date}${calibrated.error === null ? "" : `, median error ${Math.round(calibrated.error * 100)} %`}`);
+  if (calibrated) parts.push(`corrected by ${calibrated.num_steps} steps measured on ${counted(calibrated.num_threads, "thread")} on ${calibrated.date}${calibrated.error === null ? "" : `, median error ${Math.round(calibrated.error * 100)} %`}`);
   else parts.push("times are limits that no engine passes");
   if (roof.source) parts.push(roof.source);
   if (roof.price_source) parts.push(`price: ${roof.price_source}`);
@@ -130,8 +130,8 @@ function tilesOf(plan) {
   const usd = row.usd_per_million;
   return [
     tile("TTFT", "Time to first token, without a queue", duration(plan.ttft_s), plan.prefill_bottleneck),
-    tile("TPOT", "Time per output token", duration(row.tpot_s), row.bottleneck),
-    tile("Throughput", "Tokens a second of all streams", `${rate(row.tokens_per_s)}/s`, `${rate(row.requests_per_s)} requests/s with their prefill`),
+    tile("TPOT", "Time per output token, while as many streams are always at work", duration(row.tpot_s), row.bottleneck),
+    tile("Throughput", "Tokens a second of all streams, with prefill", `${rate(row.tokens_per_s)}/s`, `${rate(row.requests_per_s)} requests/s`),
     tile("Streams", "Requests that decode together", count(row.streams), memory.most_streams === null ? "memory is not known" : `${count(memory.most_streams)} fit`),
     tile("Memory", "Weights, keys and values", quantity(memory.weights + memory.kv_per_request * row.streams, "B"), memory.usable === null ? "the device's is not known" : `of ${quantity(memory.usable, "B")} usable`),
     tile("Cost", "Of a million output tokens, prefill included", usd === null ? "–" : `$${usd.toPrecision(3)}`, usd === null ? "no price is known" : `for 1M tokens, at $${roof.usd_per_hour.toPrecision(3)}/h`),
