@@ -6,28 +6,38 @@ import random
 
 import pytest
 
-from twostroke.cache.ledger import Entry, Ledger
+from twostroke.cache.ledger import TAG_BYTES, Entry, Ledger
 
 NOW_S = 1_000_000.0
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(TAG_BYTES, "big")
 
 
 def plain_surplus(ledger: Ledger, now_s: float, room: int) -> list[bytes]:
     """Remove one page after another, each the worst of those that are left."""
     left = dict(ledger.entries)
     kept: set[bytes] = set()
+
+    def family(name: bytes) -> list[Entry]:
+        """The page and all that continue it."""
+        after = [n for n, entry in ledger.entries.items() if entry.before == name[:TAG_BYTES]]
+        return [ledger.entries[name], *(one for n in after for one in family(n))]
+
+    until = {name: max(one.used_s for one in family(name)) for name in left}
+    score = {name: max(one.score(now_s) for one in family(name)) for name in left}
     while True:
-        asked = [n for n, entry in left.items() if entry.used_s > now_s and n not in kept]
+        asked = [n for n in left if until[n] > now_s and n not in kept]
         if not asked:
             break
-        best = max(asked, key=lambda name: (left[name].used_s, -left[name].place))
+        best = max(asked, key=lambda name: (until[name], -left[name].place))
         if sum(left[name].num_bytes for name in (*kept, best)) > ledger.most_bytes // 2:
             break
         kept.add(best)
     gone = []
     while left and sum(e.num_bytes for e in left.values()) + room > ledger.most_bytes:
-        worst = min(
-            left, key=lambda name: (name in kept, left[name].score(now_s), -left[name].place)
-        )
+        worst = min(left, key=lambda name: (name in kept, score[name], -left[name].place))
         gone.append(worst)
         del left[worst]
     return gone
@@ -41,9 +51,12 @@ def test_the_ledger_chooses_as_its_plain_twin(seed: int) -> None:
         used_s = NOW_S + rng.choice((-1e6, -100.0, -1.0, 50.0, 1e5)) * rng.random()
         entry = Entry(rng.randint(50, 150), rng.random(), rng.randrange(9), used_s)
         entry.num_uses = rng.randint(1, 4)
-        ledger.add(bytes([number]), entry)
+        earlier = [n for n, one in ledger.entries.items() if one.place < entry.place]
+        if earlier and rng.random() < 0.8:
+            entry.before = rng.choice(earlier)
+        ledger.add(name_of(number), entry)
         if rng.random() < 0.2:
-            ledger.remove(bytes([rng.randrange(number + 1)]))
+            ledger.remove(name_of(rng.randrange(number + 1)))
     assert ledger.num_bytes == sum(entry.num_bytes for entry in ledger.entries.values())
     room = rng.choice((0, 100, 10_000))
     assert ledger.surplus(NOW_S, room) == plain_surplus(ledger, NOW_S, room)
@@ -53,19 +66,25 @@ def test_the_ledger_chooses_as_its_plain_twin(seed: int) -> None:
 def test_a_page_never_goes_before_those_that_need_it(seed: int) -> None:
     rng = random.Random(seed)
     sequences = [[(0, s)] * 3 + [(s, place) for place in range(rng.randint(0, 9))] for s in (0, 1)]
-    chains = [[repr((at, key)).encode() for at, key in enumerate(one)] for one in sequences]
+    keys = [list(enumerate(one)) for one in sequences]
+    known = sorted({key for one in keys for key in one})
+    chains = [[name_of(known.index(key)) for key in one] for one in keys]
     ledger, now_s = Ledger(10**9), NOW_S
     for _ in range(40):
         chain = rng.choice(chains)
         chain = chain[: rng.randint(1, len(chain))]
-        now_s += rng.choice((1.0, 300.0))
-        until_s = now_s + rng.choice((0.0, 0.0, 200.0))
-        saved_s = len(chain) * 0.1
-        for place, name in enumerate(chain):
-            if name in ledger.entries:
-                ledger.use(name, saved_s, until_s)
-            else:
-                ledger.add(name, Entry(100, saved_s, place, until_s))
+        keep_s, at = rng.choice((0.0, 0.0, 200.0)), 0
+        while at < len(chain):  # in chunks, each as if the sequence ended with it
+            now_s += rng.choice((1.0, 300.0))
+            end, until_s = at + rng.randint(1, 5), now_s + keep_s
+            saved_s = min(end, len(chain)) * 0.1
+            for place, name in [*enumerate(chain)][at:end]:
+                before = chain[place - 1] if place else b""
+                if name in ledger.entries:
+                    ledger.use(name, saved_s, until_s)
+                else:
+                    ledger.add(name, Entry(100, saved_s, place, until_s, before=before))
+            at = end
     for total in range(100, ledger.num_bytes, 300):
         ledger.most_bytes = total
         gone = set(ledger.surplus(now_s, 0))

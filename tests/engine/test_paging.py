@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.engines import tiny_client
+from support.servers import wait_for
 from support.stored_pages import kind
 from support.stores import SECRET, missing, store
 from support.tiny import write_tiny_gguf
 from twostroke.cache import PageGroups
 from twostroke.cache.disk import DiskTier, entry_of, stored_pages
+from twostroke.cache.ledger import Ledger
 from twostroke.cache.store import StoreTier
 from twostroke.core.config import CacheOptions, EngineOptions, ParallelOptions, SpeculationOptions
 from twostroke.core.errors import UsageError
@@ -118,6 +120,46 @@ def test_pages_are_worth_the_measured_time_of_their_whole_prompt(tmp_path: Path)
     entries = [entry_of(path) for path in stored_pages(tmp_path)]
     saved_s = [entry.saved_s for entry in entries if entry is not None]
     assert saved_s == pytest.approx([96 * 96 * 1e-3 / 6] * 6)
+
+
+def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path) -> None:
+    with tiny_client(tmp_path, num_pages=96, token_budget=32, max_running=32) as (client, backend):
+        of = kind(page_bytes=backend.pages.page_bytes, groups=PageGroups(16))
+        tier, pages = DiskTier(tmp_path, of, 10**9, "tiny"), client.loop.pages
+        paging = Paging(pages, of, [tier], lambda first, end: float(end * end - first * first))
+        for _ in range(2):  # written when they are computed again, in three chunks
+            with pages.lock:
+                pages.scheduler._pool.evict_all()
+            keys = keys_of(client, PROMPT)
+            answer(client, PROMPT)
+        assert paging.flush(5.0)
+        wait_for(lambda: young_to_old(client, keys) == [0, 1, 2, 3, 4, 5])
+    entries = [entry_of(path) for path in stored_pages(tmp_path)]
+    ledger = Ledger(10**9)
+    for path, entry in zip(stored_pages(tmp_path), entries, strict=True):
+        assert entry is not None
+        ledger.add(bytes.fromhex(path.parent.name + path.name), entry)
+    assert len({entry.saved_s for entry in ledger.entries.values()}) == 3
+    ledger.most_bytes = 1
+    gone = [ledger.entries[name].place for name in ledger.surplus(time.time(), 0)]
+    assert gone == [5, 4, 3, 2, 1, 0]
+
+
+def keys_of(client: Client, prompt: list[int]) -> list[bytes]:
+    chain = client.loop.pages.scheduler.prefixes.chain(b"")
+    assert chain is not None
+    chain.extend(prompt, len(prompt) // 16)
+    return chain.keys
+
+
+def young_to_old(client: Client, keys: list[bytes]) -> list[int]:
+    """Return the places of a prompt's cached pages, those first that are evicted last."""
+    with client.loop.pages.lock:
+        scheduler = client.loop.pages.scheduler
+        index = scheduler.prefixes.transfers._known
+        place_of = {index.find((0, key)): place for place, key in enumerate(keys)}
+        _, cached = scheduler._pool.contents()
+        return [place_of[page] for page in reversed(cached) if page in place_of]
 
 
 def test_steps_are_timed_for_a_page_cache_also_if_nothing_is_guessed(tmp_path: Path) -> None:

@@ -74,6 +74,26 @@ def test_pages_that_arrived_before_a_transfer_failed_are_used() -> None:
     assert request.output == output
 
 
+def test_pages_that_arrived_are_evicted_before_those_that_they_continue() -> None:
+    source, pages, _ = computed(14)
+    steps = Steps()
+    steps.add("a", 6, max_tokens=1)
+    steps.finish()  # its first page is that of the next request, too
+    request = steps.add("b", 14, max_tokens=3)
+    chain = steps.scheduler._tickets["b"].chain
+    transfer = begin(steps, "b")
+    steps.scheduler.prefixes.transfers.narrow(transfer, lambda _: True)
+    for _ in transfer.keys:
+        bring(steps, source, pages, transfer)
+    assert steps.cancel("b") is request
+    steps.scheduler.prefixes.transfers.end(transfer)
+    assert chain is not None
+    assert steps.index is not None
+    places = {steps.index.find((0, key)): place for place, key in enumerate(chain.keys)}
+    _, cached = steps.pool.contents()
+    assert [places[page] for page in reversed(cached) if page in places] == [0, 1, 2]
+
+
 def test_a_late_transfer_is_not_waited_for_and_its_pages_stay_apart() -> None:
     now = [0.0]
     steps = Steps(num_pages=32)

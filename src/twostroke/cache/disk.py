@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
-from twostroke.cache.ledger import Entry, Ledger
+from twostroke.cache.ledger import TAG_BYTES, Entry, Ledger
 from twostroke.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("twostroke.cache")
 
 _MAGIC: Final = b"TSPAGE01"
-_HEADER: Final = struct.Struct("<8s32sQfIII")  # magic, name, bytes, saved_s, place, 0, checksum
+_HEADER: Final = struct.Struct(
+    "<8s32sQfI4sI"
+)  # magic, name, bytes, saved_s, place, before, checksum
 HEADER_BYTES: Final = _HEADER.size
 _CHECKED: Final = _HEADER.size - 4  # the checksum covers what stands before it, and the page
 _PART: Final = ".part"  # of names of files that are not whole
@@ -120,7 +122,9 @@ class DiskTier:
             return False
         with self._lock:
             num_bytes = _HEADER.size + len(page)
-            self._ledger.add(name, Entry(num_bytes, worth.saved_s, worth.place, until_s))
+            before = worth.before[:TAG_BYTES]
+            entry = Entry(num_bytes, worth.saved_s, worth.place, until_s, before=before)
+            self._ledger.add(name, entry)
         return True
 
     def probe(self) -> float:
@@ -217,7 +221,8 @@ class DiskTier:
 
 def header_of(name: bytes, page: memoryview[Any], worth: Worth) -> bytes:
     """Return what stands before a page in its file."""
-    head = _HEADER.pack(_MAGIC, name, len(page), worth.saved_s, worth.place, 0, 0)[:_CHECKED]
+    before = worth.before[:TAG_BYTES]
+    head = _HEADER.pack(_MAGIC, name, len(page), worth.saved_s, worth.place, before, 0)[:_CHECKED]
     return head + zlib.crc32(page, zlib.crc32(head)).to_bytes(4, "little")
 
 
@@ -255,8 +260,9 @@ def entry_of(path: Path) -> Entry | None:
         return None
     if len(head) < _HEADER.size:
         return Entry(facts.st_size, 0.0, 0, facts.st_mtime)
-    _, _, _, saved_s, place, _, _ = _HEADER.unpack(head)
-    return Entry(facts.st_size, max(0.0, saved_s), place, facts.st_mtime)
+    _, _, _, saved_s, place, before, _ = _HEADER.unpack(head)
+    before = before if any(before) else b""
+    return Entry(facts.st_size, max(0.0, saved_s), place, facts.st_mtime, before=before)
 
 
 def stored_pages(root: Path) -> Iterator[Path]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-_YOUNG_S = 60.0  # added to every age: the last minute's order says little
+TAG_BYTES: Final = 4  # of a name, by which the page after it knows it
+_YOUNG_S: Final = 60.0  # added to every age: the last minute's order says little
 
 
 @dataclass(slots=True)
 class Entry:
     """A stored page; `used_s` is its last use, or until when it is kept, if that is later.
 
-    `saved_s` is what computing it takes. Times are seconds since 1970.
+    `saved_s` is what computing it takes, and `before` how the name of the page before it begins;
+    empty if there is none. Times are seconds since 1970.
     """
 
     num_bytes: int
@@ -23,6 +22,7 @@ class Entry:
     place: int
     used_s: float
     num_uses: int = 1
+    before: bytes = b""
 
     def score(self, now_s: float) -> float:
         """Return the seconds that it saves, for each byte and each second since its last use.
@@ -33,12 +33,19 @@ class Entry:
         return self.num_uses * self.saved_s / (self.num_bytes * age_s)
 
 
+class _Judged(NamedTuple):
+    name: bytes
+    entry: Entry
+    score: float
+    until_s: float
+
+
 class Ledger:
     """The pages of a folder, by name, with at most `most_bytes` in all.
 
-    A use of a page is a use of all pages before it, whose `saved_s` is raised to its own. So a page
-    never goes before those that need it: of equal scores the later place goes first. Kept pages go
-    last, and only those beyond half of the bytes.
+    A page is worth at least as much as those that continue it, and stays as long. So it never goes
+    before them: of equal scores the later place goes first. Kept pages go last, and only those
+    beyond half of the bytes.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -69,29 +76,37 @@ class Ledger:
         left = self.num_bytes + room - self.most_bytes
         if left <= 0:
             return []
-        kept = self._kept(now_s)
-        order = sorted(
-            self.entries.items(),
-            key=lambda item: (item[0] in kept, item[1].score(now_s), -item[1].place),
-        )
+        pages = self._judged(now_s)
+        kept = self._kept(pages, now_s)
+        pages.sort(key=lambda page: (page.name in kept, page.score, -page.entry.place))
         gone: list[bytes] = []
-        for name, entry in order:
+        for page in pages:
             if left <= 0:
                 break
-            gone.append(name)
-            left -= entry.num_bytes
+            gone.append(page.name)
+            left -= page.entry.num_bytes
         return gone
 
-    def _kept(self, now_s: float) -> set[bytes]:
+    def _judged(self, now_s: float) -> list[_Judged]:
+        """Return all pages, each with at least the score and the time of those that continue it."""
+        pages, needed = list[_Judged](), dict[bytes, tuple[float, float]]()  # by the name's begin
+        for name, entry in sorted(self.entries.items(), key=lambda item: -item[1].place):
+            least_score, least_s = needed.get(name[:TAG_BYTES], (0.0, 0.0))
+            score, until_s = max(entry.score(now_s), least_score), max(entry.used_s, least_s)
+            pages.append(_Judged(name, entry, score, until_s))
+            if entry.before:
+                known_score, known_s = needed.get(entry.before, (0.0, 0.0))
+                needed[entry.before] = max(score, known_score), max(until_s, known_s)
+        return pages
+
+    def _kept(self, pages: list[_Judged], now_s: float) -> set[bytes]:
         """Return the pages that are kept: those kept longest, up to half of the bytes."""
-        asked: Iterable[tuple[bytes, Entry]] = sorted(
-            (item for item in self.entries.items() if item[1].used_s > now_s),
-            key=lambda item: (-item[1].used_s, item[1].place),
-        )
+        asked = [page for page in pages if page.until_s > now_s]
+        asked.sort(key=lambda page: (-page.until_s, page.entry.place))
         room, kept = self.most_bytes // 2, set()
-        for name, entry in asked:
-            room -= entry.num_bytes
+        for page in asked:
+            room -= page.entry.num_bytes
             if room < 0:
                 break
-            kept.add(name)
+            kept.add(page.name)
         return kept

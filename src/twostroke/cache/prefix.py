@@ -102,8 +102,11 @@ class PrefixIndex:
         """
         num_pages = self.num_reusable(len(tokens) - 1, num_prompt)
         chain.extend(tokens, num_pages)
-        keys = chain.keys[:num_pages]
-        groups = self._pool.groups
+        return self.hit(chain.keys[:num_pages])
+
+    def hit(self, keys: list[bytes]) -> PrefixHit:
+        """Return the pages of the longest known prefix of the places with these keys."""
+        num_pages, groups = len(keys), self._pool.groups
         runs = [
             _leading(known, keys)
             for known, window in zip(self._pages, groups.windows, strict=True)

@@ -50,14 +50,16 @@ class PageKind(Frozen):
 class Worth(Frozen):
     """What a page is worth: the seconds that computing its sequence takes, for each of its pages.
 
-    `place` is the page's place in the sequence: without the pages before it, it is of no use. The
-    sequence was used at `used_s`, in seconds since 1970, and is to stay until `keep_s` later.
+    `place` is the page's place in the sequence, and `before` the name of the page before it in its
+    cache group, without which it is of no use; empty for the first. The sequence was used at
+    `used_s`, in seconds since 1970, and is to stay until `keep_s` later.
     """
 
     saved_s: float
     place: int
     used_s: float
     keep_s: float = 0.0
+    before: bytes = b""
 
     @property
     def until_s(self) -> float:

@@ -113,6 +113,11 @@ class Pages:
             self._transfers.end(transfer)
             self._changed.notify_all()
 
+    def touch(self, keys: list[bytes]) -> None:
+        """See `Transfers.touch`."""
+        with self._changed:
+            self._transfers.touch(keys)
+
     def lease(self, wanted: Iterable[PageKey]) -> Lease:
         """See `Transfers.lease`."""
         with self._changed:

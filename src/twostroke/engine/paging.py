@@ -83,12 +83,12 @@ class _Measured:
 
 
 class _Offer(Frozen):
-    """Pages to write: the keys of consecutive places from `first` on.
+    """Pages to write: those from the place `first` on of a sequence that begins with `keys`.
 
     They were used at `used_s` by a sequence of `num_places` that is to stay for `keep_s`.
     """
 
-    keys: tuple[bytes, ...]
+    keys: list[bytes]
     first: int
     num_places: int
     used_s: float
@@ -214,10 +214,10 @@ class Paging:
         count = max(num_again, min(last, num_whole) - first)
         if count > 0:
             num_places = max(first + count, num_whole)
-            self._offer(keys[:count], first, num_places, request.hints.keep_s)
+            self._offer(chain.keys[: first + count], first, num_places, request.hints.keep_s)
 
-    def _offer(self, keys: Sequence[bytes], first: int, num_places: int, keep_s: float) -> None:
-        self._offers.append(_Offer(tuple(keys), first, num_places, time.time(), keep_s))
+    def _offer(self, keys: list[bytes], first: int, num_places: int, keep_s: float) -> None:
+        self._offers.append(_Offer(keys, first, num_places, time.time(), keep_s))
         self._has_offers.set()
 
     def _submitted(self, ticket: Ticket) -> bool:
@@ -337,21 +337,27 @@ class Paging:
         with self._pages.lock:  # after the step that has computed the pages, and was measured
             saved_s = self._seconds(0, offer.num_places * self._size) / offer.num_places
         worth = Worth(saved_s, offer.first, offer.used_s, offer.keep_s)
-        for at in range(0, len(offer.keys), _WINDOW):
+        for start in range(offer.first, len(offer.keys), _WINDOW):
             if self._is_closing:
                 return
             began_s = time.monotonic()
-            keys = offer.keys[at : at + _WINDOW]
-            lease = self._pages.lease([(g, key) for key in keys for g in range(self._num_groups)])
+            place_of = {
+                key: start + at for at, key in enumerate(offer.keys[start : start + _WINDOW])
+            }
+            groups = range(self._num_groups)
+            lease = self._pages.lease([(g, key) for key in place_of for g in groups])
             try:
                 for (group, key), page in lease.pages.items():
-                    its_worth = replace(worth, place=offer.first + at + keys.index(key))
+                    place = place_of[key]
+                    before = self._kind.name((group, offer.keys[place - 1])) if place else b""
+                    its_worth = replace(worth, place=place, before=before)
                     for tier in self._tiers:
                         self._write_page(tier, (group, key), memory[page], its_worth)
             finally:
                 self._pages.release(lease)
             if self._pages.scheduler.has_work:
                 time.sleep((time.monotonic() - began_s) * (1 / _BUSY_SHARE - 1))
+        self._pages.touch(offer.keys)  # a lease leaves its pages younger than those before them
 
     def _write_page(self, tier: _Measured, key: PageKey, page: memoryview, worth: Worth) -> None:
         began_s = time.perf_counter()

@@ -12,7 +12,7 @@ from twostroke.core.request import NO_PAGE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.cache import PagePool, PrefixHit, PrefixIndex
+    from twostroke.cache import PagePool, PrefixIndex
     from twostroke.cache.tiers import PageKey
     from twostroke.schedule.ticket import Ticket
 
@@ -22,20 +22,25 @@ class Transfer:
     """Missing pages of a request that waits, on their way here: `Transfers` explains.
 
     Attributes:
-        first_place: the place of the first key in the request.
-        keys: of its places, in order. Requests wait for those that are still claimed.
+        before: the keys of the request's places before those that are missing.
+        keys: of the missing places, in order. Requests wait for those that are still claimed.
         late_s: when the claims are dropped, on the scheduler's clock.
         wanted: the pages that have not arrived, once `narrow` has said which are needed.
         pages: those that it holds.
         is_dropped: whether nobody waits for it any more.
     """
 
-    first_place: int
+    before: list[bytes]
     keys: list[bytes]
     late_s: float = math.inf
     wanted: set[PageKey] = field(default_factory=set)
     pages: dict[PageKey, int] = field(default_factory=dict)
     is_dropped: bool = False
+
+    @property
+    def first_place(self) -> int:
+        """The place of the first key in the request."""
+        return len(self.before)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +91,8 @@ class Transfers:
         keys = chain.keys[first:last]
         if not keys:
             return None
-        self._touch(hit)
-        transfer = Transfer(first, keys, self._clock() + within_s)
+        self.touch(chain.keys[: hit.num_places])
+        transfer = Transfer(chain.keys[:first], keys, self._clock() + within_s)
         for key in keys:
             self._claims.setdefault(key, transfer)
         self._claiming.append(transfer)
@@ -157,7 +162,9 @@ class Transfers:
     def end(self, transfer: Transfer) -> None:
         """Take back all pages of a transfer, to which nobody writes any more, and its claims."""
         self.drop(transfer)
-        self._let_go(transfer, list(transfer.pages))
+        if transfer.pages:
+            self._let_go(transfer, list(transfer.pages))
+            self.touch([*transfer.before, *transfer.keys])
 
     def lease(self, wanted: Iterable[PageKey]) -> Lease:
         """Keep those of the `wanted` pages that the index has, as far as there is room."""
@@ -176,6 +183,13 @@ class Transfers:
         self.num_held -= len(pages)
         self._pool.release(pages)
 
+    def touch(self, keys: list[bytes]) -> None:
+        """Make the known first pages of a sequence the last to be evicted, the first one last."""
+        places = zip(*self._known.hit(keys).pages, strict=True)
+        pages = [page for place in places for page in place if page != NO_PAGE]
+        self._pool.share(pages)
+        self._pool.release(pages)
+
     @property
     def _known(self) -> PrefixIndex:
         assert self._index is not None, "without a prefix cache nothing is brought"
@@ -184,13 +198,6 @@ class Transfers:
     def _let_go(self, transfer: Transfer, keys: Sequence[PageKey]) -> None:
         pages = [transfer.pages.pop(key) for key in keys]
         self.num_held -= len(pages)
-        self._pool.release(pages)
-
-    def _touch(self, hit: PrefixHit) -> None:
-        """Make the pages before the missing ones the last to be evicted."""
-        places = zip(*hit.pages, strict=True)
-        pages = [page for place in places for page in place if page != NO_PAGE]
-        self._pool.share(pages)
         self._pool.release(pages)
 
     def _drop(self, keys: Iterable[bytes], transfer: Transfer) -> None:
