@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -18,7 +19,13 @@ from twostroke.core.config import (
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.errors import EngineStoppedError, TwostrokeError, UsageError
+from twostroke.core.errors import (
+    DeviceLostError,
+    EngineStoppedError,
+    MemoryLimitError,
+    TwostrokeError,
+    UsageError,
+)
 from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN, StepResult
@@ -260,3 +267,50 @@ def test_a_batch_larger_than_max_running_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"batch of 9"):
         engine(tmp_path, policy="static", batch_size=9, max_running=8)
     assert threading.active_count() == before
+
+
+def test_steps_for_which_there_is_no_memory_become_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody's answer changes, and no later step asks for as much."""
+    prompts = [[*range(5, 60)], [7, 8], [*range(90, 120)]]
+    with tiny_client(tmp_path) as (client, backend):
+        expected = [answers(client, [prompt])[0] for prompt in prompts]
+        run, refused = backend.run, []
+
+        def refuse_large(plan: StepPlan) -> StepResult:
+            if (num_rows := sum(plan.counts)) > 20:
+                refused.append(num_rows)
+                raise MemoryLimitError("The GPU has no memory left.")
+            return run(plan)
+
+        monkeypatch.setattr(backend, "run", refuse_large)
+        assert answers(client, prompts) == expected
+        assert answers(client, prompts[::-1]) == expected[::-1]
+        assert refused
+        assert refused == sorted(refused, reverse=True)
+        assert all(2 * later <= num_rows for num_rows, later in itertools.pairwise(refused))
+        told = [record.getMessage() for record in caplog.records]
+        limit = refused[-1] // 2
+        assert told[-1] == f"The GPU has no memory left. Steps compute at most {limit} tokens now."
+        assert len(told) == len(refused)
+        assert client.loop.snapshot().scheduler.num_referenced_pages == 0
+
+
+def test_a_device_that_is_lost_ends_the_engine_and_all_callers_learn_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_client(tmp_path) as (client, backend):
+
+        def fail(_: StepPlan) -> StepResult:
+            backend.gate.wait()
+            raise DeviceLostError("The GPU failed: an illegal memory access was encountered.")
+
+        monkeypatch.setattr(backend, "run", fail)
+        backend.gate.clear()
+        threading.Timer(0.2, backend.gate.set).start()
+        why = "The engine stopped: The GPU failed: an illegal memory access was encountered."
+        assert answers(client, [[5], [6, 7]]) == [why, why]
+        assert client.loop.health is Health.STOPPED
+        with pytest.raises(EngineStoppedError, match="illegal memory access"):
+            client.generate([5], GREEDY)

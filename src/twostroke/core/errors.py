@@ -128,6 +128,12 @@ class RanksLostError(BackendError):
     code = "ranks_lost"
 
 
+class DeviceLostError(BackendError):
+    """A GPU has failed in a way that ends the process's use of it; the engine must start again."""
+
+    code = "device_lost"
+
+
 class RequestError(TwostrokeError):
     """A request has a wrong value; the engine is not affected."""
 

@@ -144,6 +144,7 @@ class StepResult(Frozen):
     `hidden` has the backend's `tapped_value` for each drawn token. `scores` are the log-
     probabilities of scored rows, None if logits are not numbers. `states` has, for each slice with
     `num_pooled` rows, their final hidden states (rows, width), which depend on these rows alone.
+    `num_compiled` counts kernels that were compiled and graphs that were captured for the step.
     """
 
     tokens: list[int]
@@ -154,6 +155,7 @@ class StepResult(Frozen):
     scores: Sequence[TokenLogprobs | None] = ()
     states: Sequence[NDArray[np.float32]] = ()
     collective_s: float = 0.0
+    num_compiled: int = 0
 
 
 class Delta(Frozen):

@@ -138,7 +138,7 @@ class Snapshot(Frozen):
 
     `services` are by class of service. `prefill_rows` and `decode_rows` are the distributions of a
     step's rows; `recent_steps` are the last steps. `scheduler` also counts the requests and pages
-    in each state now.
+    in each state now. `num_compiled` counts kernels compiled and graphs captured while steps ran.
     """
 
     age_s: float
@@ -150,6 +150,7 @@ class Snapshot(Frozen):
     speculation: SpeculationTotals
     scheduler: SchedulerStats
     tiers: tuple[TierTotals, ...] = ()
+    num_compiled: int = 0
 
 
 class ServiceCounter:
@@ -235,6 +236,7 @@ class Counters:
         self._strokes = Strokes()
         self._prefill_rows, self._decode_rows = Histogram("rows"), Histogram("rows")
         self._recent: deque[TimedRows] = deque(maxlen=_NUM_RECENT)
+        self._num_compiled = 0
         self.seconds = Seconds(self.snapshot)
 
     def add_step(
@@ -261,6 +263,7 @@ class Counters:
             self._strokes = Strokes(strokes.prefill, new)
             self._decode_rows.observe(rows)
         counts = rows, prompt_rows, len(plan.slices)
+        self._num_compiled += result.num_compiled
         self._recent.append(TimedRows(*counts, result.elapsed_s, batch.num_attended(), turn_s))
 
     def count_gaps(self, now_s: float) -> None:
@@ -287,4 +290,5 @@ class Counters:
             ),
             scheduler=self._scheduler(),
             tiers=self._tiers(),
+            num_compiled=self._num_compiled,
         )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.core.errors import RanksLostError, RequestError, TwostrokeError
+from twostroke.core.errors import (
+    DeviceLostError,
+    MemoryLimitError,
+    RanksLostError,
+    RequestError,
+    TwostrokeError,
+)
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
 from twostroke.core.tree import right_drafts
 
@@ -20,12 +27,31 @@ if TYPE_CHECKING:
     Run = Callable[[StepPlan], StepResult]
     Fail = Callable[[Request, TwostrokeError], None]
 
+_logger = logging.getLogger("twostroke.engine")
+
+
+# After these the backend must recover, or is lost; they are not about a request.
+FATAL: Final = RanksLostError, DeviceLostError
+
+
+def smaller_steps(plan: StepPlan, error: Exception) -> int | None:
+    """Return how many tokens steps may compute from now on, if one was too large for the memory.
+
+    None: the step failed for another reason, or with one token of each request.
+    """
+    num_rows = sum(part.num_rows for part in plan.slices)
+    if not isinstance(error, MemoryLimitError) or num_rows == len(plan.slices):
+        return None
+    most_tokens = max(1, num_rows // 2)
+    _logger.warning("%s Steps compute at most %d tokens now.", error, most_tokens)
+    return most_tokens
+
 
 def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResult:
     """Run the requests of a step that failed with `error` one by one; `fail` those that do again.
 
     Raises:
-        RanksLostError: out of `run`.
+        RanksLostError, DeviceLostError: out of `run`.
     """
     if len(plan.slices) == 1:
         return _failed(plan.slices[0], error, fail)
@@ -33,7 +59,7 @@ def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResu
     for piece in plan.slices:
         try:
             parts.append(run(StepPlan((piece,))))
-        except RanksLostError:
+        except FATAL:
             raise
         except Exception as its_own:  # noqa: BLE001 a kernel's failure must not end other requests
             parts.append(_failed(piece, its_own, fail))
@@ -42,6 +68,7 @@ def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResu
         [logprobs for part in parts for logprobs in part.logprobs],
         scores=[score for part in parts for score in part.scores],
         states=[rows for part in parts for rows in part.states],
+        num_compiled=sum(part.num_compiled for part in parts),
     )
 
 

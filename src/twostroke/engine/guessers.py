@@ -130,6 +130,7 @@ class Draft(Frozen):
                 size,
                 release=partial(release_tensors, self.loaded.mappings),
                 share_threads_with=backend,
+                max_rows=options.batch.token_budget,
             )
         except TwostrokeError as error:
             if isinstance(error, MemoryLimitError):
@@ -245,6 +246,7 @@ class Heads(Frozen):
             size,
             share_threads_with=backend,
             tapped_value=last_hidden(program),
+            max_rows=options.batch.token_budget,
         )
         cost = cost_model(program, tensors).per_step()
         step_time = StepTime(cost, hardware, runner.facts.rows_together)

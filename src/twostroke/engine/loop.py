@@ -6,14 +6,14 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from twostroke.core.errors import EngineStoppedError, RanksLostError, TwostrokeError
 from twostroke.core.request import FinishReason
 from twostroke.engine.counters import Counters
 from twostroke.engine.delivery import deliver
-from twostroke.engine.faults import find_unusable, run_each
+from twostroke.engine.faults import FATAL, find_unusable, run_each, smaller_steps
+from twostroke.engine.flight import StepInFlight, drop_later
 from twostroke.engine.health import Health, Vitals
 from twostroke.engine.pages import Pages
 from twostroke.engine.view import View, take_view
@@ -33,22 +33,13 @@ if TYPE_CHECKING:
     from twostroke.engine.seconds import Span
     from twostroke.program.cost import StepCost
     from twostroke.schedule import Scheduler, SchedulerConfig
-    from twostroke.spec import Guesses, Speculator
+    from twostroke.spec import Speculator
 
 _logger = logging.getLogger("twostroke.engine")
 
 _END_S = 60.0  # that the last step may take
 _MOST_LOSSES = 3  # of ranks, one after another without a step that succeeds
 _LOOK_S = 0.2  # between looks at ranks that have nothing to do
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step in flight, and the error with which it could not be started."""
-
-    plan: StepPlan
-    guesses: Guesses
-    error: Exception | None = None
 
 
 class EngineLoop:
@@ -75,9 +66,10 @@ class EngineLoop:
         self._condition = threading.Condition()
         self._stopping = False
         self._failure: str | None = None
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[StepInFlight] = deque()
         self._vitals = Vitals()
         self._num_losses = 0  # since a step succeeded
+        self._most_tokens: int | None = None  # of a step, since memory was short
         self.on_step: Callable[[StepPlan], None] | None = None  # before a step is computed
         self.pages = Pages(scheduler, backend.pages, self._condition)
         self._counters = Counters(cost, scheduler.stats, speculator.stats, self.pages.totals)
@@ -251,7 +243,7 @@ class EngineLoop:
                 return False
             for request, error in self._scheduler.overdue():
                 self._fail(request, error)
-            plan = self._scheduler.plan() if self._may_start else None
+            plan = self._scheduler.plan(self._most_tokens) if self._may_start else None
             is_idle = plan is None and not self._steps
             if is_idle:
                 self._vitals.pause(self._condition, self._idle_s)
@@ -295,13 +287,13 @@ class EngineLoop:
         self._vitals.begin()
         if self.on_step is not None:
             self.on_step(plan)
-        step = _Step(plan, self.speculator.extend(plan, self._add_drafts))
+        step = StepInFlight(plan, self.speculator.extend(plan, self._add_drafts))
         self._steps.append(step)
         if not self.config.steps_ahead:
             return
         try:
             self._starter.start(plan)
-        except RanksLostError:
+        except FATAL:
             raise
         except Exception as error:  # noqa: BLE001 a failure must not end the other steps
             step.error = error
@@ -310,6 +302,8 @@ class EngineLoop:
         """Wait for the oldest step in flight, and take in and deliver what it brought."""
         step = self._steps[0]
         plan, result = step.plan, self._result(step)
+        if result is None:
+            return
         for request, error in find_unusable(plan, result):
             self._fail(request, error)
         with self._condition:
@@ -323,34 +317,34 @@ class EngineLoop:
             self.speculator.learn(plan, step.guesses, batch, result, took_s)
             deliver(self._take(deltas))
 
-    def _result(self, step: _Step) -> StepResult:
-        """Return a step's result; if it failed, run its requests one by one."""
+    def _result(self, step: StepInFlight) -> StepResult | None:
+        """Return a step's result; if it failed, run its requests one by one.
+
+        None: there was no memory for it; it was taken back, and steps are smaller from now on.
+        """
         error = step.error
         if error is None:
             try:
                 if self.config.steps_ahead:
                     return self._starter.finish()
                 return self._backend.run(step.plan)
-            except RanksLostError:
+            except FATAL:
                 raise
             except Exception as its_own:  # noqa: BLE001 a failure must not end other requests
                 error = its_own
-        self._recall_later()
-        return run_each(step.plan, error, self._backend.run, self._fail)
+        drop_later(self._steps, self._starter, self._recall)
+        most_tokens = smaller_steps(step.plan, error)
+        if most_tokens is None:
+            return run_each(step.plan, error, self._backend.run, self._fail)
+        self._most_tokens = most_tokens
+        self._steps.clear()
+        self._vitals.busy_since_s = None
+        self._recall()
+        return None
 
-    def _recall_later(self) -> None:
-        """Take back all steps but the oldest: they fail with it, or follow rows that failed."""
-        while len(self._steps) > 1:
-            step = self._steps.pop()
-            if step.error is None:
-                try:
-                    self._starter.finish()
-                except RanksLostError:
-                    raise
-                except Exception:  # computed again
-                    _logger.debug("A step failed after another one.", exc_info=True)
-            with self._condition:
-                self._scheduler.recall()
+    def _recall(self) -> None:
+        with self._condition:
+            self._scheduler.recall()
 
     def _recover(self, error: RanksLostError) -> None:
         """Let lost ranks be replaced; all requests are computed again, and go on."""

@@ -62,6 +62,27 @@ def test_a_row_is_used_again_only_after_its_request_is_forgotten():
     assert rows_of(tables, [make_request(1, [99])]) == [rows[3]]
 
 
+def test_where_rows_are_limited_those_who_are_not_in_the_step_lose_theirs():
+    tables = PageTables(1, 16, 8)
+    tables.limit(20)
+    tables.note_changes()
+    requests = [make_request(40, [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(30)]
+    for step in (requests[:20], requests[15:30], requests[:12]):
+        rows = rows_of(tables, step)
+        assert len(set(rows.tolist())) == len(step)
+        changed = dict(tables.take_changes().tolist())
+        flat = tables.array.reshape(-1)
+        assert all(flat[place] == page for place, page in changed.items())
+        for row, request in zip(rows, step, strict=True):
+            assert tables.array[row, 0, :3].tolist() == request.pages[0]
+    branch = Branch(0, ROOT, 40, 2, ((90,),), 1, (), is_copied=False)
+    own = [tables.branch(i, rows[0], branch) for i in range(8)]
+    assert not {*own} & {*rows.tolist()}
+    assert len(tables.array) == 20
+    rows = rows_of(tables, requests[10:30])  # the branches' rows are free again
+    assert len(set(rows.tolist())) == 20
+
+
 def test_generated_rows_come_first_if_they_are_computed_differently():
     steps = StepArrays(1, 16, 8, one_arithmetic=False)
     old, new = make_request(4, [0]), make_request(3, [1])

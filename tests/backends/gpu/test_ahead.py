@@ -14,8 +14,10 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 from support.cpu import tiny_model  # noqa: E402
 from support.schedules import Setting, fresh, random_requests, run_schedule  # noqa: E402
 from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
+from twostroke.backends.gpu import plan as plan_module  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.kernels import attention  # noqa: E402
 from twostroke.core.config import (  # noqa: E402
     BatchOptions,
     CacheOptions,
@@ -24,6 +26,7 @@ from twostroke.core.config import (  # noqa: E402
     SpeculationOptions,
 )
 from twostroke.core.constraint import Constraint  # noqa: E402
+from twostroke.core.errors import MemoryLimitError  # noqa: E402
 from twostroke.core.request import FinishReason, Request  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.core.step import NO_TOKEN, Slice, StepPlan  # noqa: E402
@@ -90,26 +93,11 @@ def alone(number: int, num_pages: int = 1) -> Request:
     return request
 
 
-def test_memory_for_larger_steps_keeps_what_was_drawn() -> None:
-    small, large = gpu_backend(8, max_rows=2), gpu_backend(8)
-    first, other = alone(0), alone(1, 4)
-    other.tokens = [*range(40)]
-    answers = []
-    for backend in (small, large):
-        backend.start(StepPlan((Slice(first, 0, 2, samples=True),)))
-        both = Slice(first, 2, 1, samples=True), Slice(other, 0, 40, samples=True)
-        backend.start(StepPlan(both))
-        answers.append([backend.finish().tokens, backend.finish().tokens])
-        backend.forget(first)
-        backend.forget(other)
-    assert answers[0] == answers[1]
-
-
 def test_a_step_for_which_there_is_no_memory_harms_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its page tables reach the device with the next step, which would use pages of others."""
-    small, large = gpu_backend(12, max_rows=2), gpu_backend(12, max_rows=2)
+    failing, right = gpu_backend(12), gpu_backend(12)
     first, second, third = alone(0), alone(2), alone(2, 4)
     third.tokens = [*range(40)]
     both = Slice(second, 0, 2, samples=True), Slice(third, 0, 40, samples=True)
@@ -117,17 +105,46 @@ def test_a_step_for_which_there_is_no_memory_harms_no_other(
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    for backend in (small, large):
+    for backend in (failing, right):
         backend.run(StepPlan((Slice(first, 0, 2, samples=True),)))
-        for owner, place in ((backend, "_new_plan"), (type(backend._plan), "needs_more")):
+        if backend is failing:
             with monkeypatch.context() as patch:
-                patch.setattr(owner, place, fail)
-                if backend is small:
-                    with pytest.raises(torch.OutOfMemoryError):
-                        backend.start(StepPlan(both))
+                patch.setattr(backend._plan.input, "fill", fail)
+                with pytest.raises(MemoryLimitError, match="no memory left for this step"):
+                    backend.start(StepPlan(both))
         backend.run(StepPlan(both[:1]))
         backend.run(StepPlan(both[1:]))
-    assert torch.equal(small._pages.memory, large._pages.memory)
+    assert torch.equal(failing._pages.memory, right._pages.memory)
+
+
+def test_steps_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their sizes: of all buckets, with passes, with draws on the device."""
+    monkeypatch.setattr(plan_module, "_DECODED_ROWS", 4)
+    backend = gpu_backend(200, max_rows=300, draws_on_host=False)
+    params = [
+        SamplingParams(),
+        SamplingParams(logprobs=3, top_p=0.5, top_k=5),
+        SamplingParams(temperature=0, repetition_penalty=1.5),
+    ]
+    num_passes = 0
+    sizes = ((1, 0), (3, 5), (24, 20), (100, 0), (270, 1))
+    for number, (num_rows, num_others) in enumerate(sizes):
+        tokens = [i % 280 for i in range(num_rows)]
+        long = Request("long", tokens, num_rows, params[number % 3], seed=1)
+        long.pages = [[*range(100, 135)]]
+        slices = [Slice(long, 0, num_rows, samples=True)]
+        others = [alone(i) for i in range(num_others)]
+        for other in others:
+            other.tokens = [*range(100)]
+            other.pages = [[*range(7)]]
+            slices.append(Slice(other, 98, 2, samples=True))
+        assert backend.run(StepPlan(tuple(slices))).num_compiled == 0
+        num_passes += backend._plan.input.has_passes
+        for request in (long, *others):
+            backend.forget(request)
+    assert num_passes
+    monkeypatch.setattr(attention, "small_block", lambda _: 32)  # as a row would want
+    assert backend.run(StepPlan((Slice(alone(0), 0, 2, samples=True),))).num_compiled > 0
 
 
 def test_a_row_of_a_token_that_could_not_be_drawn_harms_nobody() -> None:

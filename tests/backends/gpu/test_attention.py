@@ -70,12 +70,12 @@ def test_attention_equals_its_twin(seed: int) -> None:
     block = attention.small_block(heads.group)
     large = attention.large_block(heads.group, heads.head_dim)
     tiling = Tiling(window, attention.rows_of(heads.group, block), 32 // heads.group or 1, piece=32)
-    items = divide(np.array(slices, np.int32), tiling)
+    (items,) = divide(np.array(slices, np.int32), tiling, 10_000)
     frame, places = [], []
     for part in (items.small, items.large, items.merges):
         places += [len(frame), len(part)]
         frame += part.reshape(-1).tolist()
-    slots = items.num_slots
+    slots = int(items.merges[:, 2].sum())
     work = Work(
         torch.tensor(places, dtype=torch.int32),
         torch.tensor(frame, dtype=torch.int32),
@@ -88,9 +88,9 @@ def test_attention_equals_its_twin(seed: int) -> None:
         interpreted(dtype),
         (torch.from_numpy(q).to(dtype), torch.from_numpy(cache), output),
     )
-    attention.launch(gpu, work, 0, len(items.small), block, *tensors, heads)
-    attention.launch(gpu, work, 2, len(items.large), large, *tensors, heads)
-    attention.merge(gpu, work, 4, row, output, heads)
+    attention.launch(gpu, work, 0, block, *tensors, heads)
+    attention.launch(gpu, work, 2, large, *tensors, heads)
+    attention.merge(gpu, work, 4, output, heads)
     assert slots
     for first_row, count, start, table in slices:
         reached = start + count
@@ -112,14 +112,30 @@ def test_attention_equals_its_twin(seed: int) -> None:
 def test_pieces_depend_on_the_context_alone() -> None:
     tiling = Tiling(None, 4, 32)
     for position in (0, 255, 256, 8191, 8192, 70_000, 131_071):
-        alone = divide(np.array([[0, 1, position, 3]], np.int32), tiling)
+        (alone,) = divide(np.array([[0, 1, position, 3]], np.int32), tiling, 10_000)
         slices = [[0, 1, 5, 0], [1, 40, 17, 2], [41, 1, position, 3], [42, 1, 99, 1]]
-        among = divide(np.array(slices, np.int32), tiling)
+        (among,) = divide(np.array(slices, np.int32), tiling, 10_000)
         own = among.small[among.small[:, 0] == 41]
         np.testing.assert_array_equal(own[:, 4:6], alone.small[:, 4:6])
         assert len(own) <= MOST_PIECES
         assert own[0, 4] == 0
         assert own[-1, 5] == position + 1
+
+
+def test_pieces_for_which_there_are_no_slots_come_in_another_pass() -> None:
+    tiling = Tiling(None, 4, 32)
+    slices = np.array([[0, 30, 0, 2], *([30 + i, 1, 1000 * i, i] for i in range(9))], np.int32)
+    (whole,) = divide(slices, tiling, 10_000)
+    passes = divide(slices, tiling, 50)
+    assert len(passes) > 2
+    assert [len(part.large) for part in passes] == [1, *[0] * (len(passes) - 1)]
+    for part in passes:
+        assert part.merges[:, 1:3].sum(1).max() <= 50
+        slots = part.small[part.small[:, 6] >= 0, 6]
+        np.testing.assert_array_equal(slots, np.arange(len(slots)))
+    for name, columns in (("small", [0, 1, 2, 3, 4, 5, 7]), ("merges", [0, 2])):
+        together = np.concatenate([getattr(part, name) for part in passes])
+        np.testing.assert_array_equal(together[:, columns], getattr(whole, name)[:, columns])
 
 
 def rotated(x: Any, turn: Any, position: int, dim: int) -> Any:

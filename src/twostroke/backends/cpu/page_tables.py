@@ -26,6 +26,7 @@ class PageTables:
 
     def __init__(self, num_groups: int, page_size: int, max_pages: int) -> None:
         self.stride = max_pages
+        self._max_rows: int | None = None
         self._page_size = page_size
         self.array = np.zeros((0, num_groups, max_pages), np.int32)
         self.address = 0  # of the array
@@ -34,9 +35,17 @@ class PageTables:
         self._branches: list[int] = []  # rows of branches, for the step alone
         self._reach = np.zeros(0, np.int32)  # up to which token each row is up to date
         self._last: tuple[list[Request], list[int]] | None = None  # with their moves
+        self._current: list[Request] = []  # of the step
         self._last_rows = np.zeros(0, np.int32)
         # Row, first and last place that changed; None: other ranks have no copy of the tables.
         self._changes: list[tuple[int, int, int]] | None = None
+
+    def limit(self, max_rows: int) -> None:
+        """Keep to `max_rows` rows, as many as a step can have requests and branches.
+
+        After that requests that are not in the step lose theirs.
+        """
+        self._max_rows = max_rows
 
     def note_changes(self) -> None:
         """Let `take_changes` know of all changes from now on."""
@@ -65,6 +74,7 @@ class PageTables:
     def rows(self, requests: list[Request], reached: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the rows of requests, up to date for the first `reached` tokens of each."""
         now = (requests, [request.num_moves for request in requests])
+        self._current = requests
         if now == self._last:  # most steps are like the one before, but for a few new pages
             is_short = reached > self._reach[self._last_rows]
             for place in is_short.nonzero()[0]:
@@ -117,8 +127,20 @@ class PageTables:
         if not self._free:
             size, *shape = self.array.shape
             more = max(size, 16)
+            if self._max_rows is not None:
+                more = min(more, self._max_rows - size)
+            if not more:
+                return self._taken_row()
             self._free.extend(range(size + more - 1, size - 1, -1))
             self.array = np.concatenate([self.array, np.zeros((more, *shape), np.int32)])
             self._reach = np.concatenate([self._reach, np.zeros(more, np.int32)])
             self.address = self.array.ctypes.data
         return self._free.pop()
+
+    def _taken_row(self) -> int:
+        """Return the row of a request that is not in the step, or of a branch of another step."""
+        current = set(self._current)
+        for request in self._entries:
+            if request not in current:
+                return self._entries.pop(request)[0]
+        return self._branches.pop()

@@ -15,12 +15,14 @@ from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.gpu.cache import PageMemory
 from twostroke.backends.gpu.drawing import Drawing
-from twostroke.backends.gpu.graphs import Graphs, bucket_of, buckets_up_to
+from twostroke.backends.gpu.graphs import Graphs, bucket_of
+from twostroke.backends.gpu.launch import Kernels
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.plan import Plan
+from twostroke.backends.gpu.ready import prepare
 from twostroke.backends.gpu.sequence import trace
 from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES, STEPS_AHEAD
-from twostroke.backends.gpu.transfers import Mark, to_host
+from twostroke.backends.gpu.transfers import Mark, checked, to_host
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
 from twostroke.backends.spans import pooled_rows
 from twostroke.cache import PageGroups
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float32]
 
-_LEAST_TABLES = 64
-
 
 class _Step(Frozen, eq=False):
     """A step that was started: what `read` and the tensors bring is there after `mark`."""
@@ -56,6 +56,7 @@ class _Step(Frozen, eq=False):
     hidden: Tensor | None
     states: tuple[Tensor, ...]
     mark: Mark
+    num_compiled: int
 
 
 class GpuBackend:
@@ -84,52 +85,53 @@ class GpuBackend:
     ) -> None:
         """Load the weights, reserve all memory, compile the kernels and capture the graphs.
 
-        Steps have `max_rows` rows; more cost a pause. Steps return `tapped_value` for the rows that
-        draw. `element` is the type of products' inputs, else that of the weights. Tokens are drawn
-        on the device, unless its kernels are interpreted, which is slow: `draws_on_host` chooses.
-        `release` and `progress` are those of `CpuBackend`.
+        Steps have at most `max_rows` rows, for which all memory is reserved, and return
+        `tapped_value` for those that draw. `element` is the type of products' inputs, else that of
+        the weights. Tokens are drawn on the device, unless its kernels are interpreted, which is
+        slow: `draws_on_host` chooses. `release` and `progress` are those of `CpuBackend`.
 
         Raises:
             BackendError: there is no kernel for something in the Program.
             MemoryLimitError: the GPU has too little memory.
         """
         chosen = element or (torch.float16 if device.is_interpreted else element_of(tensors))
-        self._gpu = device.gpu(chosen)
-        self._program, self._tapped_value = program, tapped_value
+        self._kernels = Kernels(only_notes=device.is_interpreted)
+        self._gpu, self._program = device.gpu(chosen, self._kernels), program
+        self._tapped_value = tapped_value
         self._lowered = lower(program, [] if tapped_value is None else [tapped_value])
         windows = tuple(group.window for group in program.cache_groups)
-        groups = PageGroups(page_size, windows)
-        longest = groups.most_tokens(num_pages, program.context_length)
+        longest = PageGroups(page_size, windows).most_tokens(num_pages, program.context_length)
         table_width = -(-longest // page_size // 4) * 4 + 4
-        self._steps = StepArrays(len(windows), page_size, table_width, one_arithmetic=True)
-        self._steps.tables.note_changes()
         self._max_rows, self._piece = bucket_of(max_rows), piece
+        self._steps = StepArrays(len(windows), page_size, table_width, one_arithmetic=True)
+        self._steps.tables.limit(self._max_rows)
+        self._steps.tables.note_changes()
+        self._graphs = Graphs(self._gpu)
+        on_host = device.is_interpreted if draws_on_host is None else draws_on_host
+        given = tensors, release, progress
         try:
-            given = tensors, release, progress
             self._weights = DeviceWeights(self._gpu, self._lowered, *given)
             self._pages = PageMemory(self._gpu, program, num_pages, page_size, kv_format)
-            self._tables = self._new_tables(_LEAST_TABLES)
-            self._plan = self._new_plan(self._tables, self._max_rows)
+            shape = self._max_rows, len(windows), table_width
+            tables = torch.zeros(shape, dtype=torch.int32, device=self._gpu.device)
+            memory = self._weights, self._pages, tables, self._max_rows
+            self._plan = Plan(self._gpu, self._lowered, *memory, piece=piece)
+            self._drawing = Drawing(self._gpu, program.vocab_size, on_host=on_host)
+            with self._here():
+                prepare(self._graphs, self._plan, self._drawing)
         except torch.OutOfMemoryError:
             needed_gb = sum(tensor.num_bytes for tensor in tensors.values()) / 1e9
             message = f"{program.name} has {needed_gb:.1f} GB of weights, which with its pages is"
             message = f"{message} more than {device.name} has free"
             raise MemoryLimitError(f"{message}: take a smaller model or --kv-memory.") from None
-        self._graphs = Graphs(self._gpu)
-        on_host = device.is_interpreted if draws_on_host is None else draws_on_host
-        self._drawing = Drawing(self._gpu, program.vocab_size, on_host=on_host)
+        self._kernels.only_notes = False
         self._places: dict[Request, int] = {}  # of what the last step drew, among its results
         self._in_flight: deque[_Step] = deque()
         self._finished_s = 0.0
-        with self._here():
-            self._capture()
         self.facts = BackendFacts(
-            name="gpu",
-            detail=self._detail(device, kv_format),
-            num_threads=1,
-            num_pages=num_pages,
-            page_size=page_size,
-            windows=windows,
+            "gpu",
+            self._detail(device, kv_format),
+            *(1, num_pages, page_size, windows),
             weight_bytes=self._weights.num_bytes,
             cache_bytes=self._pages.memory.nbytes,
             draws_ahead=STEPS_AHEAD,
@@ -142,8 +144,7 @@ class GpuBackend:
     @property
     def step_bytes(self) -> int:
         """Bytes that steps need besides weights and pages."""
-        num_bytes: int = self._plan.num_bytes + self._tables.nbytes
-        return num_bytes
+        return self._plan.num_bytes
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
@@ -154,7 +155,7 @@ class GpuBackend:
         """Launch a step while at most `facts.draws_ahead` others are in flight."""
         assert len(self._in_flight) <= STEPS_AHEAD, "the memory of its input is in use"
         try:
-            with self._here():
+            with self._here(), checked(self._gpu):
                 self._in_flight.append(self._launch(plan))
         except BaseException:
             self._steps.tables.note_all()  # changes may have been lost, such as for lack of memory
@@ -164,14 +165,16 @@ class GpuBackend:
         """Wait for the earliest step in flight, and return its result."""
         step = self._in_flight.popleft()
         began_s = max(step.began_s, self._finished_s)
-        step.mark.wait()
+        with checked(self._gpu):
+            step.mark.wait()
         kernel_s = time.perf_counter() - began_s
         tokens, logprobs, scores = step.read()
         hidden = None if step.hidden is None else step.hidden.numpy()
         states = [rows.numpy() for rows in step.states]
         self._finished_s = time.perf_counter()
         elapsed_s = self._finished_s - began_s
-        return StepResult(tokens, logprobs, elapsed_s, kernel_s, hidden, scores, states)
+        given = tokens, logprobs, elapsed_s, kernel_s, hidden, scores, states
+        return StepResult(*given, num_compiled=step.num_compiled)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits of a sequence; see `Backend.score`."""
@@ -200,7 +203,7 @@ class GpuBackend:
         """Give back the GPU's memory."""
         self._in_flight.clear()
         self._graphs.drop()
-        for name in ("_plan", "_pages", "_weights", "_tables"):
+        for name in ("_plan", "_pages", "_weights"):
             self.__dict__.pop(name, None)
         if self._gpu.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -211,14 +214,17 @@ class GpuBackend:
         return torch.cuda.device(self._gpu.device) if is_gpu else nullcontext()
 
     def _launch(self, plan: StepPlan) -> _Step:
-        began_s = time.perf_counter()
+        began_s, num_compiled = time.perf_counter(), self._num_compiled
         self._steps.fill(plan)
         frame = self._steps.frame
         self._find_blind(plan, frame)
         num_rows = self._send(frame)
         if frame.external is not None:
             self._plan.take_external(frame.external)
-        self._graphs.run(num_rows, partial(self._plan.launch, num_rows))
+        if self._plan.input.has_passes:
+            self._plan.launch(num_rows)
+        else:
+            self._graphs.run(num_rows, partial(self._plan.launch, num_rows))
         read = self._draw(plan, len(frame.sampled_rows))
         hidden = None
         if self._tapped_value is not None:
@@ -226,7 +232,8 @@ class GpuBackend:
             hidden = to_host(self._plan.tap(self._tapped_value, num_rows)[rows])
         last = self._plan.last_states(num_rows)
         states = tuple([to_host(last[part].float()) for part in pooled_rows(plan.slices)])
-        return _Step(began_s, read, hidden, states, Mark(self._gpu))
+        num_compiled = self._num_compiled - num_compiled
+        return _Step(began_s, read, hidden, states, Mark(self._gpu), num_compiled)
 
     def _find_blind(self, plan: StepPlan, frame: StepFrame) -> None:
         """Let blind rows read their token where the step before draws it; note what this draws."""
@@ -243,15 +250,12 @@ class GpuBackend:
     def _send(self, frame: StepFrame) -> int:
         """Send a step to the device; return the rows of its bucket."""
         num_rows = bucket_of(len(frame.tokens))
+        assert num_rows <= self._max_rows, "a step has no more rows than were planned for"
         changes = self._steps.tables.take_changes()
-        if num_rows > self._max_rows or len(frame.page_tables) > len(self._tables):
-            self._grow(num_rows, len(frame.page_tables))
         while len(changes) > MOST_CHANGES:
             self._plan.change_tables(changes[:MOST_CHANGES])
             changes = changes[MOST_CHANGES:]
         self._plan.input.fill(frame, changes, num_rows)
-        if self._plan.needs_more():
-            self._graphs.drop()
         return num_rows
 
     def _draw(self, plan: StepPlan, count: int) -> Callable[[], Drawn]:
@@ -265,39 +269,10 @@ class GpuBackend:
             self._drawing.draw(self._plan.logits[:taken], first, self._plan.results)
         return self._drawing.finish(plan, self._plan.results)
 
-    def _capture(self) -> None:
-        """Compile all kernels and capture the graphs, for steps without rows."""
-        if self._gpu.device.type != "cuda":
-            return
-        self._plan.input.clear()
-        for num_rows in buckets_up_to(self._max_rows):
-            self._graphs.capture(num_rows, partial(self._plan.launch, num_rows))
-        for bucket in buckets_up_to(min(self._max_rows, LOGIT_ROWS)):
-            self._graphs.capture((0, bucket), partial(self._plan.launch_logits, 0, bucket))
-        if self._max_rows not in buckets_up_to(self._max_rows):
-            self._plan.launch(self._max_rows)
-            torch.cuda.synchronize()
-
-    def _grow(self, num_rows: int, num_tables: int) -> None:
-        """Make room for larger steps or more requests than were planned for, or change nothing."""
-        tables, max_rows = self._tables, max(self._max_rows, num_rows)
-        if num_tables > len(tables):
-            tables = self._new_tables(2 * num_tables)
-            tables[: len(self._tables)] = self._tables
-        plan, results = self._new_plan(tables, max_rows), self._plan.results
-        plan.results[: len(results)] = results  # rows of the next step may read them
-        self._graphs.drop()
-        self._plan, self._tables, self._max_rows = plan, tables, max_rows
-        self._capture()
-
-    def _new_plan(self, tables: Tensor, max_rows: int) -> Plan:
-        given = self._gpu, self._lowered, self._weights, self._pages, tables, max_rows
-        return Plan(*given, piece=self._piece)
-
-    def _new_tables(self, count: int) -> torch.Tensor:
-        _, num_groups, width = self._steps.tables.array.shape
-        shape = count, num_groups, width
-        return torch.zeros(shape, dtype=torch.int32, device=self._gpu.device)
+    @property
+    def _num_compiled(self) -> int:
+        """How many kernels were compiled and graphs captured."""
+        return len(self._kernels) + self._graphs.num_captured
 
     def _detail(self, device: Device, kv_format: str) -> str:
         name = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}

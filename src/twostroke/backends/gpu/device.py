@@ -15,7 +15,7 @@ from twostroke.core.hardware import memory_available
 if TYPE_CHECKING:
     import torch
 
-    from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.gpu.launch import Gpu, Kernels
 
 _OLDEST = 80  # sm_80: the first with bfloat16 and asynchronous copies
 _EXTRA = "pip install 'twostroke[gpu]'"
@@ -31,16 +31,16 @@ class Device(Frozen, eq=False):
     num_units: int
     is_interpreted: bool = False
 
-    def gpu(self, element: torch.dtype) -> Gpu:
+    def gpu(self, element: torch.dtype, kernels: Kernels | None = None) -> Gpu:
         """Return it as those see it who launch kernels, for products of a type of values."""
-        from twostroke.backends.gpu.launch import Gpu, start
+        from twostroke.backends.gpu.launch import Gpu, Kernels
 
         return Gpu(
             self.torch_device,
             self.architecture,
             self.num_units,
             element,
-            start,
+            (Kernels() if kernels is None else kernels).start,
             is_interpreted=self.is_interpreted,
         )
 

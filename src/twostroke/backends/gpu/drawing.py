@@ -13,7 +13,7 @@ from twostroke.backends.gpu import sampling
 from twostroke.backends.gpu.kernels import sampler
 from twostroke.backends.gpu.step_input import LOGIT_ROWS
 from twostroke.backends.gpu.transfers import to_device, to_host
-from twostroke.core.step import StepPlan
+from twostroke.core.step import NO_TOKEN, StepPlan
 from twostroke.sample.reference import draw_all
 
 if TYPE_CHECKING:
@@ -41,6 +41,16 @@ class Drawing:
         self._gpu, self._mask_words, self._on_host = gpu, -(-vocab_size // 32), on_host
         shape = (0 if on_host else LOGIT_ROWS), vocab_size
         self._work = torch.zeros(shape, dtype=torch.float32, device=gpu.device)
+
+    def prepare(self, logits: Tensor, results: Tensor) -> None:
+        """Compile the kernels, with a row that draws and reports nothing."""
+        if self._on_host:
+            return
+        row = np.zeros((1, sampling.ROW_INTS), np.int32)
+        row[:, sampling.NUM_TOP] = NO_TOKEN
+        rows, lists = (to_device(self._gpu, array) for array in (row, row[0, :1]))
+        sampler.launch(self._gpu, logits[:1], rows, lists, results[:1], self._work[:1])
+        sampler.report(self._gpu, logits[:1], rows, results[:1])
 
     def begin(self, rows: Rows) -> None:
         """Send what the rows of a step want."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
 
 _BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LARGEST_BUCKET: Final = _BUCKETS[-1]  # that has a graph
 _GRAIN: Final = 64  # rows of larger buckets, which are launched as they are
 
 
@@ -30,19 +31,28 @@ class Graphs:
     """Replays what was launched, where there is a GPU; else launches."""
 
     def __init__(self, gpu: Gpu) -> None:
+        self.num_captured = 0
         self._has_graphs = gpu.device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Compile the kernels of a launch, and keep it as `key`; nothing may be computed by it."""
+        launch()
         if not self._has_graphs:
             return
-        launch()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch()
+        try:
+            with torch.cuda.graph(graph):
+                launch()
+        except Exception as error:
+            if isinstance(
+                error.__context__, KeyboardInterrupt
+            ):  # CUDA, about a capture without end
+                raise KeyboardInterrupt from None
+            raise
         self._graphs[key] = graph
+        self.num_captured += 1
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Replay `key`, or launch where it was not captured."""

@@ -22,6 +22,7 @@ _POINTERS: Final = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+_LARGEST_INT: Final = (1 << 31) - 1  # larger numbers have 64 bits
 
 
 class Launch(Frozen, eq=False):
@@ -58,6 +59,49 @@ class Launch(Frozen, eq=False):
         return {name: found.get(name, "constexpr") for name in names}
 
 
+class Kernels:
+    """Launches kernels, and knows which variants of them there were: Triton compiles each once.
+
+    With `only_notes` nothing is launched: interpreted kernels need not be compiled.
+    """
+
+    def __init__(self, *, only_notes: bool = False) -> None:
+        self.only_notes = only_notes
+        self._variants: set[tuple[Any, ...]] = set()
+        self._changing: dict[int, frozenset[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._variants)
+
+    def start(self, launch: Launch) -> None:
+        """Launch on the current stream, or interpret at once where `TRITON_INTERPRET` is set."""
+        self._variants.add(self._variant(launch))
+        if not self.only_notes:
+            start(launch)
+
+    def _variant(self, launch: Launch) -> tuple[Any, ...]:
+        kernel = launch.kernel
+        changing = self._changing.get(id(kernel))
+        if changing is None:
+            given = getattr(kernel, "do_not_specialize", None) or kernel.kwargs["do_not_specialize"]
+            changing = self._changing[id(kernel)] = frozenset(given or ())
+        traits = [
+            _trait(argument, is_changing=name in changing)
+            for name, argument in zip(kernel.arg_names, launch.arguments, strict=False)
+        ]
+        options = launch.num_warps, launch.num_stages, launch.may_contract
+        return id(kernel), *traits, *launch.constants.items(), *options
+
+
+def _trait(argument: Any, *, is_changing: bool) -> Any:
+    """Return what of an argument a compiled kernel depends on."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument > _LARGEST_INT if is_changing else argument
+    return type(argument)
+
+
 class Gpu(Frozen, eq=False):
     """A GPU as those see it who launch kernels; `run` does, or notes, what is to be launched.
 
@@ -71,6 +115,10 @@ class Gpu(Frozen, eq=False):
     element: torch.dtype
     run: Callable[[Launch], None]
     is_interpreted: bool = False
+
+    def programs(self, per_unit: int) -> int:
+        """Return how many programs share a step's work, of whatever size; one variant for all."""
+        return 2 if self.is_interpreted else per_unit * self.num_units
 
     @property
     def row_block(self) -> int:
@@ -92,7 +140,7 @@ class Gpu(Frozen, eq=False):
 
 
 def start(launch: Launch) -> None:
-    """Launch on the current stream, or interpret at once where `TRITON_INTERPRET` is set."""
+    """Launch without a note."""
     launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
 
 

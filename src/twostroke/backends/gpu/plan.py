@@ -35,7 +35,7 @@ from twostroke.backends.gpu.lowered import (
 from twostroke.backends.gpu.memory import StepMemory, lay_out
 from twostroke.backends.gpu.sampling import RESULT_INTS
 from twostroke.backends.gpu.step_input import CHANGES, COPIES, LOGIT_ROWS, StepInput
-from twostroke.backends.gpu.tiles import MOST_PIECES, Tiling
+from twostroke.backends.gpu.tiles import FEW_ROWS, MOST_PIECES, Tiling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.weights import DeviceWeights
     from twostroke.program import Program, ops
 
-_DECODED_ROWS = 256  # rows for whose pieces of context there is room from the start
+_LEAST_PAGE = 16  # tokens
+_DECODED_ROWS = 256  # rows for whose pieces of context there is room at once
 
 
 def step_bytes(program: Program, device: Device, max_rows: int) -> int:
@@ -67,7 +68,8 @@ def step_bytes(program: Program, device: Device, max_rows: int) -> int:
     turns = 2 * program.context_length * sum(map(len, pairs))
     logits = LOGIT_ROWS * (lowered.logits.in_width + 2 * lowered.logits.width)  # the sampler's, too
     floats = turns + logits + min(rows, _DECODED_ROWS) * MOST_PIECES * slot + rows * RESULT_INTS
-    return lay_out(gpu, lowered, rows).num_bytes + 4 * floats
+    tables = rows * len(program.cache_groups) * (program.context_length // _LEAST_PAGE + 8)
+    return lay_out(gpu, lowered, rows).num_bytes + 4 * (floats + tables)
 
 
 class Plan:
@@ -105,13 +107,13 @@ class Plan:
             if tiling not in self._tilings:
                 self._tilings.append(tiling)
             self._tiling_of[op.output] = self._tilings.index(tiling)
-        self.input = StepInput(gpu, self._tilings, max_rows)
+        num_slots = min(max_rows, _DECODED_ROWS) * MOST_PIECES
+        self.input = StepInput(gpu, self._tilings, max_rows, num_slots)
         widest = max((op.width for op in self._attentions), default=0)
         heads = max((op.num_heads for op in self._attentions), default=0)
-        self._num_slots = min(max_rows, _DECODED_ROWS) * MOST_PIECES
         floats = {"dtype": torch.float32, "device": gpu.device}
-        self._sums = torch.zeros(self._num_slots * widest, **floats)
-        self._tops = torch.zeros(self._num_slots * heads * 2, **floats)
+        self._sums = torch.zeros(num_slots * widest, **floats)
+        self._tops = torch.zeros(num_slots * heads * 2, **floats)
         self._turns: dict[tuple[object, ...], rope.Turn] = {}
         most = tables.shape[2] * cache.page_size
         for record in lowered.records:
@@ -129,7 +131,7 @@ class Plan:
         """Bytes that steps need besides weights and pages."""
         own = self.memory.memory, self._sums, self._tops, self._picked, self.logits, self.results
         turns = [turn.table for turn in self._turns.values()]
-        return sum(t.nbytes for t in (*own, *turns, self.input.device))
+        return sum(t.nbytes for t in (*own, *turns, self.input.device, self._tables))
 
     def tap(self, value: str, num_rows: int) -> Tensor:
         """Return a tapped value of the step's rows, float32."""
@@ -148,16 +150,6 @@ class Plan:
         """Change page tables before the step, by (index, page id)."""
         indices, found = torch.from_numpy(changes).to(self._gpu.device).long().unbind(1)
         self._tables.view(-1)[indices] = found.int()
-
-    def needs_more(self) -> bool:
-        """Make room for the pieces of the step in `input`; return whether that was needed."""
-        if self.input.num_slots <= self._num_slots:
-            return False
-        more = 2 * self.input.num_slots
-        self._sums = self._sums.new_zeros(self._sums.numel() // self._num_slots * more)
-        self._tops = self._tops.new_zeros(self._tops.numel() // self._num_slots * more)
-        self._num_slots = more
-        return True
 
     def launch(self, num_rows: int) -> None:
         """Launch the step in `input`, in a bucket of `num_rows` rows, up to the last states."""
@@ -278,16 +270,18 @@ class Plan:
     def _attend(self, record: Attend, rows: int) -> None:
         op, frame = record.op, self.input.device
         q, output = (self.memory.tensor(buffer, rows) for buffer in (record.q, record.output))
-        work = Work(frame, frame, self._tables, self._sums, self._tops)
-        few, many, merges = self.input.items_at(self._tiling_of[op.output])
+        number = self._tiling_of[op.output]
+        few, many, merges = self.input.items_at(number)
         heads, cache = self._heads(op), self._cache.memory
         small = attention.small_block(op.group_size)
         large = attention.large_block(op.group_size, op.head_dim)
         given = q, cache, output, heads
-        attention.launch(self._gpu, work, few, rows * MOST_PIECES, small, *given)
-        if rows > 16:
-            attention.launch(self._gpu, work, many, rows, large, *given)
-        attention.merge(self._gpu, work, merges, rows, output, heads)
+        for header in self.input.headers[number]:
+            work = Work(header, frame, self._tables, self._sums, self._tops)
+            attention.launch(self._gpu, work, few, small, *given)
+            if rows > FEW_ROWS and header is self.input.headers[number][0]:
+                attention.launch(self._gpu, work, many, large, *given)
+            attention.merge(self._gpu, work, merges, output, heads)
 
     def _heads(self, op: ops.Attention) -> attention.Heads:
         _, num_groups, width = self._tables.shape

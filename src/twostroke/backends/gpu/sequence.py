@@ -56,7 +56,6 @@ def trace(
         rows = len(part)
         bucket = bucket_of(rows)
         plan.input.fill(_frame(part, start, has_logits=logits in found), _NO_CHANGES, bucket)
-        plan.needs_more()
         plan.launch(bucket)
         for name in lowered.taps:
             found[name][start : start + rows] = plan.tap(name, rows).cpu().numpy()

@@ -51,21 +51,31 @@ class StepInput:
     Rows whose token is not known have a negative one (`pointwise.take_rows`).
     """
 
-    def __init__(self, gpu: Gpu, tilings: Sequence[Tiling], max_rows: int) -> None:
-        """Make room for any step of `max_rows` rows."""
-        self._tilings = tuple(tilings)
+    def __init__(self, gpu: Gpu, tilings: Sequence[Tiling], max_rows: int, most_slots: int) -> None:
+        """Make room for any step of `max_rows` rows.
+
+        Attention of steps whose pieces take more than `most_slots` is done in several passes, each
+        with `headers` of its own.
+        """
+        self._tilings, self._most_slots = tuple(tilings), most_slots
         self._max_chunks = -(-max_rows // LOGIT_ROWS)
         self._chunks = _up(_TILINGS + 6 * len(self._tilings))  # one number in a line
         self._sampled = self._chunks + _LINE * self._max_chunks
         self._arrays = self._sampled + LOGIT_ROWS * self._max_chunks
         items = len(tilings) * max_rows * (MOST_PIECES * 8 + 8 + 4)
-        size = self.places(max_rows).rest + 2 * MOST_CHANGES + 8 * max_rows + items
+        headers = len(tilings) * self._chunks * (2 + 2 * max_rows * MOST_PIECES // most_slots)
+        size = self.places(max_rows).rest + 2 * MOST_CHANGES + 8 * max_rows + items + headers
         is_gpu = gpu.device.type == "cuda"
         self._hosts = deque(  # the next step's first; that of a step in flight may not be sent yet
             torch.zeros(size, dtype=torch.int32, pin_memory=is_gpu) for _ in range(1 + STEPS_AHEAD)
         )
         self.device = torch.zeros(size, dtype=torch.int32, device=gpu.device)
-        self.num_slots = 0
+        self.headers: list[list[Tensor]] = [[self.device] for _ in tilings]
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether attention is done in several passes, for which there is no graph."""
+        return any(len(headers) > 1 for headers in self.headers)
 
     def places(self, num_rows: int) -> Places:
         """Return where the arrays of a bucket of rows begin."""
@@ -103,12 +113,14 @@ class StepInput:
         first_extra[1:] += np.cumsum(stored, dtype=np.int32) if len(frame.stores) else 0
         numbers[CHANGES : CHANGES + 2] = self._append(changes), len(changes)
         numbers[COPIES : COPIES + 2] = self._append(frame.copies), len(frame.copies)
-        self.num_slots = 0
         for number, tiling in enumerate(self._tilings):
-            items = divide(slices, tiling)
-            self.num_slots = max(self.num_slots, items.num_slots)
-            for at, part in zip(self.items_at(number), _lists(items), strict=True):
-                numbers[at : at + 2] = self._append(part), len(part)
+            starts: list[int] = []
+            for items in divide(slices, tiling, self._most_slots):
+                starts.append(self._append(np.zeros(self._chunks, np.int32)) if starts else 0)
+                for place, part in zip(self.items_at(number), _lists(items), strict=True):
+                    at = starts[-1] + place
+                    numbers[at : at + 2] = self._append(part), len(part)
+            self.headers[number] = [self.device[start:] for start in starts]
         self._send()
 
     def clear(self) -> None:

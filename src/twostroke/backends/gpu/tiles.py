@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MOST_PIECES: Final = 33  # of one row: a context's first and last piece may be cut by a window
 _MOST_FULL_PIECES: Final = 32
-_FEW_ROWS: Final = 16  # a slice of no more divides its context; one of more has tiles of many rows
+FEW_ROWS: Final = 16  # a slice of no more divides its context; one of more has tiles of many rows
 
 
 class Tiling(Frozen):
@@ -32,17 +32,20 @@ class Tiling(Frozen):
 
 
 class Items(Frozen, eq=False):
-    """Items (n, 8) of few rows and of many, merges (n, 4), and how many slots their pieces take."""
+    """Items (n, 8) of few rows and of many, and merges (n, 4)."""
 
     small: Ints
     large: Ints
     merges: Ints
-    num_slots: int
 
 
-def divide(slices: Ints, tiling: Tiling, first_slot: int = 0) -> Items:
-    """Return the items of a step's slices, (row, number of rows, position, table) each."""
-    is_few = slices[:, 1] <= _FEW_ROWS
+def divide(slices: Ints, tiling: Tiling, most_slots: int) -> list[Items]:
+    """Return the items of a step's slices, (row, number of rows, position, table) each.
+
+    They are several lists, to be done one after another, if their pieces take more slots than
+    there are; tiles of many rows take none and are in the first.
+    """
+    is_few = slices[:, 1] <= FEW_ROWS
     small = _tiles(slices[is_few], tiling.small_rows)
     large = _tiles(slices[~is_few], tiling.large_rows)
     start, end = _seen(large, tiling)
@@ -50,7 +53,16 @@ def divide(slices: Ints, tiling: Tiling, first_slot: int = 0) -> Items:
     large_items = np.stack(
         [*(large[:, i] for i in (0, 1, 3, 2)), start, end, whole, np.zeros_like(whole)], axis=1
     )
-    return _pieces(small, large_items, tiling, first_slot)
+    slots = np.cumsum(_num_slots(small, tiling))
+    found: list[Items] = []
+    done, used = 0, 0
+    while not found or done < len(small):
+        until = int(np.searchsorted(slots, used + most_slots, side="right"))
+        assert until > done or not len(small), "no tile has more pieces than there are slots"
+        found.append(_pieces(small[done:until], large_items, tiling))
+        done, used = until, int(slots[until - 1]) if until else 0
+        large_items = large_items[:0]
+    return found
 
 
 def _tiles(slices: Ints, most_rows: int) -> Ints:
@@ -75,27 +87,39 @@ def _seen(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
     return np.maximum(0, tiles[:, 2] + 1 - tiling.window), end
 
 
-def _pieces(tiles: Ints, large: Ints, tiling: Tiling, first_slot: int) -> Items:
-    """Cut the contexts of tiles of few rows."""
+def _cuts(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints, Ints]:
+    """Return the size of each tile's pieces, the first one's number, and how many there are."""
     start, end = _seen(tiles, tiling)
     ratio = np.maximum(1, -(-end // (_MOST_FULL_PIECES * tiling.piece)))
     size = tiling.piece * (1 << np.ceil(np.log2(ratio)).astype(np.int32))
     first = start // size
-    counts = -(-end // size) - first
+    return size, first, -(-end // size) - first
+
+
+def _num_slots(tiles: Ints, tiling: Tiling) -> Ints:
+    """Return how many slots each tile needs: none if its context is not cut."""
+    _, _, counts = _cuts(tiles, tiling)
+    return np.where(counts > 1, counts * tiles[:, 1], 0)
+
+
+def _pieces(tiles: Ints, large: Ints, tiling: Tiling) -> Items:
+    """Cut the contexts of tiles of few rows."""
+    start, end = _seen(tiles, tiling)
+    size, first, counts = _cuts(tiles, tiling)
     num = int(counts.sum())
     of_tile = np.repeat(np.arange(len(tiles)), counts)
     place = (np.arange(num) - np.repeat(counts.cumsum() - counts, counts)).astype(np.int32)
     size_of, at = size[of_tile], first[of_tile] + place
     is_cut = counts > 1
-    slots = np.where(is_cut, counts * tiles[:, 1], 0)
-    slot_of_tile = first_slot + slots.cumsum() - slots
+    slots = _num_slots(tiles, tiling)
+    slot_of_tile = slots.cumsum() - slots
     small = np.empty((num, 8), np.int32)
     small[:, :4] = tiles[of_tile][:, (0, 1, 3, 2)]
     small[:, 4] = np.maximum(at * size_of, start[of_tile])
     small[:, 5] = np.minimum((at + 1) * size_of, end[of_tile])
     small[:, 6] = np.where(is_cut[of_tile], slot_of_tile[of_tile] + place, -1)
     small[:, 7] = counts[of_tile]
-    return Items(small, large, _merges(tiles, counts, slot_of_tile), int(slots.sum()))
+    return Items(small, large, _merges(tiles, counts, slot_of_tile))
 
 
 def _merges(tiles: Ints, counts: Ints, slots: Ints) -> Ints:

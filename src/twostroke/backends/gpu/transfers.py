@@ -1,12 +1,17 @@
-"""Copies between the processor and a device for which nobody waits."""
+"""Copies between the processor and a device for which nobody waits, and what may go wrong there."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from twostroke.core.errors import DeviceLostError, MemoryLimitError
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -26,6 +31,33 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return found.copy_(tensor, non_blocking=True)
+
+
+@contextmanager
+def checked(gpu: Gpu) -> Iterator[None]:
+    """Say what an error of the device means.
+
+    Raises:
+        MemoryLimitError: it has no memory left; smaller steps may go on.
+        DeviceLostError: a kernel failed, after which CUDA does nothing in this process any more.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        message = "The GPU has no memory left for this step; another process may have taken it"
+        raise MemoryLimitError(f"{message}.") from None
+    except RuntimeError as error:
+        if gpu.device.type == "cuda" and not _is_alive(gpu):
+            raise DeviceLostError(f"The GPU failed: {str(error).splitlines()[0]}.") from error
+        raise
+
+
+def _is_alive(gpu: Gpu) -> bool:
+    try:
+        torch.cuda.synchronize(gpu.device)
+    except RuntimeError:
+        return False
+    return True
 
 
 class Mark:

@@ -203,8 +203,10 @@ class Metrics(Collector):
     def _of(self, engine: ServedEngine, reading: Reading) -> Iterator[Metric]:
         """Yield the metrics of one engine."""
         facts, snapshot = engine.facts.backend, reading.snapshot
-        deaths = [((), engine.num_deaths)]
+        deaths, compiled = [((), engine.num_deaths)], [((), snapshot.num_compiled)]
         yield _counter("engine_deaths", "Times that the engine's process died.", samples=deaths)
+        text = "Kernels compiled and graphs captured after the start; each delays a step."
+        yield _counter("late_compilations", text, samples=compiled)
         yield _model(engine)
         yield from _services(snapshot.services)
         for key, family, name, text in _SCHEDULER:

@@ -96,21 +96,19 @@ def launch(
     gpu: Gpu,
     work: Work,
     place: int,
-    max_items: int,
     block_m: int,
     q: Tensor,
     cache: Tensor,
     output: Tensor,
     heads: Heads,
 ) -> None:
-    """Compute the items at `place` of the header, of which there may be `max_items`.
+    """Compute the items at `place` of the header.
 
     q and output are (rows, heads * head_dim); what has one piece is written to the output.
     """
     is_small = block_m == small_block(heads.group)
     block_d = max(16, triton.next_power_of_2(heads.head_dim))
-    per_unit = 4 if is_small else 1
-    num_programs = min(max_items * heads.num_kv_heads, per_unit * gpu.num_units)
+    num_programs = gpu.programs(4 if is_small else 1)
     gpu.launch(
         _attention,
         (num_programs,),
@@ -138,9 +136,9 @@ def launch(
     )
 
 
-def merge(gpu: Gpu, work: Work, place: int, max_merges: int, output: Tensor, heads: Heads) -> None:
+def merge(gpu: Gpu, work: Work, place: int, output: Tensor, heads: Heads) -> None:
     """Add up the pieces of rows that have several, in their order."""
-    num_programs = min(max_merges * heads.num_heads, 16 * gpu.num_units)
+    num_programs = gpu.programs(16)
     gpu.launch(
         _merge,
         (num_programs,),

@@ -17,7 +17,7 @@ _BLOCK: Final = 1024
 
 def change(gpu: Gpu, header: Tensor, place: int, frame: Tensor, tables: Tensor) -> None:
     """Write the step's (index in the tables, page) pairs; the header has (offset, count)."""
-    count = gpu.num_units
+    count = gpu.programs(1)
     gpu.launch(
         _change, (count,), header, frame, tables, PLACE=place, BLOCK=_BLOCK, NUM_PROGRAMS=count
     )
@@ -28,7 +28,7 @@ def copy(
 ) -> None:
     """Copy the step's (source, target) pages of a `cache` of bytes."""
     assert page_bytes % 4 == 0
-    count = gpu.num_units
+    count = gpu.programs(1)
     gpu.launch(
         _copy,
         (count,),

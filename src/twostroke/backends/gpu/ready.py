@@ -1,0 +1,36 @@
+"""Compiles all kernels that steps can need, and captures their graphs, before there is a step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from twostroke.backends.gpu.graphs import LARGEST_BUCKET, bucket_of, buckets_up_to
+from twostroke.backends.gpu.kernels.products_packed import MANY_ROWS
+from twostroke.backends.gpu.step_input import LOGIT_ROWS
+
+if TYPE_CHECKING:
+    from twostroke.backends.gpu.drawing import Drawing
+    from twostroke.backends.gpu.graphs import Graphs
+    from twostroke.backends.gpu.plan import Plan
+
+
+def prepare(graphs: Graphs, plan: Plan, drawing: Drawing) -> None:
+    """Launch each bucket of steps, without rows.
+
+    Larger steps have no graphs, and kernels like the smallest one of them; from some size on,
+    products have others. The largest one brings the libraries' memory.
+    """
+    plan.input.clear()
+    for num_rows in buckets_up_to(plan.max_rows):
+        graphs.capture(num_rows, partial(plan.launch, num_rows))
+    for bucket in buckets_up_to(min(plan.max_rows, LOGIT_ROWS)):
+        graphs.capture((0, bucket), partial(plan.launch_logits, 0, bucket))
+    for num_rows in sorted({bucket_of(LARGEST_BUCKET + 1), bucket_of(MANY_ROWS), plan.max_rows}):
+        if LARGEST_BUCKET < num_rows <= plan.max_rows:
+            plan.launch(num_rows)
+    drawing.prepare(plan.logits, plan.results)
+    if plan.input.device.device.type == "cuda":
+        torch.cuda.synchronize()
