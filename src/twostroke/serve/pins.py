@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from twostroke.serve.describe import field
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -10,16 +12,31 @@ if TYPE_CHECKING:
 # Names of fields that have an effect where there is a page cache.
 KEEPING: Final = frozenset({"cache_control", "prompt_cache_retention"})
 
-_MARKED_S: Final = {"5m": 300.0, "1h": 3600.0}  # Anthropic's; 5m where a mark says nothing
-_RETAINED_S: Final = {"24h": 86_400.0}  # OpenAI's; "in_memory" is what happens anyway
+_MARKED_S: Final = {None: 300.0, "5m": 300.0, "1h": 3600.0}  # by `ttl`
+_RETAINED_S: Final = {"24h": 86_400.0}
 
 
-def marked_s(marks: Iterable[Any]) -> float:
-    """Return the longest time that marks `{"type": "ephemeral", "ttl": ...}` ask for."""
-    found = [mark for mark in marks if isinstance(mark, dict) and mark.get("type") == "ephemeral"]
-    return max((_MARKED_S.get(str(mark.get("ttl") or "5m"), 0.0) for mark in found), default=0.0)
+class CacheMark(field.TaggedObject, tag="ephemeral"):
+    """Anthropic's mark: what stands before it is to be kept, for 5 minutes if it says nothing."""
+
+    ttl: Literal["5m", "1h"] | None = None
 
 
-def retained_s(retention: Any) -> float:
+CacheControl = Annotated[
+    CacheMark | None, field.keeping('`{"type": "ephemeral", "ttl": "1h"}` or `"5m"`')
+]
+# OpenAI's reference has in_memory, which is what happens anyway; its SDKs have written in-memory.
+Retention = Annotated[
+    Literal["24h", "in_memory", "in-memory"] | None,
+    field.keeping("`24h`", "in_memory", "in-memory"),
+]
+
+
+def marked_s(marks: Iterable[CacheMark | None]) -> float:
+    """Return the longest time that marks ask for."""
+    return max((_MARKED_S[mark.ttl] for mark in marks if mark is not None), default=0.0)
+
+
+def retained_s(retention: str | None) -> float:
     """Return the time that a value of `prompt_cache_retention` asks for."""
-    return _RETAINED_S.get(retention, 0.0) if isinstance(retention, str) else 0.0
+    return _RETAINED_S.get(retention or "", 0.0)

@@ -28,7 +28,7 @@ from twostroke.serve.describe import field
 from twostroke.serve.job import MAX_MESSAGES, Conversation, Job
 from twostroke.serve.openai.fields import StopText
 from twostroke.serve.openai.structure import to_schema
-from twostroke.serve.pins import marked_s
+from twostroke.serve.pins import CacheControl, CacheMark, marked_s
 from twostroke.serve.tools import TOOL_CHOICE, ToolsAs
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class CountRequest(field.RequestObject):
     tool_choice: Annotated[Choice | None, TOOL_CHOICE] = None
     thinking: Annotated[ThinkingConfig | None, field.doc("Whether to reason first.")] = None
 
-    cache_control: field.Keeping = None
+    cache_control: CacheControl = None
     container: field.Unsupported = None
     context_management: field.Hint = None
     diagnostics: field.Hint = None
@@ -171,13 +171,15 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
     )
 
 
-def _marks(asked: MessagesRequest) -> Iterator[Any]:
-    """Yield what stands in fields `cache_control`, anywhere in a request."""
+def _marks(asked: MessagesRequest) -> Iterator[CacheMark | None]:
+    """Yield the fields `cache_control` of a request, of its tools and of its texts."""
     yield asked.cache_control
-    parts = [asked.system, *(message.content for message in asked.messages), asked.tools]
-    for part in parts:
+    parts: list[Any] = [asked.system, *(message.content for message in asked.messages), asked.tools]
+    while parts:
+        part = parts.pop()
         for block in part if isinstance(part, (list, tuple)) else ():
             yield getattr(block, "cache_control", None)
+            parts.append(getattr(block, "content", None))  # of a tool's result
 
 
 def count(asked: CountRequest, card: ModelCard) -> TokenCount:

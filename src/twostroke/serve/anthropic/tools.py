@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from twostroke.serve.describe import field
+from twostroke.serve.pins import CacheControl
 from twostroke.serve.tools import FunctionBody, FunctionName, NamedFunction, Strict, to_tools
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Tool(field.RequestObject):
     eager_input_streaming: field.Ignored = None
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
-    cache_control: field.Keeping = None
+    cache_control: CacheControl = None
     defer_loading: field.HintOff = None
     input_examples: Annotated[Any, field.hint([])] = None
 
@@ -64,7 +65,7 @@ class TextBlock(field.TaggedObject, tag="text"):
     """A text."""
 
     text: str
-    cache_control: field.Keeping = None
+    cache_control: CacheControl = None
     citations: Annotated[Any, field.hint([], {"enabled": False})] = None
 
 
@@ -74,7 +75,7 @@ class ToolUseBlock(field.TaggedObject, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: field.Keeping = None
+    cache_control: CacheControl = None
     caller: field.SentBack = None
 
 
@@ -84,7 +85,7 @@ class ToolResultBlock(field.TaggedObject, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: field.Keeping = None
+    cache_control: CacheControl = None
 
 
 class ThinkingBlock(field.TaggedObject, tag="thinking"):

@@ -86,6 +86,12 @@ def ignored(*neutral: object) -> Meta:
     return _mark(Effect.NONE, "Ignored.", neutral)
 
 
+def keeping(value: str, *neutral: object) -> Meta:
+    """Mark a field that has an effect where there is a page cache, with such a `value`."""
+    text = f"Keeps the prompt in a page cache: {value}. Ignored without one."
+    return _mark(Effect.NONE, text, neutral)
+
+
 def _mark(effect: Effect, text: str, neutral: tuple[object, ...], **keywords: object) -> Meta:
     # `shown`, because 1 and True would be one annotation.
     extra = {"effect": effect, "neutral": neutral, "shown": repr(neutral)}
@@ -115,9 +121,6 @@ def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
 DROPPABLE: Final = Meta(extra={"is_droppable": True}, extra_json_schema={WRONG_IS_IGNORED: True})
 
 Ignored = Annotated[Any, ignored()]
-Keeping = Annotated[
-    Any, _mark(Effect.NONE, "Keeps the prompt in a page cache; ignored without one.", ())
-]
 Hint = Annotated[Any, hint()]
 SentBack = Annotated[Any, Meta(description="A field of answers that clients send back.")]
 Unsupported = Annotated[Any, unsupported()]

@@ -35,7 +35,7 @@ from twostroke.serve.openai.structure import (
     StructuredOutputs,
     to_constraint,
 )
-from twostroke.serve.pins import retained_s
+from twostroke.serve.pins import Retention, retained_s
 
 if TYPE_CHECKING:
     from twostroke.serve.job import Prompt
@@ -185,7 +185,7 @@ class CommonFields(ServiceFields):
     store: field.IgnoredOff = None
     safety_identifier: field.Ignored = None
     prompt_cache_key: field.Ignored = None
-    prompt_cache_retention: field.Keeping = None
+    prompt_cache_retention: Retention = None
     spaces_between_special_tokens: field.IgnoredOn = None
 
     allowed_token_ids: field.Unsupported = None
