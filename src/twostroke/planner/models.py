@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.files import read_json
@@ -16,18 +16,24 @@ from twostroke.fetch.inventory import find_record
 from twostroke.fetch.names import parse_hub_name
 from twostroke.models import build_program
 from twostroke.models.rope import ROPE_TABLES
+from twostroke.planner.described import described_program
+from twostroke.program.ops import MixtureOfExperts
 from twostroke.program.storage import WEIGHTS
 from twostroke.weights import load_path, weights_identity
 from twostroke.weights.gguf import TruncatedError, read_header
-from twostroke.weights.hf_model import hf_fields, hf_spec
+from twostroke.weights.hf_model import hf_fields, hf_spec, text_fields
 from twostroke.weights.published import published_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.fetch.names import HubName
+    from twostroke.models.fields import Fields
     from twostroke.program import Program
     from twostroke.weights import LoadedModel
+
+
+_MXFP4_BITS: Final = 4.25  # a scale of 8 bits for 32 weights
 
 
 class PlannedModel(Frozen):
@@ -75,8 +81,9 @@ class PlannedModel(Frozen):
 def planned_model(model: str) -> PlannedModel:
     """Return the model called `model`, or that which a config.json (or its folder) describes.
 
-    Weights have the size that the cpu backend packs them to, mostly that in the model's file, and
-    16 bits where there is only a configuration. Of a model of the hub that is not here, headers
+    Weights have the size that the cpu backend packs them to, mostly that in the model's file. Where
+    there is only a configuration, it says how matrices are quantized; else they have 16 bits. Of a
+    model of the hub that is not here, headers
     alone are fetched.
 
     Raises:
@@ -86,10 +93,14 @@ def planned_model(model: str) -> PlannedModel:
     path = Path(model).expanduser()
     config = path / "config.json" if path.is_dir() else path
     is_whole = path.is_dir() and any(path.glob("*.safetensors"))
-    if config.suffix == ".json" and config.is_file() and not is_whole:
+    if config.suffix == ".json" and config.is_file():
         name = config.parent.name if config.name == "config.json" else config.stem
-        spec = hf_spec(hf_fields(config.name, read_json(config)), name)
-        return PlannedModel(name, build_program(spec), {}, "", "").as_("bf16")
+        values = read_json(config)
+        program = described_program(config.name, values, name)
+        if program is None and not is_whole:
+            program = build_program(hf_spec(hf_fields(config.name, values), name))
+        if program is not None:
+            return _configured(name, program, text_fields(config.name, values))
     remote = parse_hub_name(model)
     if remote is not None and find_record(remote) is None:
         return _from_hub(remote)
@@ -102,13 +113,44 @@ def _from_hub(name: HubName) -> PlannedModel:
     with TemporaryDirectory(prefix="twostroke-") as folder:
         path = fetch_headers(name, Path(folder), _tables)
         if path.is_dir():
-            fields = hf_fields("config.json", read_json(path / "config.json"))
+            values = read_json(path / "config.json")
+            if (program := described_program("config.json", values, str(name))) is not None:
+                own = str(name).removeprefix("hf:")
+                return _configured(own, program, text_fields("config.json", values))
+            fields = hf_fields("config.json", values)
             if published_layout(fields) is not None:
                 raise ModelFormatError(
                     f"The weights of {name} are quantized in a way that headers do not show: fetch "
                     f"it with 'twostroke pull {name}'."
                 )
         return _of(load_path(path, str(name)), str(name).removeprefix("hf:"), "")
+
+
+def _configured(name: str, program: Program, fields: Fields) -> PlannedModel:
+    """Return a model of which only the configuration is known."""
+    model = PlannedModel(name, program, {}, "", "")
+    quantization = fields.part("quantization_config")
+    if quantization is None:
+        return model.as_("bf16")
+    method = quantization.text("quant_method")
+    if method == "mxfp4":  # of the experts alone
+        plain, experts = model.as_("bf16"), set[str]()
+        for op in program.ops:
+            if isinstance(op, MixtureOfExperts):
+                experts |= {weight.name for weight in op.weights}
+        sizes = {
+            key: int(size * _MXFP4_BITS / 16) if key in experts else size
+            for key, size in plain.weight_bytes.items()
+        }
+        return PlannedModel(name, program, sizes, "experts mxfp4, bf16", "bf16")
+    if method in {"fp8", "fbgemm_fp8"}:
+        return model.as_("fp8")
+    if method in {"gptq", "awq", "auto-round", "intel/auto-round"}:
+        known = {4: "w4a16", 8: "int8"}
+        bits = quantization.integer("bits", 16, default=4)
+        if bits in known:
+            return model.as_(known[bits])
+    return model.as_("bf16")
 
 
 def _tables(path: Path, name: str) -> list[tuple[int, int]] | None:

@@ -220,7 +220,10 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
     ]
     found = []
     for change, other, question in others:
-        one = Planner(other, device, question, planner.calibration)
+        if other is model and question.kv_format == asked.kv_format:
+            one = planner.asked(question)
+        else:
+            one = Planner(other, device, question, planner.calibration)
         found.append(_what_if(change, one, streams, one.decode(streams).seconds))
     starts, rows = (asked.mean_context,) * streams, _DRAFTS + 1
     verify = planner.roofline.step(BatchShape(starts, (rows,) * streams, streams * rows))

@@ -75,9 +75,16 @@ class Planner:
 
     def on(self, device: Device, count: int) -> Planner:
         """Return that of the same model and load on `count` other devices."""
+        return self._changed(device, replace(self.question, count=count))
+
+    def asked(self, question: Question) -> Planner:
+        """Return that of the same model for another question, but for its format of the cache."""
+        return self._changed(self.device, question)
+
+    def _changed(self, device: Device, question: Question) -> Planner:
         other = copy(self)
-        other.device, other.question = device, replace(self.question, count=count)
-        other.roofline = self.roofline.on(device, other.question)
+        other.device, other.question = device, question
+        other.roofline = self.roofline.on(device, question)
         return other
 
     def prefill(self) -> StepTime:

@@ -19,13 +19,19 @@ from twostroke.program.work import StepCost, each_sampled_row, once_if_sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     from twostroke.planner.devices import Device
     from twostroke.planner.models import PlannedModel
     from twostroke.program.batch import BatchShape
+    from twostroke.program.ops import Op
     from twostroke.program.pages import CacheFormat, CacheLayer
+    from twostroke.program.work import Cost, Count
+
+    # A label, the terms of its work, and key-value heads: operations alike are counted once.
+    _Kind: TypeAlias = tuple[str, tuple[tuple[Count, Cost], ...], int | None]
 
 _VALUE_BYTES: Final = 2  # of a value that devices exchange
 
@@ -147,15 +153,15 @@ class Roofline:
         self.measured = self
         if correction is not None:
             self.measured = Roofline(model.origin or model, device, Question())
-        self._place(device, question)
         cache = FORMATS[question.kv_format]
-        self._ops = Counter(
-            (op.label, tuple(op.work(model.weight_bytes, cache))) for op in model.program.ops
+        self._ops: Counter[_Kind] = Counter(
+            (op.label, tuple(op.work(model.weight_bytes, cache)), _kv_heads(op))
+            for op in model.program.ops
         )
         self._costs = {key: StepCost(key[1]) for key in self._ops}
         self._by_context, self._by_samples, self._by_rows = [], [], []
         for key, times in self._ops.items():
-            one = (times, self._costs[key])
+            one = (times, self._costs[key], key[2])
             if is_attention(key[0]):
                 self._by_context.append(one)
             elif any(count in (each_sampled_row, once_if_sampled) for count, _ in key[1]):
@@ -163,6 +169,7 @@ class Roofline:
             else:
                 self._by_rows.append(one)
         self._exchanged = 2 * len(model.program.layer_outputs) * model.hidden_size * _VALUE_BYTES
+        self._place(device, question)
 
     def on(self, device: Device, question: Question) -> Roofline:
         """Return that of the same model on other devices; formats stay those of this one."""
@@ -175,6 +182,7 @@ class Roofline:
         self.peak = device.peaks[self.arithmetic] * question.count * question.mfu
         self.bandwidth = device.bandwidth * question.count * question.mbu
         self.link, self._count = device.link, question.count
+        self._copies = np.array([copies(key[2], self._count) for key in self._ops])
         self._of_rows: dict[int, Totals] = {}
         self._of_samples: dict[tuple[int, int], Totals] = {}  # by rows, and those with logits
         self._factors: dict[tuple[int, ...], Factors] = {}
@@ -200,11 +208,11 @@ class Roofline:
         return self.least_of(self.work(batch))
 
     def work(self, batch: BatchShape) -> Work:
-        """Return what a step has to do, which is the same on all devices."""
+        """Return what a step has to do, which is the same on all devices, copies left out."""
         costs = [self._costs[key].of(batch) for key in self._ops]
         times = np.array(list(self._ops.values()), dtype=float)
         return Work(
-            labels=tuple(label for label, _ in self._ops),
+            labels=tuple(label for label, *_ in self._ops),
             flops=times * [cost.flops for cost in costs],
             bytes=times * [cost.bytes for cost in costs],
             num_rows=batch.num_rows,
@@ -213,7 +221,8 @@ class Roofline:
     def least_of(self, work: Work) -> StepTime:
         """Return the least time of a step that has this to do."""
         found: dict[str, OpTime] = {}
-        columns = (work.flops, work.bytes, work.flops / self.peak, work.bytes / self.bandwidth)
+        moved = work.bytes * self._copies
+        columns = (work.flops, moved, work.flops / self.peak, moved / self.bandwidth)
         for label, *values in zip(work.labels, *(part.tolist() for part in columns), strict=True):
             flops, read, computing_s, reading_s = values
             bound = "arithmetic" if computing_s > reading_s else "memory"
@@ -229,7 +238,8 @@ class Roofline:
 
     def least_s(self, work: Work) -> float:
         """Return the seconds of `least_of`, for searches that need nothing else of it."""
-        times_s = np.maximum(work.flops / self.peak, work.bytes / self.bandwidth)
+        moved = work.bytes * self._copies
+        times_s = np.maximum(work.flops / self.peak, moved / self.bandwidth)
         return float(times_s.sum()) + self._moving_s(work.num_rows)
 
     def totals(self, batch: BatchShape) -> Totals:
@@ -260,10 +270,11 @@ class Roofline:
         seconds = factors.products * products.seconds + factors.attention * attention.seconds
         return Totals(seconds + moving_s + factors.rest_s, flops, moved)
 
-    def _sum(self, batch: BatchShape, costs: Iterable[tuple[int, StepCost]]) -> Totals:
+    def _sum(self, batch: BatchShape, costs: Iterable[tuple[int, StepCost, int | None]]) -> Totals:
         seconds = flops = moved = 0.0
-        for times, cost in costs:
+        for times, cost, kv_heads in costs:
             its_flops, its_bytes = cost.flops_and_bytes(batch)
+            its_bytes = its_bytes * copies(kv_heads, self._count)
             longer = np.maximum if isinstance(its_flops, np.ndarray) else max
             seconds += times * longer(its_flops / self.peak, its_bytes / self.bandwidth)
             flops, moved = flops + times * its_flops, moved + times * its_bytes
@@ -291,7 +302,22 @@ def layers_bytes(
     """Return the same on `count` devices; `layers` has how many there are of each kind."""
     total = 0.0
     for layer, times in layers.items():
-        copies = ceil(layer.num_kv_heads / count) * count / layer.num_kv_heads
         tokens = num_tokens if layer.window is None else min(num_tokens, layer.window)
-        total += times * tokens * layer.bytes_per_token(stored) * max(1.0, copies)
+        each = copies(layer.num_kv_heads, count)
+        total += times * tokens * layer.bytes_per_token(stored) * each
     return total
+
+
+def copies(num_kv_heads: int | None, count: int) -> float:
+    """Return how often keys and values are stored, and read, on `count` devices.
+
+    Each device has whole heads. None is for what has no heads.
+    """
+    if num_kv_heads is None:
+        return 1.0
+    return max(1.0, ceil(num_kv_heads / count) * count / num_kv_heads)
+
+
+def _kv_heads(op: Op) -> int | None:
+    """Return the key-value heads of attention; latent vectors count as one."""
+    return getattr(op, "num_kv_heads", 1) if is_attention(op.label) else None

@@ -29,7 +29,7 @@ _UNUSUAL: dict[str, Any] = {
 }
 
 
-_SIZE_KEYS = {
+SIZE_KEYS = {
     "hidden_size": "hidden_size",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
@@ -43,20 +43,23 @@ _SIZE_KEYS = {
 def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
     """Return a configuration as fields, with transformers' defaults for those that are left out.
 
-    A vision model has the fields of its text model in the object `text_config`. Raises
-    ModelFormatError for an unknown model type.
+    Raises ModelFormatError for an unknown model type.
     """
-    fields = Fields(name, config)
-    text = fields.part("text_config")
-    if text is not None:
-        # A text model's type may differ, as gemma3_text does from gemma3.
-        config = {**config, **text.values}
-        fields = Fields(name, config)
+    fields = text_fields(name, config)
     model_type = fields.text("model_type")
     if model_type not in MODEL_TYPES:
         refuse_architecture(fields, model_type, MODEL_TYPES)
     defaults = ARCHITECTURES[MODEL_TYPES[model_type]].model_types[model_type]
-    return Fields(name, {**defaults, **config})
+    return Fields(name, {**defaults, **fields.values})
+
+
+def text_fields(name: str, config: Mapping[str, Any]) -> Fields:
+    """Return a configuration as fields; those of a text model may be in `text_config`.
+
+    A text model's type may differ, as gemma3_text does from gemma3.
+    """
+    text = Fields(name, config).part("text_config")
+    return Fields(name, config if text is None else {**config, **text.values})
 
 
 def refuse_architecture(fields: Fields, architecture: str, known: Collection[str]) -> NoReturn:
@@ -70,7 +73,7 @@ def refuse_architecture(fields: Fields, architecture: str, known: Collection[str
 def hf_spec(fields: Fields, name: str) -> ModelSpec:
     """Translate `hf_fields` into a ModelSpec; ModelFormatError for a missing or wrong value."""
     published_layout(fields)  # refuses what is not supported
-    sizes = read_sizes(fields, _SIZE_KEYS)
+    sizes = read_sizes(fields, SIZE_KEYS)
     for key, only in _UNUSUAL.items():
         fields.expect(key, only)
     architecture = MODEL_TYPES[fields.text("model_type")]

@@ -1,0 +1,204 @@
+"""Models that no family runs, planned by their configuration, beside published figures."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.planner import Question, find_device, make_plan, planned_model
+from twostroke.planner.planner import Planner
+from twostroke.planner.roofline import Roofline, kv_bytes
+from twostroke.program.batch import BatchShape, DecodeRun
+
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "moe_layer_freq": 1,
+}  # fmt: skip
+# As in the configurations that their makers publish.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": LATENT | {
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "max_position_embeddings": 163840,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+    "DeepSeek-V2": LATENT | {
+        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 5120,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 60,
+        "num_attention_heads": 128, "n_shared_experts": 2, "n_routed_experts": 160,
+        "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+    },
+    "DeepSeek-V2-Lite": LATENT | {
+        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "n_shared_experts": 2, "n_routed_experts": 64,
+        "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None,
+    },
+    "GLM-4.5": {
+        "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 5120,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "n_routed_experts": 160,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+        "attention_bias": True, "max_position_embeddings": 131072,
+    },
+    "Qwen1.5-MoE-A2.7B": {
+        "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048,
+        "intermediate_size": 5632, "moe_intermediate_size": 1408, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60,
+        "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632,
+        "max_position_embeddings": 8192,
+    },
+    "Hunyuan-Large": {
+        "model_type": "hunyuan", "vocab_size": 128512, "hidden_size": 6400,
+        "intermediate_size": 18304, "num_hidden_layers": 64, "num_attention_heads": 80,
+        "num_key_value_heads": 8, "num_experts": 16, "num_shared_expert": [1] * 64,
+        "moe_topk": 1, "use_cla": True, "cla_share_factor": 2, "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+    },
+    "Gemma-3n-E4B": {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
+}  # fmt: skip
+for _name, _layers, _experts in (("gpt-oss-120b", 36, 128), ("gpt-oss-20b", 24, 32)):
+    CONFIGS[_name] = {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_hidden_layers": _layers, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "num_local_experts": _experts, "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    def make(name, **more):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(CONFIGS[name] | more))
+        return planned_model(str(path))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "used", "source"),
+    [
+        ("DeepSeek-V3", 671e9, 37e9, "arXiv:2412.19437, abstract"),
+        ("DeepSeek-V2", 236e9, 21e9, "arXiv:2405.04434, abstract"),
+        ("DeepSeek-V2-Lite", 15.7e9, 2.4e9, "arXiv:2405.04434, appendix B"),
+        ("GLM-4.5", 355e9, 32e9, "arXiv:2508.06471, table 1"),
+        ("Qwen1.5-MoE-A2.7B", 14.3e9, 2.7e9, "https://qwenlm.github.io/blog/qwen-moe/"),
+        ("Hunyuan-Large", 389e9, 52e9, "arXiv:2411.02265, abstract"),
+        ("gpt-oss-120b", 116.83e9, 5.13e9, "arXiv:2508.10925, table 1"),
+        ("gpt-oss-20b", 20.91e9, 3.61e9, "arXiv:2508.10925, table 1"),
+    ],
+)
+def test_weights_are_those_that_makers_publish(model, name, weights, used, source):
+    found = model(name)
+    assert found.num_weights == pytest.approx(weights, rel=0.007), source
+    step = Roofline(found, find_device("H200"), Question()).least(BatchShape.decode((0,)))
+    # Some count the row of the embedding, or all of it, as used.
+    embedding = CONFIGS[name]["vocab_size"] * CONFIGS[name]["hidden_size"]
+    assert step.flops / 2 < used * 1.03
+    assert step.flops / 2 + embedding > used * 0.97
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("DeepSeek-V3", 70_272),  # 61 x (512 + 64) x 2: arXiv:2505.09343, table 1, "70.272 KB"
+        ("DeepSeek-V2", 69_120),
+        ("GLM-4.5", 92 * 2 * 8 * 128 * 2),
+        ("Hunyuan-Large", 32 * 2 * 8 * 80 * 2),  # every other layer; 5% of 80 heads everywhere
+        ("Gemma-3n-E4B", 20 * 2 * 2 * 256 * 2),  # 15 of 35 layers have none
+        ("gpt-oss-20b", 24 * 2 * 8 * 64 * 2),
+    ],
+)
+def test_bytes_of_a_token(model, name, expected):
+    assert kv_bytes(model(name), Question(), 1) == expected
+
+
+def test_windows_bound_some_layers(model):
+    assert kv_bytes(model("gpt-oss-20b"), Question(), 10_000) == 12 * 2048 * (10_000 + 128)
+    # Of the 20 layers with keys and values, four see everything (layer_types: every fifth).
+    found = kv_bytes(model("Gemma-3n-E4B"), Question(), 10_000)
+    assert found == 2048 * (4 * 10_000 + 16 * 512)
+
+
+def test_operations_of_latent_attention_are_those_of_the_paper(model):
+    """Training at 4,096 tokens, three times the forward pass: arXiv:2505.09343, table 2."""
+    for name, expected in (("DeepSeek-V3", 250e9), ("DeepSeek-V2", 155e9)):
+        roofline = Roofline(model(name), find_device("H200"), Question())
+        step = roofline.least(BatchShape((0,), (4096,), 4096))
+        assert 3 * step.flops / 4096 == pytest.approx(expected, rel=0.005)
+
+
+def test_latent_attention_takes_the_cheaper_way(model):
+    found = model("DeepSeek-V2-Lite")
+    roofline = Roofline(found, find_device("H200"), Question())
+
+    def flops(start, count):
+        return roofline.least(BatchShape((start,), (count,), 1)).ops["attention"].flops
+
+    layers, heads = 27, 16
+    assert flops(999, 1) == 1000 * (2 * 512 + 64) * heads * layers * 2  # as stored
+    pairs = 1000 * 1001 // 2
+    assert flops(0, 1000) == pairs * (128 + 64 + 128) * heads * layers * 2  # expanded
+    more = 1000 * 5000 + pairs
+    expanded = more * (128 + 64 + 128) + 5000 * 512 * (128 + 128)
+    assert flops(5000, 1000) == expanded * heads * layers * 2
+    run = DecodeRun.of_steps((10, 500), 6)
+    steps = [roofline.totals(run.at(step)) for step in range(6)]
+    assert [tuple(one) for one in zip(*roofline.totals(run), strict=True)] == steps
+
+
+def test_each_device_reads_latent_vectors_of_all_heads(model):
+    found = model("DeepSeek-V2-Lite")
+    one, four = (Roofline(found, find_device("H200"), Question(count=n)) for n in (1, 4))
+    batch = BatchShape.decode((4000,) * 8)
+    times = [roofline.least(batch).ops["attention"] for roofline in (one, four)]
+    assert times[1].bytes == 4 * times[0].bytes
+    for name in ("seconds", "bytes"):
+        quick, whole = getattr(four.totals(batch), name), getattr(four.least(batch), name)
+        assert quick == pytest.approx(whole)
+
+
+def test_files_say_how_they_store_weights(model):
+    """gpt-oss: 60.8 and 12.8 GiB (arXiv:2508.10925, table 1)."""
+    for name, size in (("gpt-oss-120b", 60.8), ("gpt-oss-20b", 12.8)):
+        assert model(name).all_bytes / 2**30 == pytest.approx(size, rel=0.005)
+    large = model("DeepSeek-V3")
+    assert large.stored == "fp8"
+    assert large.all_bytes == pytest.approx(671e9, rel=0.01)
+    assert large.as_("bf16").all_bytes == pytest.approx(2 * 671e9, rel=0.01)
+    for method, bits, stored in (("awq", 4, "w4a16"), ("gptq", 8, "int8"), ("gptq", 3, "bf16")):
+        other = {"quant_method": method, "bits": bits}
+        assert model("GLM-4.5", quantization_config=other).stored == stored
+
+
+def test_shared_layers_read_and_do_not_write(model):
+    found = model("Gemma-3n-E4B")
+    step = Planner(found, find_device("L4"), Question()).roofline.least(BatchShape.decode((999,)))
+    read = 7 * 1000 * 2048  # of 35 layers, seven see everything
+    assert step.ops["attention"].bytes == read + 4 * 2048  # four of them write a token
+    assert step.ops["attention(512)"].bytes == 28 * 512 * 2048 + 16 * 2048
+
+
+def test_whole_plans_are_made(model):
+    for name in ("DeepSeek-V2-Lite", "Gemma-3n-E4B", "gpt-oss-20b"):
+        plan = make_plan(model(name), find_device("B200"), Question(count=2))
+        assert plan.chosen is not None
+        assert plan.ttft_s > plan.rows[0].step_s
+
+
+def test_what_plans_do_not_know_is_refused_in_a_sentence(model, tmp_path):
+    for more, words in (
+        ({"model_type": "phi4flash"}, "keep states of a fixed size"),
+        ({"model_type": "alien"}, "not supported yet; supported: deepseek_v2, "),
+        ({"kv_lora_rank": -1}, "kv_lora_rank = -1, not a whole number"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2, which is not supported yet"),
+    ):
+        with pytest.raises(ModelFormatError, match=words):
+            model("DeepSeek-V3", **more)
+    with pytest.raises(ModelFormatError, match="differs between layers"):
+        model("Hunyuan-Large", moe_topk=[1, 2])
