@@ -235,6 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "strnig"}, "strnig"),
     ({"maxItems": -1}, "maxItems"),
     ({"properties": {"a": "text"}}, "'/properties/a' must be a schema"),
+    *[({one: [{}]}, f"'/{one}' must be a schema") for one in ("additionalProperties", "not", "if")],
     ({"not": {"title": "anything"}}, "no value fits"),
     ({**S, "allOf": [P]}, "no value fits"),
     ({**OBJECT, "required": ["a"], "properties": {"a": {"enum": []}}}, "no value fits"),

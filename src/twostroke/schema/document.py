@@ -10,7 +10,7 @@ from urllib.parse import unquote, urljoin
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Keywords by their contents: one schema (or a list of them), or schemas under names.
+# Keywords by their contents: one schema (of `_LISTS` a list of them), or schemas under names.
 SCHEMAS: Final = frozenset(
     (
         *("additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if"),
@@ -24,6 +24,7 @@ NAMED_SCHEMAS: Final = frozenset(
         "properties",
     )
 )
+_LISTS: Final = ("allOf", "anyOf", "items", "oneOf", "prefixItems")  # `items` in old drafts
 TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
 # Numbers beyond have no digits that would help anybody.
 _MOST_DIGITS: Final = 400
@@ -203,7 +204,7 @@ def _inside(schema: dict[str, Any], outer: str) -> Iterator[tuple[Any, str]]:
                 if keyword != "dependencies" or not isinstance(inner, list):
                     yield inner, _joined(path, name)
         elif keyword in SCHEMAS:
-            if isinstance(value, list):
+            if isinstance(value, list) and keyword in _LISTS:
                 yield from ((inner, _joined(path, str(i))) for i, inner in enumerate(value))
             else:
                 yield value, path
