@@ -92,12 +92,12 @@ class Campaign:
             self.expected[prompt], error, _ = await self.ask(prompt, _SHORT)
             assert not error, error
 
-    async def fault(self, kind: str) -> Fault:
-        """Do one fault under load."""
+    async def fault(self, kind: str, number: int) -> Fault:
+        """Do one fault under load; what runs was never asked before, or it would run alone."""
         found = Fault(kind, self.load_s)
         begins = [asyncio.Event() for _ in range(_RUNNING)]
         running = [
-            asyncio.create_task(self.ask(f"Number {n}: {prompt}", _LONG, begin))
+            asyncio.create_task(self.ask(f"Number {number}-{n}: {prompt}", _LONG, begin))
             for n, (prompt, begin) in enumerate(zip(_PROMPTS, begins, strict=False))
         ]
         await asyncio.gather(*(begin.wait() for begin in begins))
@@ -157,7 +157,7 @@ async def campaign(given: argparse.Namespace, server: Server, load_s: float) -> 
         before = here.num_files()
         for number in range(given.kills):
             kind = ("kill", "crash", "stop")[number % 3]
-            fault = await here.fault(kind)
+            fault = await here.fault(kind, number)
             all_.append(fault)
             failed += bool(fault.wrong)
             if fault.wrong or number % 20 == 0:
