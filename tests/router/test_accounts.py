@@ -33,8 +33,8 @@ def test_limits_hold_before_a_replica_is_asked(fakes: Loop, tmp_path: Path) -> N
     with accounting(tmp_path, replica.url) as router:
         first = post(router, text)
         assert first.headers["x-ratelimit-remaining-requests"] == "5"
-        while (refused := post(router, text)).status_code == 200:
-            pass
+        tried = (post(router, text) for _ in range(20))
+        refused = next(answer for answer in tried if answer.status_code != 200)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         num_seen = len(replica.seen)
@@ -142,6 +142,18 @@ def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path
                     True,
                 )
     assert [one.path for one in replica.seen] == ["/v1/batches"]
+
+
+def test_an_answer_in_the_background_is_refused(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    _, text = add(tmp_path)
+    with accounting(tmp_path, replica.url) as router:
+        for value, status in ((True, 400), ("true", 400), (False, 200), (None, 200)):
+            answer = post(router, text, "/v1/responses", input="hello", background=value)
+            assert answer.status_code == status, value
+            if status == 400:
+                assert answer.json()["error"]["param"] == "background"
+    assert len(replica.seen) == 2
 
 
 def test_what_is_for_operators_is_not_passed_on(fakes: Loop, tmp_path: Path) -> None:

@@ -100,6 +100,22 @@ def test_a_pace_is_that_of_first_tokens_once_there_was_one() -> None:
     assert answer(60.0, is_whole=True) == first
 
 
+def test_without_streams_a_pace_is_that_of_the_fastest_answers() -> None:
+    fleet = Fleet("round-robin", count=2)
+    paces = [list(fleet.dispatcher.pace_s)]
+    for number in range(40):
+        start = 1000 * number
+        ticket = fleet.ask(*range(start, start + 1000))
+        fleet.now_s += 6.0 if number in {4, 5} else 60.0  # most answers have many tokens
+        fleet.dispatcher.begin(ticket, is_whole=True)
+        fleet.dispatcher.end(ticket)
+        paces.append(list(fleet.dispatcher.pace_s))
+    num_units = 1000 * _SIZE + 2000
+    assert paces[5] == pytest.approx([6 / num_units, 60 / num_units])
+    assert paces[6] == pytest.approx([6 / num_units] * 2)
+    assert 6 / num_units < paces[-1][0] < 10 / num_units, "it may rise again, slowly"
+
+
 def test_the_first_token_of_one_replica_leaves_no_other_with_the_pace_of_whole_answers() -> None:
     fleet = Fleet("round-robin", count=2)
     for start, took_s in ((0, 60.0), (1000, 60.0), (2000, 6.0)):

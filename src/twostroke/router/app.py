@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from twostroke.core.errors import TwostrokeError
+from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.service import DEFAULT_SERVICE, SERVICES
 from twostroke.http.boundary import Boundary
 from twostroke.http.errors import (
@@ -47,6 +47,7 @@ from twostroke.router.paths import (
     is_harmless,
 )
 from twostroke.router.prompt import read_prompt
+from twostroke.router.refusals import NO_BACKGROUND, NO_BATCHES, NO_RECORDS, BatchPathError
 from twostroke.router.response import LostError, ReplicaError
 from twostroke.router.state import fleet_state
 from twostroke.router.watch import Watch, fetch
@@ -61,22 +62,6 @@ if TYPE_CHECKING:
     from twostroke.router.fleet import Replica
     from twostroke.router.options import RouteOptions
     from twostroke.router.prompt import Prompt
-
-
-class BatchPathError(TwostrokeError):
-    """Files and batches are not taken here."""
-
-    http_status = 400
-    code = "no_batches_here"
-
-
-_NO_RECORDS: Final = (
-    "No server of this router keeps files or batches: start `twostroke serve` with --records DIR."
-)
-_NO_BATCHES: Final = (
-    "This router keeps accounts, and takes no files and batches, whose lines a replica would run "
-    "past the limits of their key: send the lines themselves, as `twostroke batch --url` does."
-)
 
 
 class _Route:
@@ -151,7 +136,7 @@ class Router:
         path, method, request = scope["path"], scope["method"], Request(scope, receive)
         is_kept = any(path == one or path.startswith(f"{one}/") for one in TENANTS)
         if self._keeps_usage and is_kept and method == "POST":
-            raise BatchPathError(_NO_BATCHES)
+            raise BatchPathError(NO_BATCHES)
         if self._keeps_usage and not is_harmless(method, path):
             reason = "it could control a server, or bypass the limits of keys"
             raise UnknownPathError(f"This router does not pass on {method} {path}: {reason}.")
@@ -190,6 +175,7 @@ class Router:
 
         Raises:
             ClassError: its key may not have the class that it asks for.
+            RequestError: nobody waits for its answer, so nobody learns what it uses.
             RateLimitError: its key has no tokens left.
         """
         served, path = served_of(scope), scope["path"]
@@ -199,6 +185,8 @@ class Router:
             service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE
             given = prompt.priority
             served.key.class_of(service, SERVICES[service] if given is None else given)
+        if prompt.in_background and path == "/v1/responses":
+            raise RequestError(NO_BACKGROUND, field="background")
         most = 0 if path in READ else prompt.most_tokens(self.fleet.context_length)
         served.reserve(prompt.num_tokens + most)
         return Meter(prompt.num_tokens, most, self._pace)
@@ -213,7 +201,7 @@ class Router:
         home = self.fleet.home(hash_of(salt.hex()), is_ours=self._keeps_usage)
         if home is not None:
             return home
-        raise BatchPathError(_NO_BATCHES) if self._keeps_usage else UnknownPathError(_NO_RECORDS)
+        raise BatchPathError(NO_BATCHES) if self._keeps_usage else UnknownPathError(NO_RECORDS)
 
     async def _at(self, errand: Errand, finding: Awaitable[Replica]) -> None:
         await self._forwarder.run_at(errand, await finding)

@@ -25,6 +25,7 @@ _FIRST_PACE_S: Final = 1e-6  # for a unit, until something was measured
 _PRIOR: Final = 20_000  # units of the fleet's mean pace that each replica's begins with
 _OVERHEAD: Final = 2000  # units that the rest of a first token counts as
 _TIE_S: Final = 1e-9  # for each request: less than waits differ
+_RISE: Final = 1.02  # of a pace, with each whole answer that is slower
 _LATE: Final = 0.5  # of the work that should be done by now and is not
 
 
@@ -191,8 +192,8 @@ class Dispatcher:
     def begin(self, ticket: Ticket, *, is_whole: bool = False) -> None:
         """Note the first token of a request, from which its replica's pace is learned.
 
-        An answer that `is_whole` took longer, for its other tokens: it counts only as long as no
-        first token is known.
+        An answer that `is_whole` took longer, for its other tokens. It counts only as long as no
+        first token is known, and then the fastest answers do.
         """
         if ticket.has_begun or ticket.is_over:
             return
@@ -200,8 +201,10 @@ class Dispatcher:
         knew_whole = self._all[1] > 0
         if is_first:
             self._all, self._sums, self._knows_first = (0.0, 0.0), [(0.0, 0.0)] * len(self), True
-        if not is_whole or not self._knows_first:
+        if not is_whole:
             self._learn(ticket, now_s - ticket.at_s)
+        elif not self._knows_first:
+            self._learn_whole(ticket, now_s - ticket.at_s)
         if is_first and knew_whole:  # as the paces of the other replicas are
             self.pace_s = [self._mean_pace_s] * len(self)
         self._settle(ticket, now_s)
@@ -214,6 +217,17 @@ class Dispatcher:
         own_s, own = self._sums[place]
         own_s, own = self._sums[place] = own_s * _KEPT + took_s, own * _KEPT + count
         self.pace_s[place] = (own_s + mean_s * _PRIOR) / (own + _PRIOR)
+
+    def _learn_whole(self, ticket: Ticket, took_s: float) -> None:
+        """Follow the fastest answers of a replica, whose other tokens took the least time."""
+        own_s, own = self._sums[ticket.place]
+        pace_s = took_s / (ticket.units_ahead + ticket.missing + _OVERHEAD)
+        pace_s = min(pace_s, _RISE * own_s / own) if own else pace_s
+        self._sums[ticket.place] = pace_s, 1.0
+        paces = [seconds for seconds, count in self._sums if count]
+        mean_s = self._mean_pace_s = sum(paces) / len(paces)
+        self._all = mean_s, 1.0
+        self.pace_s = [seconds if count else mean_s for seconds, count in self._sums]
 
     def end(self, ticket: Ticket) -> None:
         """Note the end of a request, whether it was answered or not."""

@@ -13,7 +13,7 @@ from twostroke.http.forms.anthropic import ANTHROPIC
 from twostroke.http.tenants.telling import STREAMS, USAGE_HEADER
 from twostroke.router.errand import HOPS, tokens
 from twostroke.router.fleet import State
-from twostroke.router.paths import COMPUTED
+from twostroke.router.paths import COMPUTED, FREE
 from twostroke.router.response import LostError, ReplicaError
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ class Forwarder:
         except ReplicaError:
             errand.passage.num_tries += 1
             raise
-        if ticket is not None and head.status < 300:
+        is_computed = errand.scope["path"] not in FREE  # others say nothing of the pace
+        if ticket is not None and head.status < 300 and is_computed:
             is_whole = head.media_type not in STREAMS
             self._fleet.dispatcher.begin(ticket, is_whole=is_whole)
         if head.status < 300 and (found := _ID.search(data, 0, 4096)):

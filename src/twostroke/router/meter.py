@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from twostroke.http.tenants.telling import MARK, STREAMS, USAGE_HEADER, Spent, read_usage
+from twostroke.router.prompt import FALSE
 from twostroke.router.response import LostError
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ _TOKEN_BYTES: Final = 4
 _NEWEST: Final = 0.1  # the weight of the newest answer in the pace
 _USAGE: Final = re.compile(rb'"usage": ?\{')  # in a text its quotes would be escaped
 _ENDS: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")  # of events
-_FALSE: Final = frozenset((b"", b"false", b"null", b"0"))
 _LAST: Final = b"\n" + MARK
 _MOST_LAST: Final = 80  # bytes of that line
 _MOST_TOLD: Final = 10**12  # tokens
@@ -204,7 +204,7 @@ def asking(body: bytes, path: str) -> bytes | None:
         options = _options.decode(fields.get("stream_options", b"null")) or {}
     except (msgspec.MsgspecError, RecursionError):
         return None  # its server says what is wrong
-    is_stream = bytes(fields.get("stream", b"")) not in _FALSE  # some servers take 1 and "true"
+    is_stream = bytes(fields.get("stream", b"")) not in FALSE
     if not is_stream or options.get("include_usage") is True:
         return None
     asked: dict[str, Any] = {**fields, "stream_options": options | {"include_usage": True}}

@@ -21,6 +21,7 @@ _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n
 _MOST_TOKENS: Final = 1 << 40  # of one request: more would not fit a bucket's arithmetic
 _LIST: Final = re.compile(rb'\[\s*(["\[])')
 _NONE: Final = Raw()
+FALSE: Final = frozenset((b"", b"false", b"null", b"0"))  # some servers take 1 and "true"
 
 
 class _Body(msgspec.Struct):
@@ -43,12 +44,14 @@ class _Body(msgspec.Struct):
     max_output_tokens: Raw = _NONE
     n_predict: Raw = _NONE
     options: Raw = _NONE
+    background: Raw = _NONE
 
 
 class Prompt(Frozen):
     """What a body says; empty strings where it says nothing.
 
-    `num_tokens` is a guess from its size; `max_tokens` are those of one of its `num_answers`.
+    `num_tokens` is a guess from its size; `max_tokens` are those of one of its `num_answers`. With
+    `in_background` nobody waits for the answer.
     """
 
     asked: Asked
@@ -59,6 +62,7 @@ class Prompt(Frozen):
     priority: int | None = None
     num_answers: int = 1
     max_tokens: int | None = None
+    in_background: bool = False
 
     def most_tokens(self, context_length: int) -> int:
         """Return how many tokens all answers may have."""
@@ -105,6 +109,7 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
         _number(found.priority),
         _num_prompts(found.prompt) * max(1, _number(found.n) or 1),
         _most(found),
+        bytes(found.background) not in FALSE,
     )
 
 
