@@ -19,12 +19,12 @@ import numpy as np
 
 from report import machine_facts, note, table, write
 from twostroke.backends.gpu.lower import lower
-from twostroke.backends.gpu.lowered import Attend
+from twostroke.backends.gpu.lowered import Attend, Mix
 from twostroke.cache import PageGroups
 from twostroke.core.errors import BackendError, MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.measure.single_step import Shape, SingleStep
-from twostroke.models import ModelSpec, RopeSpec, build_program
+from twostroke.models import ExpertSpec, ModelSpec, RopeSpec, build_program
 from twostroke.program.cost import CostModel
 from twostroke.quant import FORMATS, QuantTensor
 
@@ -34,13 +34,23 @@ if TYPE_CHECKING:
     from twostroke.program import Program
 
 # Hidden size, heads, key-value heads, layers, FFN, vocabulary: those of Llama 3.1 8B
-# (https://huggingface.co/meta-llama/Llama-3.1-8B) and Qwen 2.5 1.5B
-# (https://huggingface.co/Qwen/Qwen2.5-1.5B), both read on 2026-11-26.
+# (https://huggingface.co/meta-llama/Llama-3.1-8B), Qwen 2.5 1.5B
+# (https://huggingface.co/Qwen/Qwen2.5-1.5B), and Qwen3-30B-A3B
+# (https://huggingface.co/Qwen/Qwen3-30B-A3B), read on 2026-11-26.
 _SHAPES: Final = {
     "8b": (4096, 32, 8, 32, 14336, 128256),
     "1.5b": (1536, 12, 2, 28, 8960, 151936),
+    "30b-a3b": (2048, 32, 4, 48, 768, 151936),
     "small": (256, 8, 2, 2, 512, 1000),
+    "small-experts": (256, 8, 2, 2, 256, 1000),
 }
+_EXPERTS: Final = {
+    "30b-a3b": ExpertSpec(128, 8, 768, normalize=True),
+    "small-experts": ExpertSpec(16, 4, 256, normalize=True),
+}
+_HEAD_DIMS: Final = {"30b-a3b": 128}
+_MIX_LAUNCHES: Final = 5
+_TABLE_ROWS: Final = 257  # that differ
 _LAUNCH_S: Final = 1.5e-6  # assumed between two kernels of a graph
 _MEASURED_S: Final = 3.0
 _BANDWIDTH, _PEAK = 4.3e12, 790e12  # of one H200 that was seen; for --dry-run
@@ -60,6 +70,10 @@ ROWS: Final = {
     "decode-8b-q4_k": Row("8b", "Q4_K", Shape.decode(1, 256)),
     "decode-1.5b-bf16": Row("1.5b", "BF16", Shape.decode(1, 256)),
     "decode-8b-bf16-32k": Row("8b", "BF16", Shape.decode(1, 32_768)),
+    "decode-30b-a3b-bf16": Row("30b-a3b", "BF16", Shape.decode(1, 256)),
+    "decode-30b-a3b-q4_k": Row("30b-a3b", "Q4_K", Shape.decode(1, 256)),
+    "streams-32-30b-a3b-bf16": Row("30b-a3b", "BF16", Shape.decode(32, 1024)),
+    "prefill-30b-a3b-bf16": Row("30b-a3b", "BF16", Shape.prefill(4096)),
     "streams-16-8b-bf16": Row("8b", "BF16", Shape.decode(16, 1024)),
     "streams-256-8b-bf16": Row("8b", "BF16", Shape.decode(256, 1024)),
     "prefill-8b-bf16": Row("8b", "BF16", Shape.prefill(4096)),
@@ -103,8 +117,9 @@ def main() -> None:
 
 
 def program_of(model: str) -> Program:
-    """Return a Llama of a shape."""
+    """Return a Llama of a shape, perhaps with experts."""
     hidden, heads, kv_heads, layers, ffn, vocabulary = _SHAPES[model]
+    head_dim = _HEAD_DIMS.get(model, hidden // heads)
     return build_program(
         ModelSpec(
             architecture="llama",
@@ -114,27 +129,37 @@ def program_of(model: str) -> Program:
             ffn_size=ffn,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=hidden // heads,
+            head_dim=head_dim,
             vocab_size=vocabulary,
             context_length=40_960,
             norm_epsilon=1e-5,
-            rope=RopeSpec(500_000.0, hidden // heads, interleaved=False),
+            rope=RopeSpec(500_000.0, head_dim, interleaved=False),
             tied_embeddings=False,
+            experts=_EXPERTS.get(model),
         )
     )
 
 
 def made_up(program: Program, fmt: str) -> dict[str, QuantTensor]:
-    """Return weights of which each has one row, repeated without memory."""
+    """Return weights of which each has one row, repeated without memory.
+
+    Tables have many, and routers are random: else all tokens would choose the same experts.
+    """
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in program.weight_shapes.items():
-        chosen = FORMATS["F32" if len(shape) == 1 else fmt]
-        values = np.ones(shape) if len(shape) == 1 else rng.standard_normal((1, shape[1]))
-        scaled = (values * (1 if len(shape) == 1 else shape[1] ** -0.5)).astype(np.float32)
-        row = QuantTensor.from_floats(scaled, chosen)
-        rows = shape[0] if len(shape) > 1 else 1
-        data = np.lib.stride_tricks.as_strided(row.data, (rows, row.data.shape[1]), (0, 1))
+        rows = 1 if len(shape) == 1 else shape[0]
+        is_router, is_table = "ffn_gate_inp" in name, name == "token_embd.weight"
+        chosen = FORMATS["F32" if len(shape) == 1 or is_router else fmt]
+        drawn = rows if is_router else min(rows, _TABLE_ROWS) if is_table else 1
+        values = (
+            np.ones((1, shape[-1]))
+            if len(shape) == 1
+            else rng.standard_normal((drawn, shape[-1])) * shape[-1] ** -0.5
+        )
+        some = QuantTensor.from_floats(values.astype(np.float32), chosen).data
+        repeated = np.lib.stride_tricks.as_strided(some, (rows, some.shape[1]), (0, 1))
+        data = repeated if drawn == 1 else np.resize(some, (rows, some.shape[1]))
         tensors[name] = QuantTensor(chosen, shape, data)
     return tensors
 
@@ -146,7 +171,8 @@ def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
     cost = CostModel(program, stored).per_step().of(row.step.batch)
     lowered = lower(program)
     attends = sum(isinstance(record, Attend) for record in lowered.records)
-    launches = len(lowered.records) + attends + 4
+    mixes = sum(isinstance(record, Mix) for record in lowered.records)
+    launches = len(lowered.records) + attends + (_MIX_LAUNCHES - 1) * mixes + 4
     floor_s = max(cost.bytes / bandwidth, cost.flops / peak)
     return {
         "step": row.step.name,
@@ -202,9 +228,12 @@ def correct() -> dict[str, Any]:
     from twostroke.backends.reference import ReferenceBackend
     from twostroke.measure.divergence import compare
 
-    program, rng, found = program_of("small"), np.random.default_rng(1), {}
-    tokens = rng.integers(0, program.vocab_size, 200).tolist()
-    for fmt in ("BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "Q6_K"):
+    rng, found = np.random.default_rng(1), {}
+    models = ("small", "small-experts")
+    formats = ("BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "Q6_K")
+    for model, fmt in [(model, fmt) for model in models for fmt in formats]:
+        program = program_of(model)
+        tokens = rng.integers(0, program.vocab_size, 200).tolist()
         tensors = {
             name: QuantTensor.from_floats(
                 (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
@@ -218,7 +247,7 @@ def correct() -> dict[str, Any]:
         ours: Any = GpuBackend(program, tensors, 64, _PAGE, find())
         result = compare([(right, ours.score(tokens), tokens)])
         ours.close()
-        found[fmt] = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
+        found[f"{model} {fmt}"] = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
     return found
 
 

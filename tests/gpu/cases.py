@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from twostroke.backends.gpu import sampling
-from twostroke.backends.gpu.kernels import products_packed, sampler
+from twostroke.backends.gpu import mixtures, sampling
+from twostroke.backends.gpu.kernels import product, products_packed, sampler
 from twostroke.backends.gpu.kernels.packed import Packed, layout_of
 from twostroke.backends.gpu.kernels.parts import Parts
 from twostroke.backends.gpu.launch import listing
+from twostroke.backends.gpu.lowered import route_ints
+from twostroke.backends.gpu.mixtures import ExpertWeights, Values
 from twostroke.core.frozen import Frozen
+from twostroke.program.experts import Expert, MixtureOfExperts
 from twostroke.quant import FORMATS, grouped
 
 if TYPE_CHECKING:
@@ -43,22 +46,24 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _packed(fmt: Format) -> Packed:
-    layout = layout_of(fmt, DEPTH)
+def _packed(fmt: Format, width: int = WIDTH, depth: int = DEPTH, count: int = 1) -> Packed:
+    layout = layout_of(fmt, depth)
     assert layout is not None
-    tiles, blocks = WIDTH // 64, DEPTH // 256
-    codes = _empty(1, tiles, blocks, layout.steps, 64, layout.columns, dtype=torch.int16)
+    tiles, blocks = width // 64, depth // 256
+    codes = _empty(count, tiles, blocks, layout.steps, 64, layout.columns, dtype=torch.int16)
     high = {
-        5: _empty(1, tiles, blocks, 64, 32, dtype=torch.uint8),
-        6: _empty(1, tiles, blocks, 2, 64, 16, dtype=torch.int16),
+        5: _empty(count, tiles, blocks, 64, 32, dtype=torch.uint8),
+        6: _empty(count, tiles, blocks, 2, 64, 16, dtype=torch.int16),
     }
     words = 4 if layout.scales != "plain" else 256 // layout.group
-    scales = _empty(blocks, words, WIDTH, dtype=torch.int32 if words == 4 else torch.float16)
-    offsets = _empty(blocks, 1, WIDTH, dtype=torch.float16) if layout.scales == "q6_k" else None
+    scales = _empty(count, blocks, words, width, dtype=torch.int32 if words == 4 else torch.float16)
+    offsets = (
+        _empty(count, blocks, 1, width, dtype=torch.float16) if layout.scales == "q6_k" else None
+    )
     if layout.offset:
         kind = torch.uint8 if layout.offset == "zero" else torch.float16
-        offsets = _empty(blocks, words, WIDTH, dtype=kind)
-    return Packed(layout, WIDTH, DEPTH, codes, scales, high.get(layout.bits), offsets)
+        offsets = _empty(count, blocks, words, width, dtype=kind)
+    return Packed(layout, width, depth, codes, scales, high.get(layout.bits), offsets)
 
 
 def packed_product(fmt: Format, rows: int, architecture: int) -> Case:
@@ -90,6 +95,41 @@ def written_out(fmt: Format, architecture: int) -> Case:
     return Case(launches, weight.num_bytes + 2 * output.numel())
 
 
+def experts(fmt: Format, rows: int, architecture: int) -> Case:
+    """Return a mixture of Qwen3-30B-A3B's shape; of many rows, only its products."""
+    launches: list[Launch] = []
+    gpu = listing(launches, architecture)
+    count, used, width, ffn = 128, 8, 2048, 768
+    op = MixtureOfExperts("y", "x", "s", (Expert("g", "u", "d"),) * count, width, ffn, used, True)
+
+    def stack(outputs: int, inputs: int) -> Packed | torch.Tensor:
+        if fmt.name == "BF16":
+            return _empty(count, outputs, inputs, dtype=torch.bfloat16)
+        return _packed(fmt, outputs, inputs, count)
+
+    dtype = torch.float32 if rows <= product.FEW_ROWS else gpu.element
+    pairs = rows * used
+    values = Values(
+        _empty(rows, width, dtype=gpu.element),
+        (Parts(_empty(rows, count, dtype=torch.float32), count, count), None),
+        _empty(rows * route_ints(used)),
+        Parts(_empty(pairs, 2 * ffn, dtype=dtype), 2 * ffn, 2 * ffn),
+        _empty(pairs, ffn, dtype=gpu.element),
+        Parts(_empty(pairs, width, dtype=dtype), width, width),
+    )
+    weights = ExpertWeights((stack(2 * ffn, width),), stack(width, ffn))
+    mixtures.launch(gpu, _empty(4), rows, op, weights, values)
+    is_matrix = rows > product.FEW_ROWS
+    if is_matrix:
+        launches = [launch for launch in launches if "LINES" in launch.constants]
+    return Case(
+        launches,
+        weights.num_bytes * min(1, pairs / count),
+        pairs * 6 * width * ffn,
+        is_matrix=is_matrix,
+    )
+
+
 def samples(architecture: int) -> Case:
     """Return draws with all options, and log-probabilities."""
     launches: list[Launch] = []
@@ -113,5 +153,10 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
         for rows in (4, 16, 128)
     },
     **{f"{fmt.name} written out": partial(written_out, fmt) for fmt in _FORMATS},
+    **{
+        f"{name} experts {rows} rows": partial(experts, FORMATS[name], rows)
+        for name in ("BF16", "Q4_K")
+        for rows in (1, 2048)
+    },
     "sampler": samples,
 }

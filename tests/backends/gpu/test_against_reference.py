@@ -17,7 +17,7 @@ from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402
 from twostroke.measure.divergence import compare  # noqa: E402
 from twostroke.models import build_program  # noqa: E402
-from twostroke.models.spec import WindowSpec  # noqa: E402
+from twostroke.models.spec import ExpertSpec, WindowSpec  # noqa: E402
 from twostroke.program import Activation  # noqa: E402
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TOKENS = [(7 * i * i + 3) % VOCAB_SIZE for i in range(75)]
 
 VARIANTS: dict[str, Program] = {
-    **{name: program for name, program in PROGRAMS.items() if "experts" not in name},
+    **PROGRAMS,
     "window": build_program(replace(SPEC, window=WindowSpec(20, (True, False)))),
     "soft caps": build_program(replace(SPEC, attention_soft_cap=5.0, logit_soft_cap=3.0)),
     "gelu": build_program(replace(SPEC, activation=Activation.GELU_TANH)),
@@ -49,9 +49,14 @@ def test_logits_and_states_are_the_references(variant: str) -> None:
         np.testing.assert_allclose(traced[name], expected[name], rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("fmt", ["F16", "BF16", "Q4_K", "Q4_K and Q6_K"])
-def test_half_precision_is_close(fmt: str) -> None:
-    program = build_program(replace(SPEC, hidden_size=256, ffn_size=256, head_dim=64))
+@pytest.mark.parametrize(
+    ("fmt", "experts"),
+    [("F16", 0), ("BF16", 0), ("Q4_K", 0), ("Q4_K and Q6_K", 0), ("BF16", 4), ("Q4_K and Q6_K", 4)],
+)
+def test_half_precision_is_close(fmt: str, experts: int) -> None:
+    mixture = ExpertSpec(experts, 2, 256, normalize=True) if experts else None
+    sizes = {"hidden_size": 256, "ffn_size": 256, "head_dim": 64, "experts": mixture}
+    program = build_program(replace(SPEC, **sizes))
     first, _, second = fmt.partition(" and ")
     tensors = random_tensors(program, first, first)
     if second:  # as Q4_K_M has it
@@ -62,4 +67,4 @@ def test_half_precision_is_close(fmt: str) -> None:
     result = compare([(right.score(TOKENS), ours.score(TOKENS), TOKENS)])
     assert result.mean_kl < 1e-4
     assert result.top1_agreement > 0.98
-    assert ("as f16" in ours.facts.detail) == (fmt != "F16")
+    assert (f"{first} as f16" in ours.facts.detail) == (fmt != "F16")

@@ -14,10 +14,12 @@ from twostroke.backends.gpu.lowered import (
     External,
     Kind,
     Lowered,
+    Mix,
     Place,
     Products,
     Source,
     Store,
+    route_ints,
 )
 from twostroke.core.errors import BackendError
 from twostroke.core.frozen import Frozen
@@ -130,8 +132,8 @@ class _Lowering:
                 self._add(op)
             case ops.Logits():
                 self._waiting.pop()  # after the step
-            case ops.MixtureOfExperts() | ops.ExpertTerms() | ops.SumTerms():
-                self._refuse("does not run mixtures of experts yet")
+            case ops.MixtureOfExperts():
+                self._mix(op)
             case _:
                 self._refuse("runs a model on one GPU")
 
@@ -215,7 +217,11 @@ class _Lowering:
                 break
             found.append(op)
         self._waiting += found
-        self._buffers.append(Buffer(sum(op.width for op in found), Kind.PARTS))
+        routes = any(
+            type(r) is ops.MixtureOfExperts for op in found for r in self._readers[op.output]
+        )
+        kind = Kind.SCORES if routes else Kind.PARTS
+        self._buffers.append(Buffer(sum(op.width for op in found), kind))
         output, column = len(self._buffers) - 1, 0
         for op in found:
             self._places[op.output] = Place(output, column, op.width, op.bias)
@@ -234,6 +240,16 @@ class _Lowering:
         self._emit(Store(sources, op, q))
         self._waiting.append(op)
         self._emit(Attend(q, op, self._write(op.output, op.width, Kind.ELEMENT)))
+
+    def _mix(self, op: ops.MixtureOfExperts) -> None:
+        x, scores = self._element(op.x), self._place(op.scores)
+        routes = self._new(route_ints(op.num_used), Kind.STREAM)
+        self._buffers.append(Buffer(2 * op.ffn_width, Kind.LINES, lines=op.num_used))
+        gated = self._new(op.num_used * op.ffn_width, Kind.ELEMENT)
+        self._buffers.append(Buffer(op.width, Kind.LINES, lines=op.num_used))
+        output = gated + 1
+        self._places[op.output] = Place(output, 0, op.width)
+        self._emit(Mix(x, scores, op, routes, routes + 1, gated, output))
 
     def _check_heads(self, op: Op, head_dim: int) -> None:
         if head_dim > _MAX_HEAD_DIM or head_dim % 8:

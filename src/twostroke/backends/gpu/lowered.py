@@ -14,19 +14,29 @@ if TYPE_CHECKING:
 
 
 class Kind(Enum):
-    """What a buffer holds: a float32 stream, input of products, or sums in parts."""
+    """What a buffer holds.
+
+    A float32 stream, input of products, sums in parts, such sums that stay float32 with many rows,
+    or lines of sums that are not divided.
+    """
 
     STREAM = "stream"
     ELEMENT = "element"
     PARTS = "parts"
+    SCORES = "scores"
+    LINES = "lines"
 
 
 class Buffer(Frozen):
-    """Rows of `width` values; one that is `kept` is read after the step."""
+    """Rows of `width` values; one that is `kept` is read after the step.
+
+    A row of LINES has several `lines`, whose sum is its value.
+    """
 
     width: int
     kind: Kind
     kept: bool = False
+    lines: int = 1
 
 
 class Place(Frozen):
@@ -104,6 +114,18 @@ class Activate(Frozen):
     output: int
 
 
+class Mix(Frozen):
+    """A mixture of experts: `routes` says which rows go where, a line of the others is a pair's."""
+
+    x: int
+    scores: Place
+    op: ops.MixtureOfExperts
+    routes: int
+    hidden: int
+    gated: int
+    output: int
+
+
 class Combine(Frozen):
     """`a * factor + b`."""
 
@@ -113,7 +135,7 @@ class Combine(Frozen):
     b: Place | None = None
 
 
-Record = Embed | External | AddNorm | Products | Store | Attend | Activate | Combine
+Record = Embed | External | AddNorm | Products | Store | Attend | Activate | Mix | Combine
 
 
 class Lowered(Frozen):
@@ -129,6 +151,11 @@ class Lowered(Frozen):
     taps: Mapping[str, int]
     last: int
     logits: ops.Logits
+
+
+def route_ints(num_used: int) -> int:
+    """Return how many numbers a row's routes take: of each pair, its item, choice, order, share."""
+    return (4 + 3) * num_used + 16  # and a header, in arrays that begin at multiples of four
 
 
 def touched(record: Record) -> Iterator[int]:

@@ -63,11 +63,14 @@ def _num_bytes(gpu: Gpu, buffer: Buffer, max_rows: int, depth: int) -> int:
     width, size = buffer.width, gpu.element.itemsize
     if buffer.kind is Kind.STREAM:
         num_bytes = 4 * max_rows * width
+    elif buffer.kind is Kind.LINES:
+        num_bytes = width * buffer.lines * max(4 * min(max_rows, FEW_ROWS), size * max_rows)
     elif buffer.kind is Kind.ELEMENT:
         num_bytes = size * max_rows * width
     else:
         few = min(max_rows, FEW_ROWS)
         parts = max(rows * num_parts(gpu, rows, width, depth) for rows in range(1, few + 1))
+        size = 4 if buffer.kind is Kind.SCORES else size
         num_bytes = max(4 * parts * width, size * max_rows * width)
     return -(-num_bytes // _LINE) * _LINE
 
@@ -93,12 +96,22 @@ class StepMemory:
         """Return a buffer in as many parts as a step of so many rows has."""
         found = self._buffers[buffer]
         width, stride = found.width, num_rows * found.width
-        if found.kind is not Kind.PARTS:
+        if found.kind in {Kind.STREAM, Kind.ELEMENT}:
             return Parts(self.tensor(buffer, num_rows), width, width)
+        is_few = num_rows <= FEW_ROWS or found.kind is Kind.SCORES
+        dtype = torch.float32 if is_few else self._gpu.element
+        if found.kind is Kind.LINES:
+            values = self._view(buffer, found.lines * stride, dtype)
+            return Parts(values, width, found.lines * width, found.lines, width)
         if num_rows > FEW_ROWS:
-            return Parts(self._view(buffer, stride, self._gpu.element), width, width)
+            return Parts(self._view(buffer, stride, dtype), width, width)
         count = num_parts(self._gpu, num_rows, width, self._depths[buffer])
         return Parts(self._view(buffer, count * stride, torch.float32), width, width, count, stride)
+
+    def lines(self, buffer: int, num_rows: int) -> Parts:
+        """Return each line of a buffer's rows as a row of its own."""
+        whole = self.whole(buffer, num_rows)
+        return Parts(whole.values, whole.width, whole.width)
 
     def parts(self, place: Place, num_rows: int) -> Parts:
         """Return the columns at a place."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from twostroke.backends.gpu import mixtures
 from twostroke.backends.gpu.cache import tiling_of
 from twostroke.backends.gpu.graphs import bucket_of
 from twostroke.backends.gpu.kernels import (
@@ -29,6 +30,7 @@ from twostroke.backends.gpu.lowered import (
     Combine,
     Embed,
     External,
+    Mix,
     Products,
     Store,
 )
@@ -200,6 +202,8 @@ class Plan:
                 output = memory.tensor(record.output, rows)
                 gate, up = self._biased(record.gate, rows), self._biased(record.up, rows)
                 pointwise.activate(gpu, frame, rows, gate, up, record.activation, output)
+            case Mix():
+                self._mix(record, rows)
             case Combine():
                 a, bias = self._biased(record.a, rows)
                 b = None if record.b is None else memory.parts(record.b, rows)
@@ -218,6 +222,19 @@ class Plan:
                 columns = output.columns(first, matrix.shape[0])
                 product.launch(self._gpu, header, rows, x, matrix, columns)
             first += columns.width
+
+    def _mix(self, record: Mix, rows: int) -> None:
+        op, memory = record.op, self.memory
+        values = mixtures.Values(
+            memory.tensor(record.x, rows),
+            self._biased(record.scores, rows),
+            memory.tensor(record.routes, rows).view(-1).view(torch.int32),
+            memory.lines(record.hidden, rows),
+            memory.tensor(record.gated, rows).view(-1, op.ffn_width),
+            memory.lines(record.output, rows),
+        )
+        weights = self._weights.experts[op.output]
+        mixtures.launch(self._gpu, self.input.device, rows, op, weights, values)
 
     def _biased(self, place: Place, rows: int) -> tuple[Parts, Tensor | None]:
         bias = None if place.bias is None else self._weights.vector(place.bias)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from twostroke.backends.gpu import mixtures
 from twostroke.backends.gpu.kernels.packed import layout_of, pack
-from twostroke.backends.gpu.lowered import AddNorm, Embed, Products, Store
+from twostroke.backends.gpu.lowered import AddNorm, Embed, Mix, Products, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.packed import Packed
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered
+    from twostroke.backends.gpu.mixtures import ExpertWeights
     from twostroke.program import ops
     from twostroke.quant import QuantTensor
 
@@ -70,10 +72,13 @@ class DeviceWeights:
         self.matrices: dict[str, Tensor] = {}
         self.packed: dict[str, Packed] = {}
         self.products: dict[tuple[str, ...], Tensor] = {}
+        self.experts: dict[str, ExpertWeights] = {}  # by the mixture's output
         self._vectors: dict[tuple[str, float], Tensor] = {}
         groups = [record.weights for record in lowered.records if isinstance(record, Products)]
         tables = [record.table for record in lowered.records if isinstance(record, Embed)]
+        mixes = [record.op for record in lowered.records if isinstance(record, Mix)]
         names = {name for group in groups for name in group} | {*tables, lowered.logits.weight}
+        names |= {weight.name for op in mixes for weight in op.weights}
         total, done = sum(tensors[name].num_bytes for name in names), 0
         multiplied = [*groups, (lowered.logits.weight,)]
         for name in dict.fromkeys(name for group in multiplied for name in group):
@@ -102,6 +107,12 @@ class DeviceWeights:
                 release([tensors[name]])
                 progress(min(done, total), total)
             self.products[group] = whole
+        for op in mixes:
+            self.experts[op.output] = mixtures.load(gpu, op, tensors, self._load)
+            own = [tensors[weight.name] for weight in op.weights]
+            done += sum(tensor.num_bytes for tensor in own)
+            release(own)
+            progress(min(done, total), total)
         for name, offset in _vectors_of(lowered):
             self.vector(name, offset)
         self._tensors = {}
@@ -111,7 +122,8 @@ class DeviceWeights:
         """Bytes on the device."""
         held = {tensor.data_ptr(): tensor for tensor in self.products.values()}
         num_bytes: int = sum(t.nbytes for t in (*held.values(), *self._vectors.values()))
-        return num_bytes + sum(packed.num_bytes for packed in self.packed.values())
+        num_bytes += sum(packed.num_bytes for packed in self.packed.values())
+        return num_bytes + sum(experts.num_bytes for experts in self.experts.values())
 
     def factors(self, names: tuple[str, ...]) -> Sequence[Tensor | Packed]:
         """Return matrices that read one input, in order; dense ones alone are one matrix."""

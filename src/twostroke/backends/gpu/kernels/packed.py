@@ -19,7 +19,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.quant.planes import unpack_planes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -129,6 +129,22 @@ def pack(tensor: QuantTensor, device: torch.device) -> Packed:
     codes_on, high_on, offsets_on = put(words), put(high), put(groups(offsets))
     assert codes_on is not None
     return Packed(layout, width, depth, codes_on, device_scales, high_on, offsets_on)
+
+
+def pack_stack(matrices: Iterable[QuantTensor], count: int, device: torch.device) -> Packed:
+    """Bring `count` matrices of one format and shape into one stack, each by itself."""
+    whole: Packed | None = None
+    for index, matrix in enumerate(matrices):
+        own = pack(matrix, device)
+        if whole is None:
+            names = ("codes", "scales", "high", "offsets")
+            arrays = {name: x for name in names if (x := getattr(own, name)) is not None}
+            room = {name: x.new_empty((count, *x.shape[1:])) for name, x in arrays.items()}
+            whole = Packed(own.layout, own.width, own.depth, **room)
+        for name in room:
+            getattr(whole, name)[index] = getattr(own, name)[0]
+    assert whole is not None
+    return whole
 
 
 def _tiles(codes: Bytes, layout: Layout) -> Bytes:

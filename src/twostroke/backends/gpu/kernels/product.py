@@ -8,10 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.routing import rows_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.gpu.kernels.parts import Parts
+    from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 
 FEW_ROWS: Final = 64  # up to which a product reads its weights at memory speed
@@ -39,49 +42,80 @@ def launch(
     gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, weight: Tensor, output: Parts
 ) -> None:
     """Write `x @ weight.T` into `output`: x is (rows, depth) and weight (width, depth)."""
-    width, depth = weight.shape
+    width = len(weight)
     if num_rows > FEW_ROWS and output.values.dtype == gpu.element:
         out = torch.as_strided(output.values, (num_rows, width), (output.row_stride, 1))
         torch.mm(x[:num_rows], weight.T, out=out)
         return
     block_m = max(16, min(FEW_ROWS, triton.next_power_of_2(num_rows)))
+    grid = -(-width // _BLOCK_N), output.count, -(-num_rows // block_m)
+    _start(gpu, grid, header, x, weight, output, (block_m, _BLOCK_N), None)
+
+
+def launch_grouped(gpu: Gpu, x: Tensor, weight: Tensor, output: Parts, rows: Grouped) -> None:
+    """Write the products of a mixture's pairs, one line each, with their experts' matrices.
+
+    `weight` is (experts, width, depth).
+    """
+    routes = rows.routes
+    block_n = 128 if routes.block >= 64 else _BLOCK_N
+    grid = routes.max_items, output.count, -(-weight.shape[1] // block_n)
+    _start(gpu, grid, routes.header, x, weight, output, (routes.block, block_n), rows)
+
+
+def _start(
+    gpu: Gpu,
+    grid: tuple[int, int, int],
+    header: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    output: Parts,
+    blocks: tuple[int, int],
+    rows: Grouped | None,
+) -> None:
+    width, depth = weight.shape[-2:]
+    block_m, block_n = blocks
     gpu.launch(
         _product,
-        (-(-width // _BLOCK_N), output.count, -(-num_rows // block_m)),
+        grid,
         header,
         x,
         weight,
         output.values,
+        header if rows is None else rows.routes.items,
+        header if rows is None else rows.routes.order,
+        header if rows is None else rows.routes.shares,
         output.part_stride,
-        num_warps=4,
-        num_stages=4,
+        num_warps=8 if block_m * block_n > 8192 else 4,
+        num_stages=4 if block_m <= FEW_ROWS and block_n == _BLOCK_N else 3,
         WIDTH=width,
         DEPTH=depth,
         PART_DEPTH=-(-depth // output.count // 64) * 64,
         ROW_STRIDE=output.row_stride,
         BLOCK_M=block_m,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=128 if depth >= 128 else 64,
+        BLOCK_N=block_n,
+        BLOCK_K=128 if depth >= 128 and block_n == _BLOCK_N else 64,
+        LINES=rows.lines if rows else 0,
+        IS_SHARED=rows is not None and rows.is_shared,
     )
 
 
 @triton.jit(do_not_specialize=["part_stride"])
 def _product(
-    header, x, weight, output, part_stride,
+    header, x, weight, output, items, order, shares, part_stride,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, PART_DEPTH: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
+    IS_SHARED: tl.constexpr,
 ):  # fmt: skip
-    num_rows = tl.load(header)
-    part = tl.program_id(1)
-    first_row = tl.program_id(2) * BLOCK_M
-    if first_row >= num_rows:
+    count, rows, x_rows, expert, block = rows_of(header, items, order, BLOCK_M, LINES)
+    if count <= 0:
         return
-    rows = first_row + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(1)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     places = tl.arange(0, BLOCK_K)
-    is_row, is_column = rows < num_rows, columns < WIDTH
-    x_at = x + rows[:, None].to(tl.int64) * DEPTH + places[None, :]
-    weight_at = weight + columns[None, :].to(tl.int64) * DEPTH + places[:, None]
+    is_row, is_column = tl.arange(0, BLOCK_M) < count, columns < WIDTH
+    x_at = x + x_rows[:, None] * DEPTH + places[None, :]
+    weight_at = weight + (expert * WIDTH + columns)[None, :] * DEPTH + places[:, None]
     start = part * PART_DEPTH
     end = tl.minimum(start + PART_DEPTH, DEPTH)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -90,5 +124,7 @@ def _product(
         a = tl.load(x_at + k, is_row[:, None] & is_place[None, :], 0.0)
         b = tl.load(weight_at + k, is_place[:, None] & is_column[None, :], 0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
-    at = output + part * part_stride + rows[:, None].to(tl.int64) * ROW_STRIDE + columns[None, :]
+    if IS_SHARED:
+        total *= tl.load(shares + rows, is_row, 0.0)[:, None]
+    at = output + part * part_stride + rows[:, None] * ROW_STRIDE + columns[None, :]
     tl.store(at, total.to(output.dtype.element_ty), is_row[:, None] & is_column[None, :])

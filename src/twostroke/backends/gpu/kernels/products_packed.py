@@ -24,11 +24,13 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     upper_of,
     weight_of,
 )
+from twostroke.backends.gpu.kernels.routing import rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.gpu.kernels.parts import Parts
+    from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 
 FEW_ROWS: Final = 16  # up to which sums are scaled, not weights
@@ -46,10 +48,21 @@ def launch(
         out = torch.as_strided(output.values, shape, (output.row_stride, 1))
         torch.mm(x[:num_rows], matrix.T, out=out)
         return
-    # Two stages of x with more rows are more than sm_120 can hold.
-    most = 64 if gpu.architecture >= 120 else 128
+    most = most_rows(gpu)
     block_m = 8 if num_rows <= 8 else min(most, max(16, triton.next_power_of_2(num_rows)))
-    _start(gpu, header, num_rows, x, weight, output, block_m)
+    _start(gpu, header, -(-num_rows // block_m), x, weight, output, block_m, None)
+
+
+def launch_grouped(gpu: Gpu, x: Tensor, weight: Packed, output: Parts, rows: Grouped) -> None:
+    """Write the products of a mixture's pairs, one line each; `weight` is a stack of matrices."""
+    routes = rows.routes
+    given = routes.max_items, x, weight, output, routes.block, rows
+    _start(gpu, routes.header, *given)
+
+
+def most_rows(gpu: Gpu) -> int:
+    """Return how many rows a block has at most: of more, sm_120 cannot hold two stages of x."""
+    return 64 if gpu.architecture >= 120 else 128
 
 
 def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
@@ -73,19 +86,20 @@ def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
 def _start(
     gpu: Gpu,
     header: Tensor,
-    num_rows: int,
+    blocks_m: int,
     x: Tensor,
     weight: Packed,
     output: Parts,
     block_m: int,
+    rows: Grouped | None,
 ) -> None:
     layout, unused = weight.layout, header
     scales_sums = block_m <= FEW_ROWS
     block_n = 128 if block_m >= 64 else 64
-    blocks = -(-weight.depth // TILE_INPUTS)
+    blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // block_n)
     gpu.launch(
         _product_packed,
-        (-(-weight.width // block_n), output.count, -(-num_rows // block_m)),
+        (blocks_n, output.count, blocks_m) if rows is None else (blocks_m, output.count, blocks_n),
         header,
         x,
         weight.codes,
@@ -93,6 +107,9 @@ def _start(
         weight.scales,
         unused if weight.offsets is None else weight.offsets,
         output.values,
+        unused if rows is None else rows.routes.items,
+        unused if rows is None else rows.routes.order,
+        unused if rows is None else rows.routes.shares,
         output.part_stride,
         # Two warps keep to mma.sync, whose operands come from registers; four make a warp group.
         num_warps=2 if scales_sums else block_n // 16,
@@ -104,6 +121,10 @@ def _start(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         SCALES_SUMS=scales_sums,
+        LINES=rows.lines if rows else 0,
+        SCALE_STRIDE=weight.scales[0].numel(),
+        OFFSET_STRIDE=0 if weight.offsets is None else weight.offsets[0].numel(),
+        IS_SHARED=rows is not None and rows.is_shared,
         **constants(gpu, layout, is_centered=not scales_sums or not has_offset(layout)),
     )
 
@@ -118,9 +139,10 @@ def _inputs(x_at, k, columns, is_row, DEPTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["part_stride"])
 def _product_packed(
-    header, x, codes, high, scales, offsets, output, part_stride,
+    header, x, codes, high, scales, offsets, output, items, order, shares, part_stride,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, PART_BLOCKS: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALES_SUMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALES_SUMS: tl.constexpr, LINES: tl.constexpr,
+    IS_SHARED: tl.constexpr, SCALE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
     STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -131,25 +153,24 @@ def _product_packed(
     PER_GROUP: tl.constexpr = GROUP // COLUMNS
     STEP: tl.constexpr = 64 * COLUMNS
     element: tl.constexpr = x.dtype.element_ty
-    rows = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    num_rows = tl.load(header)
-    if tl.program_id(2) * BLOCK_M >= num_rows:
+    count, rows, x_rows, expert, column = rows_of(header, items, order, BLOCK_M, LINES)
+    if count <= 0:
         return
-    is_row = rows < num_rows
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = tl.arange(0, BLOCK_M) < count
+    outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(outputs // 64, TILES - 1) * 64 + outputs % 64  # the last block may be half
     columns = tl.arange(0, COLUMNS)
-    x_at = x + rows[None, :] * DEPTH + columns[:, None]
-    block_of = (own // 64).to(tl.int64) * BLOCKS
+    x_at = x + x_rows[None, :] * DEPTH + columns[:, None]
+    tiles = (expert * TILES + own // 64) * BLOCKS
     within = (own % 64 * COLUMNS)[:, None] + columns[None, :]
-    codes_at = codes + (block_of * (STEPS * STEP))[:, None] + within
-    high_at = high + (block_of * (STEP * (BITS - 4)))[:, None] + within
-    scales_at = scales + own
-    offsets_at = offsets + own
+    codes_at = codes + (tiles * (STEPS * STEP))[:, None] + within
+    high_at = high + (tiles * (STEP * (BITS - 4)))[:, None] + within
+    scales_at = scales + expert * SCALE_STRIDE + own
+    offsets_at = offsets + expert * OFFSET_STRIDE + own
     ones = tl.full((BLOCK_N, COLUMNS), 1, element)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    first, end = tl.program_id(1) * PART_BLOCKS, (tl.program_id(1) + 1) * PART_BLOCKS
-    for block in range(first, tl.minimum(end, BLOCKS)):
+    part = tl.program_id(1)
+    for block in range(part * PART_BLOCKS, tl.minimum((part + 1) * PART_BLOCKS, BLOCKS)):
         headers = headers_of(scales_at + block * (4 * TILES * 64), SCALES, TILES * 64)
         for index in tl.static_range(STEPS * PLANES):
             if index % PLANES == 0:
@@ -162,8 +183,7 @@ def _product_packed(
                 GROUP, SCALES, OFFSET, TILES * 64)  # fmt: skip
             if SCALES_SUMS:
                 if index % PER_GROUP == 0:
-                    group = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                    x_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                    group, x_sum = tl.zeros_like(total), tl.zeros_like(total)
                 group = tl.dot(values[index % PLANES], inputs, group, input_precision="ieee")
                 if HAS_OFFSET:
                     x_sum = tl.dot(ones, inputs, x_sum, input_precision="ieee")
@@ -174,7 +194,9 @@ def _product_packed(
             else:
                 weight = weight_of(values[index % PLANES], scale, offset, HAS_OFFSET)
                 total = tl.dot(weight.to(element), inputs, total, input_precision="ieee")
-    at = output + tl.program_id(1) * part_stride + rows[None, :] * ROW_STRIDE + outputs[:, None]
+    if IS_SHARED:
+        total *= tl.load(shares + rows, is_row, 0.0)[None, :]
+    at = output + part * part_stride + rows[None, :] * ROW_STRIDE + outputs[:, None]
     tl.store(at, total.to(output.dtype.element_ty), is_row[None, :] & (outputs < WIDTH)[:, None])
 
 
