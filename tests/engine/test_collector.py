@@ -33,6 +33,19 @@ def test_old_objects_are_exempt_and_a_step_causes_no_collection() -> None:
 
 
 @pytest.mark.usefixtures("_as_it_was")
+def test_cycles_that_grew_old_are_not_compared_with_exempt_objects() -> None:
+    kept: list[list[int]] = [[] for _ in range(600_000)]
+    ease_collector()
+    assert gc.get_freeze_count() > len(kept)
+    gc.set_threshold(700)
+    before = gc.get_stats()[2]["collections"]
+    cycles: list[list[object]] = []
+    for _ in range(100_000):
+        cycles.append([cycles])
+    assert gc.get_stats()[2]["collections"] > before
+
+
+@pytest.mark.usefixtures("_as_it_was")
 def test_cycles_are_still_collected() -> None:
     ease_collector()
     before = gc.get_stats()[0]["collections"]
