@@ -6,7 +6,6 @@ import asyncio
 import math
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -55,6 +54,7 @@ from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
 from twostroke.serve.stream import EventStream
+from twostroke.serve.turns import Readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +118,7 @@ class Api:
         self._open: set[Open] = set()
         self._descriptions: dict[bool, bytes] = {}  # by whether a key is needed
         self._checks = AnswerChecks(Verifier(), self.metrics)
-        self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
+        self._readers = Readers(_NUM_READERS)
         self.vitals = HealthReports(engine, self.names, lambda: self.is_draining, records)
         journal = Journal(records) if records is not None else None
         self.answers = Store(options.max_stored, options.max_stored_bytes, journal)
@@ -178,7 +178,7 @@ class Api:
     def close(self) -> None:
         """Free threads and exporters, after the last request."""
         self._checks.close()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
         self._plans.close()
         for observer in self.observers:
             observer.close()
@@ -387,9 +387,9 @@ class Api:
             body = await read_json(request, self.options.limits)
             if not is_long and len(body) <= _LARGE_BODY_BYTES:
                 return work(body, request)
-            loop = asyncio.get_running_loop()
-            working = loop.run_in_executor(self._readers, work, body, request)
-            return await while_connected(request.receive, working)
+            is_line = served.service == BATCH_SERVICE
+            reading = self._readers.run(served.tenant, work, body, request, is_last=is_line)
+            return await while_connected(request.receive, asyncio.ensure_future(reading))
 
     def _room(self) -> int:
         """How many lines of batches may be in the engine: all that clients leave, and some wait."""

@@ -1,14 +1,12 @@
 """Has the constraints of requests compiled, outside the event loop and the engine's steps.
 
-Tenants take turns by the time that their constraints took (start-time fair queueing, as in
-`schedule/fair.py`): one that sends many or slow ones waits for itself, not others for it.
+Tenants take turns by the time that their constraints took.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -17,73 +15,19 @@ from msgspec.structs import replace
 
 from twostroke.chat.tool_form import ToolForm
 from twostroke.core.errors import OverloadedError, RequestError
+from twostroke.serve.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from twostroke.core.constraint import Constraint
     from twostroke.serve.job import Encoded
+    from twostroke.serve.turns import Turn
 
     Found = tuple[Constraint, tuple[str, ...]]
 
 MAX_WAITING: Final = 64  # requests of one tenant
 _MAX_KNOWN: Final = 256
-
-
-class Turns:
-    """Turns of tenants, one at a time: the next is of the one that has used the least time.
-
-    It belongs to the event loop.
-    """
-
-    def __init__(self) -> None:
-        """Begin with nobody."""
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # of tenants that wait
-        self._used_s: dict[str, float] = {}  # on a clock that is at `_now_s`
-        self._now_s = 0.0
-        self._taken_by: str | None = None
-        self._began_s = 0.0
-
-    def num_waiting(self, tenant: str) -> int:
-        """Return how many of a tenant wait."""
-        return len(self._lines.get(tenant, ()))
-
-    async def take(self, tenant: str) -> None:
-        """Wait for a turn; `end` ends it. A caller that is cancelled meanwhile has none."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if tenant not in self._lines:
-            self._lines[tenant] = deque()
-            self._used_s[tenant] = max(self._now_s, self._used_s.get(tenant, 0.0))
-        self._lines[tenant].append(turn)
-        self._next()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self.end()
-            raise
-
-    def end(self) -> None:
-        """End the turn, and begin the next."""
-        assert self._taken_by is not None
-        self._used_s[self._taken_by] += time.monotonic() - self._began_s
-        self._taken_by = None
-        self._next()
-
-    def _next(self) -> None:
-        """Begin a turn if none is taken and somebody waits."""
-        while self._taken_by is None and self._lines:
-            tenant = min(self._lines, key=self._used_s.__getitem__)
-            line = self._lines[tenant]
-            turn = line.popleft()
-            if not line:
-                del self._lines[tenant]
-            if not turn.cancelled():
-                turn.set_result(None)
-                self._taken_by, self._began_s = tenant, time.monotonic()
-                self._now_s = self._used_s[tenant]
-        if self._taken_by is None:
-            self._used_s.clear()  # nobody owes anything to those who were not there
 
 
 class Compiler:
@@ -147,9 +91,9 @@ class Compiler:
         if (count := self._turns.num_waiting(tenant)) >= MAX_WAITING:
             reason = f"{count} requests of this tenant wait for their schemas to be compiled."
             raise OverloadedError(reason)
-        await self._turns.take(tenant)  # a client that leaves meanwhile is not compiled for
+        turn = await self._turns.take(tenant)  # a client that leaves meanwhile is not compiled for
         work = asyncio.ensure_future(self._compile(constraint, self._limit_s))
-        work.add_done_callback(partial(self._done, constraint))
+        work.add_done_callback(partial(self._done, constraint, turn))
         was_ready = False
         while not (was_ready and self._is_ready()):
             was_ready = self._is_ready()
@@ -158,9 +102,11 @@ class Compiler:
         reason = f"took longer than {self._limit_s:g} s to compile: simplify it."
         raise RequestError(reason, field=constraint.param)
 
-    def _done(self, constraint: Constraint, work: asyncio.Future[tuple[str, ...]]) -> None:
+    def _done(
+        self, constraint: Constraint, turn: Turn, work: asyncio.Future[tuple[str, ...]]
+    ) -> None:
         """Let the next constraint have its turn, even if nobody waits for this one any more."""
-        self._turns.end()
+        self._turns.end(turn)
         error = None if work.cancelled() else work.exception()
         if isinstance(error, RequestError) and "why" in error.facts:
             self._known[constraint] = str(error.facts["why"])

@@ -74,6 +74,11 @@ class Bench:
     async def begin(self, num_lines: int, protocol: str = openai.PROTOCOL) -> Batch:
         """Run lines whose custom_id is their place."""
         await self.runner.start(self.app)
+        return await self.add(num_lines, protocol)
+
+    async def add(
+        self, num_lines: int, protocol: str = openai.PROTOCOL, id_: str = "b", tenant: str = "anna"
+    ) -> Batch:
         with self.records.files.begin() as file:
             for i in range(num_lines):
                 line = {"custom_id": f"{i}", "method": "POST", "url": URLS[protocol]}
@@ -82,8 +87,8 @@ class Bench:
             file.keep(body.id)
         now_s = time.time()
         batch = Batch(
-            id="b",
-            tenant="anna",
+            id=id_,
+            tenant=tenant,
             protocol=protocol,
             endpoint=URLS[protocol],
             input_file=body.id,
@@ -250,6 +255,27 @@ def test_fewer_lines_are_sent_while_few_are_taken(records: Records) -> None:
 
     assert asyncio.run(go()).completed == 60
     assert refused[0] < 120
+
+
+def test_tenants_take_turns_however_many_batches_one_has(records: Records) -> None:
+    async def run() -> None:
+        order, bench = list[str](), Bench(records, App(), num_together=1)
+
+        def may_run(tenant: str) -> bool:  # is asked when the line of a tenant has room
+            order.append(tenant)
+            return True
+
+        bench.runner._may_run = may_run
+        await bench.runner.start(bench.app)
+        for i in range(8):
+            await bench.add(10, id_=f"a{i}")
+        await bench.add(10, id_="b", tenant="ben")
+        await until(lambda: order.count("ben") == 10)
+        since = order[order.index("ben") :]
+        assert len(since) < 40  # of the 90 lines
+        await bench.runner.stop()
+
+    asyncio.run(run())
 
 
 def test_batch_of_a_tenant_without_a_key_is_cancelled(records: Records) -> None:

@@ -122,7 +122,6 @@ class MessageBatches:
         """Keep them in `records`, which raises if the server keeps none."""
         self._records = records
         self._limits = limits
-        self._decoding = asyncio.Lock()  # one body at a time, since that takes memory
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -145,8 +144,8 @@ class MessageBatches:
             await spool.end()
             if not body.num_bytes:
                 raise BodySyntaxError("The body is empty: send a JSON object of fields.")
-            async with self._decoding:
-                total = await asyncio.to_thread(_write_lines, body.read(), lines, limits)
+            decoding = (_write_lines, body.read(), lines, limits)
+            total = await runner.readers.run(served.tenant, *decoding)
             id_, file_id = f"msgbatch_{secrets.token_hex(12)}", files.new_id()
             file = files.new_file(file_id, lines.num_bytes, f"{id_}.jsonl", files.HIDDEN)
             batch = _new(id_, served, file_id, total)

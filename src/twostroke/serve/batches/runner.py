@@ -23,6 +23,7 @@ from twostroke.serve.batches.deadline import anchored, seconds_left
 from twostroke.serve.batches.lines import Place, check, next_lines
 from twostroke.serve.batches.results import finish
 from twostroke.serve.batches.valve import Valve
+from twostroke.serve.turns import Readers, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -107,7 +108,8 @@ class Runner:
         self._disk_said_s = -_DISK_PAUSE_S  # when the log said last that a disk fails
         self._num_lines = 0  # in the engine
         self._left = asyncio.Event()  # set when a line ends
-        self._turn = asyncio.Lock()  # of the batches that wait for room, first come first served
+        self._turns = Turns()  # of tenants whose lines wait for room
+        self.readers = Readers(1)  # of whole files
 
     async def start(self, app: ASGIApp) -> None:
         """Go on with all open batches, through `app`."""
@@ -198,8 +200,8 @@ class Runner:
     async def _validate(self, batch: Batch) -> Batch:
         path = self._records.files.path(batch.input_file)
         try:
-            total, errors, num_errors = await asyncio.to_thread(
-                check, path, batch.endpoint, self._limits
+            total, errors, num_errors = await self.readers.run(
+                batch.tenant, check, path, batch.endpoint, self._limits
             )
         except FileNotFoundError:
             raise
@@ -282,14 +284,17 @@ class Runner:
                     group.create_task(self._send(batch, line, has_room))
                     await has_room.wait()
 
-    async def _enter(self) -> None:
-        """Wait until there is room for a line, and take it."""
-        async with self._turn:
+    async def _enter(self, tenant: str) -> None:
+        """Wait until there is room for a line of a tenant, and take it."""
+        turn = await self._turns.take(tenant)
+        try:
             while self._num_lines >= self._room():
                 self._left.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._left.wait(), _LOOK_S)
             self._num_lines += 1
+        finally:
+            self._turns.end(turn)
 
     def _leave(self) -> None:
         """Give the room of a line to another."""
@@ -305,7 +310,7 @@ class Runner:
         valve = self._valves[batch.id]
         while answer is None:
             await valve.wait()
-            await self._enter()
+            await self._enter(batch.tenant)
             try:
                 if not valve.is_open:  # others were refused while this one waited for room
                     continue
