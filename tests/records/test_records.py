@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.records import Folder, Records, RecordsError
+from twostroke.records import Folder, Records, RecordsError, beside
 from twostroke.records.schema import MIGRATIONS
 
 if TYPE_CHECKING:
@@ -170,6 +170,22 @@ def test_files_that_a_crash_left_are_removed(tmp_path: Path) -> None:
         records.files.path("unknown").write_text("orphan")
     Records(tmp_path).close()
     assert [*(tmp_path / "unfinished").iterdir(), *(tmp_path / "files").iterdir()] == []
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_files_of_a_lost_database_are_kept(tmp_path: Path, *, is_there: bool) -> None:
+    with closing(Records(tmp_path)) as records:
+        records.files.path("known").write_text("result")
+    for path in tmp_path.glob("records.db*"):
+        path.unlink()
+    if is_there:
+        (tmp_path / "records.db").touch()
+    with pytest.raises(RecordsError, match="restore a backup"), beside(tmp_path, makes=True):
+        pass
+    for _ in range(2):  # the folder is not left locked
+        with pytest.raises(RecordsError, match="restore a backup"):
+            Records(tmp_path)
+    assert (tmp_path / "files" / "known").read_text() == "result"
 
 
 def test_path_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,10 @@ class Limits(Frozen):
         max_choices: prompts times n of one request.
         max_inputs: texts to embed of one request.
         max_file_bytes: an uploaded file.
-        max_files_bytes: all files of a tenant together.
+        max_files_bytes: all files of a tenant together, uploads included.
         file_timeout_s: from the headers of an upload to its end.
         max_batch_lines: lines of a batch.
+        max_open_batches: batches of a tenant that have not ended.
         max_batch_bytes: the body of Anthropic's batches, which has all their requests.
         compile_timeout_s: for a new schema or grammar (400); one is compiled at a time, and the
             time of waiting does not count.
@@ -69,6 +70,7 @@ class Limits(Frozen):
     max_files_bytes: int = 10 * 1024**3
     file_timeout_s: float = 600.0
     max_batch_lines: int = 50_000
+    max_open_batches: int = 100
     max_batch_bytes: int = 64 * 1024 * 1024
     compile_timeout_s: float = 5.0
 

@@ -52,7 +52,7 @@ class Records:
         self._lock = _lock(path)
         try:
             self._writer = _connect(self.path)
-            migrate(self._writer, self.path)
+            _migrate(self._writer, self.path)
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
             self.files.keep_only({id_ for (id_,) in self._reader.execute("SELECT id FROM files")})
@@ -186,7 +186,7 @@ def beside(
             message = f"There is no database {file}: is {path} a server's --records folder?"
             raise RecordsError(message)
         with closing(_connect(file)) as db:
-            migrate(db, file)
+            _migrate(db, file)
             db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             yield db
             db.execute("COMMIT")
@@ -210,12 +210,26 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _migrate(db: sqlite3.Connection, path: Path) -> None:
+    """As `migrate`, but not a new database beside files, which it would not know.
+
+    The next server would delete them, though a backup of the database may know them.
+    """
+    [version] = db.execute("PRAGMA user_version").fetchone()
+    if not version and any((path.parent / "files").iterdir()):
+        raise RecordsError(
+            f"The database {path} is empty or was missing, but {path.parent / 'files'} is not "
+            "empty: restore a backup, or move the folder away."
+        )
+    migrate(db, path)
+
+
 def _explain(error: Exception, path: Path) -> RecordsError:
     is_json = isinstance(error, _DAMAGE)
     kind = sqlite3.SQLITE_CORRUPT if is_json else getattr(error, "sqlite_errorcode", 0) & 0xFF
     why = {
-        sqlite3.SQLITE_CORRUPT: "is damaged: move it away, or restore a backup",
-        sqlite3.SQLITE_NOTADB: "is damaged: move it away, or restore a backup",
+        sqlite3.SQLITE_CORRUPT: "is damaged: restore a backup, or move its folder away",
+        sqlite3.SQLITE_NOTADB: "is damaged: restore a backup, or move its folder away",
         sqlite3.SQLITE_BUSY: "is locked by another program",
         sqlite3.SQLITE_LOCKED: "is locked by another program",
         sqlite3.SQLITE_FULL: "cannot be written: the disk is full",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LIMITS = Limits(
     max_batch_lines=60,
+    max_open_batches=2,
     max_body_bytes=4000,
     max_batch_bytes=20_000,
     max_file_bytes=100_000,

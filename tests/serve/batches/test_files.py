@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from support.servers import live_server, wait_for
 from twostroke.records import Records, RecordsError
 from twostroke.records.folder import Temporary
-from twostroke.serve.batches import files, lines, runner
+from twostroke.serve.batches import lines, runner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,17 +101,46 @@ def _num_completed(server: LiveServer, batch_id: str) -> int:
     return int(found["request_counts"]["completed"])
 
 
-def test_uploads_at_the_same_time_have_one_bound(
-    server: LiveServer, records: Records, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def all_of_it(*_: object) -> int:
-        return 100_000  # as if none of the others had come
+def test_uploads_that_arrive_take_room(server: LiveServer, records: Records) -> None:
+    """250,000 bytes are the room of a tenant, and 100,000 those of a file."""
+    head = (
+        "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: {length}\r\n\r\n--b"
+    )
+    lengths = (300_000, 300_000, 45_000)
+    slow = [server.connect() for _ in lengths]
+    for one, length in zip(slow, lengths, strict=True):
+        one.sendall(head.format(key="k", length=length).encode())
+    begun = records.files.path("x").parent.parent / "unfinished"
+    wait_for(lambda: len([*begun.iterdir()]) == 3)
+    assert upload(server, line(0) * (4500 // len(line(0)))).status_code == 200
+    refused = upload(server, line(0) * (9500 // len(line(0))))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
+    asked = {
+        "requests": [{"custom_id": "a", "params": {**SAID, "metadata": {"user_id": "x" * 250}}}]
+    }
+    other = {"authorization": "Bearer other"}
+    assert server.http.post(MESSAGES, json=asked, headers=other).status_code == 200
+    for one in slow:
+        one.close()
+    wait_for(lambda: not [*begun.iterdir()])
+    assert upload(server, line(0) * (95_000 // len(line(0)))).status_code == 200
 
-    monkeypatch.setattr(files, "room", all_of_it)
-    text = line(0) * (95_000 // len(line(0)))
-    codes = [upload(server, text).status_code for _ in range(3)]
-    assert codes == [200, 200, 413]
-    assert len(names(records)) == 2
+
+def test_open_batches_are_bounded_and_need_room(server: LiveServer, records: Records) -> None:
+    server.backend.gate.clear()
+    text = line(0) + line(1).replace('"1"', '"b"')
+    file_id = upload(server, text).json()["id"]
+    begun = [begin(server, file_id) for _ in range(3)]
+    assert [one.get("status") for one in begun] == ["validating"] * 2 + [None]
+    assert begun[2]["error"]["message"] == "2 of your batches have not ended, which is the limit."
+    asked = {"requests": [{"custom_id": "a", "params": SAID}]}
+    assert server.http.post(MESSAGES, json=asked).status_code == 529
+    server.backend.gate.set()
+    ended(server, f"/v1/batches/{begun[0]['id']}")
+    ended(server, f"/v1/batches/{begun[1]['id']}")
+    asyncio.run(records.write(lambda db: db.execute("UPDATE files SET bytes = 250000")))
+    assert begin(server, file_id)["error"]["code"] == "request_too_large"
 
 
 def test_file_whose_record_failed_goes_with_the_next_that_is_kept(

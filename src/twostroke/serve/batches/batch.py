@@ -121,6 +121,13 @@ def open_batches(db: Connection) -> list[Batch]:
     return [_decode(body) for (body,) in rows]
 
 
+def count_open(db: Connection, tenant: str) -> int:
+    """Return how many batches of a tenant have not ended."""
+    query = "SELECT count(*) FROM batches WHERE is_open AND tenant = ?"
+    [count] = db.execute(query, (tenant,)).fetchone()
+    return int(count)
+
+
 def page(
     db: Connection,
     tenant: str,

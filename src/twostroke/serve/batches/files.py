@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from contextlib import suppress
+from collections import Counter
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -23,7 +24,7 @@ from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.responses.routes import query_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from sqlite3 import Connection
 
     from starlette.requests import Request
@@ -96,17 +97,17 @@ def find(db: Connection, id_: str, tenant: str) -> FileBody:
     return _body(*found)
 
 
-def routes(records: Callable[[], Records], limits: Limits) -> list[Route]:
+def routes(records: Callable[[], Records], rooms: Rooms, limits: Limits) -> list[Route]:
     """Return the routes of files; `records` raises if the server keeps none."""
 
     async def upload(request: Request) -> Response:
         kept, tenant = records(), served_of(request.scope).tenant
-        most = await room(kept, tenant, limits.max_file_bytes, limits)
-        with kept.files.begin() as file:
-            fields = await read_form(request, file.write, most, limits.file_timeout_s)
-            body = _uploaded(fields, file.num_bytes)
-            add = partial(insert_new, file=body, tenant=tenant, limits=limits)
-            await keep(kept, file, body.id, lambda: kept.write(add))
+        async with rooms.take(kept, request, limits.max_file_bytes) as most:
+            with kept.files.begin() as file:
+                fields = await read_form(request, file.write, most, limits.file_timeout_s)
+                body = _uploaded(fields, file.num_bytes)
+                add = partial(insert_new, file=body, tenant=tenant, limits=limits)
+                await keep(kept, file, body.id, lambda: kept.write(add))
         return to_json(body)
 
     async def several(request: Request) -> Response:
@@ -181,12 +182,40 @@ async def keep(
         raise
 
 
-async def room(records: Records, tenant: str, most: int, limits: Limits) -> int:
-    """Return how large a tenant's new file may be, at most `most`; raises BodySizeError for 0."""
-    used = await records.read(partial(_num_bytes, tenant=tenant))
-    if used >= limits.max_files_bytes:
+class Rooms:
+    """The room that tenants have for files, less what arrives. It belongs to the event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Begin without uploads."""
+        self._limits = limits
+        self._arriving: Counter[str] = Counter()  # bytes that uploads may still bring, by tenant
+
+    @asynccontextmanager
+    async def take(self, records: Records, request: Request, most: int) -> AsyncIterator[int]:
+        """Yield how large the upload of a request may be, at most `most`, and keep that room.
+
+        Raises:
+            BodySizeError: there is none.
+        """
+        tenant = served_of(request.scope).tenant
+        length = request.headers.get("content-length", "")[:20]
+        most = min(most, int(length)) if length.isdecimal() else most
+        kept = await records.read(partial(_num_bytes, tenant=tenant))
+        left = self._limits.max_files_bytes - kept - self._arriving[tenant]
+        if left <= 0:
+            raise _full(self._limits)
+        most = min(most, left)
+        self._arriving[tenant] += most
+        try:
+            yield most
+        finally:
+            self._arriving[tenant] -= most
+
+
+def check_room(db: Connection, tenant: str, limits: Limits) -> None:
+    """Raise BodySizeError if a tenant's files take all their room."""
+    if _num_bytes(db, tenant) >= limits.max_files_bytes:
         raise _full(limits)
-    return min(most, limits.max_files_bytes - used)
 
 
 def insert_new(db: Connection, file: FileBody, tenant: str, limits: Limits) -> None:
@@ -197,7 +226,7 @@ def insert_new(db: Connection, file: FileBody, tenant: str, limits: Limits) -> N
 
 
 def _full(limits: Limits) -> BodySizeError:
-    message = f"Your files have {limits.max_files_bytes} bytes, which is the limit."
+    message = f"Your files, with those that arrive, have {limits.max_files_bytes} bytes, the limit."
     return BodySizeError(f"{message} Delete some.")
 
 

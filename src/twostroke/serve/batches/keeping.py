@@ -56,10 +56,11 @@ class Keeping:
                 raise UnknownPathError(message)
             return self._records, self._runner
 
+        rooms = files.Rooms(self._limits)
         return [
-            *files.routes(lambda: both()[0], self._limits),
+            *files.routes(lambda: both()[0], rooms, self._limits),
             *openai.routes(both, self._limits, note),
-            *messages.MessageBatches(both, self._limits).routes(),
+            *messages.MessageBatches(both, rooms, self._limits).routes(),
         ]
 
     async def start(self, app: ASGIApp) -> None:

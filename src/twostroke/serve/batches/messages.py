@@ -118,9 +118,12 @@ _DECODER: Final = msgspec.json.Decoder(MessageBatchRequest)
 class MessageBatches:
     """Answers requests about message batches."""
 
-    def __init__(self, records: Callable[[], tuple[Records, Runner]], limits: Limits) -> None:
+    def __init__(
+        self, records: Callable[[], tuple[Records, Runner]], rooms: files.Rooms, limits: Limits
+    ) -> None:
         """Keep them in `records`, which raises if the server keeps none."""
         self._records = records
+        self._rooms = rooms
         self._limits = limits
 
     def routes(self) -> list[Route]:
@@ -137,19 +140,19 @@ class MessageBatches:
         """Keep the requests of a body, and run them."""
         (db, runner), limits = self._records(), self._limits
         served = served_of(request.scope)
-        most = await files.room(db, served.tenant, limits.max_batch_bytes, limits)
-        with db.files.begin() as body, db.files.begin() as lines:
-            spool = Spool(body.write)
-            await receive_json(request, spool.take, most, limits.file_timeout_s)
-            await spool.end()
-            if not body.num_bytes:
-                raise BodySyntaxError("The body is empty: send a JSON object of fields.")
-            decoding = (_write_lines, body.read(), lines, limits)
-            total = await runner.readers.run(served.tenant, *decoding)
-            id_, file_id = f"msgbatch_{secrets.token_hex(12)}", files.new_id()
-            file = files.new_file(file_id, lines.num_bytes, f"{id_}.jsonl", files.HIDDEN)
-            batch = _new(id_, served, file_id, total)
-            await files.keep(db, lines, file_id, lambda: runner.add(batch, file))
+        async with self._rooms.take(db, request, limits.max_batch_bytes) as most:
+            with db.files.begin() as body, db.files.begin() as lines:
+                spool = Spool(body.write)
+                await receive_json(request, spool.take, most, limits.file_timeout_s)
+                await spool.end()
+                if not body.num_bytes:
+                    raise BodySyntaxError("The body is empty: send a JSON object of fields.")
+                decoding = (_write_lines, body.read(), lines, limits)
+                total = await runner.readers.run(served.tenant, *decoding)
+                id_, file_id = f"msgbatch_{secrets.token_hex(12)}", files.new_id()
+                file = files.new_file(file_id, lines.num_bytes, f"{id_}.jsonl", files.HIDDEN)
+                batch = _new(id_, served, file_id, total)
+                await files.keep(db, lines, file_id, lambda: runner.add(batch, file))
         return to_json(body_of(batch, None, request))
 
     async def several(self, request: Request) -> Response:

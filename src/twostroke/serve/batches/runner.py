@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import EngineDiedError, EngineKillerError
+from twostroke.core.errors import EngineDiedError, EngineKillerError, OverloadedError
 from twostroke.core.service import BATCH_SERVICE
 from twostroke.http import inside
 from twostroke.http.served import LATER
@@ -132,14 +132,20 @@ class Runner:
 
         Raises:
             NoSuchFileError: the tenant has no such input.
-            BodySizeError: other files of the tenant have taken its room.
+            BodySizeError: files of the tenant have taken its room.
+            OverloadedError: too many of its batches have not ended.
             RecordsError: the batch could not be kept.
         """
         batch = anchored(batch)
 
         def keep(db: Any) -> None:
+            if (count := kept.count_open(db, batch.tenant)) >= self._limits.max_open_batches:
+                raise OverloadedError(
+                    f"{count} of your batches have not ended, which is the limit."
+                )
             if file is None:
                 files.find(db, batch.input_file, batch.tenant)
+                files.check_room(db, batch.tenant, self._limits)
             else:
                 files.insert_new(db, file, batch.tenant, self._limits)
             kept.insert(db, batch)

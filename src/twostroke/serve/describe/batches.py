@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from twostroke.core.errors import RequestError
+from twostroke.core.errors import OverloadedError, RequestError
 from twostroke.http import errors
 from twostroke.records import RecordsError
 from twostroke.serve.batches import files, messages, openai
@@ -71,7 +71,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "Run the requests of a file",
         _TAG,
         answer=openai.BatchBody,
-        errors=(*BODY, files.NoSuchFileError, *_OFF),
+        errors=(*BODY, files.NoSuchFileError, OverloadedError, *_OFF),
         examples={
             "day": {
                 "input_file_id": "file-0",
@@ -96,7 +96,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         _ANTHROPIC,
         "Without `--records` this and the following paths answer 404.",
         answer=messages.MessageBatch,
-        errors=(*BODY, *_OFF),
+        errors=(*BODY, OverloadedError, *_OFF),
         examples={
             "two": {
                 "requests": [
