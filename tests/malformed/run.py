@@ -57,7 +57,7 @@ class Campaign:
         self.server, self.seed = server, seed
         self.faults: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.sizes: list[int] = []
+        self.sizes: list[list[int]] = []  # of the server and of its engine
         self._asker = Asker(server.port)
         self._good: Any = None
         self.engines = self._engines()
@@ -108,10 +108,13 @@ class Campaign:
             self.faults.append(f"the engine was {self.engines} and is {self._engines()}")
 
     @property
-    def growth(self) -> int:
-        """Bytes that both processes have grown by since the warm-up."""
+    def growth(self) -> list[list[int]]:
+        """Bytes by which the two processes have grown since the warm-up, and since half-way."""
         settled = self.sizes[_WARM_UP:]
-        return settled[-1] - settled[0] if settled else 0
+        if not settled:
+            return [[0, 0], [0, 0]]
+        firsts = settled[0], settled[len(settled) // 2]
+        return [[now - then for now, then in zip(settled[-1], one, strict=True)] for one in firsts]
 
     async def _ask(self, requests: Requests, asker: Asker, count: int) -> None:
         for _ in range(count):
@@ -159,7 +162,7 @@ class Campaign:
         self.counts["good"] += 1
         pids = [self.server.pid, *self.engines]
         with contextlib.suppress(FileNotFoundError):  # as `end` says
-            self.sizes.append(sum(map(_memory, pids)))
+            self.sizes.append(list(map(_memory, pids)))
 
     async def _plain(self) -> Any:
         body = json.dumps(_GOOD).encode()
@@ -282,8 +285,12 @@ def run(given: argparse.Namespace, folder: Path) -> int:
             campaign, took_s = asyncio.run(requests(given, server))
         faults += campaign.faults
         print(f"{dict(sorted(campaign.counts.items()))} in {took_s:.0f} s")
-        print(f"memory of both processes after the warm-up: {campaign.growth / 2**20:+.1f} MiB")
-        if campaign.growth > _MOST_GROWTH_BYTES:
+        all_, late = ([f"{one / 2**20:+.1f}" for one in part] for part in campaign.growth)
+        print(
+            f"memory after the warm-up: server {all_[0]}, engine {all_[1]} MiB; of it in the "
+            f"second half of the time {late[0]} and {late[1]}"
+        )
+        if sum(campaign.growth[0]) > _MOST_GROWTH_BYTES:
             faults.append("memory has grown by more than it may")
     if given.frames:
         began_s = time.monotonic()
