@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SPARSELY_S, OFTEN_S = 0.05, 0.005  # between looks at a process, which take processor time
 
 _BIN = Path(sys.executable).parent
-_LIMIT_S = 300.0
+_LIMIT_S = 900.0
 _INSTALLERS = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "distutils-precedence")
 
 

@@ -9,6 +9,8 @@ limits. A large fleet is timed.
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import time
 from statistics import median
 
@@ -39,7 +41,8 @@ HEADER = ("step", "measured, ms", "limit, ms", "error", "corrected, ms", "error"
 def main() -> None:
     """Measure, then print and keep the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL")
+    text = "fetched if need be; a run of some is kept under their names"
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL", help=text)
     parser.add_argument("--steps", type=int, metavar="N", help="of each shape [default: 2 s]")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     given = parser.parse_args()
@@ -51,6 +54,9 @@ def main() -> None:
         result[name] = msgspec.to_builtins(found[1])
         print(found[0], flush=True)
 
+    if {"steps", "memory"} & set(given.parts):
+        pull = (sys.executable, "-m", "twostroke", "pull", *given.models)
+        subprocess.run(pull, check=True)
     for model in given.models:
         if "steps" in given.parts:
             add(f"steps of {model}", _measured(model, given.steps))
@@ -61,7 +67,9 @@ def main() -> None:
     if "fleet" in given.parts:
         add("fleet", fleet_time())
     facts = machine_facts()
-    save("plan", {"facts": facts, **result}, "\n".join([*texts, caption(facts)]))
+    whole = tuple(given.models) == MODELS
+    name = "plan" if whole else "-".join(["plan", *given.models])
+    save(name, {"facts": facts, **result}, "\n".join([*texts, caption(facts)]))
 
 
 def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:

@@ -47,6 +47,7 @@ _HERE = Path(__file__).parent
 _KV_BYTES = 256 << 20
 _FIGURES = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"))
 _LIMITS = {"p50": 0.15, "p99": 0.25}
+_REQUESTS = 550  # of which some 20 have a single token, and so no TPOT
 _SPEED_REQUESTS, _SPEED_REPLICAS = 4000, 8
 STEPS = Wanted(
     (
@@ -61,7 +62,7 @@ HEADER = ("load", "figure", "measured", "simulated", "error", "limit")
 
 def main() -> None:
     """Measure, simulate, then print and keep the tables."""
-    given = _arguments()
+    given, began_s = _arguments(), time.monotonic()
     parts, result = [], dict[str, Any](machine_facts())
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         if "speed" in given.parts:
@@ -72,7 +73,11 @@ def main() -> None:
             parts.append(_latency(given, pair, result))
         if "hits" in given.parts:
             parts.append(_hits(given, pair, result))
-    save("simulate", result, "\n\n".join([*parts, caption(result, given.model)]))
+    minutes = (time.monotonic() - began_s) / 60
+    parts.append(f"It took {minutes:.0f} minutes. {caption(result, given.model)}")
+    save("simulate", result, "\n\n".join(parts))
+    if failures := result.get("failures"):
+        raise SystemExit("\n".join(failures))
 
 
 def _arguments() -> argparse.Namespace:
@@ -82,7 +87,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trace", default="azure-conv", help="of latencies and speed")
     parser.add_argument("--shared", default="mooncake-conversation", help="trace of hits")
     parser.add_argument("--scale", type=float, default=0.05, help="of the first trace's lengths")
-    parser.add_argument("--requests", type=positive, default=500, help="at each load")
+    text = "at each load; p99 needs 500 with two tokens or more"
+    parser.add_argument("--requests", type=positive, default=_REQUESTS, help=text)
     parser.add_argument("--loads", type=positive, nargs="+", default=[50, 70, 90], metavar="%")
     text = "of the engine; HTTP and the clients need a core, too"
     parser.add_argument("--threads", type=positive, default=1, help=text)
@@ -197,7 +203,11 @@ def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> 
     for percent in given.loads:
         changed = load.changed(speed=percent / 100 * rates[0] / load.rate)
         note(f"Load of {percent}%: {changed.rate:.2f} requests/s")
-        logs = pair.measure(changed, _texts(fresh, changed))
+        try:
+            logs = pair.measure(changed, _texts(fresh, changed))
+        except SystemExit as error:  # what was measured before is kept
+            result.setdefault("failures", []).append(f"Load of {percent}%: {error}")
+            break
         measured = make_report(logs, Objectives())
         simulated = simulate(pair.setup, changed).report
         found = list(_compared(f"{percent}%", measured, simulated))

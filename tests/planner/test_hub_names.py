@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from support.configs import UNKNOWN_HERE
 from support.hub import Repo, hub_at, stored
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
@@ -58,6 +59,18 @@ def test_headers_and_the_configuration_of_a_folder_are_enough(hub, tmp_path):
     assert header < weights
     assert sent(hub) == header
     assert not any(one.path.endswith("tokenizer.json") for one in hub.asked)
+
+
+def test_the_configuration_of_a_model_that_does_not_run_here_is_enough(hub, tmp_path):
+    folder = write_tiny_folder(tmp_path / "folder")
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    files["config.json"] = json.dumps(UNKNOWN_HERE["gpt-oss-20b"]).encode()
+    hub.repos["own/gpt-oss"] = Repo(files)
+    found = planned_model("hf:own/gpt-oss")
+    assert found.name == "own/gpt-oss"
+    assert found.num_weights == pytest.approx(20.91e9, rel=0.001)
+    (tmp_path / "folder" / "config.json").write_bytes(files["config.json"])
+    assert planned_model(str(folder)).weight_bytes == found.weight_bytes
 
 
 def test_a_server_without_ranges_will_do(hub, gguf):

@@ -162,6 +162,8 @@ def test_devices_come_from_the_table_or_a_file(tmp_path):
     assert len(known_devices()) > 25
     with pytest.raises(UsageError, match="Did you mean 'H100-SXM'"):
         find_device("H100-SXN")
+    with pytest.raises(UsageError, match=r"Did you mean H100-PCIe or H100-SXM\?"):
+        find_device("h100")
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\nmemory_gb = 48\nbandwidth_gb_s = 900\nbf16_tflops = 180\n')
     assert find_device(str(path)) == Device("mine", 48e9, 900e9, {"bf16": 180e12})

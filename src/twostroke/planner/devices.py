@@ -14,6 +14,7 @@ from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
+from twostroke.planner.served import on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,9 +114,11 @@ def find_device(name: str) -> Device:
     known = known_devices()
     found = {key.lower(): device for key, device in known.items()}.get(name.lower())
     if found is None:
+        begin = [key for key in known if key.lower().startswith(name.lower())] if name else []
+        hint = f" Did you mean {' or '.join(begin)}?" if begin else nearest(name, known)
         raise UsageError(
             f"must be one of {', '.join([HERE, *known])}, or a file.toml such as {_EXAMPLE} (one "
-            f"to a line); got '{{value}}'.{nearest(name, known)}",
+            f"to a line); got '{{value}}'.{hint}",
             field="device",
             value=name,
         )
@@ -141,7 +144,7 @@ def device_of(limits: Hardware) -> Device:
         memory_bytes=limits.memory_bytes,
         bandwidth=limits.bandwidth,
         peaks={"bf16": limits.peak},
-        source=f"measured here ({limits.peak_kind}, {limits.num_threads} threads)",
+        source=f"measured here ({limits.peak_kind}, {on_threads(limits.num_threads)})",
     )
 
 

@@ -53,6 +53,8 @@ def facts(plan: Plan) -> Iterator[str]:
         f"First token of a prompt of {asked.prompt:,} tokens: {milliseconds(plan.ttft_s)} ms "
         f"({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} streams."
     )
+    if plan.roof.usd_per_hour is not None:
+        yield f"Price: {plan.roof.usd_per_hour:.4g} $ an hour, {plan.roof.price_source}."
     if (one := plan.calibrated) is not None:
         threads = on_threads(one.num_threads)
         told = f"one step measured {threads} on {one.date}"
