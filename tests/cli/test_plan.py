@@ -28,7 +28,7 @@ def test_the_command_that_a_plan_prints_simulates_its_load(cli, config):
     printed = cli("plan", config, *given).out.splitlines()
     (command,) = (line for line in printed if line.startswith("  twostroke simulate"))
     words = shlex.split(command)[1:]
-    report = json.loads(cli(*words, "--requests", "2000", "--json").out)["report"]
+    report = json.loads(cli(*words, "--requests", "1500", "--json").out)["report"]
     load = planned["loads"][-1]
     assert report["latencies"]["tpot"]["mean"] == pytest.approx(load["tpot_s"], rel=0.1)
     assert report["concurrency"] == pytest.approx(load["at_work"], rel=0.1)

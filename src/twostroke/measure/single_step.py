@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NUM_CYCLES: Final = 3  # further steps, for the scheduler's time
 
 _FILL_ROWS = 256  # computed at once while contexts are filled
+_FILLED: Final = 512  # tokens of a context that are computed
 
 
 class Shape(Frozen):
@@ -97,8 +98,8 @@ class Shape(Frozen):
 class SingleStep:
     """A step of a shape on a backend, which serves nothing else until `close`.
 
-    The context is computed for one stream and copied for the others. Their new tokens differ, and
-    so do the experts that are used.
+    The beginning of the context is computed for one stream, and copied for what follows and for the
+    others: times do not depend on these values. New tokens differ, and so do the experts used.
     """
 
     def __init__(
@@ -174,16 +175,21 @@ class SingleStep:
         return plan
 
     def _fill(self, plan: StepPlan) -> None:
-        """Fill the contexts: compute the first request, copy its pages for the others."""
-        first, *others = plan.slices
-        for start in range(first.start, first.count, _FILL_ROWS):
-            count = min(_FILL_ROWS, first.count - start)
+        """Fill the contexts: compute the beginning of the first request, copy its pages."""
+        first, page_size = plan.slices[0], self._backend.facts.page_size
+        num_rows = min(first.count, max(_FILLED, page_size))
+        for start in range(first.start, num_rows, _FILL_ROWS):
+            count = min(_FILL_ROWS, num_rows - start)
             self._backend.run(StepPlan((Slice(first.request, start, count, samples=False),)))
-        for part in others:
-            for sources, targets in zip(first.request.pages, part.request.pages, strict=True):
-                for source, target in zip(sources, targets, strict=True):
+        num_filled = None if num_rows == first.count else num_rows // page_size
+        for part in plan.slices:
+            for pages, targets in zip(first.request.pages, part.request.pages, strict=True):
+                sources = pages[:num_filled]
+                for place, target in enumerate(targets):
+                    source = sources[place % len(sources)]
                     assert NO_PAGE not in {source, target}
-                    self._backend.copy_page(source, target)
+                    if source != target:
+                        self._backend.copy_page(source, target)
 
     def _result(self, num_tokens: int) -> StepResult:
         """Return random tokens as drawn ones, since greedy answers repeat themselves."""
