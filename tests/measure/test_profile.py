@@ -13,7 +13,9 @@ from twostroke.cache import FORMATS
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.hardware import Hardware
+from twostroke.core.request import NO_PAGE
 from twostroke.measure import profile as module
+from twostroke.measure import single_step
 from twostroke.measure.labels import labels
 from twostroke.measure.profile import StepProfile, Wanted, profile
 from twostroke.measure.single_step import Shape, SingleStep
@@ -61,6 +63,32 @@ def test_a_step_draws_what_its_requests_draw_alone(path: Path, shape: Shape) -> 
             assert backend.score(part.request.tokens)[-1].argmax() == token
         assert len({tuple(part.request.tokens) for part in step.plan.slices}) == len(drawn)
         assert all(time_s > 0 for time_s in step.scheduler_times())
+        step.close()
+    finally:
+        backend.close()
+
+
+def test_the_beginning_of_a_long_context_stands_for_the_rest(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(single_step, "_FILLED", 32)
+    loaded = load_path(path)
+    program = build_program(loaded.spec)
+    backend = CpuBackend(program, loaded.tensors, 200, 16, 2, level="portable")
+    computed, copied = list[int](), set[int]()
+    run, copy = backend.run, backend.copy_page
+    monkeypatch.setattr(backend, "run", lambda plan: (computed.append(plan.num_rows), run(plan))[1])
+    monkeypatch.setattr(
+        backend, "copy_page", lambda source, target: (copied.add(target), copy(source, target))
+    )
+    try:
+        step = SingleStep(backend, program, Shape.decode(2, 90))
+        assert computed == [32]
+        for number, part in enumerate(step.plan.slices):
+            for pages in part.request.pages:
+                own = set(pages) - copied - {NO_PAGE}  # that of a window may be gone
+                assert own <= (set() if number else set(pages[:2])), "computed, not copied"
+        assert len(step.run().tokens) == 2
         step.close()
     finally:
         backend.close()
