@@ -20,6 +20,7 @@ import numpy as np
 from report import machine_facts, note, table, write
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import Attend, Mix
+from twostroke.cache import FORMATS as KV_FORMATS
 from twostroke.cache import PageGroups
 from twostroke.core.errors import BackendError, MemoryLimitError
 from twostroke.core.frozen import Frozen
@@ -58,11 +59,12 @@ _PAGE: Final = 16
 
 
 class Row(Frozen):
-    """One measurement: a model's shape and format, and the step."""
+    """One measurement: a model's shape and format, the step, and the format of pages."""
 
     model: str
     fmt: str
     step: Shape
+    kv: str = "f16"
 
 
 ROWS: Final = {
@@ -70,6 +72,9 @@ ROWS: Final = {
     "decode-8b-q4_k": Row("8b", "Q4_K", Shape.decode(1, 256)),
     "decode-1.5b-bf16": Row("1.5b", "BF16", Shape.decode(1, 256)),
     "decode-8b-bf16-32k": Row("8b", "BF16", Shape.decode(1, 32_768)),
+    "decode-8b-bf16-32k-int8": Row("8b", "BF16", Shape.decode(1, 32_768), "int8"),
+    "decode-8b-bf16-32k-fp8": Row("8b", "BF16", Shape.decode(1, 32_768), "fp8"),
+    "streams-256-8b-bf16-int8": Row("8b", "BF16", Shape.decode(256, 1024), "int8"),
     "decode-30b-a3b-bf16": Row("30b-a3b", "BF16", Shape.decode(1, 256)),
     "decode-30b-a3b-q4_k": Row("30b-a3b", "Q4_K", Shape.decode(1, 256)),
     "streams-32-30b-a3b-bf16": Row("30b-a3b", "BF16", Shape.decode(32, 1024)),
@@ -165,10 +170,10 @@ def made_up(program: Program, fmt: str) -> dict[str, QuantTensor]:
 
 
 def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
-    """Return what the cost model says about a row; bytes in float16 pages."""
+    """Return what the cost model says about a row."""
     program = program_of(row.model)
     stored = _stored(program, row.fmt)
-    cost = CostModel(program, stored).per_step().of(row.step.batch)
+    cost = CostModel(program, stored, KV_FORMATS[row.kv]).per_step().of(row.step.batch)
     lowered = lower(program)
     attends = sum(isinstance(record, Attend) for record in lowered.records)
     mixes = sum(isinstance(record, Mix) for record in lowered.records)
@@ -202,7 +207,9 @@ def measured(row: Row) -> dict[str, Any]:
     rows = max(256, row.step.batch.num_rows)
     try:
         backend: Any = GpuBackend(
-            program, made_up(program, row.fmt), num_pages, _PAGE, find(), max_rows=rows
+            *(program, made_up(program, row.fmt), num_pages, _PAGE, find()),
+            max_rows=rows,
+            kv_format=row.kv,
         )
     except MemoryLimitError as error:
         return {"refused": str(error)}
@@ -244,10 +251,12 @@ def correct() -> dict[str, Any]:
             for name, shape in program.weight_shapes.items()
         }
         right = ReferenceBackend(program, tensors, 1, _PAGE).score(tokens)
-        ours: Any = GpuBackend(program, tensors, 64, _PAGE, find())
-        result = compare([(right, ours.score(tokens), tokens)])
-        ours.close()
-        found[f"{model} {fmt}"] = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
+        for kv in ("f16", "int8", "fp8") if fmt == "BF16" else ("f16",):
+            ours: Any = GpuBackend(program, tensors, 64, _PAGE, find(), kv_format=kv)
+            result = compare([(right, ours.score(tokens), tokens)])
+            ours.close()
+            own = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
+            found[f"{model} {fmt}, {kv} pages"] = own
     return found
 
 

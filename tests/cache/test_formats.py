@@ -13,7 +13,8 @@ def test_every_format_has_the_bytes_that_its_pages_take():
     assert layer.bytes_per_token(FORMATS["f32"]) == 4 * values
     assert layer.bytes_per_token(FORMATS["f16"]) == 2 * values
     assert layer.bytes_per_token(FORMATS["bf16"]) == 2 * values
-    assert layer.bytes_per_token(FORMATS["int8"]) == values + 2 * 3 * 2
+    for name in ("int8", "fp8"):
+        assert layer.bytes_per_token(FORMATS[name]) == values + 2 * 3 * 2
 
 
 def test_options_name_exactly_the_known_formats():

@@ -116,7 +116,8 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
     ("line", "said"),
     [
         ("--backend reference --level avx2", "--level needs the backend cpu."),
-        ("--backend gpu --kv-format int8", "--kv-format can be int8 only on the backend cpu."),
+        ("--kv-format fp8", "--kv-format can be fp8 only on the backend gpu; int8 is as small."),
+        ("--backend torch --kv-format fp8", "--kv-format needs the backend cpu or gpu."),
         ("--backend gpu --tensor-parallel 2", "--tensor-parallel needs the backend cpu or torch."),
         ("--device cuda", "--device needs the backend gpu or torch."),
         ("--activation-bits 7", "--activation-bits must be auto, 15, 9 or 8, got 7."),

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from twostroke.backends.gpu import mixtures, sampling
-from twostroke.backends.gpu.kernels import product, products_packed, sampler
+from twostroke.backends.gpu.cache import PageMemory
+from twostroke.backends.gpu.kernels import attention, product, products_packed, rope, sampler
 from twostroke.backends.gpu.kernels.packed import Packed, layout_of
 from twostroke.backends.gpu.kernels.parts import Parts
 from twostroke.backends.gpu.launch import listing
 from twostroke.backends.gpu.lowered import route_ints
 from twostroke.backends.gpu.mixtures import ExpertWeights, Values
 from twostroke.core.frozen import Frozen
+from twostroke.program import Program
 from twostroke.program.experts import Expert, MixtureOfExperts
+from twostroke.program.ops import Attention, ExternalInput
 from twostroke.quant import FORMATS, grouped
 
 if TYPE_CHECKING:
@@ -130,6 +133,29 @@ def experts(fmt: Format, rows: int, architecture: int) -> Case:
     )
 
 
+def paged(kv_format: str, step: str, architecture: int) -> Case:
+    """Return the write of keys and values, and attention, of one layer of Llama 3.1 8B."""
+    launches: list[Launch] = []
+    gpu = listing(launches, architecture)
+    heads, kv_heads, dim, rows = 32, 8, 128, 1 if step == "decode" else 2048
+    op = Attention("y", "x", "x", "x", 0, heads, kv_heads, dim, dim**-0.5)
+    program = Program("layer", (ExternalInput("x", heads * dim), op), 1000, 4096)
+    pages = PageMemory(gpu, program, 256, 16, kv_format)
+    shape, frame = pages.heads(op, 256, 1), _empty(1 << 16)
+    turn = rope.Turn(_empty(4096, 2, dim // 2, dtype=torch.float32), dim // 2, False)
+    parts = Parts(_empty(rows, heads * 2 * dim, dtype=torch.float32), heads * dim, heads * dim)
+    source = rope.Source(parts)
+    q = _empty(rows, heads * dim, dtype=gpu.element)
+    places = rope.Places(*(_empty(rows + 3) for _ in range(5)))
+    given = (source, source, source), (turn, turn), shape, pages.memory
+    rope.launch(gpu, _empty(4), rows, places, *given, q)
+    floats = [_empty(1 << 20, dtype=torch.float32) for _ in range(2)]
+    work = attention.Work(frame, frame, _empty(1 << 16), floats[0], floats[1])
+    block = attention.small_block(4) if step == "decode" else attention.large_block(4, dim)
+    attention.launch(gpu, work, 8, block, q, pages.memory, q, shape)
+    return Case(launches)
+
+
 def samples(architecture: int) -> Case:
     """Return draws with all options, and log-probabilities."""
     launches: list[Launch] = []
@@ -157,6 +183,11 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
         f"{name} experts {rows} rows": partial(experts, FORMATS[name], rows)
         for name in ("BF16", "Q4_K")
         for rows in (1, 2048)
+    },
+    **{
+        f"{step} with {kv_format} pages": partial(paged, kv_format, step)
+        for kv_format in ("bf16", "int8", "fp8")
+        for step in ("decode", "prefill")
     },
     "sampler": samples,
 }

@@ -14,5 +14,6 @@ FORMATS: Final = {
     "f16": FLOAT16,
     "bf16": CacheFormat(2),
     "int8": CacheFormat(1, head_bytes=2),  # a float16 scale
+    "fp8": CacheFormat(1, head_bytes=2),  # E4M3, with such a scale; for the gpu backend
 }
 DEFAULT: Final = "f16"

@@ -52,7 +52,7 @@ def _levels() -> list[str]:
 )
 @option(
     "--kv-formats",
-    type=ListOf(lambda: [name for name in KV_FORMATS if name != "auto"]),
+    type=ListOf(lambda: [name for name in KV_FORMATS if name not in {"auto", "fp8"}]),
     help="Formats of keys and values of the cpu backend, such as f16,int8, or 'all' "
     "[default: f16].",
 )

@@ -116,7 +116,8 @@ MACHINE: Final = {
             ["--kv-format"],
             type=OneOf(KV_FORMATS),
             default="auto",
-            help="Format of keys and values: f16 (auto), bf16, or int8 (half the memory).",
+            help="Format of keys and values: f16 (auto), bf16, int8 (half the memory), or fp8 "
+            "(likewise; backend gpu).",
         ),
         _machine(
             ["--page-size"],

@@ -20,7 +20,7 @@ DEFAULT_PAGE_SIZE: Final = 16  # tokens
 ACTIVATION_BITS: Final = (15, 9, 8)
 DEFAULT_ACTIVATION_BITS: Final = 15
 AUTO_BITS: Final = "auto"  # chosen for each product of the model
-KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
+KV_FORMATS: Final = ("auto", "f16", "bf16", "int8", "fp8")
 PARTNER: Final = "auto"  # the draft model in the catalogue
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
 MAX_DRAFTS: Final = 24  # for one request in one step
@@ -78,9 +78,10 @@ class CacheOptions(Frozen):
     request that may run if that is more; within half of the free memory.
     `context_length` None is the model's own; `page_size` None is 16 tokens, or what places need.
     `strict_prefix` keeps pages filled by generated rows out of the prefix cache on backends that
-    compute these rows differently. `kv_format` is how the cpu backend stores keys and values: "f16"
-    (also "auto"), "bf16" for models whose keys or values exceed 65504, or "int8" for about half of
-    the memory (its cost is in docs/adr/0011-keys-are-spread-before-int8.md).
+    compute these rows differently. `kv_format` is how the backends cpu and gpu store keys and
+    values: "f16" (also "auto"), "bf16" for models whose keys or values exceed 65504, or "int8" for
+    about half of the memory (its cost is in docs/adr/0011-keys-are-spread-before-int8.md). The gpu
+    backend also has "fp8", of the same size.
     """
 
     memory_bytes: int | None = None
@@ -328,6 +329,9 @@ class EngineOptions(Frozen):
             self._check_tiers()
         if self.cache.kv_format != "auto" and backend not in {"auto", "cpu", "gpu"}:
             raise UsageError("needs the backend cpu or gpu.", field="kv_format")
+        if self.cache.kv_format == "fp8" and backend != "gpu":
+            reason = "can be fp8 only on the backend gpu; int8 is as small."
+            raise UsageError(reason, field="kv_format")
         if backend == "gpu":
             self._check_gpu()
         if self.handover.role != "mixed" and not self.cache.prefix_cache:
@@ -343,8 +347,6 @@ class EngineOptions(Frozen):
                 raise UsageError(reason, field="page_size", other=Field("kv_shares"))
 
     def _check_gpu(self) -> None:
-        if self.cache.kv_format == "int8":
-            raise UsageError("can be int8 only on the backend cpu.", field="kv_format")
         for name in ("tensor", "pipeline", "expert", "context"):
             if getattr(self.parallel, name) > 1:
                 raise UsageError("needs the backend cpu or torch.", field=name)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from twostroke.backends import BackendFacts
+from twostroke.backends.cpu.keys import mean_keys
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.gpu.cache import PageMemory
 from twostroke.backends.gpu.drawing import Drawing
@@ -108,7 +109,8 @@ class GpuBackend:
         self._steps.tables.note_changes()
         self._graphs = Graphs(self._gpu)
         on_host = device.is_interpreted if draws_on_host is None else draws_on_host
-        given = tensors, release, progress
+        means = mean_keys(program, tensors) if kv_format == "int8" else {}
+        given = tensors, release, progress, means
         try:
             self._weights = DeviceWeights(self._gpu, self._lowered, *given)
             self._pages = PageMemory(self._gpu, program, num_pages, page_size, kv_format)

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.program import Program, ops
 
-KV_TYPES: Final = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+KV_TYPES: Final = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.uint8,
+}
+_SCALED: Final = ("int8", "fp8")
+_SCALE_BYTES: Final = 2
 _GRAIN: Final = 64  # values; pages and layers start at multiples
 
 
@@ -22,7 +30,8 @@ class PageMemory:
     """Pages on the device, all of one size.
 
     A page has, for each layer of its cache group in turn, keys (kv_heads, page_size, head_dim),
-    then values alike.
+    then values alike; in formats of eight bits, then scales of keys (kv_heads, page_size), float16,
+    and of values.
     """
 
     def __init__(
@@ -36,7 +45,9 @@ class PageMemory:
             first = 0
             for layer in group.layers:
                 self._places[layer] = number, first
-                first += -(-page_size * layers[layer].values_per_token // _GRAIN) * _GRAIN
+                heads = 2 * layers[layer].num_kv_heads if kv_format in _SCALED else 0
+                size = layers[layer].values_per_token + _SCALE_BYTES * heads
+                first += -(-page_size * size // _GRAIN) * _GRAIN
             stride = max(stride, first)
         self.page_stride = max(stride, _GRAIN)
         size = num_pages * self.page_stride
@@ -51,7 +62,9 @@ class PageMemory:
     def heads(self, op: ops.Attention, table_width: int, num_groups: int) -> Heads:
         """Return an operation's shape and places, for tables of so many pages in each group."""
         group, first = self._places[op.layer]
+        size = self.page_size * op.num_kv_heads * op.head_dim
         return Heads(
+            kv_format=self.kv_format if self.kv_format in _SCALED else "",
             num_heads=op.num_heads,
             num_kv_heads=op.num_kv_heads,
             head_dim=op.head_dim,
@@ -61,7 +74,8 @@ class PageMemory:
             page_size=self.page_size,
             page_stride=self.page_stride,
             keys_at=first,
-            values_at=first + self.page_size * op.num_kv_heads * op.head_dim,
+            values_at=first + size,
+            scales_at=(first + 2 * size) // _SCALE_BYTES,
             table_stride=table_width * num_groups,
             group_at=table_width * group,
         )

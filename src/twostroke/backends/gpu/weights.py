@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from twostroke.backends.gpu.lowered import AddNorm, Embed, Mix, Products, Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from twostroke.backends.gpu.kernels.packed import Packed
@@ -65,14 +67,19 @@ class DeviceWeights:
         tensors: Mapping[str, QuantTensor],
         release: Release = lambda _: None,
         progress: Progress = lambda *_: None,
+        mean_keys: Mapping[int, NDArray[np.float32]] = MappingProxyType({}),
     ) -> None:
-        """Load what a lowered Program reads; see `PackedWeights.pack` for the two callbacks."""
+        """Load what a lowered Program reads; see `PackedWeights.pack` for the two callbacks.
+
+        `mean_keys` are subtracted from keys, by layer.
+        """
         self._gpu, self._tensors = gpu, tensors
         self.converted: Counter[str] = Counter()
         self.matrices: dict[str, Tensor] = {}
         self.packed: dict[str, Packed] = {}
         self.products: dict[tuple[str, ...], Tensor] = {}
         self.experts: dict[str, ExpertWeights] = {}  # by the mixture's output
+        self.mean_keys = {k: torch.from_numpy(x).to(gpu.device) for k, x in mean_keys.items()}
         self._vectors: dict[tuple[str, float], Tensor] = {}
         groups = [record.weights for record in lowered.records if isinstance(record, Products)]
         tables = [record.table for record in lowered.records if isinstance(record, Embed)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.bytes import numbers_of, scales_at
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ class Heads(Frozen):
     of this layer begin `keys_at` values into it, as (kv_heads, page_size, head_dim), and its values
     `values_at`. Pages are `page_stride` values apart. A table of pages has `table_stride` numbers,
     those of the layer's cache group from `group_at` on. `window` 0 means that all is seen.
+
+    In a `kv_format` "int8" or "fp8" scales of keys begin `scales_at` numbers of two bytes into a
+    page, (kv_heads, page_size), and those of values after them.
     """
 
     num_heads: int
@@ -41,6 +46,12 @@ class Heads(Frozen):
     values_at: int
     table_stride: int
     group_at: int
+    kv_format: str = ""
+    scales_at: int = 0
+
+    def scales(self, cache: Tensor) -> Tensor:
+        """Return the memory of a cache as its scales are read."""
+        return cache.view(torch.float16) if self.kv_format else cache
 
     @property
     def group(self) -> int:
@@ -60,6 +71,8 @@ class Heads(Frozen):
             "VALUES_AT": self.values_at,
             "TABLE_STRIDE": self.table_stride,
             "GROUP_AT": self.group_at,
+            "KV": self.kv_format,
+            "SCALES_AT": self.scales_at,
         }
 
 
@@ -117,6 +130,7 @@ def launch(
         work.tables,
         q,
         cache,
+        heads.scales(cache),
         output,
         work.sums,
         work.tops,
@@ -159,10 +173,14 @@ def merge(gpu: Gpu, work: Work, place: int, output: Tensor, heads: Heads) -> Non
 
 @triton.jit
 def _with_block(
-    queries, keys, values, is_seen, top, total, mixed, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr
-):
+    queries, keys, values, key_scales, value_scales, is_seen, top, total, mixed,
+    SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr,
+):  # fmt: skip
     """Return the sums of rows after a block of tokens more."""
-    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * SCALE
+    element: tl.constexpr = queries.dtype
+    scores = tl.dot(queries, numbers_of(keys, element, KV), input_precision="ieee") * SCALE
+    if KV != "":
+        scores *= key_scales[None, :]
     if SOFT_CAP > 0:
         scores = SOFT_CAP * (2 / (1 + tl.exp(-2 * scores / SOFT_CAP)) - 1)
     scores = tl.where(is_seen, scores, -float("inf"))
@@ -171,9 +189,17 @@ def _with_block(
     shares = tl.exp(scores - base[:, None])
     shrink = tl.exp(top - base)
     mixed *= shrink[:, None]
-    values = values.to(queries.dtype)
-    mixed = tl.dot(shares.to(queries.dtype), values, mixed, input_precision="ieee")
-    return new_top, total * shrink + tl.sum(shares, 1), mixed
+    total = total * shrink + tl.sum(shares, 1)
+    values = numbers_of(values, element, KV)
+    if (
+        KV != ""
+    ):  # scales relative to the largest: shares times small scales are less than float16 holds
+        largest = tl.max(value_scales, 0)
+        shares *= (value_scales / tl.where(largest == 0, 1.0, largest))[None, :]
+        mixed += tl.dot(shares.to(element), values, input_precision="ieee") * largest
+    else:
+        mixed = tl.dot(shares.to(element), values, mixed, input_precision="ieee")
+    return new_top, total, mixed
 
 
 @triton.jit
@@ -187,12 +213,39 @@ def _is_seen(places, seen_at, is_token, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _stored(
+    cache, scales, table, kv_head, at, is_token,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return keys (dims, tokens) and values (tokens, dims) at positions, and scales if any."""
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < DIM
+    page = tl.load(table + at // PAGE_SIZE, is_token, 0).to(tl.int64)
+    place = kv_head * PAGE_SIZE + at % PAGE_SIZE
+    stored = cache + page * PAGE_STRIDE + place * DIM
+    is_key = is_token[None, :] & is_dim[:, None]
+    keys = tl.load(stored[None, :] + KEYS_AT + dims[:, None], is_key, 0)
+    is_value = is_token[:, None] & is_dim[None, :]
+    values = tl.load(stored[:, None] + VALUES_AT + dims[None, :], is_value, 0)
+    if KV == "":
+        return keys, values, place, place
+    else:
+        scale = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + place
+        of_keys = scales_at(scale, is_token, KV)
+        of_values = scales_at(scale + KV_HEADS * PAGE_SIZE, is_token, KV)
+        return keys, values, of_keys, of_values
+
+
+@triton.jit
 def _attention(
-    header, frame, tables, q, cache, output, sums, tops,
+    header, frame, tables, q, cache, scales, output, sums, tops,
     PLACE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
     VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
+    KV: tl.constexpr, SCALES_AT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
@@ -226,17 +279,15 @@ def _attention(
         for block in range(start, end, BLOCK_N):
             seen_at = block + tokens
             is_token = (seen_at < end) & (seen_at >= first)
-            page = tl.load(table + seen_at // PAGE_SIZE, is_token, 0).to(tl.int64)
-            line = (kv_head * PAGE_SIZE + seen_at % PAGE_SIZE) * DIM
-            stored = cache + page * PAGE_STRIDE + line
-            is_key = is_token[None, :] & is_dim[:, None]
-            keys = tl.load(stored[None, :] + KEYS_AT + dims[:, None], is_key, 0.0)
-            is_value = is_token[:, None] & is_dim[None, :]
-            values = tl.load(stored[:, None] + VALUES_AT + dims[None, :], is_value, 0.0)
+            keys, values, key_scales, value_scales = _stored(
+                cache, scales, table, kv_head, seen_at, is_token, KV_HEADS, DIM, PAGE_SIZE,
+                PAGE_STRIDE, KEYS_AT, VALUES_AT, KV, SCALES_AT, BLOCK_D,
+            )  # fmt: skip
             is_seen = _is_seen(position + within, seen_at, is_token, WINDOW)
             top, total, mixed = _with_block(
-                queries, keys, values, is_seen, top, total, mixed, SCALE, SOFT_CAP
-            )
+                queries, keys, values, key_scales, value_scales, is_seen, top, total, mixed,
+                SCALE, SOFT_CAP, KV,
+            )  # fmt: skip
         if slot < 0:
             result = mixed / tl.where(total == 0, 1.0, total)[:, None]
             result = result.to(output.dtype.element_ty)

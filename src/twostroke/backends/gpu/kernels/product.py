@@ -58,7 +58,8 @@ def launch_grouped(gpu: Gpu, x: Tensor, weight: Tensor, output: Parts, rows: Gro
     `weight` is (experts, width, depth).
     """
     routes = rows.routes
-    block_n = 128 if routes.block >= 64 else _BLOCK_N
+    is_wide = routes.block >= 64 and gpu.architecture == 90  # others would spill registers
+    block_n = 128 if is_wide else _BLOCK_N
     grid = routes.max_items, output.count, -(-weight.shape[1] // block_n)
     _start(gpu, grid, routes.header, x, weight, output, (routes.block, block_n), rows)
 
@@ -86,15 +87,15 @@ def _start(
         header if rows is None else rows.routes.order,
         header if rows is None else rows.routes.shares,
         output.part_stride,
-        num_warps=8 if block_m * block_n > 8192 else 4,
-        num_stages=4 if block_m <= FEW_ROWS and block_n == _BLOCK_N else 3,
+        num_warps=8 if block_m > FEW_ROWS else 4,
+        num_stages=4 if block_m <= FEW_ROWS else 3,
         WIDTH=width,
         DEPTH=depth,
         PART_DEPTH=-(-depth // output.count // 64) * 64,
         ROW_STRIDE=output.row_stride,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=128 if depth >= 128 and block_n == _BLOCK_N else 64,
+        BLOCK_K=128 if depth >= 128 and block_m <= FEW_ROWS else 64,
         LINES=rows.lines if rows else 0,
         IS_SHARED=rows is not None and rows.is_shared,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.bytes import rounded, spread
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.core.frozen import Frozen
 
@@ -57,10 +58,12 @@ def launch(
     heads: Heads,
     cache: Tensor,
     output: Tensor,
+    mean_keys: Tensor | None = None,
 ) -> None:
     """Write queries to `output` (rows, heads * head_dim), keys and values to the `cache`.
 
-    `sources` are queries, keys and values; `turns` those of queries and keys.
+    `sources` are queries, keys and values; `turns` those of queries and keys. In the format int8
+    keys first lose `mean_keys` (kv_heads * head_dim), float32.
     """
     unused = header
     parts = [source.parts for source in sources]
@@ -85,6 +88,8 @@ def launch(
         *norms,
         *tables,
         cache,
+        heads.scales(cache),
+        unused if mean_keys is None else mean_keys,
         output,
         *(number for part in parts for number in (part.count, part.part_stride)),
         q_tiles,
@@ -92,9 +97,16 @@ def launch(
         num_warps=max(1, min(4, block_h * block_d // 256)),
         **_constants_of(sources, turns),
         **heads.constants,
+        HAS_MEAN=mean_keys is not None,
+        LEVELS=_levels(heads.head_dim) if heads.kv_format == "int8" else 0,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
     )
+
+
+def _levels(head_dim: int) -> int:
+    """Return the power of two, the largest that divides a head, of neighbours spread together."""
+    return (head_dim & -head_dim).bit_length() - 1
 
 
 def _constants_of(sources: tuple[Source, ...], turns: tuple[Turn | None, ...]) -> dict[str, Any]:
@@ -148,17 +160,23 @@ def _turned(
 
 @triton.jit
 def _put(
-    cache, tables, tables_of, first_extra, extra, rows, heads, position, x, inside, at,
-    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
-    GROUP_AT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    cache, scales, tables, tables_of, first_extra, extra, rows, heads, position, x, inside, at,
+    scale_at, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
+    GROUP_AT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store keys or values in the pages of their rows' tables."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     is_pair = tl.max(inside.to(tl.int32), 1) > 0
-    line = at + (heads * PAGE_SIZE + position % PAGE_SIZE)[:, None] * DIM + dims
+    within = heads * PAGE_SIZE + position % PAGE_SIZE
+    line = at + within[:, None] * DIM + dims
     place = position // PAGE_SIZE + GROUP_AT
     table = tl.load(tables_of + rows, is_pair, 0).to(tl.int64)
     page = tl.load(tables + table * TABLE_STRIDE + place, is_pair, 0).to(tl.int64)
+    scale = position  # of no format
+    if KV != "":
+        x, scale = rounded(x, KV)
+        scales += scale_at + within
+        tl.store(scales + page * (PAGE_STRIDE // 2), scale, is_pair)
     x = x.to(cache.dtype.element_ty)
     tl.store(cache + page[:, None] * PAGE_STRIDE + line, x, inside)
     first = tl.load(first_extra + rows, is_pair, 0)
@@ -168,6 +186,8 @@ def _put(
         table = tl.load(extra + first + index, has_more, 0).to(tl.int64)
         page = tl.load(tables + table * TABLE_STRIDE + place, has_more, 0).to(tl.int64)
         tl.store(cache + page[:, None] * PAGE_STRIDE + line, x, inside & has_more[:, None])
+        if KV != "":
+            tl.store(scales + page * (PAGE_STRIDE // 2), scale, has_more)
 
 
 _CHANGING = [f"{x}_{y}" for x in "qkv" for y in ("count", "part_stride")]
@@ -177,16 +197,17 @@ _CHANGING += ["q_tiles", "kv_tiles"]
 @triton.jit(do_not_specialize=_CHANGING)
 def _rope(
     header, positions, tables_of, first_extra, extra, tables, q, k, v, q_bias, k_bias, v_bias,
-    q_weight, k_weight, q_turn, k_turn, cache, output, q_count, q_part_stride, k_count,
-    k_part_stride, v_count, v_part_stride, q_tiles, kv_tiles,
+    q_weight, k_weight, q_turn, k_turn, cache, scales, mean, output, q_count, q_part_stride,
+    k_count, k_part_stride, v_count, v_part_stride, q_tiles, kv_tiles,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     HAS_Q_BIAS: tl.constexpr, HAS_K_BIAS: tl.constexpr, HAS_V_BIAS: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, Q_EPSILON: tl.constexpr,
     K_EPSILON: tl.constexpr, Q_PAIRS: tl.constexpr, K_PAIRS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
-    VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr, KV: tl.constexpr,
+    SCALES_AT: tl.constexpr, HAS_MEAN: tl.constexpr, LEVELS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     num_rows = tl.load(header)
     tile = tl.program_id(0)
@@ -202,6 +223,7 @@ def _rope(
             q, q_bias, q_weight, q_turn, q_count, q_part_stride, rows, heads, position, inside,
             Q_STRIDE, HAS_Q_BIAS, HAS_Q_NORM, Q_EPSILON, Q_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
         )  # fmt: skip
+        turned = spread(turned, BLOCK_H, BLOCK_D, LEVELS)
         at = rows[:, None] * (HEADS * DIM) + heads[:, None] * DIM + tl.arange(0, BLOCK_D)[None, :]
         tl.store(output + at, turned.to(output.dtype.element_ty), inside)
     else:
@@ -211,11 +233,15 @@ def _rope(
             return
         inside = (rows < num_rows)[:, None] & is_dim
         position = tl.load(positions + rows, rows < num_rows, 0)
-        if tile < q_tiles + kv_tiles:
+        is_key = tile < q_tiles + kv_tiles
+        if is_key:
             x = _turned(
                 k, k_bias, k_weight, k_turn, k_count, k_part_stride, rows, heads, position, inside,
                 K_STRIDE, HAS_K_BIAS, HAS_K_NORM, K_EPSILON, K_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
             )  # fmt: skip
+            if HAS_MEAN:
+                x -= tl.load(mean + heads[:, None] * DIM + tl.arange(0, BLOCK_D), inside, 0.0)
+            x = spread(x, BLOCK_H, BLOCK_D, LEVELS) * (1 / (1 << LEVELS))
         else:
             x = _turned(
                 v, v_bias, v_bias, v_bias, v_count, v_part_stride, rows, heads, position, inside,
@@ -223,7 +249,8 @@ def _rope(
                 DIM=DIM, BLOCK_D=BLOCK_D,
             )  # fmt: skip
         _put(
-            cache, tables, tables_of, first_extra, extra, rows, heads, position, x, inside,
-            tl.where(tile < q_tiles + kv_tiles, KEYS_AT, VALUES_AT),
-            PAGE_SIZE, PAGE_STRIDE, TABLE_STRIDE, GROUP_AT, DIM, BLOCK_D,
+            cache, scales, tables, tables_of, first_extra, extra, rows, heads, position, x, inside,
+            tl.where(is_key, KEYS_AT, VALUES_AT),
+            tl.where(is_key, SCALES_AT, SCALES_AT + KV_HEADS * PAGE_SIZE),
+            PAGE_SIZE, PAGE_STRIDE, TABLE_STRIDE, GROUP_AT, KV, DIM, BLOCK_D,
         )  # fmt: skip
