@@ -31,6 +31,12 @@ def test_no_command_shows_help_and_is_no_success(cli: Cli) -> None:
     assert "twostroke generate smollm2" in ran.err
 
 
+@pytest.mark.parametrize("name", ["cache", "fleet", "keys"])
+def test_a_group_alone_shows_its_help_as_it_is(cli: Cli, name: str) -> None:
+    ran = cli(name)
+    assert (ran.code, ran.err) == (2, cli(name, "--help").out)
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_lists_every_command(cli: Cli, flag: str) -> None:
     ran = cli(flag)

@@ -48,7 +48,9 @@ def test_ls_shows_what_warm_has_stored(cli: Cli, folder: Path) -> None:
         datetime.fromtimestamp(kind[end], UTC).strftime("%Y-%m-%d %H:%M").split()
         for end in ("used_s", "until_s")
     )
-    assert text.split()[-5:] == [*used, f"{kind['kept']}", *until]
+    kept = f"{kind['kept']} of {kind['num_pages']}"
+    assert text.split()[-7:] == [*used, *kept.split(), *until]
+    assert "LAST USED (UTC)" in text
     assert text.splitlines()[0].split()[:3] == ["MODEL", "KV", "ARITHMETIC"]
     assert f"{kind['num_pages']}" in text
 

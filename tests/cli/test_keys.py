@@ -117,7 +117,11 @@ def test_revoked_key_is_only_listed_on_request(keys: Callable[..., Ran], tmp_pat
         (("add", "two words"), "printable ASCII characters without spaces"),
         (("limit", "app"), "Give at least one limit"),
         (("limit", "app", "--weight", "nan"), "--weight must be from 0.01 to 1,000, got nan"),
-        (("limit", "app", "--parallel", "0"), "--parallel must be from 1 to"),
+        (
+            ("limit", "app", "--parallel", "0"),
+            "--parallel must be at least 1, or none for no limit",
+        ),
+        (("limit", "app", "--parallel", "-1"), "--parallel must be from 1 to"),
         (("limit", "app", "--parallel", "many"), "'many' is not a valid integer"),
         (("limit", "app", "--expires", "soon"), "is not a time"),
         (("limit", "app", "--expires", "2020-01-31"), "'2020-01-31' is over"),

@@ -173,6 +173,7 @@ def test_nothing_is_named_that_cannot_pass(
         assert sentence in ran.err
         assert not list(folder.iterdir())
 
+    refused("iq2_s can be read, not written: --to takes f32,", 2, "--to", "iq2_s")
     refused("tokens, 1024 are needed", 2, "--text", str(short))
     refused("has parts of the held-out text", 2, "--text", str(held_out))
     refused("must end with .gguf", 2, name="x.bin")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import ModelFormatError, UsageError
 from twostroke.fleet.spec import Pool, flags, read_spec
 
 if TYPE_CHECKING:
@@ -122,3 +123,14 @@ def test_what_a_replica_cannot_take_up_is_another_version() -> None:
     assert pool.version == Pool(model="a", max_replicas=4).version
     assert pool.version != Pool(model="a", peer_port=7900).version
     assert pool.version != Pool(model="a", options={"context-length": 512}).version
+
+
+def test_a_file_that_is_not_there_is_named_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)  # as if it were not installed
+    with pytest.raises(ModelFormatError, match=r"'none\.yaml' cannot be read"):
+        read_spec(tmp_path / "none.yaml")
+    (tmp_path / "fleet.yaml").write_text("models: []")
+    with pytest.raises(UsageError, match="ray and pyyaml"):
+        read_spec(tmp_path / "fleet.yaml")

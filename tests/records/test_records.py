@@ -100,7 +100,7 @@ def test_two_servers_on_one_folder_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RecordsError) as caught:
             Records(tmp_path)
         assert str(caught.value) == (
-            f"Another server keeps its records in {tmp_path}: stop it, or choose another folder."
+            f"Another server or router uses {tmp_path}: stop it, or choose another folder."
         )
     Records(tmp_path).close()
 

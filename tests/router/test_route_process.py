@@ -95,12 +95,19 @@ def test_a_limit_holds_for_two_servers_together(tmp_path: Path) -> None:
         assert direct.status_code == 401  # replicas answer their router alone
         code, said = refusal("--records", str(folder), **_SECRET)
         assert (code, said.count("\n")) == (1, 1)
-        assert "Another server keeps its records in" in said
+        assert f"Another server or router uses {folder}" in said
     with beside(folder) as db:
         [amount] = amounts(db, "0000", "9999")
     assert (amount.owner.key, amount.owner.tenant) == (key.id, "anna")
     num_prompt = found[0].json()["usage"]["prompt_tokens"]
     assert amount[1:] == (num_answered, num_answered * num_prompt, 0, 4 * num_answered)
+
+
+def test_the_secret_of_the_replicas_is_checked_at_the_start() -> None:
+    for secret in ("", "two words"):
+        code, said = refusal(TWOSTROKE_REPLICA_KEY=secret)
+        assert (code, said.count("\n")) == (2, 1)
+        assert "The key in TWOSTROKE_REPLICA_KEY must be 1 to" in said
 
 
 def test_records_need_the_secret_of_the_replicas(tmp_path: Path) -> None:

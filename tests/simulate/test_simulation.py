@@ -267,7 +267,7 @@ def test_a_model_that_does_not_fit(setup):
 @pytest.mark.parametrize(
     ("given", "message"),
     [({"replicas": 0}, "replicas must be from 1"), ({"overhead_s": 99}, "overhead_s must be"),
-     ({"prefill_replicas": 1}, "prefill_replicas must be from 0 to 0"),
+     ({"prefill_replicas": 1}, "prefill_replicas must be from 0 to less than replicas"),
      ({"disaggregate": "alway"}, "Did you mean 'always'"),
      ({"routing": "prefx"}, "Did you mean 'prefix'"),
      ({"acceptance": 1.0}, "acceptance must be"), ({"draft_cost": -1.0}, "draft_cost must be")],

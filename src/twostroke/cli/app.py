@@ -162,6 +162,9 @@ def run(arguments: list[str]) -> int:
     try:
         code = group.main(arguments, prog_name="twostroke", standalone_mode=False)
         sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
     except click.ClickException as error:
         return _fail(_sentence(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):

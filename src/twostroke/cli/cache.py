@@ -27,7 +27,7 @@ _DAY_S: Final = 86_400.0
 _FLUSH_S: Final = 600.0
 _HEAD: Final = (
     *("MODEL", "KV", "ARITHMETIC", "PAGES", "TOKENS"),
-    *("SIZE", "SAVES", "LAST USED", "KEPT", "UNTIL"),
+    *("SIZE", "SAVES", "LAST USED (UTC)", "KEPT", "THE LAST UNTIL (UTC)"),
 )
 _folder = click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
@@ -54,7 +54,7 @@ def list_command(folder: Path, as_json: bool) -> None:
             *(kind.model, kind.kv_format, kind.arithmetic),
             *(f"{kind.num_pages:,}", f"{kind.num_pages * kind.page_size:,}"),
             *(megabytes(kind.num_bytes), f"{kind.saved_s:,.1f} s", _date(kind.used_s)),
-            *(f"{kind.kept:,}", _date(kind.until_s)),
+            *(f"{kind.kept:,} of {kind.num_pages:,}", _date(kind.until_s)),
         )
         for kind in kinds
     ]

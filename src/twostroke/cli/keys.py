@@ -192,6 +192,13 @@ def _facts(key: Key, given: dict[str, Any]) -> dict[str, Any]:
     named = {name: value for name, value in given.items() if value is not None}
     values = {name: None if value == _NONE else value for name, value in named.items()}
     facts: dict[str, Any] = {}
+    for name in KeyLimits.__struct_fields__:
+        if values.get(name) == 0:
+            option = f"--{name.replace('_', '-')}"
+            reason = (
+                "must be at least 1, or none for no limit; `twostroke keys revoke` refuses a key."
+            )
+            raise UsageError(f"{option} {reason}")
     try:
         if "weight" in values:
             facts["weight"] = replace(key, weight=values.pop("weight")).weight

@@ -72,11 +72,11 @@ def command(
     """
     from twostroke.cli.report import show_report
     from twostroke.compress.allocate import Goal
-    from twostroke.compress.quantize import TARGETS, quantize
+    from twostroke.compress.quantize import quantize
 
     if sum(given is not None for given in (target, bits, size, kl)) != 1:
         raise UsageError("Give one of --to, --bits, --size and --kl.")
-    wanted = Goal(bits, size, kl) if target is None else OneOf(TARGETS).convert(target, None, None)
+    wanted = Goal(bits, size, kl) if target is None else _target(target)
     if tuning_minutes:
         with needing_torch("--tune"):
             import twostroke.train.tune  # noqa: F401
@@ -92,3 +92,15 @@ def command(
     )
     click.echo(printable(f"{out}\n"))
     show_report(done)
+
+
+def _target(name: str) -> str:
+    """Return a format that can be written; raises UsageError."""
+    from twostroke.compress.quantize import TARGETS
+    from twostroke.quant import FORMATS
+
+    if name.upper() in FORMATS and name not in TARGETS:
+        known = ", ".join(TARGETS)
+        reason = f"{name} can be read, not written: --to takes {known}, and --bits mixes of these."
+        raise UsageError(reason)
+    return OneOf(TARGETS).convert(name, None, None)

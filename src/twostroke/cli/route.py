@@ -16,8 +16,8 @@ from twostroke.core import env
 from twostroke.core.errors import UsageError
 
 _NEEDS_KEY: Final = (
-    "A router with --records speaks for its clients' tenants, which replicas believe whoever shows "
-    "the secret in TWOSTROKE_REPLICA_KEY alone: set it to the same for the router and its replicas."
+    "A router with --records needs TWOSTROKE_REPLICA_KEY, a secret by which its replicas know it: "
+    "set the same for the router and all its replicas, such as $(openssl rand -hex 32)."
 )
 _logger = logging.getLogger("twostroke.router")
 
@@ -129,7 +129,7 @@ def command(**given: Any) -> int:
     Ctrl-C or SIGTERM stops the router after the running requests; a second one cuts them off.
     """
     from twostroke.engine.collector import ease_collector
-    from twostroke.http.keys import ApiKeys
+    from twostroke.http.keys import ApiKeys, check_router
     from twostroke.http.logs import logging_to
     from twostroke.http.server import bind
     from twostroke.router.options import RouteOptions
@@ -139,6 +139,8 @@ def command(**given: Any) -> int:
     folder, key = given.pop("records"), env.replica_key()
     if folder is not None and key is None:
         raise UsageError(_NEEDS_KEY)
+    if key is not None:
+        check_router(key)
     with ExitStack() as stack:
         records = stack.enter_context(open_records(folder))
         keys = ApiKeys.read(given["api_keys"], env.api_key(), folder)

@@ -56,7 +56,7 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @option(
     "--link",
     type=Number(most=1e9, unit=1e9),
-    help="GB/s from these to the others [default: the device's].",
+    help="GB/s from these to the others [default: the device's; needed for this machine].",
 )
 @option(
     "--routing",

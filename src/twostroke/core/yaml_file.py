@@ -45,12 +45,11 @@ class YamlFile:
             UsageError: it is not YAML; with the line.
             ModelFormatError: it cannot be read.
         """
+        self._name, data = path.name, read_small_file(path)
         try:
             import yaml
         except ImportError:
             raise UsageError(needs) from None
-        self._name = path.name
-        data = read_small_file(path)
         try:
             loader = _loader(yaml)(data.decode())
             self._root = loader.get_single_node()

@@ -112,8 +112,7 @@ class ApiKeys:
         Raises:
             UsageError: it has other than printable ASCII characters.
         """
-        if not WORD.fullmatch(router):
-            raise UsageError(f"The key in TWOSTROKE_REPLICA_KEY must be {FORM}.")
+        check_router(router)
         self._router = digest(router.encode())
 
     def is_router(self, text: bytes) -> bool:
@@ -190,6 +189,12 @@ class KeyCheck:
                 return
             served_of(scope).own(key)
         await self._app(scope, receive, send)
+
+
+def check_router(key: str) -> None:
+    """Raise UsageError if a router's key has other than printable ASCII characters."""
+    if not WORD.fullmatch(key):
+        raise UsageError(f"The key in TWOSTROKE_REPLICA_KEY must be {FORM}.")
 
 
 def _by_tenant(keys: Iterable[Key]) -> dict[str, list[Key]]:

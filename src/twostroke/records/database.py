@@ -250,6 +250,6 @@ def _lock(path: Path) -> int:
     except OSError:
         os.close(descriptor)
         raise RecordsError(
-            f"Another server keeps its records in {path}: stop it, or choose another folder."
+            f"Another server or router uses {path}: stop it, or choose another folder."
         ) from None
     return descriptor

@@ -84,8 +84,10 @@ class Setup(Frozen):
         check_range(self, "draft_cost", least=0, most=10)
         check_range(self, "overhead_s", least=0, most=60)
         if not 0 <= self.prefill_replicas < self.replicas:
-            reason = f"must be from 0 to {self.replicas - 1}, one less than {{other}}, got "
-            reason += f"{self.prefill_replicas}."
+            reason = (
+                f"must be from 0 to less than {{other}} ({self.replicas}), as others must answer, "
+            )
+            reason += f"got {self.prefill_replicas}."
             raise UsageError(reason, field="prefill_replicas", other=Field("replicas"))
         if self.disaggregate not in DISAGGREGATE:
             hint = nearest(self.disaggregate, DISAGGREGATE)
