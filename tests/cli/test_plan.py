@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from support.native import native_dir
+from twostroke.measure.single_step import Shape
+from twostroke.planner import planned_model
+from twostroke.planner.calibration import measure
+
 
 def test_tables_and_formulas_are_printed(cli, config):
     lines = cli("plan", config, "--on", "h100-sxm", "--tpot", "10", "--explain").out.splitlines()
@@ -179,3 +184,20 @@ def test_a_full_disk_leaves_the_old_file(cli, config, tmp_path, monkeypatch):
     assert ran.out == ""
     assert path.read_text() == "old"
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["plan.html"]
+
+
+def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny):
+    native_dir()
+    identity = planned_model(str(tiny)).identity
+    shapes = (Shape.decode(1, 20), Shape.prefill(30))
+    measure(str(tiny), identity, shapes, lambda _: None, num_steps=2, num_threads=1)
+    given = ("plan", tiny, "--prompt", "16", "--output", "8", "--threads")
+    ran = cli(*given, "1")
+    assert "Times are corrected by 2 steps measured on 1 thread on" in ran.out
+    assert "--threads 1" in next(line for line in ran.out.splitlines() if "simulate" in line)
+    ran = cli(*given, "2")
+    assert "Times are limits" in ran.out
+    assert "Steps were measured on 1 thread: --threads 1 plans with them." in ran.err
+    ran = cli("plan", tiny, "--on", "L4", "--threads", "1")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--threads has no effect without --on here" in ran.err
