@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 
 from twostroke.cli.help import Command, OneOf, option
-from twostroke.cli.serve import allow_connections, open_records, say_stop
+from twostroke.cli.listening import allow_connections, listening, open_records, say_stop
 from twostroke.core import env
 from twostroke.core.errors import UsageError
 
@@ -42,47 +42,16 @@ _logger = logging.getLogger("twostroke.router")
     metavar="FILE",
     help="Use the servers whose URLs FILE has, one on each line, and follow its changes.",
 )
-@option("--host", default="127.0.0.1", help="Address to listen at.")
-@option("--port", type=int, default=8080, help="Port to listen at; 0 takes a free one.")
+@listening(
+    port=8080,
+    records="Take the keys that `twostroke keys` keeps in this folder, hold them to their limits, "
+    "and count there what they use. Needs TWOSTROKE_REPLICA_KEY, here and at the replicas.",
+)
 @option(
     "--policy",
     type=OneOf(("prefix", "least-work", "two-choices", "round-robin")),
     default="prefix",
     help="How to choose a replica; prefix: where the first token comes soonest.",
-)
-@option(
-    "--api-keys",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Demand an API key, as `twostroke serve` does.",
-)
-@option(
-    "--records",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Take the keys that `twostroke keys` keeps in this folder, hold them to their limits, and "
-    "count there what they use. Needs TWOSTROKE_REPLICA_KEY, here and at the replicas.",
-)
-@option(
-    "--cors-origin",
-    "cors_origins",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Let web pages of this origin use the router; repeatable. '*' allows all, with keys.",
-)
-@option(
-    "--allowed-host",
-    "allowed_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="Answer to this host name, too; repeatable.",
-)
-@option(
-    "--drain",
-    "drain_s",
-    type=float,
-    default=30.0,
-    help="Seconds, up to a day, that running requests may take when the router is stopped.",
 )
 @option(
     "--wait",

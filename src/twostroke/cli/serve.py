@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import resource
 import sys
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from twostroke.cli.given import check_batching
 from twostroke.cli.help import ByteSize, Command, OneOf, option
+from twostroke.cli.listening import allow_connections, listening, open_records, say_stop, tell
 from twostroke.cli.options import (
     BATCHING,
     HANDOVER,
@@ -37,15 +36,12 @@ if TYPE_CHECKING:
     from twostroke.engine.limits import Limits
     from twostroke.engine.roster import Roster
     from twostroke.engine.served import ServedEngine
-    from twostroke.records import Records
     from twostroke.serve.observe.objectives import Objective
     from twostroke.serve.options import ServeOptions
 
     Opened = tuple[ServedEngine, Limits | None, str | None]  # the last is the draft's name
 
 _logger = logging.getLogger("twostroke.serve")
-
-_MAX_FILES = 65_536  # each connection is one; more are of no use
 
 
 @click.command(
@@ -78,30 +74,10 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     metavar="SECONDS",
     help="Unload one of --models that was not asked for so long; 0 never does.",
 )
-@option("--host", default="127.0.0.1", help="Address to listen at.")
-@option("--port", type=int, default=8000, help="Port to listen at; 0 takes a free one.")
-@option(
-    "--api-keys",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Demand an API key. Each line of FILE is KEY or TENANT KEY; the key in "
-    "TWOSTROKE_API_KEY is accepted as well [default: no key is needed].",
-)
-@option(
-    "--cors-origin",
-    "cors_origins",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Let web pages of this origin, such as https://app.example, use the server; repeatable. "
-    "'*' allows all, with keys.",
-)
-@option(
-    "--allowed-host",
-    "allowed_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="Answer to this host name, too, such as that of a proxy; repeatable. With keys any name "
-    "is answered, unless this is given.",
+@listening(
+    port=8000,
+    records="Keep files, batches, API keys and usage in this folder, across restarts "
+    "[default: none are kept].",
 )
 @option(
     "--name",
@@ -110,25 +86,11 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     help="Name of the model for clients; repeatable [default: its own name].",
 )
 @option(
-    "--drain",
-    "drain_s",
-    type=float,
-    default=30.0,
-    help="Seconds, up to a day, that running answers may take when the server is stopped.",
-)
-@option(
     "--keep-responses",
     "max_stored",
     type=click.IntRange(0, 1_000_000),
     default=10_000,
     help="How many answers of /v1/responses to keep for later requests.",
-)
-@option(
-    "--records",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Keep files, batches, API keys and usage in this folder, across restarts "
-    "[default: none are kept].",
 )
 @option(
     "--reasoning",
@@ -240,18 +202,6 @@ def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeO
 
 
 @contextmanager
-def open_records(path: Path | None) -> Iterator[Records | None]:
-    """Open the records before the model is loaded, so that a fault is reported at once."""
-    if path is None:
-        yield None
-        return
-    from twostroke.records import Records
-
-    with closing(Records(path)) as records:
-        yield records
-
-
-@contextmanager
 def _in_this_process(given: dict[str, Any], options: EngineOptions) -> Iterator[Opened]:
     from twostroke.engine.served import LocalEngine
 
@@ -265,14 +215,6 @@ def _in_this_process(given: dict[str, Any], options: EngineOptions) -> Iterator[
 def _in_its_own(given: dict[str, Any], options: EngineOptions) -> Iterator[Opened]:
     with open_remote(given["model"], options, given["log_level"]) as engine:
         yield engine, engine.limits, engine.draft
-
-
-def allow_connections() -> None:
-    """Raise the soft limit of open files, which shells set low, to what the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _announce(
@@ -293,7 +235,7 @@ def _announce(
         _logger.info("Serving %s at %s (%s); %s.", name, url, backend.detail, memory)
         return
     guesses = f", {draft} guesses ahead" if draft else ""
-    _tell(
+    tell(
         f"Twostroke serves {name} at {url} ({backend.detail}{guesses}; Ctrl-C stops it). "
         f"{memory}. {_request_to_try(url, name, engine, serving)}"
     )
@@ -309,7 +251,7 @@ def _announce_several(url: str, roster: Roster, serving: ServeOptions, *, form: 
     sizes = ", ".join(
         f"{name} ({megabytes(one.num_bytes)})" for name, one in roster.engines.items()
     )
-    _tell(
+    tell(
         f"Twostroke serves {sizes} at {url}, each when it is asked for, within {budget} of memory "
         f"(--memory). Ctrl-C stops it. {_request_to_try(url, roster.card.name, roster, serving)}"
     )
@@ -337,21 +279,3 @@ def _request_to_try(url: str, name: str, engine: ServedEngine, serving: ServeOpt
         f"Try it:\n  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{quoted}'"
     )
-
-
-def say_stop(num_running: int, *, form: str) -> None:
-    """Say that the server stops, once the running answers are out."""
-    text = "Stopping."
-    if num_running:
-        answers = "1 running answer" if num_running == 1 else f"{num_running} running answers"
-        text = f"Stopping after {answers}; Ctrl-C again cuts them off."
-    if form == "json":
-        _logger.info(text)
-    else:
-        _tell(text)
-
-
-def _tell(text: str) -> None:
-    """Print to standard error; a log on a full disk must not stop the server."""
-    with suppress(OSError):
-        click.echo(text, err=True)
