@@ -94,6 +94,11 @@ MACHINE: Final = {
             help="Device of the backends gpu and torch, such as cuda:1.",
         ),
         _machine(
+            ["--same-tokens"],
+            is_flag=True,
+            help="Backend gpu: a request's tokens do not depend on its batch, as always on cpu.",
+        ),
+        _machine(
             ["--activation-bits"],
             type=WordOr(AUTO_BITS),
             default=ComputeOptions().activation_bits,

@@ -39,7 +39,8 @@ class ComputeOptions(Frozen):
     backend's precision of activations at quantized weights: 8 is up to 1.6 times faster on AVX-512
     for prompts and many streams, and changes answers as in other engines that use 8; 9 means 15
     where activations are large and 8 elsewhere (docs/kernels/activations.md); "auto" chooses for
-    each product as few as the answers allow.
+    each product as few as the answers allow. `same_tokens`: a request's tokens do not depend on
+    others, as always on the cpu backend.
     """
 
     backend: str = "auto"
@@ -47,6 +48,7 @@ class ComputeOptions(Frozen):
     level: str | None = None
     device: str = "auto"
     activation_bits: int | str | ActivationBits = DEFAULT_ACTIVATION_BITS
+    same_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
@@ -63,6 +65,8 @@ class ComputeOptions(Frozen):
                 raise UsageError("needs the backend cpu.", field="activation_bits")
         if self.device != "auto" and self.backend not in {"gpu", "torch"}:
             raise UsageError("needs the backend gpu or torch.", field="device")
+        if self.same_tokens and self.backend == "torch":
+            raise UsageError("needs the backend cpu or gpu.", field="same_tokens")
 
     @property
     def known_bits(self) -> int | ActivationBits:

@@ -14,6 +14,7 @@ from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.program.cost import CostModel
+from twostroke.program.experts import MixtureOfExperts
 from twostroke.program.mesh import ONE_RANK
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def check_backend(options: EngineOptions, program: Program, say: Callable[[str],
 def check_gpu(program: Program, compute: ComputeOptions) -> None:
     """Raise BackendError if the gpu backend cannot run a Program here."""
     gpu_device(compute)
+    if compute.same_tokens and any(isinstance(op, MixtureOfExperts) for op in program.ops):
+        message = "With --same-tokens the gpu backend does not run mixtures of experts yet"
+        raise BackendError(f"{message}: leave --same-tokens out, or use --backend cpu.")
     from twostroke.backends.gpu.lower import lower
 
     lower(program)
@@ -84,7 +88,8 @@ def memory_free(compute: ComputeOptions, program: Program, max_rows: int) -> int
     from twostroke.backends.gpu.plan import step_bytes
 
     device = gpu_device(compute)
-    return max(0, device.memory_available - _CUDA_BYTES - step_bytes(program, device, max_rows))
+    steps = step_bytes(program, device, max_rows, same_tokens=compute.same_tokens)
+    return max(0, device.memory_available - _CUDA_BYTES - steps)
 
 
 def make_backend(  # noqa: PLR0913 - what only the builder knows
@@ -119,6 +124,7 @@ def make_backend(  # noqa: PLR0913 - what only the builder knows
             tapped_value=tapped_value,
             release=release,
             progress=progress or (lambda *_: None),
+            same_tokens=compute.same_tokens,
         )
     if compute.backend == "reference":
         from twostroke.backends.reference import ReferenceBackend

@@ -81,6 +81,7 @@ class GpuBackend:
         element: torch.dtype | None = None,
         piece: int | None = None,
         draws_on_host: bool | None = None,
+        same_tokens: bool = False,
         release: Release = lambda _: None,
         progress: Progress = lambda *_: None,
     ) -> None:
@@ -88,8 +89,9 @@ class GpuBackend:
 
         Steps have at most `max_rows` rows, for which all memory is reserved, and return
         `tapped_value` for those that draw. `element` is the type of products' inputs, else that of
-        the weights. Tokens are drawn on the device, unless its kernels are interpreted, which is
-        slow: `draws_on_host` chooses. `release` and `progress` are those of `CpuBackend`.
+        the weights. With `same_tokens` rows depend on their request alone. Tokens are drawn on the
+        device, unless its kernels are interpreted, which is slow: `draws_on_host` chooses.
+        `release` and `progress` are those of `CpuBackend`.
 
         Raises:
             BackendError: there is no kernel for something in the Program.
@@ -97,7 +99,10 @@ class GpuBackend:
         """
         chosen = element or (torch.float16 if device.is_interpreted else element_of(tensors))
         self._kernels = Kernels(only_notes=device.is_interpreted)
-        self._gpu, self._program = device.gpu(chosen, self._kernels), program
+        self._gpu, self._program = (
+            device.gpu(chosen, self._kernels, same_tokens=same_tokens),
+            program,
+        )
         self._tapped_value = tapped_value
         self._lowered = lower(program, [] if tapped_value is None else [tapped_value])
         windows = tuple(group.window for group in program.cache_groups)
@@ -280,6 +285,7 @@ class GpuBackend:
         name = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
         element = name[self._gpu.element]
         parts = [device.name, element, f"{kv_format} keys and values"]
+        parts += ["same tokens"] if self._gpu.same_tokens else []
         converted = self._weights.converted
         parts += [f"{fmt} as {element} ({count} weights)" for fmt, count in converted.items()]
         return ", ".join(parts)

@@ -81,9 +81,12 @@ class PageMemory:
         )
 
 
-def tiling_of(op: ops.Attention) -> Tiling:
+def tiling_of(op: ops.Attention, *, same_tokens: bool = False) -> Tiling:
     """Return how an operation's rows and contexts are divided."""
+    if same_tokens:
+        rows = attention.rows_of(op.group_size, attention.same_block(op.group_size))
+        return Tiling(op.window, rows, rows, same_tokens=True)
     small = attention.small_block(op.group_size)
     large = attention.large_block(op.group_size, op.head_dim)
-    rows = attention.rows_of(op.group_size, small), attention.rows_of(op.group_size, large)
-    return Tiling(op.window, *rows)
+    sizes = attention.rows_of(op.group_size, small), attention.rows_of(op.group_size, large)
+    return Tiling(op.window, *sizes)

@@ -31,7 +31,9 @@ class Device(Frozen, eq=False):
     num_units: int
     is_interpreted: bool = False
 
-    def gpu(self, element: torch.dtype, kernels: Kernels | None = None) -> Gpu:
+    def gpu(
+        self, element: torch.dtype, kernels: Kernels | None = None, *, same_tokens: bool = False
+    ) -> Gpu:
         """Return it as those see it who launch kernels, for products of a type of values."""
         from twostroke.backends.gpu.launch import Gpu, Kernels
 
@@ -42,6 +44,7 @@ class Device(Frozen, eq=False):
             element,
             (Kernels() if kernels is None else kernels).start,
             is_interpreted=self.is_interpreted,
+            same_tokens=same_tokens,
         )
 
     @property

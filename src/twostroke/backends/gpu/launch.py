@@ -106,7 +106,8 @@ class Gpu(Frozen, eq=False):
     """A GPU as those see it who launch kernels; `run` does, or notes, what is to be launched.
 
     `architecture` is 90 for sm_90, and `num_units` counts the streaming multiprocessors. Values
-    that go into products have the type `element`.
+    that go into products have the type `element`. With `same_tokens` a row is computed by the same
+    kernels with the same tiles, whatever else is in its step.
     """
 
     device: torch.device
@@ -115,6 +116,7 @@ class Gpu(Frozen, eq=False):
     element: torch.dtype
     run: Callable[[Launch], None]
     is_interpreted: bool = False
+    same_tokens: bool = False
 
     def programs(self, per_unit: int) -> int:
         """Return how many programs share a step's work, of whatever size; one variant for all."""

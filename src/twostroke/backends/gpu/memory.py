@@ -68,7 +68,7 @@ def _num_bytes(gpu: Gpu, buffer: Buffer, max_rows: int, depth: int) -> int:
     elif buffer.kind is Kind.ELEMENT:
         num_bytes = size * max_rows * width
     else:
-        few = min(max_rows, FEW_ROWS)
+        few = max_rows if gpu.same_tokens else min(max_rows, FEW_ROWS)
         parts = max(rows * num_parts(gpu, rows, width, depth) for rows in range(1, few + 1))
         size = 4 if buffer.kind is Kind.SCORES else size
         num_bytes = max(4 * parts * width, size * max_rows * width)
@@ -103,7 +103,7 @@ class StepMemory:
         if found.kind is Kind.LINES:
             values = self._view(buffer, found.lines * stride, dtype)
             return Parts(values, width, found.lines * width, found.lines, width)
-        if num_rows > FEW_ROWS:
+        if num_rows > FEW_ROWS and not self._gpu.same_tokens:
             return Parts(self._view(buffer, stride, dtype), width, width)
         count = num_parts(self._gpu, num_rows, width, self._depths[buffer])
         return Parts(self._view(buffer, count * stride, torch.float32), width, width, count, stride)

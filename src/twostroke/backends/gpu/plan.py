@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from twostroke.backends.gpu import mixtures
 from twostroke.backends.gpu.cache import tiling_of
@@ -55,9 +56,11 @@ _LEAST_PAGE = 16  # tokens
 _DECODED_ROWS = 256  # rows for whose pieces of context there is room at once
 
 
-def step_bytes(program: Program, device: Device, max_rows: int) -> int:
+def step_bytes(
+    program: Program, device: Device, max_rows: int, *, same_tokens: bool = False
+) -> int:
     """Return how many bytes of a device steps need besides weights and pages."""
-    gpu = device.gpu(torch.bfloat16)
+    gpu = device.gpu(torch.bfloat16, same_tokens=same_tokens)
     lowered, rows = lower(program), bucket_of(max_rows)
     attentions = [record.op for record in lowered.records if isinstance(record, Attend)]
     slot = max((op.width + 2 * op.num_heads for op in attentions), default=0)
@@ -104,8 +107,7 @@ class Plan:
         self._tilings: list[Tiling] = []
         self._tiling_of: dict[str, int] = {}
         for op in self._attentions:
-            found = tiling_of(op)
-            tiling = Tiling(found.window, found.small_rows, found.large_rows, **given)
+            tiling = replace(tiling_of(op, same_tokens=gpu.same_tokens), **given)
             if tiling not in self._tilings:
                 self._tilings.append(tiling)
             self._tiling_of[op.output] = self._tilings.index(tiling)
@@ -291,13 +293,14 @@ class Plan:
         number = self._tiling_of[op.output]
         few, many, merges = self.input.items_at(number)
         heads, cache = self._heads(op), self._cache.memory
-        small = attention.small_block(op.group_size)
+        small, same = attention.small_block(op.group_size), self._gpu.same_tokens
+        small = attention.same_block(op.group_size) if same else small
         large = attention.large_block(op.group_size, op.head_dim)
         given = q, cache, output, heads
         for header in self.input.headers[number]:
             work = Work(header, frame, self._tables, self._sums, self._tops)
             attention.launch(self._gpu, work, few, small, *given)
-            if rows > FEW_ROWS and header is self.input.headers[number][0]:
+            if rows > FEW_ROWS and not same and header is self.input.headers[number][0]:
                 attention.launch(self._gpu, work, many, large, *given)
             attention.merge(self._gpu, work, merges, output, heads)
 

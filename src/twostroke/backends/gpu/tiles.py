@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MOST_PIECES: Final = 33  # of one row: a context's first and last piece may be cut by a window
 _MOST_FULL_PIECES: Final = 32
+BLOCK: Final = 64  # tokens that attention reads at once, or half of them
 FEW_ROWS: Final = 16  # a slice of no more divides its context; one of more has tiles of many rows
 
 
@@ -22,13 +23,15 @@ class Tiling(Frozen):
     """How layers of one shape are divided: the window, and how many rows tiles have.
 
     A context is cut at multiples of a size that depends on its length alone: `piece` tokens, or
-    the power of two times as many that makes at most 32 pieces.
+    the power of two times as many that makes at most 32 pieces. For the `same_tokens`, all tiles
+    have few rows, and contexts are cut as each row's own would be.
     """
 
     window: int | None
     small_rows: int
     large_rows: int
     piece: int = 256
+    same_tokens: bool = False
 
 
 class Items(Frozen, eq=False):
@@ -45,8 +48,8 @@ def divide(slices: Ints, tiling: Tiling, most_slots: int) -> list[Items]:
     They are several lists, to be done one after another, if their pieces take more slots than
     there are; tiles of many rows take none and are in the first.
     """
-    is_few = slices[:, 1] <= FEW_ROWS
-    small = _tiles(slices[is_few], tiling.small_rows)
+    is_few = (slices[:, 1] <= FEW_ROWS) | tiling.same_tokens
+    small = _tiles(_apart(slices[is_few], tiling), tiling.small_rows)
     large = _tiles(slices[~is_few], tiling.large_rows)
     start, end = _seen(large, tiling)
     whole = np.full(len(large), -1, np.int32)
@@ -63,6 +66,24 @@ def divide(slices: Ints, tiling: Tiling, most_slots: int) -> list[Items]:
         done, used = until, int(slots[until - 1]) if until else 0
         large_items = large_items[:0]
     return found
+
+
+def _apart(slices: Ints, tiling: Tiling) -> Ints:
+    """Return slices cut where a row's context has larger pieces than that of the row before."""
+    most = _MOST_FULL_PIECES * tiling.piece
+    while tiling.same_tokens and len(slices):
+        first, last = slices[:, 2] + 1, slices[:, 2] + slices[:, 1]
+        limit = most << np.ceil(np.log2(np.maximum(1, -(-first // most)))).astype(np.int32)
+        is_cut = last > limit
+        if not is_cut.any():
+            break
+        head, tail = slices.copy(), slices[is_cut]
+        head[is_cut, 1] = num = (limit - slices[:, 2])[is_cut]
+        tail[:, 0] += num
+        tail[:, 1] -= num
+        tail[:, 2] += num
+        slices = np.concatenate([head, tail])
+    return slices
 
 
 def _tiles(slices: Ints, most_rows: int) -> Ints:
@@ -84,7 +105,8 @@ def _seen(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
     end = tiles[:, 2] + tiles[:, 1]
     if tiling.window is None:
         return np.zeros_like(end), end
-    return np.maximum(0, tiles[:, 2] + 1 - tiling.window), end
+    start = np.maximum(0, tiles[:, 2] + 1 - tiling.window)
+    return start - start % (BLOCK if tiling.same_tokens else 1), end
 
 
 def _cuts(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints, Ints]:

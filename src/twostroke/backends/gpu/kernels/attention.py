@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import numbers_of, scales_at
+from twostroke.backends.gpu.tiles import BLOCK
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -100,6 +101,11 @@ def small_block(group: int) -> int:
     return max(16, 1 << (group - 1).bit_length())
 
 
+def same_block(group: int) -> int:
+    """Return the pairs of row and head in every tile, for the same tokens."""
+    return max(32, small_block(group))
+
+
 def large_block(group: int, head_dim: int) -> int:
     """Return the pairs of row and head in a tile of prefill."""
     return max(128 if head_dim <= 128 else 64, small_block(group))
@@ -119,7 +125,7 @@ def launch(
 
     q and output are (rows, heads * head_dim); what has one piece is written to the output.
     """
-    is_small = block_m == small_block(heads.group)
+    is_small = block_m <= same_block(heads.group)
     block_d = max(16, triton.next_power_of_2(heads.head_dim))
     num_programs = gpu.programs(4 if is_small else 1)
     gpu.launch(
@@ -143,7 +149,7 @@ def launch(
         SOFT_CAP=heads.soft_cap,
         **heads.constants,
         BLOCK_M=block_m,
-        BLOCK_N=64 if block_d <= 128 else 32,
+        BLOCK_N=BLOCK if block_d <= 128 else BLOCK // 2,
         BLOCK_D=block_d,
         NUM_PROGRAMS=num_programs,
         ITEM=ITEM,

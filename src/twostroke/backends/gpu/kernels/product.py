@@ -25,12 +25,16 @@ _LEAST_DEPTH: Final = 512  # inputs of a part
 def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
     """Return in how many parts a product of few rows sums, so that all units have work.
 
-    One number for all products that write into the same `Parts`: `width` is that of all.
+    One number for all products that write into the same `Parts`: `width` is that of all. For the
+    same tokens it depends on the shape alone, and is small, since many rows have parts, too.
     """
+    most = 8
+    if gpu.same_tokens:
+        num_rows, most = 1, 2
     blocks = -(-width // _BLOCK_N) * -(-num_rows // FEW_ROWS)
     parts = 1
     while (
-        parts < 8
+        parts < most
         and 2 * parts * blocks <= 4 * gpu.num_units
         and depth // (2 * parts) >= _LEAST_DEPTH
     ):
@@ -43,11 +47,12 @@ def launch(
 ) -> None:
     """Write `x @ weight.T` into `output`: x is (rows, depth) and weight (width, depth)."""
     width = len(weight)
-    if num_rows > FEW_ROWS and output.values.dtype == gpu.element:
+    if num_rows > FEW_ROWS and output.values.dtype == gpu.element and not gpu.same_tokens:
         out = torch.as_strided(output.values, (num_rows, width), (output.row_stride, 1))
         torch.mm(x[:num_rows], weight.T, out=out)
         return
-    block_m = max(16, min(FEW_ROWS, triton.next_power_of_2(num_rows)))
+    fitting = FEW_ROWS if gpu.same_tokens else triton.next_power_of_2(num_rows)
+    block_m = max(16, min(FEW_ROWS, fitting))
     grid = -(-width // _BLOCK_N), output.count, -(-num_rows // block_m)
     _start(gpu, grid, header, x, weight, output, (block_m, _BLOCK_N), None)
 

@@ -35,12 +35,16 @@ if TYPE_CHECKING:
 
 FEW_ROWS: Final = 16  # up to which sums are scaled, not weights
 MANY_ROWS: Final = 512  # from which a matrix is written out
+_SAME_ROWS: Final = 32  # of each tile, for the same tokens
 
 
 def launch(
     gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, weight: Packed, output: Parts
 ) -> None:
     """Write `x @ weight.T` into `output`: x is (rows, depth), weight a matrix (width, depth)."""
+    if gpu.same_tokens:
+        _start(gpu, header, num_rows, x, weight, output, _SAME_ROWS)
+        return
     if num_rows >= MANY_ROWS and output.values.dtype == gpu.element and output.count == 1:
         matrix = torch.empty((weight.width, weight.depth), dtype=gpu.element, device=gpu.device)
         write_out(gpu, weight, matrix)

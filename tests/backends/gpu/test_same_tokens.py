@@ -1,0 +1,142 @@
+"""`--same-tokens`: a row's numbers depend on its request alone, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from support.cpu import tiny_model  # noqa: E402
+from support.programs import SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
+from support.schedules import Setting, fresh, random_requests, run_schedule  # noqa: E402
+from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
+from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.tiles import Tiling, divide  # noqa: E402
+from twostroke.core.config import ComputeOptions  # noqa: E402
+from twostroke.core.errors import UsageError  # noqa: E402
+from twostroke.core.request import Request  # noqa: E402
+from twostroke.core.sampling import SamplingParams  # noqa: E402
+from twostroke.core.step import Slice, StepPlan  # noqa: E402
+from twostroke.models import build_program  # noqa: E402
+from twostroke.models.spec import WindowSpec  # noqa: E402
+from twostroke.schedule.policy import Continuous  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TOKENS = [(7 * i * i + 3) % VOCAB_SIZE for i in range(100)]
+PAGES = [*range(20, 27)]
+# How the rows of a request are divided into steps, and how many other requests share each.
+SHARED: dict[str, Sequence[tuple[int, int]]] = {
+    "chunks": [(1, 0), (7, 0), (30, 0), (61, 0), (1, 0)],
+    "batch": [(40, 3), (55, 9), (1, 20), (4, 1)],
+}
+
+
+def a_request(name: str, pages: list[int], num_groups: int) -> Request:
+    request = Request(name, [*TOKENS], len(TOKENS), SamplingParams(temperature=0), seed=1)
+    request.pages = [[page + 27 * group for page in pages] for group in range(num_groups)]
+    return request
+
+
+def computed(backend: GpuBackend, steps: Sequence[tuple[int, int]], drafts: int = 0) -> Any:
+    """Return the logits of the last row, and the request's pages, after these steps."""
+    num_groups = len(backend.facts.windows)
+    request, done = a_request("q", PAGES, num_groups), 0
+    for number, (count, num_others) in enumerate(steps):
+        others = [a_request(f"{i} {number}", [i], num_groups) for i in range(num_others)]
+        slices = [Slice(one, 0, 1 + i % 5, samples=True) for i, one in enumerate(others)]
+        own = Slice(request, done, count - drafts * (done + count == len(TOKENS)), samples=True)
+        if done + count == len(TOKENS) and drafts:
+            own = replace_drafts(own, TOKENS[-drafts:])
+        plan = StepPlan((*slices, own))
+        backend.run(plan)
+        done += count
+    last = num_others + drafts
+    pages = backend._pages.memory.view(-1, backend._pages.page_stride)
+    ids = [page for group in request.pages for page in group]
+    for one in (request, *others):
+        backend.forget(one)
+    return backend._plan.logits[last].clone(), pages[ids].clone()
+
+
+def replace_drafts(own: Slice, drafts: list[int]) -> Slice:
+    own.drafts = tuple(drafts)
+    return own
+
+
+def is_same(right: Any, found: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(right, found, strict=True))
+
+
+@pytest.mark.parametrize("fmt", ["F16", "Q4_K"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_row_is_the_same_in_all_steps(fmt: str, window: int | None) -> None:
+    spec = replace(SPEC, hidden_size=256, ffn_size=256, num_layers=2)
+    if window:
+        spec = replace(spec, window=WindowSpec(window, (True, False)))
+    program = build_program(spec)
+    tensors = random_tensors(program, fmt, fmt)
+    differ = []
+    for same_tokens in (True, False):
+        backend = GpuBackend(
+            *(program, tensors, 54, 16, find()), piece=32, max_rows=128, same_tokens=same_tokens
+        )
+        whole = computed(backend, [(len(TOKENS), 0)])
+        found = {name: computed(backend, steps) for name, steps in SHARED.items()}
+        found["drafts"] = computed(backend, [(97, 2), (3, 2)], drafts=2)
+        found["alone again"] = computed(backend, [(len(TOKENS), 0)])
+        differ.append([name for name, one in found.items() if not is_same(whole, one)])
+    assert differ[0] == []
+    assert differ[1] == ["chunks", "batch", "drafts"], "the comparison finds nothing"
+
+
+def test_requests_together_are_answered_as_each_alone() -> None:
+    """Preempted, in chunks, cached, with trees of drafts: the same log-probabilities, too."""
+    model = tiny_model(num_layers=1)
+    requests = random_requests(random.Random(11), 8, vocab_size=280, longest=40, most_output=20)
+    crowded = Setting(7, 60, 8, prefix_cache=True, policy=Continuous(), guesses=3)
+
+    def backend(num_pages: int) -> GpuBackend:
+        given = {"piece": 32, "max_rows": 64, "same_tokens": True}
+        return GpuBackend(*model, num_pages, 16, find(), **given)
+
+    alone = replace(crowded.alone(64), token_budget=64)
+    right, _ = run_schedule(backend(64), alone, [fresh(r) for r in requests], 100)
+    again = [fresh(request) for request in requests]
+    ours, num_preemptions = run_schedule(backend(7), crowded, again, 100, right)
+    assert num_preemptions
+    assert sum(request.num_drafted for request in again) > 20
+    assert ours == right
+
+
+def test_pieces_are_those_of_each_row_alone() -> None:
+    """A tile has no two rows whose contexts are cut differently, and starts at a block's start."""
+    for window in (None, 100):
+        tiling = Tiling(window, 8, 8, same_tokens=True)
+        slices = np.array([[0, 40, 8170, 2], [40, 300, 16_300, 1], [340, 1, 9000, 3]], np.int32)
+        (items,) = divide(slices, tiling, 1_000_000)
+        assert not len(items.large)
+        for first, count, start, table in slices.tolist():
+            for offset in range(0, count, 7):
+                row, position = first + offset, start + offset
+                (alone,) = divide(np.array([[0, 1, position, table]], np.int32), tiling, 1000)
+                mine = (items.small[:, 0] <= row) & (row < items.small[:, 0] + items.small[:, 1])
+                pieces = items.small[mine]
+                seen = np.maximum(0, position + 1 - (window or position + 1))
+                pieces = pieces[(pieces[:, 5] > seen) & (pieces[:, 4] <= position)]
+                edges = np.minimum(pieces[:, 5], position + 1).tolist()
+                assert edges == alone.small[:, 5].tolist()
+                assert not (pieces[:, 4] % 64).any()
+
+
+def test_same_tokens_are_refused_where_they_cannot_be_kept() -> None:
+    with pytest.raises(UsageError, match="needs the backend cpu or gpu"):
+        ComputeOptions("torch", same_tokens=True)
+    assert ComputeOptions("cpu", same_tokens=True).same_tokens
