@@ -24,6 +24,9 @@ from twostroke.cache import FORMATS as KV_FORMATS
 from twostroke.cache import PageGroups
 from twostroke.core.errors import BackendError, MemoryLimitError
 from twostroke.core.frozen import Frozen
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import Slice, StepPlan
 from twostroke.measure.single_step import Shape, SingleStep
 from twostroke.models import ExpertSpec, ModelSpec, RopeSpec, build_program
 from twostroke.program.cost import CostModel
@@ -59,12 +62,13 @@ _PAGE: Final = 16
 
 
 class Row(Frozen):
-    """One measurement: a model's shape and format, the step, and the format of pages."""
+    """One measurement: a model's shape and format, the step, pages, and whether rows have one tile."""
 
     model: str
     fmt: str
     step: Shape
     kv: str = "f16"
+    same_tokens: bool = False
 
 
 ROWS: Final = {
@@ -80,16 +84,24 @@ ROWS: Final = {
     "streams-32-30b-a3b-bf16": Row("30b-a3b", "BF16", Shape.decode(32, 1024)),
     "prefill-30b-a3b-bf16": Row("30b-a3b", "BF16", Shape.prefill(4096)),
     "streams-16-8b-bf16": Row("8b", "BF16", Shape.decode(16, 1024)),
+    "streams-32-8b-bf16": Row("8b", "BF16", Shape.decode(32, 1024)),
     "streams-256-8b-bf16": Row("8b", "BF16", Shape.decode(256, 1024)),
     "prefill-8b-bf16": Row("8b", "BF16", Shape.prefill(4096)),
     "prefill-8b-q4_k": Row("8b", "Q4_K", Shape.prefill(4096)),
+    "same-1-8b-bf16": Row("8b", "BF16", Shape.decode(1, 256), same_tokens=True),
+    "same-1-8b-q4_k": Row("8b", "Q4_K", Shape.decode(1, 256), same_tokens=True),
+    "same-32-8b-bf16": Row("8b", "BF16", Shape.decode(32, 1024), same_tokens=True),
+    "same-256-8b-bf16": Row("8b", "BF16", Shape.decode(256, 1024), same_tokens=True),
+    "same-prefill-8b-bf16": Row("8b", "BF16", Shape.prefill(4096), same_tokens=True),
 }
+_CHECKS: Final = ("correct", "same-tokens")
+_SEQUENCES: Final = 500
 
 
 def main() -> None:
     """Run the campaign, or the rows that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", choices=[*ROWS, "correct"], action="append")
+    parser.add_argument("--row", choices=[*ROWS, *_CHECKS], action="append")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument(
         "--bandwidth", type=float, default=_BANDWIDTH, help="bytes/s, for a dry run"
@@ -97,7 +109,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=_PEAK, help="FLOPs/s, if dry")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-campaign.json"))
     given = parser.parse_args()
-    names = given.row or ["correct", *ROWS]
+    names = given.row or [*_CHECKS, *ROWS]
     result: dict[str, Any] = {"facts": machine_facts(), "predicted_only": given.dry_run, "rows": {}}
     limits = given.bandwidth, given.peak
     if not given.dry_run:
@@ -106,10 +118,10 @@ def main() -> None:
         except BackendError as error:
             raise SystemExit(f"{error} `--dry-run` predicts without a GPU.") from None
     for name in names:
-        if name == "correct":
+        if name in _CHECKS:
             if given.dry_run:
                 continue
-            found = correct()
+            found = correct() if name == "correct" else same_tokens()
         else:
             found = predict(ROWS[name], *limits)
             if not given.dry_run:
@@ -210,6 +222,7 @@ def measured(row: Row) -> dict[str, Any]:
             *(program, made_up(program, row.fmt), num_pages, _PAGE, find()),
             max_rows=rows,
             kv_format=row.kv,
+            same_tokens=row.same_tokens,
         )
     except MemoryLimitError as error:
         return {"refused": str(error)}
@@ -241,15 +254,7 @@ def correct() -> dict[str, Any]:
     for model, fmt in [(model, fmt) for model in models for fmt in formats]:
         program = program_of(model)
         tokens = rng.integers(0, program.vocab_size, 200).tolist()
-        tensors = {
-            name: QuantTensor.from_floats(
-                (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
-                if len(shape) > 1
-                else np.ones(shape, np.float32),
-                FORMATS[fmt if len(shape) > 1 else "F32"],
-            )
-            for name, shape in program.weight_shapes.items()
-        }
+        tensors = random_tensors(program, fmt, rng)
         right = ReferenceBackend(program, tensors, 1, _PAGE).score(tokens)
         for kv in ("f16", "int8", "fp8") if fmt == "BF16" else ("f16",):
             ours: Any = GpuBackend(program, tensors, 64, _PAGE, find(), kv_format=kv)
@@ -258,6 +263,61 @@ def correct() -> dict[str, Any]:
             own = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
             found[f"{model} {fmt}, {kv} pages"] = own
     return found
+
+
+def random_tensors(program: Program, fmt: str, rng: np.random.Generator) -> dict[str, QuantTensor]:
+    """Return random weights."""
+    return {
+        name: QuantTensor.from_floats(
+            (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
+            if len(shape) > 1
+            else np.ones(shape, np.float32),
+            FORMATS[fmt if len(shape) > 1 else "F32"],
+        )
+        for name, shape in program.weight_shapes.items()
+    }
+
+
+def same_tokens(count: int = _SEQUENCES) -> dict[str, Any]:
+    """Return how many sequences' log-probabilities differ from those of each computed alone."""
+    from twostroke.backends.gpu.backend import GpuBackend
+    from twostroke.backends.gpu.device import find
+
+    program, rng, found = program_of("small"), np.random.default_rng(2), {}
+    params = SamplingParams(temperature=0, logprobs=5)
+    for fmt in ("BF16", "Q4_K"):
+        given = program, random_tensors(program, fmt, rng), 16 * 20, _PAGE, find()
+        backend: Any = GpuBackend(*given, max_rows=1024, same_tokens=True)
+        known, differ = [], {"batched": 0, "chunked": 0, "drafted": 0}
+        requests = []
+        for number in range(count):
+            tokens = rng.integers(0, program.vocab_size, rng.integers(20, 300)).tolist()
+            request = Request(f"{number}", tokens, len(tokens), params, seed=1)
+            request.pages = [[*range(20 * (number % 16), 20 * (number % 16) + 20)]]
+            requests.append(request)
+            known.append(backend.run(StepPlan((_part(request, 0),))).logprobs)
+        for first in range(0, count, 3):
+            together = [_part(request, 0) for request in requests[first : first + 3]]
+            result = backend.run(StepPlan(tuple(together))).logprobs
+            differ["batched"] += sum(
+                [one] != right for one, right in zip(result, known[first : first + 3], strict=True)
+            )
+        for request, right in zip(requests, known, strict=True):
+            middle = 2 * len(request.tokens) // 3
+            backend.run(StepPlan((Slice(request, 0, middle, samples=False),)))
+            differ["chunked"] += backend.run(StepPlan((_part(request, middle),))).logprobs != right
+            last = len(request.tokens) - 3
+            part = Slice(request, 0, last, samples=True)
+            part.drafts = tuple(request.tokens[last:])
+            differ["drafted"] += backend.run(StepPlan((part,))).logprobs[-1:] != right
+            backend.forget(request)
+        backend.close()
+        found[fmt] = {"sequences": count, "differ": differ}
+    return found
+
+
+def _part(request: Request, start: int) -> Slice:
+    return Slice(request, start, len(request.tokens) - start, samples=True)
 
 
 def measure_device() -> tuple[dict[str, Any], tuple[float, float]]:
@@ -297,7 +357,7 @@ def report(result: dict[str, Any], limits: tuple[float, float]) -> str:
     """Return the rows as a table."""
     lines = []
     for name, row in result["rows"].items():
-        if name == "correct":
+        if name in _CHECKS:
             continue
         ms = row.get("ms")
         share = "" if ms is None else f"{row['floor_ms'] / ms:.0%}"

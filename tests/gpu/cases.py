@@ -1,11 +1,16 @@
-"""What `compile.py` compiles: kernels as models of 8 billion parameters launch them."""
+"""What `compile.py` compiles: kernels as models of 8 billion parameters launch them.
+
+Besides packed products and the sampler these are all launches of whole steps, of models that
+together have every variant: biases, norms of heads and after layers, windows, caps, wide heads.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
+from msgspec.structs import replace
 
 from twostroke.backends.gpu import mixtures, sampling
 from twostroke.backends.gpu.cache import PageMemory
@@ -13,10 +18,14 @@ from twostroke.backends.gpu.kernels import attention, product, products_packed, 
 from twostroke.backends.gpu.kernels.packed import Packed, layout_of
 from twostroke.backends.gpu.kernels.parts import Parts
 from twostroke.backends.gpu.launch import listing
+from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import route_ints
 from twostroke.backends.gpu.mixtures import ExpertWeights, Values
+from twostroke.backends.gpu.plan import Plan
 from twostroke.core.frozen import Frozen
-from twostroke.program import Program
+from twostroke.models import ModelSpec, RopeSpec, build_program
+from twostroke.models.spec import WindowSpec
+from twostroke.program import Activation, Program
 from twostroke.program.experts import Expert, MixtureOfExperts
 from twostroke.program.ops import Attention, ExternalInput
 from twostroke.quant import FORMATS, grouped
@@ -24,7 +33,8 @@ from twostroke.quant import FORMATS, grouped
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from twostroke.backends.gpu.launch import Launch
+    from twostroke.backends.gpu.launch import Gpu, Launch
+    from twostroke.program import Program
     from twostroke.quant import Format
 
 WIDTH: Final = 4096
@@ -168,6 +178,89 @@ def samples(architecture: int) -> Case:
     return Case(launches, 4 * VOCAB)
 
 
+class _Weights:
+    """Matrices and vectors without memory, as `DeviceWeights` has them."""
+
+    def __init__(self, gpu: Gpu, program: Program) -> None:
+        self._gpu, self._shapes = gpu, program.weight_shapes
+        self.matrices = {
+            name: _empty(*shape, dtype=gpu.element) for name, shape in self._shapes.items()
+        }
+
+    def factors(self, names: tuple[str, ...]) -> Sequence[torch.Tensor]:
+        width = sum(self._shapes[name][0] for name in names)
+        return [_empty(width, self._shapes[names[0]][1], dtype=self._gpu.element)]
+
+    def vector(self, name: str, _: float = 0.0) -> torch.Tensor:
+        return _empty(*self._shapes[name], dtype=torch.float32)
+
+
+_LLAMA: Final = ModelSpec(
+    architecture="llama",
+    name="llama",
+    num_layers=2,
+    hidden_size=4096,
+    ffn_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=VOCAB,
+    context_length=8192,
+    norm_epsilon=1e-5,
+    rope=RopeSpec(500_000.0, 128, interleaved=False),
+    tied_embeddings=False,
+)
+_MODELS: Final = {
+    "llama": _LLAMA,
+    "qwen2": replace(_LLAMA, architecture="qwen2", hidden_size=3584, num_heads=28, num_kv_heads=4),
+    "qwen3": replace(_LLAMA, architecture="qwen3"),
+    "gemma2": replace(
+        _LLAMA,
+        architecture="gemma2",
+        hidden_size=3584,
+        num_heads=16,
+        head_dim=256,
+        rope=RopeSpec(10_000.0, 256, interleaved=False),
+        activation=Activation.GELU_TANH,
+        window=WindowSpec(4096, (True, False)),
+        attention_soft_cap=50.0,
+        logit_soft_cap=30.0,
+        tied_embeddings=True,
+    ),
+}
+_STEPS: Final = {  # rows, and whether each row has the same tile
+    "1 row": (1, False),
+    "16 rows": (16, False),
+    "64 rows": (64, False),
+    "many rows": (512, False),
+    "same tokens": (64, True),
+}
+
+
+def step(model: str, name: str, architecture: int) -> Case:
+    """Return the launches of a model's step that those before it in `_STEPS` do not have."""
+    known: set[str] = set()
+    for own, (rows, same_tokens) in _STEPS.items():
+        launches: list[Launch] = []
+        gpu = replace(listing(launches, architecture), same_tokens=same_tokens)
+        program = build_program(_MODELS[model])
+        pages = PageMemory(gpu, program, 64, 16, "f16")
+        tables = _empty(rows, len(program.cache_groups), 516)
+        plan = Plan(gpu, lower(program), cast("Any", _Weights(gpu, program)), pages, tables, rows)
+        plan.launch(rows)
+        plan.launch_logits(0, min(rows, 64))
+        new = {}
+        for launch in launches:
+            options = launch.types, launch.constants, launch.options
+            key = f"{launch.kernel.__name__} {options}"
+            if key not in known:
+                new[key] = launch
+        known |= set(new)
+        if own == name:
+            return Case(list(new.values()))
+    raise AssertionError(name)
+
+
 _FORMATS: Final = (
     *(FORMATS[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")),
     grouped(4, 128, "f16", zero=True),
@@ -190,4 +283,5 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
         for step in ("decode", "prefill")
     },
     "sampler": samples,
+    **{f"{model} {name}": partial(step, model, name) for model in _MODELS for name in _STEPS},
 }

@@ -32,7 +32,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -99,11 +99,8 @@ class GpuBackend:
         """
         chosen = element or (torch.float16 if device.is_interpreted else element_of(tensors))
         self._kernels = Kernels(only_notes=device.is_interpreted)
-        self._gpu, self._program = (
-            device.gpu(chosen, self._kernels, same_tokens=same_tokens),
-            program,
-        )
-        self._tapped_value = tapped_value
+        self._gpu = device.gpu(chosen, self._kernels, same_tokens=same_tokens)
+        self._program, self._tapped_value = program, tapped_value
         self._lowered = lower(program, [] if tapped_value is None else [tapped_value])
         windows = tuple(group.window for group in program.cache_groups)
         longest = PageGroups(page_size, windows).most_tokens(num_pages, program.context_length)
@@ -127,10 +124,7 @@ class GpuBackend:
             with self._here():
                 prepare(self._graphs, self._plan, self._drawing)
         except torch.OutOfMemoryError:
-            needed_gb = sum(tensor.num_bytes for tensor in tensors.values()) / 1e9
-            message = f"{program.name} has {needed_gb:.1f} GB of weights, which with its pages is"
-            message = f"{message} more than {device.name} has free"
-            raise MemoryLimitError(f"{message}: take a smaller model or --kv-memory.") from None
+            raise _too_little(program.name, tensors.values(), device) from None
         self._kernels.only_notes = False
         self._places: dict[Request, int] = {}  # of what the last step drew, among its results
         self._in_flight: deque[_Step] = deque()
@@ -289,3 +283,10 @@ class GpuBackend:
         converted = self._weights.converted
         parts += [f"{fmt} as {element} ({count} weights)" for fmt, count in converted.items()]
         return ", ".join(parts)
+
+
+def _too_little(name: str, tensors: Iterable[QuantTensor], device: Device) -> MemoryLimitError:
+    needed_gb = sum(tensor.num_bytes for tensor in tensors) / 1e9
+    message = f"{name} has {needed_gb:.1f} GB of weights, which with its pages is more than"
+    message = f"{message} {device.name} has free"
+    return MemoryLimitError(f"{message}: take a smaller model or --kv-memory.")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from twostroke.backends.gpu.graphs import LARGEST_BUCKET, bucket_of, buckets_up_to
-from twostroke.backends.gpu.kernels.products_packed import MANY_ROWS
 from twostroke.backends.gpu.step_input import LOGIT_ROWS
 
 if TYPE_CHECKING:
@@ -20,16 +19,17 @@ if TYPE_CHECKING:
 def prepare(graphs: Graphs, plan: Plan, drawing: Drawing) -> None:
     """Launch each bucket of steps, without rows.
 
-    Larger steps have no graphs, and kernels like the smallest one of them; from some size on,
-    products have others. The largest one brings the libraries' memory.
+    Larger steps have no graphs, and kernels like the smallest one of them or the next power of two,
+    at which products change. The largest one brings the libraries' memory.
     """
     plan.input.clear()
     for num_rows in buckets_up_to(plan.max_rows):
         graphs.capture(num_rows, partial(plan.launch, num_rows))
     for bucket in buckets_up_to(min(plan.max_rows, LOGIT_ROWS)):
         graphs.capture((0, bucket), partial(plan.launch_logits, 0, bucket))
-    for num_rows in sorted({bucket_of(LARGEST_BUCKET + 1), bucket_of(MANY_ROWS), plan.max_rows}):
-        if LARGEST_BUCKET < num_rows <= plan.max_rows:
+    larger = [bucket_of(LARGEST_BUCKET + 1), *(LARGEST_BUCKET << i for i in range(1, 20))]
+    if plan.max_rows > LARGEST_BUCKET:
+        for num_rows in (*(rows for rows in larger if rows < plan.max_rows), plan.max_rows):
             plan.launch(num_rows)
     drawing.prepare(plan.logits, plan.results)
     if plan.input.device.device.type == "cuda":

@@ -51,29 +51,33 @@ class Heads(Frozen):
     scales_at: int = 0
 
     def scales(self, cache: Tensor) -> Tensor:
-        """Return the memory of a cache as its scales are read."""
-        return cache.view(torch.float16) if self.kv_format else cache
+        """Return the `layer` of a cache as its scales are read."""
+        return self.layer(cache).view(torch.float16) if self.kv_format else cache
 
     @property
     def group(self) -> int:
         """How many query heads read one key-value head."""
         return self.num_heads // self.num_kv_heads
 
+    def layer(self, cache: Tensor) -> Tensor:
+        """Return the cache from the layer's first key on, so that a kernel is for all layers."""
+        return cache.view(-1)[self.keys_at :]
+
     @property
     def constants(self) -> dict[str, Any]:
-        """The shapes and places as kernels' constants."""
+        """The shapes and places, in a `layer`, as kernels' constants."""
         return {
             "HEADS": self.num_heads,
             "KV_HEADS": self.num_kv_heads,
             "DIM": self.head_dim,
             "PAGE_SIZE": self.page_size,
             "PAGE_STRIDE": self.page_stride,
-            "KEYS_AT": self.keys_at,
-            "VALUES_AT": self.values_at,
+            "KEYS_AT": 0,
+            "VALUES_AT": self.values_at - self.keys_at,
             "TABLE_STRIDE": self.table_stride,
             "GROUP_AT": self.group_at,
             "KV": self.kv_format,
-            "SCALES_AT": self.scales_at,
+            "SCALES_AT": self.scales_at - self.keys_at // 2 if self.kv_format else 0,
         }
 
 
@@ -135,7 +139,7 @@ def launch(
         work.frame,
         work.tables,
         q,
-        cache,
+        heads.layer(cache),
         heads.scales(cache),
         output,
         work.sums,

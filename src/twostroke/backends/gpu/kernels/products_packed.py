@@ -43,7 +43,7 @@ def launch(
 ) -> None:
     """Write `x @ weight.T` into `output`: x is (rows, depth), weight a matrix (width, depth)."""
     if gpu.same_tokens:
-        _start(gpu, header, num_rows, x, weight, output, _SAME_ROWS)
+        _start(gpu, header, -(-num_rows // _SAME_ROWS), x, weight, output, _SAME_ROWS, None)
         return
     if num_rows >= MANY_ROWS and output.values.dtype == gpu.element and output.count == 1:
         matrix = torch.empty((weight.width, weight.depth), dtype=gpu.element, device=gpu.device)

@@ -87,7 +87,7 @@ def launch(
         *biases,
         *norms,
         *tables,
-        cache,
+        heads.layer(cache),
         heads.scales(cache),
         unused if mean_keys is None else mean_keys,
         output,
