@@ -62,7 +62,7 @@ _PAGE: Final = 16
 
 
 class Row(Frozen):
-    """One measurement: a model's shape and format, the step, pages, and whether rows have one tile."""
+    """One measurement: a model's shape and formats, the step, and whether rows have one tile."""
 
     model: str
     fmt: str
@@ -322,35 +322,16 @@ def _part(request: Request, start: int) -> Slice:
 
 def measure_device() -> tuple[dict[str, Any], tuple[float, float]]:
     """Return facts about the GPU, its copy bandwidth (read and write) and BF16 matrix rate."""
-    import torch
-
     from twostroke.backends.gpu.device import find
+    from twostroke.backends.gpu.limits import measure
 
     device = find()
     if device.is_interpreted:
         return {"name": device.name}, (_BANDWIDTH, _PEAK)
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device.torch_device)
-    target = torch.empty_like(source)
-    copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source))
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device.torch_device)
-    rate = 2 * 8192**3 / _seconds(lambda: torch.mm(a, a))
-    facts = {"name": device.name, "sm": device.architecture, "copy_bytes_s": copied, "flops": rate}
-    return facts, (copied, rate)
-
-
-def _seconds(run: Any) -> float:
-    """Return the median seconds of ten calls on the GPU."""
-    import torch
-
-    run()
-    times = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    found = measure(device)
+    facts = {"name": device.name, "sm": device.architecture}
+    facts |= {"copy_bytes_s": found.bandwidth, "flops": found.peak}
+    return facts, (found.bandwidth, found.peak)
 
 
 def report(result: dict[str, Any], limits: tuple[float, float]) -> str:

@@ -45,7 +45,7 @@ def test_every_level_is_shown_with_its_reason(cli: Cli) -> None:
 
 def test_json_is_for_scripts(cli: Cli) -> None:
     found = json.loads(cli("doctor", "--json", "--threads", "1").out)
-    assert list(found) == ["machine", "levels", "measured", "auto"]
+    assert list(found) == ["machine", "levels", "measured", "auto", "gpu"]
     assert found["auto"]["num_threads"] == 1
     assert found["levels"][found["auto"]["level"]]["runs"] is True
     assert found["levels"]["portable"] == {"runs": True, "report": "runs (needs nothing)"}

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from twostroke.backends.gpu.launch import Gpu, Launch
-    from twostroke.program import Program
     from twostroke.quant import Format
 
 WIDTH: Final = 4096

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from twostroke.cli.help import Command, option
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import BackendError, UsageError
 from twostroke.core.hardware import (
     memory_available,
     memory_nodes,
@@ -65,7 +65,8 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
             name: {"runs": _runs(report), "report": report} for name, report in levels.items()
         }
         measured = measure(level, num_threads)
-        result = {"machine": machine, "levels": reports, "measured": measured, "auto": auto}
+        parts = {"machine": machine, "levels": reports, "measured": measured, "auto": auto}
+        result: dict[str, Any] = {**parts, "gpu": measure_gpu()}
         click.echo(json.dumps(result, ensure_ascii=False))
         return
     _show("Machine", _machine_lines(machine))
@@ -74,6 +75,8 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
     if sys.stderr.isatty():
         click.echo("Measuring…\r", nl=False, err=True)
     _show(f"Limits of {level} with {num_threads} threads", limit_lines(measure(level, num_threads)))
+    if gpu := measure_gpu():
+        _show("GPU (--backend gpu)", gpu_lines(gpu))
 
 
 def _compare_ranks(model: str | None, *, as_json: bool) -> None:
@@ -197,6 +200,44 @@ def measure(level: str, num_threads: int) -> dict[str, Any]:
         "large_bytes_per_s": large and large.bandwidth,
         "peak_ops_per_s": max(small.peak, large.peak if large else 0),
         "peak_kind": small.peak_kind,
+    }
+
+
+def measure_gpu() -> dict[str, Any] | None:
+    """Measure the GPU's limits, or return why it cannot be used; None if there is no driver."""
+    from twostroke.backends.gpu import device
+
+    if not device.has_driver():
+        return None
+    try:
+        found = device.find()
+        from twostroke.backends.gpu.limits import measure
+
+        free_bytes, limits = found.memory_available, measure(found)
+    except BackendError as error:
+        return {"refused": str(error)}
+    return {
+        "name": found.name,
+        "architecture": f"sm_{found.architecture}",
+        "num_units": found.num_units,
+        "memory_bytes": limits.memory_bytes,
+        "memory_free_bytes": free_bytes,
+        "copy_bytes_per_s": limits.bandwidth,
+        "peak_ops_per_s": limits.peak,
+        "peak_kind": limits.peak_kind,
+    }
+
+
+def gpu_lines(gpu: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a person reads of what `measure_gpu` found."""
+    if "refused" in gpu:
+        return {"not used": gpu["refused"]}
+    total, free = gpu["memory_bytes"] / 1e9, gpu["memory_free_bytes"] / 1e9
+    return {
+        "device": f"{gpu['name']}, {gpu['architecture']}, {gpu['num_units']} multiprocessors",
+        "memory": f"{total:.1f} GB, {free:.1f} GB of it free",
+        "bandwidth": f"{gpu['copy_bytes_per_s'] / 1e9:.1f} GB/s, copying",
+        "peak": f"{gpu['peak_ops_per_s'] / 1e12:.2f} T operations/s, {gpu['peak_kind']}",
     }
 
 

@@ -22,6 +22,7 @@ from twostroke.engine.compute import (
     auto_kv_format,
     check_backend,
     cost_model,
+    gpu_device,
     is_native,
     make_backend,
     memory_free,
@@ -254,6 +255,10 @@ def _limits(compute: ComputeOptions, num_weight_bytes: int) -> Limits:
     They are measured now if they are not known, while there is memory for a stream of that size.
     """
     num_threads = resolve_num_threads(compute.num_threads)
+    if compute.backend == "gpu":
+        from twostroke.backends.gpu.limits import measure
+
+        return Limits.known(measure(gpu_device(compute)))
     if not is_native(compute):
         return Limits("portable", num_threads, num_weight_bytes)
     limits = Limits(choose_level(compute.level).level, num_threads, num_weight_bytes)

@@ -224,3 +224,84 @@ def test_too_little_memory_says_what_fits(tiny: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(device.Device, "memory_available", free)
     with pytest.raises(MemoryLimitError, match=r"needs .* weights.* would fit|no context"):
         LLM(tiny, options=EngineOptions(ComputeOptions("gpu")))
+
+
+def test_a_gpus_limits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doctor shows them, and utilization is a share of them, not of the processor's."""
+    from twostroke.backends.gpu import device
+    from twostroke.cli import doctor
+    from twostroke.engine.build import _limits
+
+    hardware = _limits(ComputeOptions("gpu"), 1000).hardware()
+    assert hardware is not None
+    assert hardware.name == "interpreted kernels"
+    assert min(hardware.bandwidth, hardware.peak, hardware.memory_bytes) > 0
+    monkeypatch.setattr(device, "has_driver", lambda: False)
+    assert doctor.measure_gpu() is None
+    monkeypatch.setattr(device, "has_driver", lambda: True)
+    found = doctor.measure_gpu()
+    assert found is not None
+    assert "copying" in doctor.gpu_lines(found)["bandwidth"]
+    assert "BF16" in doctor.gpu_lines(found)["peak"]
+
+    def refuse() -> None:
+        raise BackendError("T4 is an sm_75.")
+
+    monkeypatch.setattr(device, "find", refuse)
+    found = doctor.measure_gpu()
+    assert found is not None
+    assert doctor.gpu_lines(found) == {"not used": "T4 is an sm_75."}
+
+
+def test_an_interrupt_while_a_graph_is_captured_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA complains about the capture that did not end, which nobody needs to read."""
+    from contextlib import contextmanager
+
+    from twostroke.backends.gpu.graphs import Graphs
+    from twostroke.backends.gpu.launch import interpreted
+
+    @contextmanager
+    def graph(_: object) -> Any:
+        try:
+            yield
+        finally:
+            raise RuntimeError("CUDA error: operation would make the stream wait")
+
+    def launch() -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+        interrupts.append(True)
+
+    interrupts: list[bool] = []
+    graphs = Graphs(interpreted())
+    graphs._has_graphs = True
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(KeyboardInterrupt):
+        graphs.capture(1, launch)
+    with pytest.raises(RuntimeError, match="would make the stream wait"):
+        graphs.capture(1, lambda: None)
+
+
+def test_a_kernel_fault_is_told_from_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from msgspec.structs import replace
+
+    from twostroke.backends.gpu.launch import interpreted
+    from twostroke.backends.gpu.transfers import checked
+    from twostroke.core.errors import DeviceLostError
+
+    gpu = replace(interpreted(), device=torch.device("cuda"))
+
+    def lost(_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for synchronize, kind in ((lost, DeviceLostError), (lambda _: None, RuntimeError)):
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+        with pytest.raises(kind) as caught, checked(gpu):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        assert type(caught.value) is kind
+    with pytest.raises(MemoryLimitError, match="no memory left"), checked(gpu):
+        raise torch.OutOfMemoryError

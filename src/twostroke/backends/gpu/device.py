@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from twostroke.core import env
 from twostroke.core.errors import BackendError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import memory_available
+from twostroke.core.hardware import memory_available, memory_total
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,21 @@ class Device(Frozen, eq=False):
 
         free: int = torch.cuda.mem_get_info(self.torch_device)[0]
         return free
+
+    @property
+    def memory_total(self) -> int:
+        """Bytes that it has."""
+        if self.is_interpreted:
+            return memory_total()
+        import torch
+
+        total: int = torch.cuda.mem_get_info(self.torch_device)[1]
+        return total
+
+
+def has_driver() -> bool:
+    """Whether there is a driver for a GPU."""
+    return _DRIVER.exists()
 
 
 def may_exist() -> bool:

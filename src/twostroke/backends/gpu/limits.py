@@ -1,0 +1,63 @@
+"""Measures a GPU's limits: how fast it copies memory, and multiplies matrices of BF16."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from twostroke.core.hardware import Hardware
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.backends.gpu.device import Device
+
+_COPIED_BYTES: Final = 1 << 30
+_SIDE: Final = 8192  # of the matrices
+_SMALL: Final = 64  # times smaller, where there is little memory or no GPU
+_REPEATS: Final = 10
+
+
+def measure(device: Device) -> Hardware:
+    """Return the bytes a second that are read and written, and the FLOPs a second of products.
+
+    It takes some tenths of a second, and 3 GB of the GPU's memory if that much is free.
+    """
+    is_small = device.is_interpreted or device.memory_available < 4 * _COPIED_BYTES
+    size, side = (_COPIED_BYTES // _SMALL, _SIDE // _SMALL) if is_small else (_COPIED_BYTES, _SIDE)
+    where = device.torch_device
+    source = torch.zeros(size, dtype=torch.uint8, device=where)
+    target = torch.empty_like(source)
+    copy_s = _seconds(device, lambda: target.copy_(source))
+    matrix = torch.ones(side, side, dtype=torch.bfloat16, device=where)
+    product = torch.empty_like(matrix)
+    product_s = _seconds(device, lambda: torch.mm(matrix, matrix, out=product))
+    return Hardware(
+        name=device.name,
+        num_threads=1,
+        memory_bytes=device.memory_total,
+        bandwidth=2 * size / copy_s,
+        peak=2 * side**3 / product_s,
+        peak_kind="BF16 products",
+        source="measured",
+    )
+
+
+def _seconds(device: Device, run: Callable[[], object]) -> float:
+    """Return the median seconds of some calls after the first."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        _wait(device)
+        began_s = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times[1:])
+
+
+def _wait(device: Device) -> None:
+    if not device.is_interpreted:
+        torch.cuda.synchronize(device.torch_device)
