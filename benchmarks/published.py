@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from report import table
 from twostroke.planner import Question, find_device, make_plan, planned_model
@@ -106,7 +107,11 @@ def _point(row: dict[str, str], folder: Path) -> dict[str, Any]:
         kv_format=row["kv_format"],
         streams=int(row["streams"]) if row["streams"] else None,
     )
-    chosen = make_plan(planned, find_device(row["device"]), question).chosen
+    device = find_device(row["device"])
+    if question.streams is None:  # published runs take as many as fit
+        streams = make_plan(planned, device, question).memory.most_streams
+        question = replace(question, streams=streams or None)
+    chosen = make_plan(planned, device, question).chosen
     if chosen is None:
         raise SystemExit(f"{row['model']} does not fit on {row['count']} x {row['device']}.")
     limit = chosen.streams / chosen.step_s if row["streams"] else chosen.tokens_per_s

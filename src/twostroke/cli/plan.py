@@ -51,7 +51,11 @@ _GPU_BUDGET: Final = 2048  # tokens of a step in simulations of devices other th
 @option("--prompt", default=1024, help="Tokens of a request's prompt.")
 @option("--output", default=256, help="Tokens of its answer.")
 @option("--cached", default=0.0, help="Share of the prompt that the prefix cache has.")
-@option("--streams", type=int, help="Requests that decode together [default: as many as can].")
+@option(
+    "--streams",
+    type=int,
+    help="Requests that decode together [default: as many as meet --tpot; without it up to 256].",
+)
 @objective_options()
 @share_options(1.0, 1.0)
 @price_option

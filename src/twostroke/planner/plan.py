@@ -12,7 +12,7 @@ from twostroke.measure.digits import digits, milliseconds
 from twostroke.planner import formulas
 from twostroke.planner.explain import explain
 from twostroke.planner.planner import Planner
-from twostroke.planner.question import MAX_DEVICES
+from twostroke.planner.question import MAX_DEVICES, MOST_UNASKED
 from twostroke.planner.queueing import loads
 from twostroke.program.batch import BatchShape
 
@@ -116,7 +116,8 @@ def make_plan(
     fitting = _MOST_STREAMS if memory.most_streams is None else memory.most_streams
     fitting = min(fitting, _MOST_STREAMS)
     most = planner.most_within(fitting)
-    streams = question.streams or most
+    unasked = most if question.tpot_s is not None else min(most, MOST_UNASKED)
+    streams = question.streams or unasked
     verdict = _verdict(planner, memory, prefill.seconds, fitting, most)
     chosen = planner.row(streams) if verdict == "" else None
     shown = streams or question.streams or 1

@@ -9,6 +9,7 @@ from twostroke.core.ranges import check_range
 
 MEMORY_SHARE = 0.9  # of a device's memory; the rest is for values of a step and the runtime
 MAX_DEVICES = 1024
+MOST_UNASKED = 256  # streams without an objective of TPOT: as many as an engine runs by default
 
 
 class Question(Frozen):
@@ -20,7 +21,8 @@ class Question(Frozen):
         cached: the share of the prompt that the prefix cache has, from 0 to 1.
         count: devices that divide each layer.
         kv_format: of keys and values, a key of `cache.FORMATS`.
-        streams: requests that decode together; None for as many as fit and meet the objectives.
+        streams: requests that decode together; None for as many as fit and meet the objective of
+            TPOT, and without one at most `MOST_UNASKED`.
         ttft_s, tpot_s: objectives in seconds, None for none.
         mfu, mbu: the shares of arithmetic and bandwidth that an engine reaches; 1 gives limits that
             no engine passes.

@@ -68,7 +68,12 @@ def _question(plan: Plan) -> Iterator[tuple[str, str]]:
     asked = plan.question
     yield "Prompt", f"{asked.prompt:,} tokens, {asked.num_cached:,} of them cached"
     yield "Answer", f"{asked.output:,} tokens"
-    yield "Streams", "as many as fit" if asked.streams is None else f"{asked.streams:,}"
+    yield (
+        "Streams",
+        "as many as fit within the objective of TPOT, or 256"
+        if asked.streams is None
+        else f"{asked.streams:,}",
+    )
     for name, limit_s in (("TTFT", asked.ttft_s), ("TPOT", asked.tpot_s)):
         yield f"Objective of {name}", "none" if limit_s is None else f"{limit_s * 1e3:,.4g} ms"
     yield "Weights, keys and values", f"{plan.stored}; {asked.kv_format}"

@@ -59,7 +59,9 @@ class PlanRequest(field.RequestObject):
     ] = 0.0
     streams: Annotated[
         Annotated[int, Meta(ge=1, le=_MAX_STREAMS)] | None,
-        field.doc("Requests that decode together; left out: as many as can."),
+        field.doc(
+            "Requests that decode together; left out: as many as meet `tpot_s`, or up to 256."
+        ),
     ] = None
     weights: Annotated[
         str | None,

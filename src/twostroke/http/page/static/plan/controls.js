@@ -7,7 +7,7 @@ const MOST_TOKENS = 1 << 20; // that the server plans for
 const MOST_STREAMS = 1 << 14;
 const MOST_DEVICES = 64;
 const PER_OCTAVE = 4;
-const AUTO = 0; // streams: as many as can
+const AUTO = 0; // streams: as many as meet the objective, or up to 256
 
 export class Controls {
   #fields = {};
@@ -29,7 +29,7 @@ export class Controls {
         this.#slider("prompt", "Prompt", tokens, Math.min(1024, most / 2), (value) => `${count(value)} tokens`),
         this.#slider("output", "Answer", tokens, Math.min(256, most / 4), (value) => `${count(value)} tokens`),
         this.#slider("cached", "Cached share of the prompt", shares(), 0, percent),
-        this.#slider("streams", "Streams", [AUTO, ...scale(1, MOST_STREAMS)], AUTO, (value) => (value === AUTO ? "as many as can" : count(value))),
+        this.#slider("streams", "Streams", [AUTO, ...scale(1, MOST_STREAMS)], AUTO, (value) => (value === AUTO ? "as many as useful" : count(value))),
       ),
       this.#group("Device",
         this.#list("device", "Device", [...here, ...devices]),
