@@ -41,9 +41,14 @@ class Connection(H11Protocol):
         *,
         limits: Limits,
         is_draining: Callable[[], bool],
+        most: int,
     ) -> None:
-        """Serve one client; a server that drains takes no further request on its connection."""
+        """Serve one client, of whom there are at most `most`.
+
+        A server that drains takes no further request on its connection.
+        """
         super().__init__(config, server_state, app_state, _loop)
+        self._most = most
         self._header_timeout_s = limits.header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._body: BodyReader | None = None  # of the newest request
@@ -61,8 +66,12 @@ class Connection(H11Protocol):
         self.app = app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first headers."""
+        """Begin to wait for the first headers; one too many takes the place of an idle one."""
         super().connection_made(transport)
+        if len(self.connections) > self._most:
+            others = (one for one in self.connections if isinstance(one, Connection))
+            idle = next((one for one in others if one.is_idle and one is not self), self)
+            idle.transport.abort()
         self._time_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -79,6 +88,12 @@ class Connection(H11Protocol):
             super().send_400_response(msg)
         else:
             self.transport.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        is_ending = self.transport.is_closing()
+        return not is_ending and (self.cycle is None or self.cycle.response_complete)
 
     def shutdown(self) -> None:
         """Let a response end, without waiting for the rest of a body or for the next request."""

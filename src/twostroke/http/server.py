@@ -8,9 +8,11 @@ import errno
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 _BACKLOG = 2048
 _GRACE_S = 5  # after the drain, for connections that hang
+_MOST_FILES = 1 << 16  # that a server may have open, if the system lets it
+_QUIET_S = 10.0  # between two lines of the log about connections that cannot be taken
 _FLUSH_S = 1  # to write the errors of requests that were cut off
 _logger = logging.getLogger("twostroke.serve")
 
@@ -140,6 +144,7 @@ async def run(
     server = Server(app, application, on_up)
     shutdown = _Shutdown(server, application, watchdog, on_stop)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(Faults())
     is_main = threading.current_thread() is threading.main_thread()  # only it gets signals
     signals = [signal.SIGINT, signal.SIGTERM] if is_main else []
     for number in signals:
@@ -153,6 +158,23 @@ async def run(
         for number in signals:
             loop.remove_signal_handler(number)
     return 1 if shutdown.num_cut or shutdown.has_ended else 0
+
+
+class Faults:
+    """Takes the faults that the event loop reports; asyncio alone logs each with a traceback."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._said_s = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log a fault; a connection that cannot be taken, which is often, now and then."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}):
+            loop.default_exception_handler(context)
+        elif (now_s := time.monotonic()) - self._said_s >= _QUIET_S:
+            self._said_s = now_s
+            _logger.error("New connections wait: this process may not open more files.")
 
 
 class Server(uvicorn.Server):
@@ -239,7 +261,10 @@ class _Shutdown:
 def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
     limits = application.options.limits
     connection: Any = partial(
-        Connection, limits=limits, is_draining=lambda: application.is_draining
+        Connection,
+        limits=limits,
+        is_draining=lambda: application.is_draining,
+        most=most_connections(),
     )
     return uvicorn.Config(
         app,
@@ -255,6 +280,15 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
         h11_max_incomplete_event_size=limits.max_header_bytes,
         timeout_graceful_shutdown=_GRACE_S,
     )
+
+
+def most_connections() -> int:
+    """Return how many connections leave room for files, after raising the limit of both."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(_MOST_FILES, hard) if hard >= 0 else _MOST_FILES  # -1 is none
+    if 0 <= soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most, soft) * 3 // 4
 
 
 def _url(listener: socket.socket) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
+from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all, wait_for
 from twostroke.http.limits import Limits
+from twostroke.http.server import Faults
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
+    from pathlib import Path
 
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -260,3 +264,39 @@ def drip(connection: socket.socket, data: bytes) -> bytes:
     finally:
         connection.close()
     raise AssertionError("the server waited for ever")
+
+
+def test_connections_are_bounded_and_idle_ones_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.http.server.most_connections", lambda: 3)
+    with live_server(tmp_path) as server:
+        server.backend.gate.clear()
+        busy = server.connect()
+        busy.sendall(post_bytes("/v1/completions", {"prompt": "a", "max_tokens": 1}))
+        wait_for(lambda: server.num_busy == 1)
+        idle = [server.connect() for _ in range(5)]
+        for _ in range(3):
+            with server.connect() as one:
+                one.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert one.recv(99).startswith(b"HTTP/1.1 200")
+        server.backend.gate.set()
+        assert busy.recv(99).startswith(b"HTTP/1.1 200")
+        for one in (busy, *idle):
+            one.close()
+
+
+def test_log_has_one_line_about_many_connections_that_cannot_be_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        faults, loop = Faults(), asyncio.get_running_loop()
+        for _ in range(100):
+            faults(loop, {"message": "accept", "exception": OSError(errno.EMFILE, "many")})
+        faults(loop, {"message": "something else"})
+
+    asyncio.run(run())
+    assert [record.getMessage() for record in caplog.records] == [
+        "New connections wait: this process may not open more files.",
+        "something else",
+    ]
