@@ -46,6 +46,7 @@ class Limits(Frozen):
         max_choices: prompts times n of one request.
         max_inputs: texts to embed of one request.
         max_file_bytes: an uploaded file.
+        max_files: files of a tenant when another is uploaded.
         max_files_bytes: all files of a tenant together, uploads included.
         file_timeout_s: from the headers of an upload to its end.
         max_batch_lines: lines of a batch.
@@ -67,6 +68,7 @@ class Limits(Frozen):
     max_choices: int = 1024
     max_inputs: int = 2048
     max_file_bytes: int = 200 * 1024 * 1024
+    max_files: int = 100_000
     max_files_bytes: int = 10 * 1024**3
     file_timeout_s: float = 600.0
     max_batch_lines: int = 50_000

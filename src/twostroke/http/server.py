@@ -283,12 +283,12 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
 
 
 def most_connections() -> int:
-    """Return how many connections leave room for files, after raising the limit of both."""
+    """Return how many connections there may be, after raising the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(_MOST_FILES, hard) if hard >= 0 else _MOST_FILES  # -1 is none
     if 0 <= soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(most, soft) * 3 // 4
+    return most // 2  # a router has another for each
 
 
 def _url(listener: socket.socket) -> str:

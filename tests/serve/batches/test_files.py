@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING, Any
 
 from support.servers import live_server, wait_for
+from twostroke.http.limits import Limits
 from twostroke.records import Records, RecordsError
 from twostroke.records.folder import Temporary
-from twostroke.serve.batches import lines, runner
+from twostroke.serve.batches import files, lines, runner
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     import pytest
@@ -125,6 +128,32 @@ def test_uploads_that_arrive_take_room(server: LiveServer, records: Records) -> 
         one.close()
     wait_for(lambda: not [*begun.iterdir()])
     assert upload(server, line(0) * (95_000 // len(line(0)))).status_code == 200
+
+
+def test_uploads_at_the_same_time_have_one_bound(
+    server: LiveServer, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def all_of_it(*_: object) -> AsyncIterator[int]:
+        yield 100_000  # as if nothing else had come
+
+    monkeypatch.setattr(files.Rooms, "take", all_of_it)
+    text = line(0) * (95_000 // len(line(0)))
+    codes = [upload(server, text).status_code for _ in range(3)]
+    assert codes == [200, 200, 413]
+    assert len(names(records)) == 2
+
+
+def test_files_of_a_tenant_are_bounded_in_number(tmp_path: Path) -> None:
+    with (
+        closing(Records(tmp_path / "records")) as records,
+        live_server(tmp_path, ServeOptions(limits=Limits(max_files=2)), records=records) as server,
+    ):
+        refused = [upload(server, "") for _ in range(3)][-1]
+        assert refused.json()["error"]["message"] == "You have 2 files, the limit. Delete some."
+        first = server.http.get("/v1/files").json()["data"][0]["id"]
+        assert server.http.delete(f"/v1/files/{first}").status_code == 200
+        assert upload(server, "").status_code == 200
 
 
 def test_open_batches_are_bounded_and_need_room(server: LiveServer, records: Records) -> None:

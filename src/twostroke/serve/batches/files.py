@@ -219,7 +219,10 @@ def check_room(db: Connection, tenant: str, limits: Limits) -> None:
 
 
 def insert_new(db: Connection, file: FileBody, tenant: str, limits: Limits) -> None:
-    """Keep the record of a tenant's new file; raises BodySizeError if others took its room."""
+    """Keep the record of a tenant's new file; raises BodySizeError if there is no room."""
+    [count] = db.execute("SELECT count(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()
+    if count >= limits.max_files:
+        raise BodySizeError(f"You have {count} files, the limit. Delete some.")
     if _num_bytes(db, tenant) + file.bytes > limits.max_files_bytes:
         raise _full(limits)
     insert(db, file, tenant)
