@@ -10,9 +10,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
+from twostroke.backends.gpu.kernels.bytes import assembly as assembly_of  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import Layout  # noqa: E402
 from twostroke.backends.gpu.kernels.packed_codes import constants  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
+from twostroke.quant.small_floats import E4M3  # noqa: E402
 
 LAYOUTS = (
     Layout(4, 32, half=8),
@@ -39,6 +41,16 @@ def lookup(table: int, a, b, c):
     return result
 
 
+def permuted(word, places: int):
+    """Return a word of bytes of another, whose places are four bits each; 4 is a 0."""
+    found = np.zeros_like(word)
+    for at in range(4):
+        place = places >> 4 * at & 15
+        if place < 4:
+            found |= (word >> np.uint32(8 * place) & np.uint32(255)) << np.uint32(8 * at)
+    return found
+
+
 def execute(assembly: str, inputs: dict[str, np.ndarray], element: torch.dtype):
     registers = dict(inputs)
     size = len(next(iter(inputs.values())))
@@ -62,6 +74,9 @@ def execute(assembly: str, inputs: dict[str, np.ndarray], element: torch.dtype):
                 found = value(given[0]) & value(given[1])
             case "xor":
                 found = value(given[0]) ^ value(given[1])
+            case "prmt":
+                assert given[1] == "0"
+                found = permuted(value(given[0]), int(given[2], 0))
             case "lop3":
                 found = lookup(int(given[3], 0), *map(value, given[:3]))
             case "fma":
@@ -103,3 +118,13 @@ def test_assembly_makes_the_codes(layout: Layout, element: torch.dtype) -> None:
             shift = 0 if layout.bits == 8 else given["SHIFT"]
             for plane, codes in enumerate(planes_of(layout, words, high, step)):
                 np.testing.assert_array_equal(halves(found[f"${plane}"], element), codes + shift)
+
+
+@pytest.mark.parametrize("element", [torch.float16, torch.bfloat16])
+def test_assembly_makes_the_numbers_of_pages(element: torch.dtype) -> None:
+    codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
+    codes = codes[np.isfinite(E4M3[codes])]
+    text = assembly_of(listing([], 90, element), "fp8")
+    found = execute(text, {"$2": codes.view(np.uint32)}, element)
+    numbers = np.stack([*halves(found["$0"], element), *halves(found["$1"], element)], axis=1)
+    np.testing.assert_array_equal(numbers.reshape(-1), E4M3[codes] / 256)

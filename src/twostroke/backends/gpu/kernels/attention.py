@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.bytes import numbers_of, scales_at
+from twostroke.backends.gpu.kernels.bytes import assembly, numbers_of, scales_at
 from twostroke.backends.gpu.tiles import BLOCK
 from twostroke.core.frozen import Frozen
 
@@ -132,6 +132,11 @@ def launch(
     is_small = block_m <= same_block(heads.group)
     block_d = max(16, triton.next_power_of_2(heads.head_dim))
     num_programs = gpu.programs(4 if is_small else 1)
+    # With mma.sync all operands are in registers, and 64 tokens would be more than there are.
+    is_narrow = not is_small and gpu.architecture not in {90, 100}
+    block_n = BLOCK if block_d <= 128 and not is_narrow else BLOCK // 2
+    if is_narrow and heads.kv_format and gpu.architecture >= 120:
+        block_n = BLOCK // 4
     gpu.launch(
         _attention,
         (num_programs,),
@@ -145,15 +150,16 @@ def launch(
         work.sums,
         work.tops,
         num_warps=4 if block_m * block_d <= 8192 else 8,
-        num_stages=3 if block_d <= 128 else 2,
+        num_stages=3 if block_d <= 128 and not is_narrow else 2,
         PLACE=place,
         GROUP=heads.group,
         SCALE=heads.scale,
         WINDOW=heads.window,
         SOFT_CAP=heads.soft_cap,
         **heads.constants,
+        ASSEMBLY=assembly(gpu, heads.kv_format),
         BLOCK_M=block_m,
-        BLOCK_N=BLOCK if block_d <= 128 else BLOCK // 2,
+        BLOCK_N=block_n,
         BLOCK_D=block_d,
         NUM_PROGRAMS=num_programs,
         ITEM=ITEM,
@@ -184,11 +190,12 @@ def merge(gpu: Gpu, work: Work, place: int, output: Tensor, heads: Heads) -> Non
 @triton.jit
 def _with_block(
     queries, keys, values, key_scales, value_scales, is_seen, top, total, mixed,
-    SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr,
+    SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of rows after a block of tokens more."""
     element: tl.constexpr = queries.dtype
-    scores = tl.dot(queries, numbers_of(keys, element, KV), input_precision="ieee") * SCALE
+    keys = numbers_of(keys, element, KV, ASSEMBLY)
+    scores = tl.dot(queries, keys, input_precision="ieee") * SCALE
     if KV != "":
         scores *= key_scales[None, :]
     if SOFT_CAP > 0:
@@ -200,7 +207,7 @@ def _with_block(
     shrink = tl.exp(top - base)
     mixed *= shrink[:, None]
     total = total * shrink + tl.sum(shares, 1)
-    values = numbers_of(values, element, KV)
+    values = numbers_of(values, element, KV, ASSEMBLY)
     if (
         KV != ""
     ):  # scales relative to the largest: shares times small scales are less than float16 holds
@@ -255,7 +262,7 @@ def _attention(
     DIM: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
     VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
-    KV: tl.constexpr, SCALES_AT: tl.constexpr,
+    KV: tl.constexpr, SCALES_AT: tl.constexpr, ASSEMBLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
@@ -279,9 +286,9 @@ def _attention(
         within = pairs // GROUP
         head = kv_head * GROUP + pairs % GROUP
         is_pair = within < num_rows
-        at = (row + within).to(tl.int64) * (HEADS * DIM) + head * DIM
+        at = (row + within) * (HEADS * DIM) + head * DIM
         is_query = is_pair[:, None] & is_dim[None, :]
-        queries = tl.load(q + at[:, None] + dims[None, :], is_query, 0.0)  # (pairs, dims)
+        queries = tl.load(q + (at[:, None] + dims[None, :]), is_query, 0.0)  # (pairs, dims)
         first = position - WINDOW + 1 if WINDOW else 0
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -296,12 +303,12 @@ def _attention(
             is_seen = _is_seen(position + within, seen_at, is_token, WINDOW)
             top, total, mixed = _with_block(
                 queries, keys, values, key_scales, value_scales, is_seen, top, total, mixed,
-                SCALE, SOFT_CAP, KV,
+                SCALE, SOFT_CAP, KV, ASSEMBLY,
             )  # fmt: skip
         if slot < 0:
             result = mixed / tl.where(total == 0, 1.0, total)[:, None]
             result = result.to(output.dtype.element_ty)
-            tl.store(output + at[:, None] + dims[None, :], result, is_query)
+            tl.store(output + (at[:, None] + dims[None, :]), result, is_query)
         else:
             to = (slot + within * row_slots).to(tl.int64) * HEADS + head
             tl.store(sums + to[:, None] * DIM + dims[None, :], mixed, is_query)
