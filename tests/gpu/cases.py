@@ -185,6 +185,7 @@ class _Weights:
         self.matrices = {
             name: _empty(*shape, dtype=gpu.element) for name, shape in self._shapes.items()
         }
+        self.mean_keys: dict[int, torch.Tensor] = {}
 
     def factors(self, names: tuple[str, ...]) -> Sequence[torch.Tensor]:
         width = sum(self._shapes[name][0] for name in names)
