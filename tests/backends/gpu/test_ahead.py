@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from support.cpu import tiny_model  # noqa: E402
+from support.programs import PROGRAMS, random_tensors  # noqa: E402
 from support.schedules import Setting, fresh, random_requests, run_schedule  # noqa: E402
 from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
 from twostroke.backends.gpu import plan as plan_module  # noqa: E402
@@ -145,6 +146,23 @@ def test_steps_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_passes
     monkeypatch.setattr(attention, "small_block", lambda _: 32)  # as a row would want
     assert backend.run(StepPlan((Slice(alone(0), 0, 2, samples=True),))).num_compiled > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "same_tokens"), [("biases", False), ("biases", True), ("many experts", False)]
+)
+def test_no_size_of_a_step_has_kernels_that_were_not_prepared(
+    name: str, *, same_tokens: bool
+) -> None:
+    program = PROGRAMS[name]
+    given = {"max_rows": 2048, "same_tokens": same_tokens}
+    tensors = random_tensors(program, "F16", "F16")
+    backend = GpuBackend(program, tensors, 8, 16, find(), **given)
+    kernels = backend._kernels
+    prepared, kernels.only_notes = len(kernels), True
+    for num_rows in range(64, 2049, 64):
+        backend._plan.launch(num_rows)
+        assert len(kernels) == prepared, num_rows
 
 
 def test_a_row_of_a_token_that_could_not_be_drawn_harms_nobody() -> None:
