@@ -1,4 +1,4 @@
-// Dot products on AVX2: bytes of codes x int8 planes of activations, for codes of up to 6 bits.
+// Dot products on AVX2: bytes of codes x int8 planes of activations, for codes of up to 7 bits.
 //
 // A row's bytes are those of AVX-512: two planes, q = 128 hi + lo, 32 x hi in [-127, 127], then 32
 // x lo in [-64, 63]; or one of q, for activations of 8 bits. A multiply of bytes adds pairs of

@@ -156,7 +156,7 @@ def test_turn_of_a_constraint_that_takes_too_long_ends(tmp_path: Path) -> None:
         assert "took longer than 0.3 s to compile" in response.json()["error"]["message"]
         began_s = time.monotonic()
         assert server.chat(guided_regex="a", max_tokens=5).status_code == 200
-        assert time.monotonic() - began_s < 2
+        assert time.monotonic() - began_s < 8, "it waited for the first one's end"
 
 
 def test_server_never_compiles_on_the_event_loop(
