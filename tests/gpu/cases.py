@@ -14,7 +14,14 @@ from msgspec.structs import replace
 
 from twostroke.backends.gpu import mixtures, sampling
 from twostroke.backends.gpu.cache import PageMemory
-from twostroke.backends.gpu.kernels import attention, product, products_packed, rope, sampler
+from twostroke.backends.gpu.kernels import (
+    attention,
+    product,
+    products_packed,
+    rope,
+    sampler,
+    take_packed,
+)
 from twostroke.backends.gpu.kernels.packed import Packed, layout_of
 from twostroke.backends.gpu.kernels.parts import Parts
 from twostroke.backends.gpu.launch import listing
@@ -107,6 +114,16 @@ def written_out(fmt: Format, architecture: int) -> Case:
     return Case(launches, weight.num_bytes + 2 * output.numel())
 
 
+def table_rows(fmt: Format, architecture: int) -> Case:
+    """Return rows of a packed table."""
+    launches: list[Launch] = []
+    gpu = listing(launches, architecture)
+    output = _empty(16, DEPTH, dtype=torch.float32)
+    given = {"factor": 1.0, "results": _empty(16, sampling.RESULT_INTS)}
+    take_packed.launch(gpu, _empty(4), 16, _packed(fmt), _empty(16), output, **given)
+    return Case(launches)
+
+
 def experts(fmt: Format, rows: int, architecture: int) -> Case:
     """Return a mixture of Qwen3-30B-A3B's shape; of many rows, only its products."""
     launches: list[Launch] = []
@@ -185,6 +202,7 @@ class _Weights:
         self.matrices = {
             name: _empty(*shape, dtype=gpu.element) for name, shape in self._shapes.items()
         }
+        self.packed: dict[str, Packed] = {}
         self.mean_keys: dict[int, torch.Tensor] = {}
 
     def factors(self, names: tuple[str, ...]) -> Sequence[torch.Tensor]:
@@ -272,6 +290,7 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
         for rows in (4, 16, 128)
     },
     **{f"{fmt.name} written out": partial(written_out, fmt) for fmt in _FORMATS},
+    **{f"{fmt.name} table": partial(table_rows, fmt) for fmt in _FORMATS},
     **{
         f"{name} experts {rows} rows": partial(experts, FORMATS[name], rows)
         for name in ("BF16", "Q4_K")

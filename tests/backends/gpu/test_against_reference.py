@@ -67,4 +67,4 @@ def test_half_precision_is_close(fmt: str, experts: int) -> None:
     result = compare([(right.score(TOKENS), ours.score(TOKENS), TOKENS)])
     assert result.mean_kl < 1e-4
     assert result.top1_agreement > 0.98
-    assert (f"{first} as f16" in ours.facts.detail) == (fmt != "F16")
+    assert (f"{first} as f16" in ours.facts.detail) == (fmt == "BF16")

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
-from twostroke.backends.gpu.kernels import products_packed  # noqa: E402
+from twostroke.backends.gpu.kernels import products_packed, take_packed  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
@@ -42,6 +42,20 @@ def test_a_matrix_is_written_out_exactly(fmt) -> None:
     gpu = interpreted(torch.float32)
     products_packed.write_out(gpu, pack(tensor, CPU), output)
     np.testing.assert_allclose(output.numpy(), tensor.dequantize(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("fmt", FORMS, ids=lambda fmt: fmt.name)
+def test_rows_of_a_table_are_taken_exactly(fmt) -> None:
+    tensor = random_matrix(np.random.default_rng(3), fmt, (70, 512))
+    chosen, results = torch.tensor([69, -2, 0, 5], dtype=torch.int32), torch.zeros((3, 8))
+    results = results.int()
+    results[1, 0] = 64  # what the last step drew
+    output = torch.zeros((4, 512))
+    table, given = pack(tensor, CPU), {"factor": 2.0, "results": results}
+    take_packed.launch(interpreted(), header(3), 4, table, chosen, output, **given)
+    expected = 2 * tensor.dequantize()[[69, 64, 0]]
+    np.testing.assert_allclose(output.numpy()[:3], expected, rtol=1e-6, atol=1e-6)
+    assert not output[3].any()  # no row of the step
 
 
 @pytest.mark.parametrize("fmt", FORMS, ids=lambda fmt: fmt.name)

@@ -19,6 +19,7 @@ from twostroke.backends.gpu.kernels import (
     product,
     products_packed,
     rope,
+    take_packed,
 )
 from twostroke.backends.gpu.kernels.attention import Work
 from twostroke.backends.gpu.kernels.packed import Packed
@@ -185,9 +186,12 @@ class Plan:
             case Embed():
                 tokens = self.input.view(places.tokens, rows)
                 output = memory.tensor(record.output, rows)
-                table = self._weights.matrices[record.table]
                 given = {"factor": record.factor, "results": self.results}
-                pointwise.take_rows(gpu, frame, rows, table, tokens, output, **given)
+                if (table := self._weights.packed.get(record.table)) is not None:
+                    take_packed.launch(gpu, frame, rows, table, tokens, output, **given)
+                else:
+                    dense = self._weights.matrices[record.table]
+                    pointwise.take_rows(gpu, frame, rows, dense, tokens, output, **given)
             case External():
                 pass  # written before the step
             case AddNorm():

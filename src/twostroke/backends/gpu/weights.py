@@ -46,8 +46,8 @@ def device_bytes(tensors: Mapping[str, QuantTensor]) -> int:
     """Return about how many bytes weights take on the device."""
     dense = sum(
         tensor.num_values * (2 if len(tensor.shape) > 1 else 4)
-        for name, tensor in tensors.items()
-        if name == "token_embd.weight" or not _is_packed(tensor)
+        for tensor in tensors.values()
+        if not _is_packed(tensor)
     )
     packed = sum(tensor.num_bytes for tensor in tensors.values() if _is_packed(tensor))
     return dense + packed
@@ -56,8 +56,8 @@ def device_bytes(tensors: Mapping[str, QuantTensor]) -> int:
 class DeviceWeights:
     """Matrices by name, those that read one input together if they are dense, and vectors.
 
-    `packed` are those in a format that products read, `matrices` others, in the element type, and
-    tables of embeddings. `converted` counts the matrices of each format that was neither.
+    `packed` are those in a format that kernels read, tables too, and `matrices` others, in the
+    element type. `converted` counts the matrices of each format that was neither.
     """
 
     def __init__(
@@ -87,16 +87,15 @@ class DeviceWeights:
         names = {name for group in groups for name in group} | {*tables, lowered.logits.weight}
         names |= {weight.name for op in mixes for weight in op.weights}
         total, done = sum(tensors[name].num_bytes for name in names), 0
-        multiplied = [*groups, (lowered.logits.weight,)]
-        for name in dict.fromkeys(name for group in multiplied for name in group):
+        read = [*groups, (lowered.logits.weight,), *((name,) for name in tables)]
+        for name in dict.fromkeys(name for group in read for name in group):
             if _is_packed(tensors[name]):
                 self.packed[name] = pack(tensors[name], gpu.device)
                 done += tensors[name].num_bytes
-                if name not in tables:
-                    release([tensors[name]])
+                release([tensors[name]])
                 progress(min(done, total), total)
-        dense = [tuple(n for n in group if n not in self.packed) for group in multiplied]
-        for group in [*filter(None, dense), *((name,) for name in tables)]:
+        dense = [tuple(n for n in group if n not in self.packed) for group in read]
+        for group in filter(None, dense):
             if group in self.products or (len(group) == 1 and group[0] in self.matrices):
                 continue
             shapes = [tensors[name].shape for name in group]

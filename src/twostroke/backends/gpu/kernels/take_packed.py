@@ -1,0 +1,93 @@
+"""Rows of a packed table: an embedding whose matrix products read, too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from twostroke.backends.gpu.kernels.packed import TILE_INPUTS
+from twostroke.backends.gpu.kernels.packed_codes import (
+    codes_of,
+    constants,
+    headers_of,
+    scale_of,
+    upper_of,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.backends.gpu.kernels.packed import Packed
+    from twostroke.backends.gpu.launch import Gpu
+
+
+def launch(
+    gpu: Gpu,
+    header: Tensor,
+    num_rows: int,
+    table: Packed,
+    chosen: Tensor,
+    output: Tensor,
+    *,
+    factor: float,
+    results: Tensor,
+) -> None:
+    """Write `output[r] = table[chosen[r]] * factor`; see `pointwise.take_rows` for `results`."""
+    unused, layout = table.codes, table.layout
+    gpu.launch(
+        _take_packed,
+        (num_rows, -(-table.depth // TILE_INPUTS)),
+        header,
+        chosen,
+        results,
+        table.codes,
+        unused if table.high is None else table.high,
+        table.scales,
+        unused if table.offsets is None else table.offsets,
+        output,
+        num_warps=1,
+        WIDTH=table.width,
+        DEPTH=table.depth,
+        FACTOR=factor,
+        RESULT_STRIDE=results.shape[1],
+        **constants(gpu, layout, is_centered=True) | {"ASSEMBLY": ("",) * layout.steps},
+    )
+
+
+@triton.jit
+def _take_packed(
+    header, chosen, results, codes, high, scales, offsets, output,
+    WIDTH: tl.constexpr, DEPTH: tl.constexpr, FACTOR: tl.constexpr, RESULT_STRIDE: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
+    STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (DEPTH + 255) // 256
+    OUTPUTS: tl.constexpr = (WIDTH + 63) // 64 * 64
+    STEP: tl.constexpr = 64 * COLUMNS
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if row >= tl.load(header):
+        return
+    line = tl.load(chosen + row)
+    drawn = tl.load(results + (-1 - line) * RESULT_STRIDE, line < 0, 0)
+    line = tl.where(line < 0, tl.maximum(drawn, 0), line).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    tile = line // 64 * BLOCKS + block
+    within = line % 64 * COLUMNS + columns
+    scales += line
+    offsets += line
+    headers = headers_of(scales + block * (4 * OUTPUTS), SCALES, OUTPUTS)
+    for index in tl.static_range(STEPS * PLANES):
+        if index % PLANES == 0:
+            word = tl.load(codes + (tile * STEPS + index // PLANES) * STEP + within)
+            upper = upper_of(high + within, tile, index // PLANES, BITS, STEP)
+            values = codes_of(word, upper, tl.float32, index // PLANES,
+                BITS, PLANES, SHIFT, ASSEMBLY)  # fmt: skip
+        scale, offset = scale_of(headers, scales, offsets, block, index * COLUMNS // GROUP,
+            GROUP, SCALES, OFFSET, OUTPUTS)  # fmt: skip
+        value = (values[index % PLANES] * scale + offset) * FACTOR
+        inputs = block * 256 + index * COLUMNS + columns
+        at = output + row * DEPTH + inputs
+        tl.store(at, value.to(output.dtype.element_ty), inputs < DEPTH)
