@@ -20,6 +20,7 @@ import uvicorn
 
 from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.http.connection import Connection
+from twostroke.http.heap import trim_regularly
 from twostroke.http.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -150,9 +151,11 @@ async def run(
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal)
     application.vitals.attach(shutdown.on_end)
+    trimming = loop.create_task(trim_regularly())
     try:
         await server.serve(sockets=[listener])
     finally:
+        trimming.cancel()
         watchdog.end()
         application.close()
         for number in signals:
