@@ -128,7 +128,7 @@ class Soak:
             await asyncio.sleep(_LOOK_S)
         self.is_over = True
 
-    async def left(self, num_files: int) -> list[str]:
+    async def left(self, files: list[str]) -> list[str]:
         """Return what is left once everybody has gone."""
         await asyncio.sleep(3)
         state = (await self.http.get("/api/state")).json()
@@ -137,8 +137,10 @@ class Soak:
             found.append(f"{state['pages']['held']} pages are held")
         if state["requests"]["running"] or state["requests"]["num_waiting"]:
             found.append(f"requests: {state['requests']}")
-        if (now := _num_files(self.server.pid)) > num_files:
-            found.append(f"{now - num_files} descriptors more than before")
+        now = _files(self.server.pid)
+        if len(now) > len(files):
+            more = Counter(now) - Counter(files)
+            found.append(f"{len(now) - len(files)} descriptors more than before: {dict(more)}")
         if (count := len(descendants(self.server.pid))) != 1:
             found.append(f"{count} processes instead of one")
         return found
@@ -163,8 +165,13 @@ def _megabytes(pid: int) -> float:
     return own / 1024
 
 
-def _num_files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+def _files(pid: int) -> list[str]:
+    """What the process's descriptors name, without the numbers of sockets and pipes."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(path.readlink()).partition(":[")[0])
+    return found
 
 
 def _told(counts: Counter[str]) -> str:
@@ -181,10 +188,10 @@ async def soak(given: argparse.Namespace, server: Server) -> int:
             await kind()  # files and caches that are opened when they are first needed
         await here.http.get("/api/state")
         await asyncio.sleep(1)
-        num_files = _num_files(server.pid)
+        files = _files(server.pid)
         clients = [here.client() for _ in range(given.clients)]
         await asyncio.gather(here.watch(seconds, given.kill_minutes * 60), *clients)
-        left = await here.left(num_files)
+        left = await here.left(files)
     growth_mb = here.growth_mb(seconds)
     odd = here.counts.keys() - _EXPECTED - {"answered", "left early", "kills"}
     print(f"{_told(here.counts)}")
