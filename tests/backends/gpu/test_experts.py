@@ -8,12 +8,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
+from msgspec.structs import replace  # noqa: E402
+
+from twostroke.backends.gpu import mixtures  # noqa: E402
 from twostroke.backends.gpu.kernels import product, products_packed, routing  # noqa: E402
-from twostroke.backends.gpu.kernels.packed import pack_stack  # noqa: E402
+from twostroke.backends.gpu.kernels.packed import Packed, pack_stack  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.gpu.lowered import route_ints  # noqa: E402
 from twostroke.backends.reference.operations import choose_experts  # noqa: E402
+from twostroke.program.experts import Expert, MixtureOfExperts  # noqa: E402
 from twostroke.quant import FORMATS, QuantTensor, grouped  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -116,3 +120,22 @@ def test_products_of_pairs_are_those_of_their_experts(fmt: str, rows: int) -> No
         np.testing.assert_allclose(output.numpy()[: len(pairs), 8:], expected, rtol=4e-3, atol=0.1)
         assert not output[len(pairs) :].any()
         assert not output[:, :8].any()
+
+
+def test_stacks_whose_columns_are_in_another_order_are_converted() -> None:
+    rng = np.random.default_rng(0)
+    order = rng.permutation(256).astype(np.int32)
+    tensors = {
+        name: QuantTensor.from_floats(rng.standard_normal(shape, np.float32), FORMATS["Q8_0"])
+        for name, shape in (("gate", (64, 256)), ("up", (64, 256)), ("down", (256, 64)))
+    }
+    tensors["up"] = replace(tensors["up"], order=order)
+    op = MixtureOfExperts("y", "x", "scores", (Expert("gate", "up", "down"),), 256, 64, 1, True)
+
+    def convert(tensor: QuantTensor, target: torch.Tensor) -> None:
+        target.copy_(torch.from_numpy(tensor.dequantize()))
+
+    gates, ups = mixtures.load(interpreted(), op, tensors, convert).wide
+    assert isinstance(gates, Packed)
+    expected = tensors["up"].dequantize().astype(np.float16)
+    np.testing.assert_array_equal(ups[0].numpy(), expected)

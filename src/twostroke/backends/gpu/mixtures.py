@@ -68,8 +68,7 @@ def load(
 ) -> ExpertWeights:
     """Bring a mixture's matrices to the device.
 
-    A stack of one format that kernels read stays packed. For others `convert` writes each matrix in
-    the element type.
+    A stack of one format that kernels read stays packed; `convert` writes the matrices of others.
     """
     gates, ups, downs = (
         [tensors[getattr(expert, part)] for expert in op.experts] for part in ("gate", "up", "down")
@@ -82,9 +81,10 @@ def load(
 
 
 def is_packed(tensors: Sequence[QuantTensor]) -> bool:
-    """Whether a stack of these stays packed."""
+    """Whether a stack of these stays packed: all columns must be in the order of the inputs."""
     (fmt, *others) = {tensor.format.name: tensor.format for tensor in tensors}.values()
-    return not others and layout_of(fmt, tensors[0].shape[-1]) is not None
+    is_plain = not others and all(tensor.order is None for tensor in tensors)
+    return is_plain and layout_of(fmt, tensors[0].shape[-1]) is not None
 
 
 def launch(
