@@ -118,6 +118,15 @@ def test_a_load_waits_as_theory_says(model, monkeypatch):
         assert one.at_work == pytest.approx(one.share / (1 - one.share))  # M/G/1, shared
 
 
+def test_means_stay_near_where_prompts_cost_nothing_among_others(model):
+    """A prompt of few tokens alone reads all weights, as does the step of its one token."""
+    for prompt in (1, 16):
+        question = Question(prompt=prompt, output=1, streams=2)
+        plan = make_plan(model("8B"), find_device("H100-SXM"), question)
+        for one in plan.loads:
+            assert plan.ttft_s < one.ttft_s < 12 * plan.ttft_s
+
+
 def test_loads_agree_with_littles_law(model):
     planner = Planner(model("8B"), find_device("L4"), Question(output=100))
     light, *_, heavy = loads(planner, 40)

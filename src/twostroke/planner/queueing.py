@@ -61,7 +61,7 @@ def _at(num_output: int, share: float, prompt_s: np.ndarray, step_s: np.ndarray)
     slot_s = waiting / (1 - share) / total / rate / 2  # half, as lengths are equal
     near = max(0, round(float(at_work)) - 1)
     own_s = prompt_s[near] + step_s[near]
-    busy = min(rate * prompt_s[near], 1.0)
+    busy = min(rate * prompt_s[near], share)  # a prompt alone may take longer than among others
     begins_s = own_s * (1 + busy / (2 - 2 * busy)) + step_s[near] / 2
     tpot_s = max((at_work / rate - begins_s) / max(num_output - 1, 1), step_s[near])
     return Loaded(share, float(rate), float(at_work), float(slot_s + begins_s), float(tpot_s))
