@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from support.servers import live_server, post_bytes, read_all, wait_for
 from twostroke.http.keys import ApiKeys
+from twostroke.serve import turns
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.options import ServeOptions
-from twostroke.serve.turns import Readers
+from twostroke.serve.turns import Readers, Turns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +33,7 @@ def test_long_body_waits_for_one_of_another_tenant_and_not_for_all(
     monkeypatch.setattr(BodyDecoder, "decode", slow)
     options = ServeOptions(drain_s=1, api_keys=ApiKeys({"k": "anna", "other": "ben"}))
     with live_server(tmp_path, options) as server:
-        turns = server.api._readers._turns
+        line = server.api._readers._turns
         connections = []
 
         def post(key: str, word: str) -> None:
@@ -42,9 +44,9 @@ def test_long_body_waits_for_one_of_another_tenant_and_not_for_all(
 
         for _ in range(6):
             post("k", "anna")
-        wait_for(lambda: turns.num_waiting("anna") == 4)
+        wait_for(lambda: line.num_waiting("anna") == 4)
         post("other", "ben ")
-        wait_for(lambda: turns.num_waiting("ben") == 1)
+        wait_for(lambda: line.num_waiting("ben") == 1)
         may_end.set()
         for connection in connections:
             assert read_all(connection)
@@ -75,5 +77,53 @@ def test_last_work_waits_for_all_other_and_cancelled_work_keeps_its_turn() -> No
         await asyncio.gather(last, others[0], others[2])
         assert done == ["first", "x", "z", "last"]
         readers.close()
+
+    asyncio.run(ask())
+
+
+def test_newcomer_owes_what_others_have_used_also_after_a_turn_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def ask() -> None:
+        clock_s, order, held = [0.0], list[str](), Turns()
+        monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+
+        async def use(tenant: str) -> None:
+            turn = await held.take(tenant)
+            order.append(tenant)
+            clock_s[0] += 10
+            held.end(turn)
+
+        async def queue(tenant: str, count: int) -> list[asyncio.Task[None]]:
+            tasks = [asyncio.create_task(use(tenant)) for _ in range(count)]
+            await asyncio.sleep(0)
+            return tasks
+
+        begun = await held.take("a")
+        waiting = asyncio.create_task(held.take("batch", is_last=True))
+        tasks = await queue("a", 5)
+        held.end(begun)
+        last = await waiting
+        tasks += await queue("a", 3) + await queue("b", 9)
+        held.end(last)
+        await asyncio.gather(*tasks)
+        assert order[5:9] == ["b", "a", "b", "a"]
+
+    asyncio.run(ask())
+
+
+def test_those_who_left_do_not_count_as_waiting() -> None:
+    async def ask() -> None:
+        held = Turns()
+        turn = await held.take("a")
+        waiting = [asyncio.create_task(held.take("a")) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert held.num_waiting("a") == 3
+        for one in waiting[:2]:
+            one.cancel()
+        await asyncio.sleep(0)
+        assert held.num_waiting("a") == 1
+        held.end(turn)
+        held.end(await waiting[2])
 
     asyncio.run(ask())

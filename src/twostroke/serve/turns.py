@@ -39,13 +39,13 @@ class Turns:
     def __init__(self, most: int = 1) -> None:
         """Begin with nobody."""
         self._lines: dict[tuple[bool, str], deque[asyncio.Future[Turn]]] = {}  # who waits
-        self._used_s: dict[tuple[bool, str], float] = {}  # on a clock that is at `_now_s`
-        self._now_s = 0.0
+        self._used_s: dict[tuple[bool, str], float] = {}  # on the clocks that are at `_now_s`
+        self._now_s = {False: 0.0, True: 0.0}  # the last have a clock of their own
         self._most = self._free = most
 
     def num_waiting(self, tenant: str) -> int:
-        """Return how many of a tenant wait, besides the last."""
-        return len(self._lines.get((False, tenant), ()))
+        """Return how many of a tenant wait, besides the last and those that were cancelled."""
+        return sum(not one.cancelled() for one in self._lines.get((False, tenant), ()))
 
     async def take(self, tenant: str, *, is_last: bool = False) -> Turn:
         """Wait for a turn, with `is_last` after all others; `end` ends it.
@@ -56,7 +56,7 @@ class Turns:
         who = (is_last, tenant)
         if who not in self._lines:
             self._lines[who] = deque()
-            self._used_s[who] = max(self._now_s, self._used_s.get(who, 0.0))
+            self._used_s[who] = max(self._now_s[is_last], self._used_s.get(who, 0.0))
         self._lines[who].append(waiting)
         self._next()
         try:
@@ -83,7 +83,7 @@ class Turns:
             if not waiting.cancelled():
                 waiting.set_result(Turn(who, time.monotonic()))
                 self._free -= 1
-                self._now_s = self._used_s[who]
+                self._now_s[who[0]] = self._used_s[who]
         if self._free == self._most:
             self._used_s.clear()  # nobody owes anything to those who were not there
 
