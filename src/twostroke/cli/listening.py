@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import resource
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from twostroke.records import Records
 
-_MAX_FILES: Final = 65_536  # each connection is one; more are of no use
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -77,14 +75,6 @@ def open_records(path: Path | None) -> Iterator[Records | None]:
 
     with closing(Records(path)) as records:
         yield records
-
-
-def allow_connections() -> None:
-    """Raise the soft limit of open files, which shells set low, to what the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def say_stop(num_running: int, *, form: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 
 from twostroke.cli.help import Command, OneOf, option
-from twostroke.cli.listening import allow_connections, listening, open_records, say_stop
+from twostroke.cli.listening import listening, open_records, say_stop
 from twostroke.core import env
 from twostroke.core.errors import UsageError
 
@@ -116,7 +116,6 @@ def command(**given: Any) -> int:
         if keys is not None and key is not None:
             keys.trust(key)
         options = RouteOptions(**given | {"api_keys": keys}, replica_key=key)
-        allow_connections()
         listener = stack.enter_context(bind(options.host, options.port))
         stack.enter_context(logging_to(sys.stderr, form, level))
 

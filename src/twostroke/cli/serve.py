@@ -13,7 +13,7 @@ import click
 
 from twostroke.cli.given import check_batching
 from twostroke.cli.help import ByteSize, Command, OneOf, option
-from twostroke.cli.listening import allow_connections, listening, open_records, say_stop, tell
+from twostroke.cli.listening import listening, open_records, say_stop, tell
 from twostroke.cli.options import (
     BATCHING,
     HANDOVER,
@@ -130,7 +130,7 @@ def command(**given: Any) -> int:
     """
     from twostroke.engine.collector import ease_collector
     from twostroke.http.logs import logging_to
-    from twostroke.http.server import bind
+    from twostroke.http.server import allow_files, bind
     from twostroke.serve.observe.objectives import limits_of, parse_objective
     from twostroke.serve.observe.traces import check_endpoint
     from twostroke.serve.run import run_server
@@ -148,7 +148,7 @@ def command(**given: Any) -> int:
     with ExitStack() as stack:
         records = stack.enter_context(open_records(given["records"]))
         serving = _serving(given, objectives)
-        allow_connections()
+        allow_files()  # inherited by the engine
         # Bound before the weights are loaded, so that a port in use is reported at once.
         listener = stack.enter_context(bind(serving.host, serving.port))
         stack.enter_context(logging_to(sys.stderr, form, given["log_level"]))

@@ -1,7 +1,7 @@
 """Gives memory that requests have freed back to the system.
 
 glibc gives back by itself only what is free at the end of its heap. Requests leave holes between
-blocks that live longer, and for half an hour each new load finds none that fits.
+blocks that live longer, and a server under load grows by some kilobytes a request.
 """
 
 from __future__ import annotations

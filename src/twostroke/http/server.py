@@ -267,7 +267,7 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
         Connection,
         limits=limits,
         is_draining=lambda: application.is_draining,
-        most=most_connections(),
+        most=allow_files() // 2,  # a router has another for each
     )
     return uvicorn.Config(
         app,
@@ -285,13 +285,13 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
     )
 
 
-def most_connections() -> int:
-    """Return how many connections there may be, after raising the limit of open files."""
+def allow_files() -> int:
+    """Raise the limit of open files, which shells set low; return how many there may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(_MOST_FILES, hard) if hard >= 0 else _MOST_FILES  # -1 is none
     if 0 <= soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most // 2  # a router has another for each
+    return most
 
 
 def _url(listener: socket.socket) -> str:

@@ -269,7 +269,7 @@ def drip(connection: socket.socket, data: bytes) -> bytes:
 def test_connections_are_bounded_and_idle_ones_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.http.server.most_connections", lambda: 3)
+    monkeypatch.setattr("twostroke.http.server.allow_files", lambda: 6)
     with live_server(tmp_path) as server:
         server.backend.gate.clear()
         busy = server.connect()
