@@ -115,7 +115,12 @@ def test_files_say_how_they_store_weights(model):
     assert large.stored == "fp8"
     assert large.all_bytes == pytest.approx(671e9, rel=0.01)
     assert large.as_("bf16").all_bytes == pytest.approx(2 * 671e9, rel=0.01)
-    for method, bits, stored in (("awq", 4, "w4a16"), ("gptq", 8, "int8"), ("gptq", 3, "bf16")):
+    for method, bits, stored in (
+        ("awq", 4, "w4a16"),
+        ("gptq", 8, "int8"),
+        ("gptq", 3, "bf16 in place of gptq"),
+        ("compressed-tensors", 4, "bf16 in place of compressed-tensors"),
+    ):
         other = {"quant_method": method, "bits": bits}
         assert model("GLM-4.5", quantization_config=other).stored == stored
 

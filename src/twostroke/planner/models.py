@@ -82,9 +82,8 @@ def planned_model(model: str) -> PlannedModel:
     """Return the model called `model`, or that which a config.json (or its folder) describes.
 
     Weights have the size that the cpu backend packs them to, mostly that in the model's file. Where
-    there is only a configuration, it says how matrices are quantized; else they have 16 bits. Of a
-    model of the hub that is not here, headers
-    alone are fetched.
+    there is only a configuration, it says how matrices are quantized; in ways that plans do not
+    know they have 16 bits. Of a model of the hub that is not here, headers alone are fetched.
 
     Raises:
         ModelNotFoundError, ModelFormatError: as `load`.
@@ -129,12 +128,12 @@ def _from_hub(name: HubName) -> PlannedModel:
 def _configured(name: str, program: Program, fields: Fields) -> PlannedModel:
     """Return a model of which only the configuration is known."""
     model = PlannedModel(name, program, {}, "", "")
-    quantization = fields.part("quantization_config")
+    plain, quantization = model.as_("bf16"), fields.part("quantization_config")
     if quantization is None:
-        return model.as_("bf16")
+        return plain
     method = quantization.text("quant_method")
     if method == "mxfp4":  # of the experts alone
-        plain, experts = model.as_("bf16"), set[str]()
+        experts = set[str]()
         for op in program.ops:
             if isinstance(op, MixtureOfExperts):
                 experts |= {weight.name for weight in op.weights}
@@ -150,7 +149,7 @@ def _configured(name: str, program: Program, fields: Fields) -> PlannedModel:
         bits = quantization.integer("bits", 16, default=4)
         if bits in known:
             return model.as_(known[bits])
-    return model.as_("bf16")
+    return PlannedModel(name, program, plain.weight_bytes, f"bf16 in place of {method}", "bf16")
 
 
 def _tables(path: Path, name: str) -> list[tuple[int, int]] | None:
