@@ -186,7 +186,7 @@ def test_a_full_disk_leaves_the_old_file(cli, config, tmp_path, monkeypatch):
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["plan.html"]
 
 
-def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny):
+def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny, monkeypatch):
     native_dir()
     identity = planned_model(str(tiny)).identity
     shapes = (Shape.decode(1, 20), Shape.prefill(30))
@@ -194,6 +194,9 @@ def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny):
     given = ("plan", tiny, "--prompt", "16", "--output", "8", "--threads")
     ran = cli(*given, "1")
     assert "Times are corrected by 2 steps measured on 1 thread on" in ran.out
+    assert "--threads 1" in next(line for line in ran.out.splitlines() if "simulate" in line)
+    monkeypatch.setattr("twostroke.planner.calibrate_from", lambda *_: 1)  # a server's threads
+    ran = cli(*given[:-1], "--calibrate", "--server", "http://127.0.0.1:1")
     assert "--threads 1" in next(line for line in ran.out.splitlines() if "simulate" in line)
     ran = cli(*given, "2")
     assert "Times are limits" in ran.out

@@ -185,6 +185,8 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
         for name, option in names.items()
         if is_given(name)
     }
+    if plan.calibrated is not None:  # perhaps on the threads of a server
+        given["threads"] = plan.calibrated.num_threads
     streams = plan.chosen.streams
     options: dict[str, Any] = {
         "on": device, **given, "rate": f"{plan.loads[-1].requests_per_s:.4g}",
