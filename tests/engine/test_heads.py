@@ -15,9 +15,12 @@ from support.heads import write_random_heads
 from support.native import load_level
 from support.prices import cheap_up_to
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke import SamplingParams
+from twostroke import LLM, SamplingParams
 from twostroke.core.config import (
+    BatchOptions,
     CacheOptions,
+    ComputeOptions,
+    EngineOptions,
     SpeculationOptions,
 )
 from twostroke.core.errors import (
@@ -27,6 +30,7 @@ from twostroke.core.errors import (
     RequestError,
     UsageError,
 )
+from twostroke.engine import guessers
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import load_heads
 from twostroke.weights.heads import save_heads
@@ -82,6 +86,38 @@ def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str,
     with engine_of(path, backend, method=kind, heads=heads[kind], count=3) as llm:
         assert said(llm.generate(PROMPTS, params)) == plain
         assert llm.engine.client.loop.snapshot().speculation.proposed[kind] > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
+    path: Path, heads: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guessers, "_MANY_ROWS", 1)
+    monkeypatch.setattr(guessers, "MOST_WAITING", 8)
+    make, most, counts = guessers.make_backend, [0], list[int]()
+
+    def counting(*given: Any, max_rows: int, **more: Any) -> Any:
+        backend = make(*given, max_rows=max_rows, **more)
+        run, most[0] = backend.run, max_rows
+
+        def run_counted(plan: Any) -> Any:
+            counts.append(sum(part.num_rows for part in plan.slices))
+            return run(plan)
+
+        monkeypatch.setattr(backend, "run", run_counted)
+        return backend
+
+    monkeypatch.setattr(guessers, "make_backend", counting)
+    options = EngineOptions(
+        ComputeOptions("reference"),
+        batch=BatchOptions(max_running=2, token_budget=16),
+        speculation=SpeculationOptions(kind, heads=heads[kind], count=4),
+    )
+    with LLM(str(path), options) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        assert llm.engine.client.loop.snapshot().speculation.proposed[kind] > 50
+    assert most == [8]  # two requests with four guesses each
+    assert 2 < max(counts) <= 8
 
 
 @pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])

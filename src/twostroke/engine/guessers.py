@@ -29,6 +29,7 @@ from twostroke.models import build_program
 from twostroke.models.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.spec import AcceptanceRate, DraftModel, EagleHeads, MedusaHeads, StepTime, Words
+from twostroke.spec.heads import MOST_WAITING
 from twostroke.tokenize import Translation
 from twostroke.weights import load_heads, numbers_table, release_tensors, target_identity
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
     from twostroke.weights import LoadedHeads, LoadedModel
 
+_MANY_ROWS = 256  # of a step of heads, unless requests have more guesses
 _SPARE_TOKENS = 128  # of a request, besides its window, for waiting states and guesses
 _PACKED = FORMATS["Q8_0"]
 _logger = logging.getLogger("twostroke.engine")
@@ -229,8 +231,8 @@ class Heads(Frozen):
         num_tokens = _SPARE_TOKENS + (layer.window.size if layer.window else 0)
         num_pages = (-(-num_tokens // page_size) + 1) * max_running if is_eagle else 1
         cache_bytes = num_pages * program.page_bytes(page_size, CACHE_FORMATS[kv_format])
-        free_bytes = memory_free(compute, program, options.batch.token_budget)
-        free_bytes -= backend.facts.cache_bytes
+        rows = min(MOST_WAITING * max_running, max(_MANY_ROWS, facts.spec.depth * max_running))
+        free_bytes = memory_free(compute, program, rows) - backend.facts.cache_bytes
         if cache_bytes > free_bytes:
             raise MemoryLimitError(
                 f"{self.loaded.path} need {cache_bytes / 1e6:,.0f} MB for keys and values of "
@@ -246,21 +248,15 @@ class Heads(Frozen):
             size,
             share_threads_with=backend,
             tapped_value=last_hidden(program),
-            max_rows=options.batch.token_budget,
+            max_rows=rows,
         )
         cost = cost_model(program, tensors).per_step()
         step_time = StepTime(cost, hardware, runner.facts.rows_together)
         rate = AcceptanceRate(facts.right_if_sure, facts.accepted[0])
+        given = runner, step_time, rate, facts.token_ids
         if not is_eagle:
-            return MedusaHeads(runner, step_time, rate, facts.token_ids, len(facts.accepted))
-        return EagleHeads(
-            runner,
-            step_time,
-            rate,
-            facts.token_ids,
-            context_length=length,
-            max_running=max_running,
-        )
+            return MedusaHeads(*given, len(facts.accepted))
+        return EagleHeads(*given, context_length=length, token_budget=rows)
 
     def _tensors(self, *, packed: bool) -> Mapping[str, QuantTensor]:
         """Return all weights; with `packed`, matrices in blocks of 8 bits."""

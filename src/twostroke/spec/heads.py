@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from twostroke.spec.proposal import Price, Proposal
     from twostroke.spec.step_time import StepTime
 
-_MOST_WAITING = 32  # states of one request that was not asked about; then it begins anew
+MOST_WAITING = 32  # states of one request that was not asked about; then it begins anew
 
 
 @dataclass(slots=True, eq=False)
@@ -95,15 +95,15 @@ class EagleHeads(ModelProposer[EagleFollower]):
         token_ids: Sequence[int],
         *,
         context_length: int,
-        max_running: int,
+        token_budget: int,
     ) -> None:
-        """Write with `runner`; `token_ids[i]` is the target's id of the head's token i.
+        """Write with `runner`, up to `token_budget` rows a step; `token_ids` are the target's.
 
         `rate` is how often the head was right on held-out text: its kinds are equal ranges of the
         head's sureness. The head begins anew after `context_length` tokens of a request.
         """
         facts, timed = runner.facts, TimedRunner(runner, step_time)
-        config = SchedulerConfig(context_length, max_running, max_running * _MOST_WAITING)
+        config = SchedulerConfig(context_length, token_budget, token_budget)
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
         scheduler = Scheduler(config, pool, None, Continuous())
         self._sequences = Sequences[EagleFollower](timed, scheduler)
@@ -133,7 +133,7 @@ class EagleHeads(ModelProposer[EagleFollower]):
         follower = self._followers.get(request)
         if follower is None or follower.newest != position or follower.sequence.is_finished:
             follower = self._begin(request, position)
-        elif len(follower.states) + len(states) > _MOST_WAITING:
+        elif len(follower.states) + len(states) > MOST_WAITING:
             position += len(states) - 1
             states = states[-1:]
             follower = self._begin(request, position)
