@@ -99,7 +99,7 @@ def _target(name: str) -> str:
     from twostroke.compress.quantize import TARGETS
     from twostroke.quant import FORMATS
 
-    if name.upper() in FORMATS and name not in TARGETS:
+    if name.upper() in FORMATS and name.lower() not in TARGETS:
         known = ", ".join(TARGETS)
         reason = f"{name} can be read, not written: --to takes {known}, and --bits mixes of these."
         raise UsageError(reason)
