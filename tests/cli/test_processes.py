@@ -57,7 +57,7 @@ def test_an_interrupted_script_gets_no_half_object(endless: str, after_s: float)
     assert process.returncode == 130
     assert out == b""
     assert b"Traceback" not in err
-    assert err.count(b"\n") <= 1
+    assert b"\n" not in err.strip()  # click may begin a line before the sentence
 
 
 @pytest.mark.parametrize(

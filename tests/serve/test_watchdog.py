@@ -48,7 +48,7 @@ def heard(listener: socket.socket) -> list[bytes]:
 def feed_for(health: Health, seconds: float) -> None:
     async def run() -> None:
         engine: Any = SimpleNamespace(health=health)
-        vitals = HealthReports(engine, ("tiny",), lambda: False)
+        vitals = HealthReports(engine, ("tiny",), lambda: False, None)
         watchdog = Watchdog(lambda: vitals.is_well)
         watchdog.begin()
         await asyncio.sleep(seconds)
