@@ -144,6 +144,25 @@ def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path
     assert [one.path for one in replica.seen] == ["/v1/batches"]
 
 
+def test_files_of_a_server_that_has_not_answered_yet_are_asked_for_later(
+    fakes: Loop, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    replica, (_, text) = FakeReplica(), add(tmp_path)
+    replica.load = {"keeps_files": True}
+    with accounting(tmp_path, f"http://127.0.0.1:{port}") as router:
+
+        def ask() -> httpx.Response:
+            headers = {"x-api-key": text}
+            return httpx.get(router.url + "/v1/batches", headers=headers, trust_env=False)
+
+        refused = ask()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
+        fakes.start(replica, port)
+        wait_for(lambda: ask().is_success)
+
+
 def test_an_answer_in_the_background_is_refused(fakes: Loop, tmp_path: Path) -> None:
     replica = fakes.start(FakeReplica())
     _, text = add(tmp_path)

@@ -269,12 +269,13 @@ class Fleet:
         None if no replica keeps files; with `is_ours` it must be one of our servers.
 
         Raises:
-            NoReplicaError: there is no replica.
+            NoReplicaError: there is no replica, or one that has not said yet what it keeps.
         """
-        if not self.replicas:
-            raise self.nothing()
         kept = {True} if is_ours else {True, None}
         having = [one for one in self.replicas.values() if one.facts.keeps_files in kept]
+        has_asked = self.replicas and all(one.facts.models for one in self.replicas.values())
+        if not having and not has_asked:
+            raise self.nothing()
         return max(having, key=lambda one: mix(affinity ^ hash_of(one.url)), default=None)
 
 
