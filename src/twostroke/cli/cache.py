@@ -27,7 +27,7 @@ _DAY_S: Final = 86_400.0
 _FLUSH_S: Final = 600.0
 _HEAD: Final = (
     *("MODEL", "KV", "ARITHMETIC", "PAGES", "TOKENS"),
-    *("SIZE", "SAVES", "LAST USED (UTC)", "KEPT", "THE LAST UNTIL (UTC)"),
+    *("SIZE", "SAVES", "LAST USED (UTC)", "KEPT", "KEPT UNTIL (UTC)"),
 )
 _folder = click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
