@@ -232,6 +232,21 @@ def test_models_are_those_of_all_and_requests_go_to_who_has_theirs(fakes: Loop) 
     assert ([row.path for row in one.seen], len(other.seen)) == (["/v1/models/b"], 3)
 
 
+def test_a_model_is_found_under_all_its_names(fakes: Loop) -> None:
+    one, other = fakes.start(FakeReplica("a", "b")), fakes.start(FakeReplica("c", "org/D"))
+    third = fakes.start(FakeReplica("my/C"))
+    with live_router(one.url, other.url, third.url) as router:
+        listed = httpx.get(router.url + "/v1/models", trust_env=False).json()["data"]
+        assert {row["id"] for row in listed} == {"a", "b", "c", "org/D", "my/C"}
+        for name in ("c", "c", "org/D", "D", "openai/d:latest", "d:latest"):
+            assert post(router.url, _BODY | {"model": name}).status_code == 200
+        assert len(other.seen) == 6
+        httpx.get(router.url + "/v1/models/openai/B:latest", trust_env=False)
+        post(router.url, _BODY | {"model": "my/C"})
+    assert [row.path for row in one.seen] == ["/v1/models/openai/B:latest"]
+    assert (len(other.seen), len(third.seen)) == (6, 1)
+
+
 def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> None:
     replicas = [fakes.start(FakeReplica()) for _ in range(3)]
     for number, one in enumerate(replicas):

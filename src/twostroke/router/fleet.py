@@ -13,6 +13,7 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.http.errors import GatewayError
+from twostroke.http.names import bare_name
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.policy import mix
 from twostroke.router.prompt import extent
@@ -65,6 +66,13 @@ class Facts(Frozen):
     context_length: int = 0
     keeps_files: bool | None = None
 
+    def find(self, model: str) -> str:
+        """Return how a model is listed; owner, tag and case do not count. Empty if it is not."""
+        if model in self.models:
+            return model
+        bare = bare_name(model)
+        return next((name for name in self.models if bare_name(name) == bare), "")
+
 
 class Replica:
     """One server.
@@ -101,9 +109,9 @@ class Replica:
         return self.address.url
 
     def name_of(self, model: str) -> str:
-        """Return a model's name if the replica has it; else that of its first."""
-        names = self.facts.models
-        return model if model in names or not names else names[0]
+        """Return the replica's name of a model; that of its first if it does not have it."""
+        names = self.facts.models or (model,)
+        return self.facts.find(model) or names[0]
 
     def close(self) -> None:
         """Close the connections that no request uses."""
@@ -223,9 +231,14 @@ class Fleet:
         return ""
 
     def suits(self, model: str) -> npt.NDArray[np.bool_] | None:
-        """Return by place which replicas have a model; None if all, or none that is ready."""
+        """Return by place which replicas have a model; None if all, or none that is ready.
+
+        Those that list the name as it is written come before those that call it otherwise.
+        """
         if model not in self._masks:
-            having = [one.place for one in self.replicas.values() if model in one.facts.models]
+            facts = {one.place: one.facts for one in self.replicas.values()}
+            having = [place for place, one in facts.items() if model in one.models]
+            having = having or [place for place, one in facts.items() if one.find(model)]
             mask = np.zeros(len(self._places), np.bool_)
             mask[having] = True
             is_split = 0 < len(having) < len(self.replicas)

@@ -6,9 +6,9 @@ from typing import Final
 
 from twostroke.core.errors import ModelNotFoundError, nearest
 from twostroke.core.frozen import Frozen
+from twostroke.http.names import bare_name
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 
-_LATEST: Final = ":latest"  # which Ollama's clients add
 _MAX_ECHO_LENGTH: Final = 200  # of a name that responses repeat
 
 
@@ -36,7 +36,7 @@ class ModelNames(Frozen):
 
     def is_known(self, name: str) -> bool:
         """Whether a request with this name would mean one of the models."""
-        return _bare(name) in map(_bare, self.known)
+        return bare_name(name) in map(bare_name, self.known)
 
     def known_name(self, asked: str | None) -> str:
         """Return the known name that the client means; errors as `find`."""
@@ -44,9 +44,9 @@ class ModelNames(Frozen):
             return self.known[0]
         if asked in self.known:
             return asked
-        bare = _bare(asked)
+        bare = bare_name(asked)
         for name in self.known:
-            if _bare(name) == bare:
+            if bare_name(name) == bare:
                 return name
         if self.takes_any:
             return self.known[0]
@@ -58,8 +58,3 @@ class ModelNames(Frozen):
             hint=nearest(word, self.known),
             served=", ".join(self.known),
         )
-
-
-def _bare(name: str) -> str:
-    """Return a name without owner, tag and case."""
-    return name.casefold().removesuffix(_LATEST).rpartition("/")[2]
