@@ -273,7 +273,7 @@ bench-overload: native pull ## Measure refusals, goodput, fair shares under far 
 bench-parallel: native pull ## Measure a model on several ranks beside one process.
 	@PYTHONPATH=tests $(BIN)/python benchmarks/parallel.py $(BENCH_ARGS)
 
-bench-plan: native pull ## Compare plans with measured steps, memory and published speeds; time a fleet.
+bench-plan: native pull ## Compare plans with measured steps, memory and published speeds; time answers.
 	@$(BIN)/python benchmarks/plan.py $(BENCH_ARGS)
 
 bench-simulate: native pull ## Compare simulated runs with the measured server.

@@ -3,7 +3,7 @@
 Each model's steps are measured for a grid of shapes. Half of the grid calibrates the plan, the
 other half is compared with it: as limits (nothing measured but the machine), and corrected.
 Peak memory of fresh processes is compared with weights, keys and values, and published speeds with
-limits. A large fleet is timed.
+limits. Answers of `twostroke plan` and a large fleet are timed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import median
 import msgspec
 
 from footprint import OFTEN_S, generate_command, live
-from published import fleet_time, published_points
+from published import answer_times, fleet_time, published_points
 from report import caption, machine_facts, save, table
 from twostroke.core.hardware import resolve_num_threads
 from twostroke.engine.loading import build_tokenizer, load
@@ -32,7 +32,7 @@ OTHERS = (
     *(Shape.decode(count, size) for size in (256, 2048) for count in (2, 8, 24)),
     *map(Shape.prefill, (128, 512)),
 )
-PARTS = ("steps", "memory", "published", "fleet")
+PARTS = ("steps", "memory", "published", "answers", "fleet")
 MEMORY_TOKENS = (512, 1024, 2048, 4096)  # that a process holds; the first tells its runtime
 MEMORY_HEADER = ("tokens", "measured, MB", "weights and KV, MB", "with the runtime, MB", "error")
 HEADER = ("step", "measured, ms", "limit, ms", "error", "corrected, ms", "error")
@@ -64,6 +64,8 @@ def main() -> None:
             add(f"memory of {model}", _memory(model))
     if "published" in given.parts:
         add("published", published_points())
+    if "answers" in given.parts:
+        add("answers", answer_times())
     if "fleet" in given.parts:
         add("fleet", fleet_time())
     facts = machine_facts()

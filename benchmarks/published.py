@@ -1,4 +1,4 @@
-"""Published speeds beside the planner's limits, without any calibration; and a large fleet.
+"""Published speeds beside the planner's limits, without any calibration; answers and a large fleet.
 
 `published.csv` has the points with their sources. Predictions take the devices' datasheets alone.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -35,6 +37,14 @@ _SIZES = {
     "Llama-3.3-70B": (8192, 64, 8, 80, 28672, 128256),
 }
 _HEADER = ("source", "model", "on", "prompt/answer", "published, tok/s", "limit, tok/s", "reached")
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "quantization_config": {"quant_method": "fp8"},
+}  # fmt: skip
+_ANSWERS = {"Llama-3.3-70B": ("H100-SXM", 4), "DeepSeek-V3": ("H200", 8)}
+_RUNS = 5
 _STOCK = {"A100-80GB": 150, "H100-SXM": 100, "L40S": 100, "L4": 100, "H200": 50}
 _NUM_MODELS = 50
 
@@ -63,6 +73,24 @@ def published_points() -> tuple[str, list[dict[str, Any]]]:
         f"{reached:.0%} of them (median).\n"
     )
     return text, rows
+
+
+def answer_times() -> tuple[str, dict[str, list[float]]]:
+    """Return how long `twostroke plan` takes, from its start to its end, in fresh processes."""
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        deepseek = Path(folder, "DeepSeek-V3.json")
+        deepseek.write_text(json.dumps(_DEEPSEEK_V3))
+        for name, (device, count) in _ANSWERS.items():
+            path = deepseek if name == deepseek.stem else _config(Path(folder), name)
+            plan = ("plan", str(path), "--on", device, "--devices", str(count))
+            command = (sys.executable, "-m", "twostroke", *plan)
+            for _ in range(_RUNS):
+                began_s = time.perf_counter()
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                found.setdefault(name, []).append(time.perf_counter() - began_s)
+    rows = [(name, f"{median(s):.2f}", f"{min(s):.2f}–{max(s):.2f}") for name, s in found.items()]
+    return f"## Answers\n\n{table(('model', 'seconds', 'range'), rows)}\n", found
 
 
 def fleet_time() -> tuple[str, dict[str, float]]:

@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import shlex
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_json_holds_what_the_tables_show(cli, config):
 def test_a_file_is_planned_on_this_machine(cli, tiny):
     out = cli("plan", str(tiny), "--prompt", "16", "--output", "8").out
     assert "F32" in out.splitlines()[0]
+
+
+def test_a_configuration_is_planned_without_the_parts_that_run_models(config):
+    """An answer takes less than a second, most of it for imports."""
+    script = (
+        "import sys; from twostroke.cli.app import run\n"
+        f"assert run(['plan', {config!r}, '--on', 'L4']) == 0\n"
+        "heavy = {'engine.loading', 'tokenize', 'backends.cpu', 'measure.profile'}\n"
+        "names = {f'twostroke.{name}' for name in heavy} | {'http.client'}\n"
+        "print(*sorted(names & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert done.stderr.split() == []
 
 
 def test_wrong_options_are_named_as_they_are_written(cli, config):

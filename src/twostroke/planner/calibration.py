@@ -19,7 +19,6 @@ from twostroke.core.errors import ModelFormatError, UsageError
 from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import num_cores, processor_name, resolve_num_threads
-from twostroke.measure.profile import Wanted, profile
 from twostroke.measure.single_step import Shape
 from twostroke.planner.roofline import Factors, is_attention
 from twostroke.planner.served import ServedStep, merged, on_threads, threads_of, watch
@@ -229,6 +228,8 @@ def measure(
     num_threads: int | None = None,
 ) -> Calibration:
     """Measure steps of these shapes, and keep them; `num_steps` as in `Wanted`."""
+    from twostroke.measure.profile import Wanted, profile  # plans need none of it
+
     num_threads = resolve_num_threads(num_threads)
     wanted = Wanted(tuple(shapes), num_steps, compute=ComputeOptions(num_threads=num_threads))
     points = tuple(Point.of(one) for one in profile(model, wanted, notice))

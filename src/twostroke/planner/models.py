@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.files import read_json
 from twostroke.core.frozen import Frozen
-from twostroke.engine.loading import load
 from twostroke.fetch.hub_headers import fetch_headers
 from twostroke.fetch.inventory import find_record
 from twostroke.fetch.names import parse_hub_name
@@ -103,6 +102,8 @@ def planned_model(model: str) -> PlannedModel:
     remote = parse_hub_name(model)
     if remote is not None and find_record(remote) is None:
         return _from_hub(remote)
+    from twostroke.engine.loading import load  # configurations need none of it
+
     loaded = load(model)
     return _of(loaded, loaded.name, weights_identity(loaded.tensors))
 
@@ -128,10 +129,13 @@ def _from_hub(name: HubName) -> PlannedModel:
 def _configured(name: str, program: Program, fields: Fields) -> PlannedModel:
     """Return a model of which only the configuration is known."""
     model = PlannedModel(name, program, {}, "", "")
-    plain, quantization = model.as_("bf16"), fields.part("quantization_config")
+    quantization = fields.part("quantization_config")
     if quantization is None:
-        return plain
+        return model.as_("bf16")
     method = quantization.text("quant_method")
+    if method in {"fp8", "fbgemm_fp8"}:
+        return model.as_("fp8")
+    plain = model.as_("bf16")
     if method == "mxfp4":  # of the experts alone
         experts = set[str]()
         for op in program.ops:
@@ -142,8 +146,6 @@ def _configured(name: str, program: Program, fields: Fields) -> PlannedModel:
             for key, size in plain.weight_bytes.items()
         }
         return PlannedModel(name, program, sizes, "experts mxfp4, bf16", "bf16")
-    if method in {"fp8", "fbgemm_fp8"}:
-        return model.as_("fp8")
     if method in {"gptq", "awq", "auto-round", "intel/auto-round"}:
         known = {4: "w4a16", 8: "int8"}
         bits = quantization.integer("bits", 16, default=4)

@@ -209,6 +209,8 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
     asked, model, device = planner.question, planner.model, planner.device
     others: list[tuple[str, PlannedModel, Question]] = [("as asked", model, asked)]
     for name in ("fp8", "w4a16"):
+        if model.stored == name:
+            continue
         smaller = model.as_(name)
         if smaller.all_bytes < 0.9 * model.all_bytes:
             others.append((f"weights {name}", smaller, asked))

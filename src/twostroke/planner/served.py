@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import time
@@ -153,6 +152,8 @@ def _counts(one: ServedStep) -> tuple[int, int, int, int]:
 
 
 def _state(url: str, key: str | None) -> Any:
+    import http.client  # most plans need none of it
+
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

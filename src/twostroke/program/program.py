@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from twostroke.program.ops import Op
 
 
-class Program(Frozen):
+class Program(Frozen, dict=True):
     """Operations in the order in which they run, from tokens to logits.
 
     Each value is written once and before it is read. `context_length` is in tokens.
@@ -46,12 +47,12 @@ class Program(Frozen):
         """The value from which the logits are computed: the last hidden states, normed."""
         return next(op.x for op in reversed(self.ops) if isinstance(op, Logits))
 
-    @property
+    @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights that the operations read, by name."""
         return {weight.name: weight.shape for op in self.ops for weight in op.weights}
 
-    @property
+    @cached_property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
         """What the operations store for each token, by cache layer."""
         layers = {number: layer for op in self.ops for number, layer in op.stores.items()}
