@@ -140,6 +140,11 @@ def test_whole_plans_are_made(model):
         assert plan.ttft_s > plan.rows[0].step_s
 
 
+def test_lists_that_are_not_of_layers_are_left_alone(model):
+    several = model("Hunyuan-Large", eos_token_id=[127960, 127967], moe_topk=[1] * 64)
+    assert several.num_weights == model("Hunyuan-Large").num_weights
+
+
 def test_what_plans_do_not_know_is_refused_in_a_sentence(model, tmp_path):
     for more, words in (
         ({"model_type": "phi4flash"}, "keep states of a fixed size"),
@@ -149,5 +154,7 @@ def test_what_plans_do_not_know_is_refused_in_a_sentence(model, tmp_path):
     ):
         with pytest.raises(ModelFormatError, match=words):
             model("DeepSeek-V3", **more)
+    with pytest.raises(ModelFormatError, match="num_experts"):
+        model("Hunyuan-Large", num_experts=None)
     with pytest.raises(ModelFormatError, match="differs between layers"):
         model("Hunyuan-Large", moe_topk=[1, 2])

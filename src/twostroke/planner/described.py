@@ -115,9 +115,10 @@ def _hunyuan(fields: Fields, name: str) -> Program:
         own = attention(spec, layer, x, output)
         return [op.with_layers({layer: layer // period}) for op in own]
 
-    flat = Fields(fields.name, {key: _only(fields, key) for key in fields.values})
-    shared = flat.integer("num_shared_expert", MAX_EXPERTS, low=0) * spec.ffn_size
     width, used = spec.ffn_size, "moe_topk"
+    each = {key: _only(fields, key) for key in ("num_experts", "num_shared_expert", used)}
+    flat = Fields(fields.name, {**fields.values, **each})
+    shared = flat.integer("num_shared_expert", MAX_EXPERTS, low=0) * width
     return _with_experts(
         flat, spec, part, "num_experts", width=width, shared_width=shared, used=used
     )
