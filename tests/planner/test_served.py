@@ -92,6 +92,18 @@ def test_a_step_that_is_seen_often_counts_once():
     assert grouped([one] * 9 + others) == (ServedStep(8, 0, 8, 808, 0.3),)
 
 
+def test_a_server_that_does_not_say_its_threads_is_refused(tmp_path, monkeypatch):
+    planned = planned_model(str(write_tiny_gguf(tmp_path / "tiny.gguf")))
+    older = {"model": {"name": "tiny", "identity": planned.identity}, "steps": []}
+    known = older | {"ranks": [], "engine": {"threads": 2}}
+    for state in (older, known | {"engine": {}}, known | {"ranks": [{}]}):
+        monkeypatch.setattr("twostroke.planner.served._state", lambda *_, state=state: state)
+        with pytest.raises(UsageError, match="how many threads it computes: it is an older ver"):
+            threads_of("http://a", None, planned)
+    monkeypatch.setattr("twostroke.planner.served._state", lambda *_: known)
+    assert threads_of("http://a", None, planned) == 2
+
+
 def test_steps_of_a_running_server_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("twostroke.planner.calibration.WATCH_S", 0.0)

@@ -113,7 +113,13 @@ def threads_of(url: str, key: str | None, model: PlannedModel) -> int:
     """Return on how many threads the server at `url` computes; raises as `watch`."""
     look(url, key, model)
     state = _state(url, key)
-    return sum(rank["threads"] for rank in state["ranks"]) or int(state["engine"]["threads"])
+    try:
+        return sum(rank["threads"] for rank in state["ranks"]) or int(state["engine"]["threads"])
+    except (KeyError, TypeError):
+        raise UsageError(
+            f"The server at {url} does not say on how many threads it computes: it is an older "
+            "version of Twostroke. Start it again with this one."
+        ) from None
 
 
 def on_threads(count: int) -> str:
