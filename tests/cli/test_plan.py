@@ -93,6 +93,17 @@ def test_what_cannot_be_has_an_exit_code_of_its_own(cli, config):
     assert cli("plan", config, "--on", "L4", "--tpot", "1000").code == 0
 
 
+def test_a_model_that_does_not_fit_prints_nothing_but_the_error(cli, config, tmp_path):
+    path = tmp_path / "plan.svg"
+    given = ("plan", config, "--on", "L4", "--prompt", "200000", "--plot", str(path))
+    ran = cli(*given)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (9, "", 1)
+    assert "It does not fit" in ran.err
+    assert not path.exists()
+    ran = cli(*given, "--json")
+    assert json.loads(ran.out)["verdict"] in ran.err
+
+
 def test_small_times_keep_their_digits(cli, tiny):
     lines = cli("plan", tiny, "--on", "B200", "--prompt", "16", "--output", "8").out.splitlines()
     tokens_ms = [line.split()[1] for line in lines if line.lstrip()[:2] == "1 "]

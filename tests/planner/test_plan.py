@@ -62,7 +62,13 @@ def test_what_does_not_fit_says_what_would(model):
     plan = make_plan(model("70B"), find_device("H100-SXM"), Question())
     assert plan.chosen is None
     assert "does not fit" in plan.verdict
-    assert "2 of them are enough" in plan.verdict
+    assert "2 of them are enough; weights in w4a16 take" in plan.verdict
+    small = model("8B")
+    long = make_plan(small, find_device("L4"), Question(prompt=100_000))
+    count = int(long.verdict.split("output of ")[1].split(" ")[0].replace(",", ""))
+    for prompt, fits in ((count - 256, True), (count - 255, False)):
+        plan = make_plan(small, find_device("L4"), Question(prompt=prompt))
+        assert ("does not fit" not in plan.verdict) is fits
     two = make_plan(model("70B"), find_device("H100-SXM"), Question(count=2))
     assert two.chosen is not None
     assert two.chosen.streams == two.memory.most_streams == 6

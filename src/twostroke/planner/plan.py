@@ -11,9 +11,10 @@ from twostroke.core.frozen import Frozen
 from twostroke.measure.digits import digits, milliseconds
 from twostroke.planner import formulas
 from twostroke.planner.explain import explain
-from twostroke.planner.planner import Planner
+from twostroke.planner.planner import Planner, last_that
 from twostroke.planner.question import MAX_DEVICES, MOST_UNASKED
 from twostroke.planner.queueing import loads
+from twostroke.planner.roofline import kv_bytes
 from twostroke.program.batch import BatchShape
 
 if TYPE_CHECKING:
@@ -170,12 +171,10 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
     """Return why what is asked cannot be, by how much, and what would do it; else nothing."""
     asked, name = planner.question, planner.device.name
     if fitting < 1:
-        needed = memory.devices_needed
-        enough = f"{needed} of them are enough" if needed else "no number of them is enough"
         return (
             f"It does not fit: weights take {digits(memory.weights / 1e9)} GB and one request "
             f"{digits(memory.kv_per_request / 1e9)} GB, and {asked.count} x {name} offers "
-            f"{digits((memory.usable or 0) / 1e9)} GB for them. {enough[0].upper()}{enough[1:]}."
+            f"{digits((memory.usable or 0) / 1e9)} GB for them. {_what_fits(planner, memory)}."
         )
     if asked.streams is not None and asked.streams > fitting:
         return f"{asked.streams} streams do not fit: at most {fitting} do."
@@ -195,6 +194,25 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
             f"{_devices(planner, times)}, fewer bits for each weight, or speculation."
         )
     return ""
+
+
+def _what_fits(planner: Planner, memory: Memory) -> str:
+    """Return what would make room for one request."""
+    asked, model, usable = planner.question, planner.model, memory.usable or 0
+    needed = memory.devices_needed
+    found = [f"{needed} of them are enough" if needed else "no number of them is enough"]
+    for name in ("fp8", "w4a16"):
+        smaller = model.as_(name).all_bytes
+        if smaller < model.all_bytes and smaller + memory.kv_per_request <= usable:
+            found.append(f"weights in {name} take {digits(smaller / 1e9)} GB and fit")
+            break
+
+    def holds(num_tokens: int) -> bool:
+        return model.all_bytes + kv_bytes(model, asked, num_tokens) <= usable
+
+    if num_tokens := last_that(holds, asked.prompt + asked.output):
+        found.append(f"prompt and output of {num_tokens:,} tokens together fit")
+    return f"{found[0][0].upper()}{'; '.join(found)[1:]}"
 
 
 def _devices(planner: Planner, times: float) -> str:
