@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from twostroke.cli.help import Command, option
-from twostroke.core.errors import BackendError, UsageError
+from twostroke.core.errors import BackendError, MemoryLimitError, UsageError
 from twostroke.core.hardware import (
     memory_available,
     memory_nodes,
@@ -204,7 +204,10 @@ def measure(level: str, num_threads: int) -> dict[str, Any]:
 
 
 def measure_gpu() -> dict[str, Any] | None:
-    """Measure the GPU's limits, or return why it cannot be used; None if there is no driver."""
+    """Measure the GPU's limits, or return why it cannot be used; None if there is no driver.
+
+    Limits are None if it has no memory for measuring them, as "not_measured" then says.
+    """
     from twostroke.backends.gpu import device
 
     if not device.has_driver():
@@ -213,15 +216,21 @@ def measure_gpu() -> dict[str, Any] | None:
         found = device.find()
         from twostroke.backends.gpu.limits import measure
 
-        free_bytes, limits = found.memory_available, measure(found)
     except BackendError as error:
         return {"refused": str(error)}
-    return {
+    facts: dict[str, Any] = {
         "name": found.name,
         "architecture": f"sm_{found.architecture}",
         "num_units": found.num_units,
-        "memory_bytes": limits.memory_bytes,
-        "memory_free_bytes": free_bytes,
+        "memory_bytes": found.memory_total,
+        "memory_free_bytes": found.memory_available,
+        **dict.fromkeys(("copy_bytes_per_s", "peak_ops_per_s", "peak_kind")),
+    }
+    try:
+        limits = measure(found)
+    except MemoryLimitError as error:
+        return facts | {"not_measured": str(error)}
+    return facts | {
         "copy_bytes_per_s": limits.bandwidth,
         "peak_ops_per_s": limits.peak,
         "peak_kind": limits.peak_kind,
@@ -233,9 +242,13 @@ def gpu_lines(gpu: Mapping[str, Any]) -> dict[str, str]:
     if "refused" in gpu:
         return {"not used": gpu["refused"]}
     total, free = gpu["memory_bytes"] / 1e9, gpu["memory_free_bytes"] / 1e9
-    return {
+    lines = {
         "device": f"{gpu['name']}, {gpu['architecture']}, {gpu['num_units']} multiprocessors",
         "memory": f"{total:.1f} GB, {free:.1f} GB of it free",
+    }
+    if "not_measured" in gpu:
+        return lines | {"limits": f"not measured: {gpu['not_measured']}"}
+    return lines | {
         "bandwidth": f"{gpu['copy_bytes_per_s'] / 1e9:.1f} GB/s, copying",
         "peak": f"{gpu['peak_ops_per_s'] / 1e12:.2f} T operations/s, {gpu['peak_kind']}",
     }

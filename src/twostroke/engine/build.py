@@ -13,6 +13,7 @@ from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.chat.conversation import Chat
 from twostroke.core.config import EngineOptions
+from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import give_back_memory, resolve_num_threads
 from twostroke.engine.activations import note, with_known_bits
@@ -143,7 +144,7 @@ def build(
         tensors, release = loaded.tensors, partial(release_tensors, loaded.mappings)
         del loaded  # so that the tokenizer's tables are freed before the weights take their memory
         give_back_memory()
-        limits = _limits(compute, num_weight_bytes)
+        limits = _limits(compute, num_weight_bytes, say)
         rows = options.batch.token_budget
         make = partial(make_backend, compute=compute, embeds=True, mesh=mesh, max_rows=rows)
         tapped = last_hidden(program) if watcher or heads else None
@@ -249,16 +250,23 @@ def _size(program: Program, mesh: Mesh, options: EngineOptions, num_weight_bytes
     )
 
 
-def _limits(compute: ComputeOptions, num_weight_bytes: int) -> Limits:
+def _limits(
+    compute: ComputeOptions, num_weight_bytes: int, say: Callable[[str], None] = note
+) -> Limits:
     """Return the machine's limits for steps that stream the weights.
 
-    They are measured now if they are not known, while there is memory for a stream of that size.
+    They are measured now if they are not known, while there is memory for a stream of that size. A
+    GPU without room for that goes on without them, and `say` gets a line.
     """
     num_threads = resolve_num_threads(compute.num_threads)
     if compute.backend == "gpu":
         from twostroke.backends.gpu.limits import measure
 
-        return Limits.known(measure(gpu_device(compute)))
+        try:
+            return Limits.known(measure(gpu_device(compute)))
+        except MemoryLimitError as error:
+            say(f"{error} There is no MBU and no MFU without them.")
+            return Limits.known(None)
     if not is_native(compute):
         return Limits("portable", num_threads, num_weight_bytes)
     limits = Limits(choose_level(compute.level).level, num_threads, num_weight_bytes)

@@ -31,19 +31,19 @@ class Limits:
 
     def __init__(self, level: str, num_threads: int, stream_bytes: int) -> None:
         """Take arguments of `machine`."""
-        self._set_up = (level, num_threads, stream_bytes)
+        self._set_up: tuple[str, int, int] | None = (level, num_threads, stream_bytes)
         self._hardware: Hardware | None = None
         self._was_measured_again = False
 
     @classmethod
-    def known(cls, hardware: Hardware) -> Limits:
-        """Return limits that were measured elsewhere."""
-        limits = cls("portable", hardware.num_threads, 0)
-        limits._hardware, limits._was_measured_again = hardware, True
+    def known(cls, hardware: Hardware | None) -> Limits:
+        """Return limits that were measured elsewhere; None: they could not be measured."""
+        limits = cls("portable", 1, 0)
+        limits._set_up, limits._hardware = None, hardware
         return limits
 
     def hardware(self) -> Hardware | None:
-        """Return the measured limits; None if no native library can measure."""
+        """Return the measured limits; None if they cannot be measured."""
         if self._hardware is None:
             self._hardware = self._measure(again=False)
         return self._hardware
@@ -59,6 +59,8 @@ class Limits:
         return _raised(hardware, strokes)
 
     def _measure(self, *, again: bool) -> Hardware | None:
+        if self._set_up is None:
+            return None
         level, num_threads, stream_bytes = self._set_up
         try:
             return machine(level, num_threads, stream_bytes, again=again)

@@ -253,6 +253,48 @@ def test_a_gpus_limits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.gpu_lines(found) == {"not used": "T4 is an sm_75."}
 
 
+def test_a_full_gpu_has_no_limits_and_the_rest_goes_on(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from twostroke.backends.gpu import device, limits
+    from twostroke.cli import doctor
+
+    def failing(text: str) -> None:
+        def fail(*_: object) -> float:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(limits, "_seconds", fail)
+
+    monkeypatch.setattr(device, "has_driver", lambda: True)
+    for text in (
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ):
+        failing(text)
+        found = doctor.measure_gpu()
+        assert found is not None
+        assert found["copy_bytes_per_s"] is None
+        lines = doctor.gpu_lines(found)
+        assert "has too little free memory to measure" in lines["limits"]
+        assert set(lines) == {"device", "memory", "limits"}
+    with caplog.at_level("INFO", "twostroke.engine"), engine(tiny, "gpu") as llm:
+        assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2, temperature=0))[0][0].text
+    assert "There is no MBU and no MFU without them." in caplog.text
+    failing("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal"):
+        limits.measure(device.find())
+
+
+def test_a_gpu_without_room_for_cuda_has_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from twostroke.backends.gpu.device import Device
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    assert Device("H200", torch.device("cuda"), 90, 132).memory_available == 0
+
+
 def test_an_interrupt_while_a_graph_is_captured_ends_quietly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,7 +23,7 @@ from twostroke.backends.gpu.plan import Plan
 from twostroke.backends.gpu.ready import prepare
 from twostroke.backends.gpu.sequence import trace
 from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES, STEPS_AHEAD
-from twostroke.backends.gpu.transfers import Mark, checked, to_host
+from twostroke.backends.gpu.transfers import Mark, checked, is_out_of_memory, to_host
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
 from twostroke.backends.spans import pooled_rows
 from twostroke.cache import PageGroups
@@ -123,7 +123,9 @@ class GpuBackend:
             self._drawing = Drawing(self._gpu, program.vocab_size, on_host=on_host)
             with self._here():
                 prepare(self._graphs, self._plan, self._drawing)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise _too_little(program.name, tensors.values(), device) from None
         self._kernels.only_notes = False
         self._places: dict[Request, int] = {}  # of what the last step drew, among its results

@@ -54,7 +54,14 @@ class Device(Frozen, eq=False):
             return memory_available()
         import torch
 
-        free: int = torch.cuda.mem_get_info(self.torch_device)[0]
+        from twostroke.backends.gpu.transfers import is_out_of_memory
+
+        try:
+            free: int = torch.cuda.mem_get_info(self.torch_device)[0]
+        except RuntimeError as error:  # too little for CUDA itself
+            if not is_out_of_memory(error):
+                raise
+            return 0
         return free
 
     @property
@@ -64,7 +71,7 @@ class Device(Frozen, eq=False):
             return memory_total()
         import torch
 
-        total: int = torch.cuda.mem_get_info(self.torch_device)[1]
+        total: int = torch.cuda.get_device_properties(self.torch_device).total_memory
         return total
 
 

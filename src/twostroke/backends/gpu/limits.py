@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from twostroke.backends.gpu.transfers import is_out_of_memory
+from twostroke.core.errors import MemoryLimitError
 from twostroke.core.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -25,7 +27,29 @@ def measure(device: Device) -> Hardware:
     """Return the bytes a second that are read and written, and the FLOPs a second of products.
 
     It takes some tenths of a second, and 3 GB of the GPU's memory if that much is free.
+
+    Raises:
+        MemoryLimitError: not even the smallest measurement fits.
     """
+    try:
+        bandwidth, peak = _measure(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        message = f"{device.name} has too little free memory to measure its limits"
+        raise MemoryLimitError(f"{message}: end what else uses it.") from None
+    return Hardware(
+        name=device.name,
+        num_threads=1,
+        memory_bytes=device.memory_total,
+        bandwidth=bandwidth,
+        peak=peak,
+        peak_kind="BF16 products",
+        source="measured",
+    )
+
+
+def _measure(device: Device) -> tuple[float, float]:
     is_small = device.is_interpreted or device.memory_available < 4 * _COPIED_BYTES
     size, side = (_COPIED_BYTES // _SMALL, _SIDE // _SMALL) if is_small else (_COPIED_BYTES, _SIDE)
     where = device.torch_device
@@ -35,15 +59,7 @@ def measure(device: Device) -> Hardware:
     matrix = torch.ones(side, side, dtype=torch.bfloat16, device=where)
     product = torch.empty_like(matrix)
     product_s = _seconds(device, lambda: torch.mm(matrix, matrix, out=product))
-    return Hardware(
-        name=device.name,
-        num_threads=1,
-        memory_bytes=device.memory_total,
-        bandwidth=2 * size / copy_s,
-        peak=2 * side**3 / product_s,
-        peak_kind="BF16 products",
-        source="measured",
-    )
+    return 2 * size / copy_s, 2 * side**3 / product_s
 
 
 def _seconds(device: Device, run: Callable[[], object]) -> float:

@@ -43,13 +43,20 @@ def checked(gpu: Gpu) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        message = "The GPU has no memory left for this step; another process may have taken it"
-        raise MemoryLimitError(f"{message}.") from None
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            message = "The GPU has no memory left for this step; another process may have taken it"
+            raise MemoryLimitError(f"{message}.") from None
         if gpu.device.type == "cuda" and not _is_alive(gpu):
             raise DeviceLostError(f"The GPU failed: {str(error).splitlines()[0]}.") from error
         raise
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch, CUDA or one of its libraries found too little memory."""
+    text = str(error)
+    is_told = "out of memory" in text or "ALLOC_FAILED" in text
+    return is_told or isinstance(error, torch.OutOfMemoryError)
 
 
 def _is_alive(gpu: Gpu) -> bool:
