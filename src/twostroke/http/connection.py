@@ -42,13 +42,15 @@ class Connection(H11Protocol):
         limits: Limits,
         is_draining: Callable[[], bool],
         most: int,
+        idle: dict[Connection, None],
     ) -> None:
         """Serve one client, of whom there are at most `most`.
 
-        A server that drains takes no further request on its connection.
+        `idle` has the server's idle connections, the longest idle one first. A server that drains
+        takes no further request on its connection.
         """
         super().__init__(config, server_state, app_state, _loop)
-        self._most = most
+        self._most, self._idle = most, idle
         self._header_timeout_s = limits.header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._body: BodyReader | None = None  # of the newest request
@@ -66,18 +68,26 @@ class Connection(H11Protocol):
         self.app = app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first headers; one too many takes the place of an idle one."""
+        """Wait for the first headers; one connection too many replaces the longest idle one."""
         super().connection_made(transport)
         if len(self.connections) > self._most:
-            others = (one for one in self.connections if isinstance(one, Connection))
-            idle = next((one for one in others if one.is_idle and one is not self), self)
-            idle.transport.abort()
+            other = next(iter(self._idle), self)
+            self._idle.pop(other, None)
+            other.transport.abort()
+        self._note_idle()
         self._time_headers()
 
     def data_received(self, data: bytes) -> None:
         """Take in bytes, and time the headers of the next request."""
         super().data_received(data)
+        if not self.is_idle:
+            self._idle.pop(self, None)
         self._time_headers()
+
+    def on_response_complete(self) -> None:
+        """Be idle, unless another request has arrived meanwhile."""
+        super().on_response_complete()
+        self._note_idle()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are not HTTP; only close if a response has begun."""
@@ -109,7 +119,12 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the client."""
         self._stop_timer()
+        self._idle.pop(self, None)
         super().connection_lost(exc)
+
+    def _note_idle(self) -> None:
+        if self.is_idle:
+            self._idle[self] = None
 
     def _chunking(self, scope: Scope, send: Send) -> Send:
         """Return what sends the pieces of a chunked body itself: h11 takes a fifth of a token."""

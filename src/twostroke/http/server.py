@@ -268,6 +268,7 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
         limits=limits,
         is_draining=lambda: application.is_draining,
         most=allow_files() // 2,  # a router has another for each
+        idle={},
     )
     return uvicorn.Config(
         app,

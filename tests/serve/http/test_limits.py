@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -283,6 +285,36 @@ def test_connections_are_bounded_and_idle_ones_make_room(
         server.backend.gate.set()
         assert busy.recv(99).startswith(b"HTTP/1.1 200")
         for one in (busy, *idle):
+            one.close()
+
+
+def test_longest_idle_connection_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.http.server.allow_files", lambda: 10)
+    with live_server(tmp_path) as server:
+        opened = []
+
+        def ask(one: socket.socket) -> None:
+            one.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                piece = one.recv(999)
+                assert piece
+                answer += piece
+
+        for _ in range(5):
+            opened.append(server.connect())
+            ask(opened[-1])
+        ask(opened[0])  # so that it is the last to become idle
+        for longest in (*opened[1:], opened[0]):
+            new = server.connect()
+            ask(new)
+            longest.settimeout(5)
+            with suppress(ConnectionResetError):
+                assert longest.recv(9) == b""
+            opened.append(new)
+        for one in opened:
             one.close()
 
 
