@@ -117,6 +117,9 @@ def test_classes_hold_for_all_servers_and_are_told_to_ours(fakes: Loop, tmp_path
             )
         assert not replica.seen
         assert post(router, text, service_tier="flex").status_code == 200
+        _, bulk = add(tmp_path, "bulk", classes=("flex",))
+        wait_for(lambda: post(router, bulk).status_code == 200)
+        assert post(router, bulk, service_tier="default").status_code == 403
     assert replica.seen[0].headers["x-twostroke-tenant"] == "anna 2.5 default,flex"
 
 

@@ -73,15 +73,16 @@ class Caller(Frozen):
     Tenants that compete at one priority get computed tokens in proportion to their `weight`.
     `prompt_field` is what errors call the prompt: "prompt", "messages" for a conversation, or
     "input" for texts to embed. `service` is the class of service that requests are counted under,
-    one of `core.service.SERVICES`. `cuts_limit` lowers a `max_tokens` above what fits. A request is
-    refused, or ended, if it does not start within `start_within_s` or end within `timeout_s`, of
-    which `spent_s` are over.
+    one of `core.service.SERVICES`; `names_class` is whether the request asks for it by name.
+    `cuts_limit` lowers a `max_tokens` above what fits. A request is refused, or ended, if it does
+    not start within `start_within_s` or end within `timeout_s`, of which `spent_s` are over.
     """
 
     priority: int = 0
     tenant: str = ""
     prompt_field: str = "prompt"
     service: str = DEFAULT_SERVICE
+    names_class: bool = False
     cuts_limit: bool = False
     weight: float = 1.0
     start_within_s: float = math.inf

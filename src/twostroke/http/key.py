@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from twostroke.core.errors import RequestError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
-from twostroke.core.service import BATCH_SERVICE, DEFAULT_SERVICE, SERVICES
+from twostroke.core.service import BATCH_SERVICE, SERVICES
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -89,8 +89,10 @@ class Key(Frozen, kw_only=True):
                 reason = f"must be classes of {', '.join(CLASSES)}, got '{name}'"
                 raise UsageError(f"{reason}.{nearest(name, CLASSES)}", field="classes")
 
-    def class_of(self, service: str, priority: int) -> tuple[str, int]:
+    def class_of(self, service: str, priority: int, *, is_named: bool) -> tuple[str, int]:
         """Return class and priority of a request that asks for these.
+
+        Where it does not name a class (`is_named`), it has the first one of the key.
 
         Raises:
             ClassError: the key may not have the class, or a priority before all of its classes.
@@ -99,7 +101,7 @@ class Key(Frozen, kw_only=True):
             return service, priority
         named = ", ".join(self.classes)
         if service not in self.classes:
-            if service != DEFAULT_SERVICE:
+            if is_named:
                 reason = f"is '{service}', and this key may have: {named}."
                 raise ClassError(reason, field="service_tier")
             is_own = priority != SERVICES[service]

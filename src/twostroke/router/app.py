@@ -183,8 +183,9 @@ class Router:
             return None
         if served.key is not None:
             service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE
-            given = prompt.priority
-            served.key.class_of(service, SERVICES[service] if given is None else given)
+            priority = SERVICES[service] if prompt.priority is None else prompt.priority
+            is_named = prompt.service not in {"", "auto"}
+            served.key.class_of(service, priority, is_named=is_named)
         if prompt.in_background and path == "/v1/responses":
             raise RequestError(NO_BACKGROUND, field="background")
         most = 0 if path in READ else prompt.most_tokens(self.fleet.context_length)

@@ -30,7 +30,8 @@ def sent_by(served: ServedRequest, job: J, goodput: Goodput) -> J:
     if served.service is not None:
         service, priority = served.service, SERVICES[served.service]
     elif served.key is not None:
-        service, priority = served.key.class_of(service, priority)
+        is_named = caller.names_class
+        service, priority = served.key.class_of(service, priority, is_named=is_named)
     caller = replace(caller, service=service, priority=priority)
     ttft_s = goodput.limits[service].get("ttft")
     if ttft_s is not None and service != BATCH_SERVICE:

@@ -284,6 +284,9 @@ def test_key_may_have_only_its_classes(tmp_path: Path) -> None:
             assert asked(server, key, priority=1)[0] == 200
         assert asked(server, common, service_tier="auto") == (200, "default")
         assert asked(server, bulk, service_tier="auto") == (200, "flex")
+        assert asked(server, common, service_tier="default") == (200, "default")
+        for named in ("default", "scale"):  # another word for the default
+            assert asked(server, bulk, service_tier=named)[0] == 403
         assert asked(server, bulk)[0] == 200
         assert server.client.loop.snapshot().services["flex"].answers >= 4
         server.http.headers["x-api-key"] = bulk

@@ -277,7 +277,8 @@ def to_caller(asked: ServiceFields, prompt_field: str, tenant: Tenant) -> Caller
     """
     service = TIERS[asked.service_tier or "auto"]
     priority = SERVICES[service] if asked.priority is None else asked.priority
-    return Caller(priority, tenant.name, prompt_field, service)
+    is_named = asked.service_tier not in {None, "auto"}
+    return Caller(priority, tenant.name, prompt_field, service, names_class=is_named)
 
 
 def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
