@@ -7,6 +7,7 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Final
 
+from twostroke.http.arriving import Arriving
 from twostroke.http.error_forms import error_form
 from twostroke.http.errors import FramingError, HeaderSizeError, report, to_response
 from twostroke.http.ignored import HEADER, header_of
@@ -49,6 +50,7 @@ class Boundary:
         self._app = app
         self._responses = responses
         self._limits = limits
+        self._arriving = Arriving(limits.max_arriving_bytes, limits.max_tenant_arriving_bytes)
         self._origins = origins
         self._observers = observers
 
@@ -57,7 +59,7 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        served = _begin(scope)
+        served = _begin(scope, self._arriving)
         scope.setdefault("state", {})[STATE_KEY] = served
         id_headers = (_ID_HEADER, served.error_form.id_header)
         added = [(name, served.request_id.encode()) for name in id_headers if name is not None]
@@ -94,7 +96,7 @@ class Boundary:
                 _logger.error("A request could not be logged: %s", type(error).__name__)  # noqa: TRY400
 
 
-def _begin(scope: Scope) -> ServedRequest:
+def _begin(scope: Scope, arriving: Arriving) -> ServedRequest:
     """Return the facts of a request; the path becomes the one that is served.
 
     A slash at its end does not count.
@@ -109,4 +111,6 @@ def _begin(scope: Scope) -> ServedRequest:
     served = ServedRequest(request_id, error_form(scope), scope["method"], path, traceparent)
     if (sender := sender_of(scope)) is not None:
         served.tenant, served.service = sender.tenant, sender.service
+    else:
+        served.arriving = arriving
     return served

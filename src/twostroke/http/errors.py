@@ -19,6 +19,7 @@ from twostroke.core.errors import (
     RequestError,
     TwostrokeError,
 )
+from twostroke.http.arriving import BodiesError
 from twostroke.http.served import ErrorForm, served_of
 from twostroke.http.waiting import retry_after
 from twostroke.records import RecordsError
@@ -150,7 +151,7 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
     """
     if error.http_status < 500:
         return one_line(error.sentence(naming))
-    if isinstance(error, (DeadlineError, GatewayError)):
+    if isinstance(error, (BodiesError, DeadlineError, GatewayError)):
         return str(error)
     if isinstance(error, RecordsError):
         return "The server's records are not available. Try again later."
@@ -168,7 +169,8 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
     headers, status = {}, form.status(error)
     if status in RETRY_STATUSES:
         headers["retry-after"] = retry_after(error)
-    if status in {408, 413, 431} or isinstance(error, FramingError):  # the rest may be long
+    is_unread = status in {408, 413, 431} or isinstance(error, (BodiesError, FramingError))
+    if is_unread:  # the rest may be long
         headers["connection"] = "close"
     naming = partial(_rename, names=served.field_names)
     body = form.body(error, served.request_id, naming)

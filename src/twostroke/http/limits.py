@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from starlette.requests import ClientDisconnect
 
 from twostroke.core.frozen import Frozen
+from twostroke.http.arriving import FREE_BYTES
 from twostroke.http.errors import (
     BodySizeError,
     BodyTimeoutError,
@@ -16,9 +18,10 @@ from twostroke.http.errors import (
     FramingError,
     HeaderSizeError,
 )
+from twostroke.http.served import served_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from starlette.requests import Request
     from starlette.types import Scope
@@ -33,6 +36,9 @@ class Limits(Frozen):
 
     Attributes:
         max_body_bytes: a longer request body is refused (413).
+        max_tenant_arriving_bytes: bodies of a tenant that arrive or wait to be read, together;
+            the first 64 KiB of each do not count. More is refused (429).
+        max_arriving_bytes: the same of all tenants (503).
         max_dropped_bytes: this much of a refused request's body is still read, so that clients that
             keep sending read the error.
         max_json_depth: lists and objects nested deeper are refused (400).
@@ -57,6 +63,8 @@ class Limits(Frozen):
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
+    max_tenant_arriving_bytes: int = 64 * 1024 * 1024
+    max_arriving_bytes: int = 256 * 1024 * 1024
     max_dropped_bytes: int = 64 * 1024 * 1024
     max_json_depth: int = 64
     max_header_bytes: int = 32 * 1024
@@ -95,15 +103,42 @@ def check_headers(scope: Scope, limits: Limits) -> None:
         raise FramingError("Send Content-Length or Transfer-Encoding, not both.")
 
 
-async def read_json(request: Request, limits: Limits) -> bytes:
-    """Return the request's body; raises as `receive_json`."""
-    body = bytearray()
+@asynccontextmanager
+async def body_of(request: Request, limits: Limits) -> AsyncIterator[bytes]:
+    """Yield the request's body, which counts as arriving until the end of the block.
+
+    A body from inside does not count: the server has it in memory anyhow.
+
+    Raises:
+        TenantBodiesError, BodiesError: too many bytes arrive.
+        TwostrokeError: as `receive_json`.
+    """
+    body, num_counted, served = bytearray(), 0, served_of(request.scope)
+    arriving, tenant = served.arriving, served.tenant
 
     async def take(chunk: bytes) -> None:
+        nonlocal num_counted
         body.extend(chunk)
+        more = max(0, len(body) - FREE_BYTES) - num_counted
+        if arriving is not None and more:
+            arriving.take(tenant, more)
+            num_counted += more
 
-    await receive_json(request, take, limits.max_body_bytes, limits.body_timeout_s)
-    return bytes(body)
+    length = request.headers.get("content-length", "")[:20]
+    if arriving is not None and length.isdecimal() and int(length) <= limits.max_body_bytes:
+        arriving.check(tenant, max(0, int(length) - FREE_BYTES))
+    try:
+        await receive_json(request, take, limits.max_body_bytes, limits.body_timeout_s)
+        yield bytes(body)
+    finally:
+        if arriving is not None:
+            arriving.give(tenant, num_counted)
+
+
+async def read_json(request: Request, limits: Limits) -> bytes:
+    """Return the request's body; raises as `body_of`."""
+    async with body_of(request, limits) as body:
+        return body
 
 
 class Spool:

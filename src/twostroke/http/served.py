@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from twostroke.core.errors import Naming, TwostrokeError
+    from twostroke.http.arriving import Arriving
     from twostroke.http.key import Key
 
 STATE_KEY: Final = "served"  # in the state of the ASGI scope
@@ -98,6 +99,7 @@ class ServedRequest:
         reserve: to be called with the most tokens that the request may need, before it is computed;
             raises if its key may not have them now.
         trace_id: empty without traces.
+        arriving: counts the bodies of the server's clients; None for a request from inside.
     """
 
     request_id: str
@@ -126,6 +128,7 @@ class ServedRequest:
     reserve: Callable[[int], None] = lambda _num_tokens: None
     is_client_gone: bool = False
     trace_id: str = ""
+    arriving: Arriving | None = None
 
     def own(self, key: Key) -> None:
         """Note whose request it is."""

@@ -17,7 +17,7 @@ from twostroke.core.service import BATCH_SERVICE
 from twostroke.http import errors
 from twostroke.http.disconnect import while_connected
 from twostroke.http.ignored import IgnoredFields
-from twostroke.http.limits import read_json
+from twostroke.http.limits import body_of
 from twostroke.http.logs import AccessLog
 from twostroke.http.page.site import Site
 from twostroke.http.paths import wants_page
@@ -383,8 +383,7 @@ class Api:
             raise errors.ServerStoppingError(reason, room_s=self._drained_by_s - time.monotonic())
         served = served_of(request.scope)
         served.timeout_s = timeout_of(request.scope)
-        async with in_time(served):
-            body = await read_json(request, self.options.limits)
+        async with in_time(served), body_of(request, self.options.limits) as body:
             if not is_long and len(body) <= _LARGE_BODY_BYTES:
                 return work(body, request)
             is_line = served.service == BATCH_SERVICE

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all, wait_for
+from twostroke.http.keys import ApiKeys
 from twostroke.http.limits import Limits
 from twostroke.http.server import Faults
 from twostroke.serve.options import ServeOptions
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
     from pathlib import Path
+
+    import httpx
 
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -266,6 +269,61 @@ def drip(connection: socket.socket, data: bytes) -> bytes:
     finally:
         connection.close()
     raise AssertionError("the server waited for ever")
+
+
+def test_bodies_that_arrive_are_bounded_for_a_tenant_and_in_all(tmp_path: Path) -> None:
+    bounds = Limits(max_tenant_arriving_bytes=300_000, max_arriving_bytes=480_000)
+    keys = {"key-a": "a", "key-b": "b", "key-c": "c"}
+    options = ServeOptions(drain_s=1, limits=bounds, api_keys=ApiKeys(keys))
+    with live_server(tmp_path, options=options) as server:
+
+        def half_sent(key: str, num_sent: int, *, is_chunked: bool = False) -> socket.socket:
+            head = f"X-API-Key: {key}\r\n"
+            whole = post_bytes("/v1/completions", b"x" * 250_000, headers=head)
+            if is_chunked:
+                whole = whole.replace(b"Content-Length: 250000", b"Transfer-Encoding: chunked")
+                whole = whole.replace(b"\r\n\r\n", b"\r\n\r\n3d090\r\n")
+            connection = server.connect()
+            connection.settimeout(0.2)
+            connection.sendall(whole[: num_sent - 250_000])
+            return connection
+
+        def is_refused(key: str) -> bool:
+            """Whether a request is refused that has not sent any of its body."""
+            with half_sent(key, 0) as connection, suppress(TimeoutError):
+                return connection.recv(99).startswith((b"HTTP/1.1 429", b"HTTP/1.1 503"))
+            return False
+
+        def long(key: str) -> httpx.Response:
+            headers = {"x-api-key": key}
+            return server.http.post(
+                "/v1/completions", json={"prompt": "x" * 150_000}, headers=headers
+            )
+
+        def is_small_answered(key: str) -> bool:
+            headers = {"x-api-key": key}
+            sent = server.http.post(PATH, json=chat_body(max_tokens=1), headers=headers)
+            return sent.status_code == 200
+
+        held = [half_sent("key-a", 200_000), half_sent("key-a", 200_000, is_chunked=True)]
+        wait_for(lambda: is_refused("key-a"))
+        refused = long("key-a")
+        assert refused.json()["error"]["code"] == "bodies_limit"
+        assert int(refused.headers["retry-after"]) >= 1
+        third = half_sent("key-a", 200_000, is_chunked=True)
+        third.settimeout(10)
+        assert third.recv(99).startswith(b"HTTP/1.1 429")  # though its body never ends
+        assert is_small_answered("key-a")
+        assert long("key-b").status_code == 400  # longer than the context
+        held.append(half_sent("key-b", 200_000))
+        wait_for(lambda: is_refused("key-c"))
+        refused = long("key-c")
+        assert "All request bodies" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert is_small_answered("key-c")
+        for one in (*held, third):
+            one.close()
+        wait_for(lambda: [long(key).status_code for key in keys] == [400] * 3)
 
 
 def test_connections_are_bounded_and_idle_ones_make_room(
