@@ -81,6 +81,15 @@ class Packed(Frozen, eq=False):
     offsets: Tensor | None = None
 
     @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes, high bits, scales and offsets for a kernel, which reads no array that is missing.
+
+        The codes stand for such an array.
+        """
+        high = self.codes if self.high is None else self.high
+        return self.codes, high, self.scales, self.codes if self.offsets is None else self.offsets
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that all its arrays take."""
         arrays = (self.codes, self.scales, self.high, self.offsets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import triton
 import triton.language as tl
@@ -30,10 +30,10 @@ def activate(
 ) -> None:
     """Write `activation(gate) * up`; each comes with its bias, and output is (rows, width)."""
     width, unused = output.shape[1], header
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    grid, sizes = _blocks(gpu, num_rows, width)
     gpu.launch(
         _activate,
-        (-(-num_rows // gpu.row_block), -(-width // block)),
+        grid,
         header,
         gate[0].values,
         up[0].values,
@@ -46,12 +46,10 @@ def activate(
         up[0].part_stride,
         GATE_STRIDE=gate[0].row_stride,
         UP_STRIDE=up[0].row_stride,
-        WIDTH=width,
         HAS_GATE_BIAS=gate[1] is not None,
         HAS_UP_BIAS=up[1] is not None,
         FUNCTION=_FUNCTIONS[activation],
-        BLOCK=block,
-        ROWS=gpu.row_block,
+        **sizes,
     )
 
 
@@ -72,10 +70,10 @@ def combine(
     `soft_cap` c means `c * tanh(x / c)`.
     """
     width, unused = output.shape[1], header
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    grid, sizes = _blocks(gpu, num_rows, width)
     gpu.launch(
         _combine,
-        (-(-num_rows // gpu.row_block), -(-width // block)),
+        grid,
         header,
         a.values,
         unused if bias is None else bias,
@@ -87,13 +85,11 @@ def combine(
         b.part_stride if b else 0,
         A_STRIDE=a.row_stride,
         B_STRIDE=b.row_stride if b else 0,
-        WIDTH=width,
         FACTOR=factor,
         SOFT_CAP=soft_cap,
         HAS_BIAS=bias is not None,
         HAS_B=b is not None,
-        BLOCK=block,
-        ROWS=gpu.row_block,
+        **sizes,
     )
 
 
@@ -113,21 +109,34 @@ def take_rows(
     Where `chosen` is negative, -1 - i, row i of the sampler's `results` begins with what is chosen.
     """
     width, unused = output.shape[1], header
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    grid, sizes = _blocks(gpu, num_rows, width)
     gpu.launch(
         _take_rows,
-        (-(-num_rows // gpu.row_block), -(-width // block)),
+        grid,
         header,
         x,
         chosen,
         unused if results is None else results,
         output,
-        WIDTH=width,
         FACTOR=factor,
         RESULT_STRIDE=0 if results is None else results.shape[1],
-        BLOCK=block,
-        ROWS=gpu.row_block,
+        **sizes,
     )
+
+
+def _blocks(gpu: Gpu, num_rows: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid over rows of `width` values, and the constants that say its blocks."""
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    grid = -(-num_rows // gpu.row_block), -(-width // block)
+    return grid, {"WIDTH": width, "BLOCK": block, "ROWS": gpu.row_block}
+
+
+@triton.jit
+def _block(num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Return the rows and columns of a program's block, and which of its values there are."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, columns, (row < num_rows) & (columns < WIDTH)
 
 
 @triton.jit(do_not_specialize=["gate_count", "gate_part_stride", "up_count", "up_part_stride"])
@@ -141,16 +150,13 @@ def _activate(
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    is_column = columns < WIDTH
-    inside = (row < num_rows) & is_column
+    row, columns, inside = _block(num_rows, WIDTH, BLOCK, ROWS)
     x = sum_parts(gate + row * GATE_STRIDE + columns, inside, gate_count, gate_part_stride)
     y = sum_parts(up + row * UP_STRIDE + columns, inside, up_count, up_part_stride)
     if HAS_GATE_BIAS:
-        x += tl.load(gate_bias + columns, is_column, 0.0)
+        x += tl.load(gate_bias + columns, columns < WIDTH, 0.0)
     if HAS_UP_BIAS:
-        y += tl.load(up_bias + columns, is_column, 0.0)
+        y += tl.load(up_bias + columns, columns < WIDTH, 0.0)
     if FUNCTION == 0:
         x = x / (1 + tl.exp(-x))
     else:
@@ -170,13 +176,10 @@ def _combine(
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    is_column = columns < WIDTH
-    inside = (row < num_rows) & is_column
+    row, columns, inside = _block(num_rows, WIDTH, BLOCK, ROWS)
     x = sum_parts(a + row * A_STRIDE + columns, inside, a_count, a_part_stride)
     if HAS_BIAS:
-        x += tl.load(bias + columns, is_column, 0.0)
+        x += tl.load(bias + columns, columns < WIDTH, 0.0)
     x *= FACTOR
     if HAS_B:
         x += sum_parts(b + row * B_STRIDE + columns, inside, b_count, b_part_stride)
@@ -194,9 +197,7 @@ def _take_rows(
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (row < num_rows) & (columns < WIDTH)
+    row, columns, inside = _block(num_rows, WIDTH, BLOCK, ROWS)
     line = tl.load(chosen + row, row < num_rows, 0)
     if RESULT_STRIDE > 0:
         drawn = tl.load(results + (-1 - line) * RESULT_STRIDE, line < 0, 0)

@@ -71,14 +71,10 @@ def most_rows(gpu: Gpu) -> int:
 
 def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
     """Write a matrix in the element type into `output` (width, depth)."""
-    unused = weight.codes
     gpu.launch(
         _write_out,
         (-(-weight.width // TILE_OUTPUTS), -(-weight.depth // TILE_INPUTS)),
-        weight.codes,
-        unused if weight.high is None else weight.high,
-        weight.scales,
-        unused if weight.offsets is None else weight.offsets,
+        *weight.pointers,
         output,
         num_warps=4,
         WIDTH=weight.width,
@@ -106,10 +102,7 @@ def _start(
         (blocks_n, output.count, blocks_m) if rows is None else (blocks_m, output.count, blocks_n),
         header,
         x,
-        weight.codes,
-        unused if weight.high is None else weight.high,
-        weight.scales,
-        unused if weight.offsets is None else weight.offsets,
+        *weight.pointers,
         output.values,
         unused if rows is None else rows.routes.items,
         unused if rows is None else rows.routes.order,

@@ -7,7 +7,7 @@ the reference, one by one, so these kernels must not be contracted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import triton
 import triton.language as tl
@@ -30,32 +30,28 @@ def launch(
     `logits` are float32 (rows, vocab_size) and stay as they are; `work` has their shape. `rows`
     and `lists` are those of `sampling.SampleRows`.
     """
-    gpu.launch(
-        _sample,
-        (logits.shape[0],),
-        logits, rows, lists, results, work,
-        num_warps=16,
-        may_contract=False,
-        VOCAB=logits.shape[1],
-        BLOCK=_BLOCK,
-        ROW_INTS=sampling.ROW_INTS,
-        RESULT_INTS=sampling.RESULT_INTS,
-    )  # fmt: skip
+    _launch(gpu, _sample, logits, rows, lists, results, work)
 
 
 def report(gpu: Gpu, logits: Tensor, rows: Tensor, results: Tensor) -> None:
     """Add to the results of rows what their log-probabilities are made of."""
+    _launch(gpu, _report, logits, rows, results)
+
+
+def _launch(gpu: Gpu, kernel: Any, logits: Tensor, *others: Tensor) -> None:
+    """Launch a program for each row."""
     gpu.launch(
-        _report,
+        kernel,
         (logits.shape[0],),
-        logits, rows, results,
+        logits,
+        *others,
         num_warps=16,
         may_contract=False,
         VOCAB=logits.shape[1],
         BLOCK=_BLOCK,
         ROW_INTS=sampling.ROW_INTS,
         RESULT_INTS=sampling.RESULT_INTS,
-    )  # fmt: skip
+    )
 
 
 @triton.jit

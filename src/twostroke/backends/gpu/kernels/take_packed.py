@@ -35,17 +35,14 @@ def launch(
     results: Tensor,
 ) -> None:
     """Write `output[r] = table[chosen[r]] * factor`; see `pointwise.take_rows` for `results`."""
-    unused, layout = table.codes, table.layout
+    layout = table.layout
     gpu.launch(
         _take_packed,
         (num_rows, -(-table.depth // TILE_INPUTS)),
         header,
         chosen,
         results,
-        table.codes,
-        unused if table.high is None else table.high,
-        table.scales,
-        unused if table.offsets is None else table.offsets,
+        *table.pointers,
         output,
         num_warps=1,
         WIDTH=table.width,
