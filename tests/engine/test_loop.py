@@ -8,7 +8,9 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
+from support.cpu import greedy_request
 from support.engines import tiny_client
 from support.servers import wait_for
 from support.tiny import write_tiny_gguf
@@ -28,10 +30,11 @@ from twostroke.core.errors import (
 )
 from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.step import NO_TOKEN, StepResult
+from twostroke.core.step import NO_TOKEN, Slice, StepPlan, StepResult
 from twostroke.engine import health
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
+from twostroke.engine.faults import StepLimit
 from twostroke.engine.health import Health
 
 if TYPE_CHECKING:
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
 
     from support.engines import Backend
     from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan
     from twostroke.engine.build import Engine
     from twostroke.engine.client import Client
 
@@ -295,6 +297,58 @@ def test_steps_for_which_there_is_no_memory_become_smaller(
         assert told[-1] == f"The GPU has no memory left. Steps compute at most {limit} tokens now."
         assert len(told) == len(refused)
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
+
+
+def test_steps_grow_again_when_there_is_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 64 steps without a shortage, or 128 after two of them."""
+    prompt, long = [*range(5, 60)], replace(GREEDY, max_tokens=70)
+    with tiny_client(tmp_path) as (client, backend):
+        limits = [client.loop.config.step_budget]
+        run, is_short = backend.run, True
+
+        def refuse_large(plan: StepPlan) -> StepResult:
+            if is_short and sum(plan.counts) > 20:
+                raise MemoryLimitError("The GPU has no memory left.")
+            return run(plan)
+
+        def generate() -> None:
+            assert len(client.generate(prompt, long).wait()[0].token_ids) == 70
+            limits.append(client.loop.snapshot().most_tokens)
+
+        monkeypatch.setattr(backend, "run", refuse_large)
+        assert client.loop.snapshot().num_shortages == 0
+        generate()
+        lowered, num_shortages = limits[-1], client.loop.snapshot().num_shortages
+        assert lowered < 20
+        assert num_shortages > 0
+        is_short = False
+        generate()
+        generate()
+        assert limits[-1] == 2 * lowered  # after 128 steps
+        assert client.loop.snapshot().num_shortages == num_shortages
+
+
+def test_a_limit_waits_for_twice_as_many_steps_after_each_shortage() -> None:
+    plan, error = (
+        StepPlan((Slice(greedy_request([1] * 100), 0, 100, samples=True),)),
+        MemoryLimitError,
+    )
+    limit, waits = StepLimit(100), []
+    assert not limit.lower(plan, ValueError("no"))
+    for _ in range(9):
+        assert limit.lower(plan, error("No memory."))
+        assert limit.most_tokens == 50
+        waits.append(0)
+        while limit.most_tokens == 50:
+            limit.count_clean()
+            waits[-1] += 1
+        assert limit.most_tokens == 100
+    assert waits == [64, 128, 256, 512, 1024, 2048, 4096, 4096, 4096]
+    single = StepPlan((Slice(greedy_request([1]), 0, 1, samples=True),))
+    assert not limit.lower(single, error("No memory."))
+    assert limit.num_shortages == 10
 
 
 def test_a_device_that_is_lost_ends_the_engine_and_all_callers_learn_of_it(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
+    from twostroke.engine.faults import StepLimit
     from twostroke.engine.output import Output
     from twostroke.program import BatchShape
     from twostroke.program.cost import StepCost
@@ -139,6 +140,8 @@ class Snapshot(Frozen):
     `services` are by class of service. `prefill_rows` and `decode_rows` are the distributions of a
     step's rows; `recent_steps` are the last steps. `scheduler` also counts the requests and pages
     in each state now. `num_compiled` counts kernels compiled and graphs captured while steps ran.
+    `num_shortages` counts steps for which the memory was too short, and a step may compute
+    `most_tokens` now.
     """
 
     age_s: float
@@ -151,6 +154,8 @@ class Snapshot(Frozen):
     scheduler: SchedulerStats
     tiers: tuple[TierTotals, ...] = ()
     num_compiled: int = 0
+    num_shortages: int = 0
+    most_tokens: int | None = None
 
 
 class ServiceCounter:
@@ -225,9 +230,10 @@ class Counters:
         scheduler: Callable[[], SchedulerStats],
         speculation: SpeculationStats,
         tiers: Callable[[], tuple[TierTotals, ...]] = tuple,
+        limit: StepLimit | None = None,
     ) -> None:
         """Count work by `cost`; snapshots include the counts of the others."""
-        self._tiers = tiers
+        self._tiers, self._limit = tiers, limit
         self.services = {service: ServiceCounter() for service in SERVICES}
         self._cost = cost
         self._scheduler = scheduler
@@ -273,7 +279,7 @@ class Counters:
 
     def snapshot(self) -> Snapshot:
         """Return all counts as of now."""
-        guesses = self._speculation
+        guesses, limit = self._speculation, self._limit
         return Snapshot(
             age_s=time.monotonic() - self._began_s,
             services={name: service.read() for name, service in self.services.items()},
@@ -291,4 +297,6 @@ class Counters:
             scheduler=self._scheduler(),
             tiers=self._tiers(),
             num_compiled=self._num_compiled,
+            num_shortages=limit.num_shortages if limit else 0,
+            most_tokens=limit.most_tokens if limit else None,
         )

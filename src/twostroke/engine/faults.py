@@ -29,22 +29,49 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.engine")
 
+_FIRST_WAIT: Final = 64  # steps after the first shortage until steps may become larger
+_LONGEST_WAIT: Final = 4096
 
 # After these the backend must recover, or is lost; they are not about a request.
 FATAL: Final = RanksLostError, DeviceLostError
 
 
-def smaller_steps(plan: StepPlan, error: Exception) -> int | None:
-    """Return how many tokens steps may compute from now on, if one was too large for the memory.
+class StepLimit:
+    """How many tokens a step may compute: fewer while the memory is too short for more.
 
-    None: the step failed for another reason, or with one token of each request.
+    After some steps without a shortage, steps may compute twice as many tokens again. Each shortage
+    doubles the number of these steps, so that attempts that fail are rare.
     """
-    num_rows = sum(part.num_rows for part in plan.slices)
-    if not isinstance(error, MemoryLimitError) or num_rows == len(plan.slices):
-        return None
-    most_tokens = max(1, num_rows // 2)
-    _logger.warning("%s Steps compute at most %d tokens now.", error, most_tokens)
-    return most_tokens
+
+    def __init__(self, step_budget: int) -> None:
+        self.most_tokens, self.num_shortages = step_budget, 0
+        self._budget, self._wait, self._num_clean = step_budget, _FIRST_WAIT // 2, 0
+
+    def lower(self, plan: StepPlan, error: Exception) -> bool:
+        """Lower the limit if a step was too large for the memory.
+
+        False: it failed for another reason, or with one token of each request.
+        """
+        num_rows = sum(part.num_rows for part in plan.slices)
+        if not isinstance(error, MemoryLimitError):
+            return False
+        self.num_shortages += 1
+        self._num_clean, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
+        if num_rows == len(plan.slices):
+            return False
+        self.most_tokens = max(1, num_rows // 2)
+        _logger.warning("%s Steps compute at most %d tokens now.", error, self.most_tokens)
+        return True
+
+    def count_clean(self) -> None:
+        """Count a step for which there was memory; after enough of them raise the limit."""
+        if self.most_tokens == self._budget:
+            return
+        self._num_clean += 1
+        if self._num_clean >= self._wait:
+            self._num_clean = 0
+            self.most_tokens = min(2 * self.most_tokens, self._budget)
+            _logger.info("Steps may compute %d tokens again.", self.most_tokens)
 
 
 def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResult:

@@ -12,7 +12,7 @@ from twostroke.core.errors import EngineStoppedError, RanksLostError, TwostrokeE
 from twostroke.core.request import FinishReason
 from twostroke.engine.counters import Counters
 from twostroke.engine.delivery import deliver
-from twostroke.engine.faults import FATAL, find_unusable, run_each, smaller_steps
+from twostroke.engine.faults import FATAL, StepLimit, find_unusable, run_each
 from twostroke.engine.flight import StepInFlight, drop_later
 from twostroke.engine.health import Health, Vitals
 from twostroke.engine.pages import Pages
@@ -69,10 +69,11 @@ class EngineLoop:
         self._steps: deque[StepInFlight] = deque()
         self._vitals = Vitals()
         self._num_losses = 0  # since a step succeeded
-        self._most_tokens: int | None = None  # of a step, since memory was short
+        self._limit = StepLimit(scheduler.config.step_budget)
         self.on_step: Callable[[StepPlan], None] | None = None  # before a step is computed
         self.pages = Pages(scheduler, backend.pages, self._condition)
-        self._counters = Counters(cost, scheduler.stats, speculator.stats, self.pages.totals)
+        given = scheduler.stats, speculator.stats, self.pages.totals, self._limit
+        self._counters = Counters(cost, *given)
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
@@ -243,7 +244,7 @@ class EngineLoop:
                 return False
             for request, error in self._scheduler.overdue():
                 self._fail(request, error)
-            plan = self._scheduler.plan(self._most_tokens) if self._may_start else None
+            plan = self._scheduler.plan(self._limit.most_tokens) if self._may_start else None
             is_idle = plan is None and not self._steps
             if is_idle:
                 self._vitals.pause(self._condition, self._idle_s)
@@ -311,6 +312,7 @@ class EngineLoop:
             deltas = self._scheduler.commit(plan, result)
             self._steps.popleft()
             self._num_losses = 0
+            self._limit.count_clean()
             batch = BatchShape.of(plan)
             took_s = self._vitals.finish(time.monotonic(), is_last=not self._steps)
             self._counters.add_step(plan, batch, result, self._vitals.turn_s)
@@ -320,7 +322,7 @@ class EngineLoop:
     def _result(self, step: StepInFlight) -> StepResult | None:
         """Return a step's result; if it failed, run its requests one by one.
 
-        None: there was no memory for it; it was taken back, and steps are smaller from now on.
+        None: there was no memory for it; it was taken back, and the next steps are smaller.
         """
         error = step.error
         if error is None:
@@ -333,10 +335,8 @@ class EngineLoop:
             except Exception as its_own:  # noqa: BLE001 a failure must not end other requests
                 error = its_own
         drop_later(self._steps, self._starter, self._recall)
-        most_tokens = smaller_steps(step.plan, error)
-        if most_tokens is None:
+        if not self._limit.lower(step.plan, error):
             return run_each(step.plan, error, self._backend.run, self._fail)
-        self._most_tokens = most_tokens
         self._steps.clear()
         self._vitals.busy_since_s = None
         self._recall()

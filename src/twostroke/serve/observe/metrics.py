@@ -87,12 +87,12 @@ _SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
         "prefix_cache_asked_tokens",
         "Prompt tokens looked up in the prefix cache.",
     ),
-    (
-        "num_hit_tokens",
-        CounterMetricFamily,
-        "prefix_cache_hit_tokens",
-        "Prompt tokens found in the prefix cache.",
-    ),
+    ("num_hit_tokens", CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens it had."),
+)
+_ENGINE: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
+    ("num_compiled", CounterMetricFamily, "late_compilations", "Kernels made after the start."),
+    ("num_shortages", CounterMetricFamily, "memory_shortages", "Steps too large for the memory."),
+    ("most_tokens", GaugeMetricFamily, "step_token_limit", "Tokens that a step may compute."),
 )
 
 _TIERS: Final[tuple[tuple[type[Family], str, str, str], ...]] = (
@@ -203,14 +203,13 @@ class Metrics(Collector):
     def _of(self, engine: ServedEngine, reading: Reading) -> Iterator[Metric]:
         """Yield the metrics of one engine."""
         facts, snapshot = engine.facts.backend, reading.snapshot
-        deaths, compiled = [((), engine.num_deaths)], [((), snapshot.num_compiled)]
+        deaths = [((), engine.num_deaths)]
         yield _counter("engine_deaths", "Times that the engine's process died.", samples=deaths)
-        text = "Kernels compiled and graphs captured after the start; each delays a step."
-        yield _counter("late_compilations", text, samples=compiled)
         yield _model(engine)
         yield from _services(snapshot.services)
-        for key, family, name, text in _SCHEDULER:
-            yield family(f"twostroke_{name}", text, getattr(snapshot.scheduler, key))
+        for table, counts in ((_SCHEDULER, snapshot.scheduler), (_ENGINE, snapshot)):
+            for key, family, name, text in table:
+                yield family(f"twostroke_{name}", text, getattr(counts, key))
         yield _gauge("pages", "Pages of keys and values, full or empty.", value=facts.num_pages)
         yield _gauge("page_tokens", "Tokens in a page.", value=facts.page_size)
         yield from _strokes(snapshot)
