@@ -31,6 +31,11 @@ def listening(*, port: int, records: str) -> Callable[[Any], Any]:
             help="Demand an API key. Each line of FILE is KEY or TENANT KEY; the key in "
             "TWOSTROKE_API_KEY is accepted as well [default: no key is needed].",
         ),
+        option(
+            "--require-keys",
+            is_flag=True,
+            help="Refuse everybody while there is no API key, such as on a new folder of records.",
+        ),
         option("--records", type=click.Path(path_type=Path), metavar="DIR", help=records),
         option(
             "--cors-origin",

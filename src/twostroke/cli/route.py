@@ -112,7 +112,8 @@ def command(**given: Any) -> int:
         check_router(key)
     with ExitStack() as stack:
         records = stack.enter_context(open_records(folder))
-        keys = ApiKeys.read(given["api_keys"], env.api_key(), folder)
+        asks = given.pop("require_keys")
+        keys = ApiKeys.read(given["api_keys"], env.api_key(), folder, asks=asks)
         if keys is not None and key is not None:
             keys.trust(key)
         options = RouteOptions(**given | {"api_keys": keys}, replica_key=key)

@@ -183,7 +183,11 @@ def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeO
         host=given["host"],
         port=given["port"],
         api_keys=ApiKeys.read(
-            given["api_keys"], env.api_key(), given["records"], env.replica_key()
+            given["api_keys"],
+            env.api_key(),
+            given["records"],
+            env.replica_key(),
+            asks=given["require_keys"],
         ),
         model_names=given["model_names"],
         cors_origins=given["cors_origins"],
@@ -258,6 +262,10 @@ def _announce_several(url: str, roster: Roster, serving: ServeOptions, *, form: 
 
 
 def _warn_of_all(url: str, serving: ServeOptions) -> None:
+    if serving.api_keys is not None and serving.api_keys.refuse_everybody:
+        _logger.warning(
+            "There is no API key, so everybody is refused: make one with `twostroke keys add`."
+        )
     if not serving.has_keys and not serving.is_private:
         _logger.warning(
             "Everybody who can reach %s may use this server: demand keys with --api-keys, or make "

@@ -16,8 +16,10 @@ from twostroke.core.errors import RequestError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
 from twostroke.core.service import BATCH_SERVICE, SERVICES
+from twostroke.records import Mark
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from sqlite3 import Connection
 
 MAX_LENGTH: Final = 512  # of a key, and of the names of keys and tenants
@@ -150,6 +152,11 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
     )
     db.execute(_INSERT, (id_, name, msgspec.json.encode(key)))
     return key, text
+
+
+def had_keys(folder: Path) -> Mark:
+    """Return the mark of a records folder that has had keys, which a lost database cannot take."""
+    return Mark(folder, "has-keys")
 
 
 def find(db: Connection, word: str) -> Key:

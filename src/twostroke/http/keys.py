@@ -10,10 +10,10 @@ from starlette.requests import Request
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.http.errors import to_response
 from twostroke.http.inside import sender_of
-from twostroke.http.key import FORM, WORD, Key, all_keys, digest
+from twostroke.http.key import FORM, WORD, Key, all_keys, digest, had_keys
 from twostroke.http.paths import wants_page
 from twostroke.http.served import served_of
-from twostroke.records import beside
+from twostroke.records import RecordsError, beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,6 +27,14 @@ OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progre
 _FILES: Final = "/page/"
 # From a router: a tenant's name, its weight, and the classes that it may have, if not all.
 TENANT_HEADER: Final = b"x-twostroke-tenant"
+_NO_SOURCE: Final = (
+    "--require-keys needs a place where keys are: --api-keys, TWOSTROKE_API_KEY or --records."
+)
+_LOST: Final = (
+    "{folder} has had API keys, and its database has none: it was lost or replaced, and everybody "
+    "could use the server. Restore a backup, make a key with `twostroke keys add NAME --records "
+    "{folder}`, or remove {mark} to serve everybody."
+)
 _MISSING: Final = "is missing: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 
 
@@ -46,8 +54,8 @@ class ApiKeys:
     A router's key is none of a tenant: whoever shows it speaks for the tenant that a header names.
     """
 
-    def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Take a table from keys to tenants.
+    def __init__(self, tenants: Mapping[str, str], *, asks: bool = False) -> None:
+        """Take a table from keys to tenants; with `asks`, requests need one even while it is empty.
 
         Raises:
             UsageError: one has other than printable ASCII characters.
@@ -57,6 +65,7 @@ class ApiKeys:
                 raise UsageError(f"A key is {FORM}.")
         made = [Key(tenant=tenants[key], digest=digest(key.encode())) for key in tenants]
         self._fixed = {key.digest: key for key in made}
+        self._asks = asks or bool(made)
         self._all = self._fixed
         self._by_tenant = _by_tenant(made)
         self._router = ""  # its digest
@@ -71,35 +80,53 @@ class ApiKeys:
         key: str | None,
         records: Path | None = None,
         router: str | None = None,
+        *,
+        asks: bool = False,
     ) -> Self | None:
         """Return the keys of a file, of the environment and of a folder; None without any of these.
+
+        A folder that has had keys and has none any more has lost its database: its keys are not
+        there to be asked for, and nobody meant to open the server.
 
         A line of the file is `KEY` or `TENANT KEY`, or a comment that begins with #. A key without
         a tenant belongs to the tenant with the empty name.
 
         Raises:
-            UsageError: the file cannot be read, or a line has another form. Messages have no keys.
-            RecordsError: the folder has no database that can be read.
+            UsageError: the file cannot be read, a line has another form, or `asks` is set without
+                any keys. Messages have no keys.
+            RecordsError: the folder has no database that can be read, or has lost its keys.
         """
         if path is None and key is None and records is None and router is None:
+            if asks:
+                raise UsageError(_NO_SOURCE)
             return None
         found = _read(path) if path is not None else {}
         if key is not None:
             if not WORD.fullmatch(key):
                 raise UsageError(f"The key in TWOSTROKE_API_KEY must be {FORM}.")
             found.setdefault(key, "")
-        keys = cls(found)
+        keys = cls(found, asks=asks)
         if router is not None:
             keys.trust(router)
         if records is not None:
             with beside(records) as db:
                 keys.keep(key for key, _ in all_keys(db))
+            mark = had_keys(records)
+            if keys._by_id:
+                mark.make()
+            elif mark.is_there and not keys.are_required:
+                raise RecordsError(_LOST.format(folder=records, mark=mark.path))
         return keys
 
     @property
     def are_required(self) -> bool:
-        """Whether a request needs a key: there are some, or were some before they were revoked."""
-        return bool(self._all or self._router)
+        """Whether a request needs a key: there are some, or have been some."""
+        return self._asks or bool(self._router)
+
+    @property
+    def refuse_everybody(self) -> bool:
+        """Whether a request needs a key, and there is none."""
+        return self.are_required and not self._all and not self._router
 
     @property
     def have_tenants(self) -> bool:
@@ -123,6 +150,7 @@ class ApiKeys:
         """Replace the keys of the records by these."""
         self._by_id = {key.id: key for key in keys}
         self._all = {key.digest: key for key in self._by_id.values()} | self._fixed
+        self._asks |= bool(self._all)  # for good: what empties the records opens no server
         self._by_tenant = _by_tenant(self._all.values())
 
     def find(self, text: bytes) -> Key | None:
@@ -139,7 +167,8 @@ class ApiKeys:
     def has_valid(self, tenant: str) -> bool:
         """Return whether a tenant has a key that is valid now, or needs none."""
         own = self._by_tenant.get(tenant, ())
-        return any(key.state == "valid" for key in own) or not self._all
+        needs_none = not self._all and (bool(self._router) or not self._asks)
+        return needs_none or any(key.state == "valid" for key in own)
 
     def with_id(self, id_: str) -> Key | None:
         """Return the key of the records with an id, valid or not; None if there is none."""

@@ -6,6 +6,6 @@
 
 from twostroke.records.database import Records, beside
 from twostroke.records.errors import RecordsError
-from twostroke.records.folder import Folder, Temporary
+from twostroke.records.folder import Folder, Mark, Temporary
 
-__all__ = ["Folder", "Records", "RecordsError", "Temporary", "beside"]
+__all__ = ["Folder", "Mark", "Records", "RecordsError", "Temporary", "beside"]

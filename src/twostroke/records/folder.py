@@ -113,6 +113,28 @@ class Temporary:
             raise explain(error, self._folder / id_) from None
 
 
+class Mark:
+    """A file of a records folder that says, apart from the database, what it once had."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Use the file `name` of the folder `path`."""
+        self.path = path / name
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it was made."""
+        return self.path.exists()
+
+    def make(self) -> None:
+        """Make it, if it is not there; raises RecordsError."""
+        try:
+            if not self.is_there:
+                self.path.touch(mode=0o600)
+                sync_folder(self.path.parent)
+        except OSError as error:
+            raise explain(error, self.path) from None
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder survive a loss of power; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

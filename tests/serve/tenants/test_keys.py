@@ -17,6 +17,7 @@ import pytest
 
 from support.keys import add, keyed_server, revoke
 from support.servers import wait_for
+from twostroke.cli.keys import command as keys_command
 from twostroke.core.errors import UsageError
 from twostroke.http import key as kept
 from twostroke.http.key import KeyLimits
@@ -24,7 +25,7 @@ from twostroke.http.keys import ApiKeys
 from twostroke.http.logs import FIGURES
 from twostroke.http.tenants.upkeep import Upkeep
 from twostroke.http.tenants.usage import UsageBook
-from twostroke.records import RecordsError, beside
+from twostroke.records import Records, RecordsError, beside
 from twostroke.records.schema import MIGRATIONS
 
 if TYPE_CHECKING:
@@ -257,6 +258,56 @@ def test_damaged_key_is_named_and_the_others_stay(tmp_path: Path, damage: bytes)
         with beside(folder, writes=True) as db:
             db.execute("UPDATE keys SET change = 9")
         wait_for(lambda: status(server, other) == 200, 2)
+
+
+def test_lost_database_opens_no_server(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+
+    def lose() -> None:
+        for file in folder.glob("records.db*"):
+            file.unlink()
+        Records(folder).close()
+
+    assert ApiKeys.read(None, None, _new(folder)) is not None, "the first start needs no key"
+    keys_command.main(["add", "shop", "--records", str(folder)], standalone_mode=False)
+    lose()
+    with pytest.raises(RecordsError, match="has had API keys, and its database has none"):
+        ApiKeys.read(None, None, folder)
+    assert ApiKeys.read(None, "other", folder) is not None, "it asks for this one"
+    add(folder)  # without the command, as where an older version made it
+    (folder / "has-keys").unlink()
+    assert ApiKeys.read(None, None, folder) is not None
+    lose()
+    with pytest.raises(RecordsError, match=r"remove .*has-keys to serve everybody"):
+        ApiKeys.read(None, None, folder)
+    (folder / "has-keys").unlink()
+    found = ApiKeys.read(None, None, folder)
+    assert found is not None
+    assert not found.are_required
+
+
+def test_server_that_requires_keys_is_closed_without_any(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--require-keys needs"):
+        ApiKeys.read(None, None, asks=True)
+    folder = _new(tmp_path / "records")
+    found = ApiKeys.read(None, None, folder, asks=True)
+    assert found is not None
+    assert (found.are_required, found.refuse_everybody) == (True, True)
+    assert not found.has_valid("")
+    with beside(folder, writes=True) as db:
+        made, _ = kept.add(db, "shop", "shop")
+    found.keep([made])
+    assert not found.refuse_everybody
+    assert found.has_valid("shop")
+    open_before = ApiKeys({})
+    open_before.keep([made])
+    open_before.keep([])  # the records were emptied while it runs
+    assert open_before.are_required
+
+
+def _new(folder: Path) -> Path:
+    Records(folder).close()
+    return folder
 
 
 def test_key_may_have_only_its_classes(tmp_path: Path) -> None:
