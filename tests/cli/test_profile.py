@@ -116,6 +116,8 @@ def test_the_picture_holds_each_operation(cli: Cli, tiny: str, tmp_path: Path) -
         (("--plot", "nowhere/roof.svg"), "--plot is in a folder that does not exist: 'nowhere'."),
         (("--stream", "1"), "Did you mean '--streams'?"),
         (("--steps", "0"), "--steps"),
+        (("--backend", "reference"), "--backend must be cpu or gpu, which time their operations."),
+        (("--device", "cuda:1"), "--device needs the backend gpu or torch."),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(

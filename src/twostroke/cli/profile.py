@@ -34,7 +34,8 @@ _HEADINGS: Final = (
     "profile",
     cls=Command,
     params=[
-        *(MACHINE[n] for n in ("num_threads", "level", "kv_format", "activation_bits")),
+        *(MACHINE[n] for n in ("backend", "device", "same_tokens", "num_threads", "level")),
+        *(MACHINE[n] for n in ("kv_format", "activation_bits")),
         *PARALLEL,
     ],
 )
@@ -162,6 +163,8 @@ def _table(profile: StepProfile) -> list[tuple[str, ...]]:
 
 
 def _advice(profile: StepProfile) -> str:
+    if profile.hardware.source == "interpreted":
+        return "The kernels were interpreted on the processor: these times say nothing about a GPU."
     worst, step_s = profile.worst, profile.step_s
     around_s = profile.set_up_s + profile.scheduler_s
     if around_s > worst.above_s:

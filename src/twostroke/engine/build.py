@@ -136,7 +136,7 @@ def build(
         if ranks:
             if_it_fails.enter_context(ranks)
         size = ranks.size() if ranks else _size(program, mesh, options, num_weight_bytes)
-        card = _card(loaded, program, size)
+        card = _card(loaded, program, size, compute.backend)
         (accept or (lambda _: None))(card)
         draft, heads = Draft.wanted(speculation, model, card), Heads.wanted(speculation, loaded)
         first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
@@ -302,11 +302,9 @@ def build_scheduler(
     return Scheduler(config, pool, index, make_policy(batch), clock)
 
 
-def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:
-    cost, identity = (
-        cost_model(program, loaded.tensors, size.kv_format),
-        weights_identity(loaded.tensors),
-    )
+def _card(loaded: LoadedModel, program: Program, size: CacheSize, backend: str) -> ModelCard:
+    cost = cost_model(program, loaded.tensors, size.kv_format, backend)
+    identity = weights_identity(loaded.tensors)
     return make_card(loaded, build_tokenizer(loaded), size.context_length, cost, identity)
 
 

@@ -174,15 +174,24 @@ def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
         gpu_device(compute)
         from twostroke.backends.gpu.weights import device_bytes
 
-        return device_bytes(loaded.tensors)
+        return sum(map(device_bytes, loaded.tensors.values()))
     return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
 
 
 def cost_model(
-    program: Program, tensors: Mapping[str, QuantTensor], kv_format: str = DEFAULT_FORMAT
+    program: Program,
+    tensors: Mapping[str, QuantTensor],
+    kv_format: str = DEFAULT_FORMAT,
+    backend: str = "auto",
 ) -> CostModel:
-    """Return the cost of a Program with its weights as kernels read them."""
-    stored = {name: tensors[name].packed_bytes for name in program.weight_shapes}
+    """Return the cost of a Program with its weights as a backend's kernels read them."""
+    own = {name: tensors[name] for name in program.weight_shapes}
+    if backend == "gpu":
+        from twostroke.backends.gpu.weights import device_bytes
+
+        stored = {name: device_bytes(tensor) for name, tensor in own.items()}
+    else:
+        stored = {name: tensor.packed_bytes for name, tensor in own.items()}
     return CostModel(program, stored, FORMATS[kv_format])
 
 

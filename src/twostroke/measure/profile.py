@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, cast
 
 from msgspec import field
 
-from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import FORMATS, PageGroups
 from twostroke.core.config import CacheOptions, ComputeOptions
-from twostroke.core.errors import MemoryLimitError
+from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import OtherPrograms, memory_available, resolve_num_threads
+from twostroke.core.hardware import OtherPrograms, resolve_num_threads
 from twostroke.engine.activations import with_known_bits
-from twostroke.engine.compute import auto_kv_format, cost_model, weight_bytes
+from twostroke.engine.compute import (
+    FLOAT32_BACKENDS,
+    auto_kv_format,
+    check_can_run,
+    check_gpu,
+    cost_model,
+    gpu_device,
+    make_backend,
+    memory_free,
+    weight_bytes,
+)
 from twostroke.engine.limits import machine
 from twostroke.engine.loading import load
+from twostroke.engine.sizing import CacheSize
 from twostroke.measure.labels import Label, labels
-from twostroke.measure.single_step import SingleStep
+from twostroke.measure.single_step import FILL_ROWS, SingleStep
 from twostroke.models import build_program
 from twostroke.program.cost import Cost, CostModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from twostroke.backends.cpu import CpuBackend
     from twostroke.backends.cpu.plan import OpTime
+    from twostroke.backends.gpu.backend import GpuBackend
     from twostroke.core.hardware import Hardware
     from twostroke.measure.single_step import Shape
     from twostroke.program import Program
+
+    TimedBackend = CpuBackend | GpuBackend
 
 _WORKING_BYTES: Final = 128 * 1024**2  # interpreter and buffers of a step
 MEASURED_S: Final = 2.0  # within these numbers of steps
@@ -46,6 +60,16 @@ class Wanted(Frozen):
     by_layer: bool = False
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse backends that do not time their operations."""
+        if self.compute.backend in FLOAT32_BACKENDS:
+            raise UsageError("must be cpu or gpu, which time their operations.", field="backend")
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a step, those that fill contexts included."""
+        return max(FILL_ROWS, *(shape.batch.num_rows for shape in self.shapes))
 
 
 class Spread(Frozen):
@@ -87,8 +111,8 @@ class StepProfile(Frozen):
     """One shape's step. `run_s` is the backend's whole call, to which `scheduler_s` is added.
 
     `detail` has the backend's level, threads and cache format. `set_up_s` is the part of the call
-    outside operations: arrays, threads, results. Other programs took `others_share` of all
-    processors meanwhile (None if unknown).
+    outside operations: arrays, threads, on a GPU draws of tokens, results. Other programs took
+    `others_share` of all processors meanwhile (None if unknown).
     """
 
     shape: Shape
@@ -152,33 +176,27 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
     Raises:
         UsageError: a shape that the model's context cannot hold.
         MemoryLimitError: one whose keys and values do not fit.
-        BackendError: the level cannot be used here.
+        BackendError: the backend cannot be used here.
         TwostrokeError: as `weights.load`.
     """
-    level = choose_level(wanted.compute.level).level
-    num_threads = resolve_num_threads(wanted.compute.num_threads)
+    check_can_run(wanted.compute)
     loaded = load(model)
     program = build_program(loaded.spec)
+    if wanted.compute.backend == "gpu":
+        check_gpu(program, wanted.compute)
     compute = with_known_bits(wanted.compute, loaded, program)
     kv_format = wanted.cache.kv_format
     if kv_format == "auto":
         kv_format = auto_kv_format(wanted.compute)
-    num_pages = _num_pages(program, wanted, kv_format, weight_bytes(loaded, wanted.compute))
-    cost = cost_model(program, loaded.tensors, kv_format)
+    size = _size(program, wanted, kv_format, weight_bytes(loaded, wanted.compute))
+    cost = cost_model(program, loaded.tensors, kv_format, compute.backend)
     notice("Measuring the machine")
-    hardware = machine(level, num_threads, loaded.file_bytes, again=True)
+    hardware = _hardware(compute, loaded.file_bytes)
     notice("Loading the model")
-    backend = CpuBackend(
-        program,
-        loaded.tensors,
-        num_pages,
-        wanted.cache.tokens_in_page,
-        num_threads,
-        level=level,
-        kv_format=kv_format,
-        activation_bits=compute.known_bits,
-        release=loaded.release,
+    made = make_backend(
+        loaded.tensors, program, compute, size, release=loaded.release, max_rows=wanted.most_rows
     )
+    backend = cast("TimedBackend", made)
     try:
         for shape in wanted.shapes:
             notice(f"Measuring {shape.name}")
@@ -187,8 +205,18 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
         backend.close()
 
 
-def _num_pages(program: Program, wanted: Wanted, kv_format: str, weight_bytes: int) -> int:
-    """Return how many pages the largest shape needs."""
+def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
+    """Measure the limits of what computes."""
+    if compute.backend == "gpu":
+        from twostroke.backends.gpu.limits import measure
+
+        return measure(gpu_device(compute))
+    level, num_threads = choose_level(compute.level).level, resolve_num_threads(compute.num_threads)
+    return machine(level, num_threads, stream_bytes, again=True)
+
+
+def _size(program: Program, wanted: Wanted, kv_format: str, weight_bytes: int) -> CacheSize:
+    """Return the pages that the largest shape needs."""
     page_size = wanted.cache.tokens_in_page
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     for shape in wanted.shapes:
@@ -196,18 +224,19 @@ def _num_pages(program: Program, wanted: Wanted, kv_format: str, weight_bytes: i
     largest = max(wanted.shapes, key=lambda shape: shape.num_pages(groups))
     num_pages = largest.num_pages(groups)
     needed = num_pages * program.page_bytes(page_size, FORMATS[kv_format])
-    free = max(0, memory_available() - weight_bytes - _WORKING_BYTES)
+    free = memory_free(wanted.compute, program, wanted.most_rows)
+    free = max(0, free - weight_bytes - _WORKING_BYTES)
     if needed > free:
         knob = "--prefill" if largest.num_prompt else "--streams or --context"
         raise MemoryLimitError(
             f"{program.name}: {largest.name} needs {needed / 1e6:,.0f} MB of keys and values, and "
             f"the weights leave {free / 1e6:,.0f} MB of memory free: lower {knob}."
         )
-    return num_pages
+    return CacheSize(program.context_length, num_pages, page_size, needed, kv_format)
 
 
 def _profile(
-    shape: Shape, backend: CpuBackend, cost: CostModel, hardware: Hardware, wanted: Wanted
+    shape: Shape, backend: TimedBackend, cost: CostModel, hardware: Hardware, wanted: Wanted
 ) -> StepProfile:
     single = SingleStep(backend, cost.program, shape)
     try:
@@ -248,7 +277,7 @@ def _profile(
         operations=tuple(operation(label, at) for label, at in places.items()),
         run_s=Spread.of(runs_s),
         set_up_s=statistics.median(
-            run_s - sum(one.elapsed_s for one in step)
+            max(0.0, run_s - sum(one.elapsed_s for one in step))
             for run_s, step in zip(runs_s, times, strict=True)
         ),
         scheduler_s=scheduler_s,
@@ -257,7 +286,7 @@ def _profile(
 
 
 def _measure(
-    backend: CpuBackend, single: SingleStep, num_steps: int | None
+    backend: TimedBackend, single: SingleStep, num_steps: int | None
 ) -> tuple[list[float], list[list[OpTime]]]:
     """Compute the step once to warm up, then as often as wanted.
 

@@ -18,12 +18,15 @@ from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 
 if TYPE_CHECKING:
     from twostroke.backends.cpu import CpuBackend
+    from twostroke.backends.gpu.backend import GpuBackend
     from twostroke.parallel.backend import ParallelBackend
     from twostroke.program import Program
 
+    PagedBackend = CpuBackend | GpuBackend | ParallelBackend
+
 NUM_CYCLES: Final = 3  # further steps, for the scheduler's time
 
-_FILL_ROWS = 256  # computed at once while contexts are filled
+FILL_ROWS: Final = 256  # computed at once while contexts are filled
 _FILLED: Final = 512  # tokens of a context that are computed
 
 
@@ -102,9 +105,7 @@ class SingleStep:
     others: times do not depend on these values. New tokens differ, and so do the experts used.
     """
 
-    def __init__(
-        self, backend: CpuBackend | ParallelBackend, program: Program, shape: Shape
-    ) -> None:
+    def __init__(self, backend: PagedBackend, program: Program, shape: Shape) -> None:
         """Fill the contexts and plan the step; the backend must have enough pages."""
         facts = backend.facts
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
@@ -178,8 +179,8 @@ class SingleStep:
         """Fill the contexts: compute the beginning of the first request, copy its pages."""
         first, page_size = plan.slices[0], self._backend.facts.page_size
         num_rows = min(first.count, max(_FILLED, page_size))
-        for start in range(first.start, num_rows, _FILL_ROWS):
-            count = min(_FILL_ROWS, num_rows - start)
+        for start in range(first.start, num_rows, FILL_ROWS):
+            count = min(FILL_ROWS, num_rows - start)
             self._backend.run(StepPlan((Slice(first.request, start, count, samples=False),)))
         num_filled = None if num_rows == first.count else num_rows // page_size
         for part in plan.slices:

@@ -13,6 +13,7 @@ import torch
 
 from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.keys import mean_keys
+from twostroke.backends.cpu.plan import OpTime
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.gpu.cache import PageMemory
 from twostroke.backends.gpu.drawing import Drawing
@@ -23,6 +24,7 @@ from twostroke.backends.gpu.plan import Plan
 from twostroke.backends.gpu.ready import prepare
 from twostroke.backends.gpu.sequence import trace
 from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES, STEPS_AHEAD
+from twostroke.backends.gpu.timeline import seconds_of
 from twostroke.backends.gpu.transfers import Mark, checked, is_out_of_memory, to_host
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
 from twostroke.backends.spans import pooled_rows
@@ -32,7 +34,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.drawing import Drawn
     from twostroke.backends.gpu.weights import Progress, Release
     from twostroke.core.request import Request
-    from twostroke.program import Program
+    from twostroke.program import Op, Program
     from twostroke.quant import QuantTensor
 
     Array = NDArray[np.float32]
@@ -193,6 +195,25 @@ class GpuBackend:
         with self._here():
             return trace(*given, tokens, values, piece=self._piece)
 
+    @property
+    def fused(self) -> tuple[tuple[Op, ...], ...]:
+        """The Program's operations as a step launches them, those of one launch together."""
+        return *filter(None, self._lowered.parts), (self._lowered.logits,)
+
+    def times(self) -> list[OpTime]:
+        """Launch the last step again without its graph, and return the time of each of `fused`."""
+        frame = self._steps.frame
+
+        def launch(mark: Callable[[], None]) -> None:
+            self._plan.launch(bucket_of(len(frame.tokens)), mark)
+            mark()
+            for chunk, count in _chunks(len(frame.sampled_rows)):
+                self._plan.launch_logits(chunk, bucket_of(count))
+            mark()
+
+        with self._here(), checked(self._gpu):
+            return [OpTime(elapsed_s, 0.0) for elapsed_s in seconds_of(self._gpu, launch)]
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page's keys and values to another; must not be called while a step runs."""
         pages = self._pages.memory.view(-1, self._pages.page_stride)
@@ -264,12 +285,12 @@ class GpuBackend:
     def _draw(self, plan: StepPlan, count: int) -> Callable[[], Drawn]:
         """Draw a step's tokens; return what reads them."""
         self._drawing.begin(self._steps.samples)
-        for chunk, first in enumerate(range(0, count, LOGIT_ROWS)):
-            taken = min(LOGIT_ROWS, count - first)
+        for chunk, taken in _chunks(count):
             bucket = bucket_of(taken)
             launch = partial(self._plan.launch_logits, chunk, bucket)
             self._graphs.run((chunk, bucket), launch)
-            self._drawing.draw(self._plan.logits[:taken], first, self._plan.results)
+            logits, first = self._plan.logits[:taken], chunk * LOGIT_ROWS
+            self._drawing.draw(logits, first, self._plan.results)
         return self._drawing.finish(plan, self._plan.results)
 
     @property
@@ -285,6 +306,12 @@ class GpuBackend:
         converted = self._weights.converted
         parts += [f"{fmt} as {element} ({count} weights)" for fmt, count in converted.items()]
         return ", ".join(parts)
+
+
+def _chunks(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the number of each chunk of rows that get logits, and how many it has."""
+    for chunk, first in enumerate(range(0, count, LOGIT_ROWS)):
+        yield chunk, min(LOGIT_ROWS, count - first)
 
 
 def _too_little(name: str, tensors: Iterable[QuantTensor], device: Device) -> MemoryLimitError:

@@ -45,7 +45,7 @@ def measure(device: Device) -> Hardware:
         bandwidth=bandwidth,
         peak=peak,
         peak_kind="BF16 products",
-        source="measured",
+        source="interpreted" if device.is_interpreted else "measured",
     )
 
 

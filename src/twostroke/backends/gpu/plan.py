@@ -42,6 +42,8 @@ from twostroke.backends.gpu.step_input import CHANGES, COPIES, LOGIT_ROWS, StepI
 from twostroke.backends.gpu.tiles import FEW_ROWS, MOST_PIECES, Tiling
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -156,14 +158,19 @@ class Plan:
         indices, found = torch.from_numpy(changes).to(self._gpu.device).long().unbind(1)
         self._tables.view(-1)[indices] = found.int()
 
-    def launch(self, num_rows: int) -> None:
-        """Launch the step in `input`, in a bucket of `num_rows` rows, up to the last states."""
+    def launch(self, num_rows: int, mark: Callable[[], None] | None = None) -> None:
+        """Launch the step in `input`, in a bucket of `num_rows` rows, up to the last states.
+
+        `mark` is called before each of `Lowered.parts` that is not empty.
+        """
         gpu, frame = self._gpu, self.input.device
         places = self.input.places(num_rows)
         pages.change(gpu, frame, CHANGES, frame, self._tables)
         cache = self._cache.memory.view(torch.int32)
         pages.copy(gpu, frame, COPIES, frame, cache, self._cache.page_bytes)
-        for record in self._lowered.records:
+        for record, parts in zip(self._lowered.records, self._lowered.parts, strict=True):
+            if mark is not None and parts:
+                mark()
             self._launch(record, places)
 
     def launch_logits(self, chunk: int, bucket: int) -> None:

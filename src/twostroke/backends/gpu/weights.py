@@ -42,15 +42,11 @@ def element_of(tensors: Mapping[str, QuantTensor]) -> torch.dtype:
     return _STORED.get(most, torch.bfloat16)
 
 
-def device_bytes(tensors: Mapping[str, QuantTensor]) -> int:
-    """Return about how many bytes weights take on the device."""
-    dense = sum(
-        tensor.num_values * (2 if len(tensor.shape) > 1 else 4)
-        for tensor in tensors.values()
-        if not _is_packed(tensor)
-    )
-    packed = sum(tensor.num_bytes for tensor in tensors.values() if _is_packed(tensor))
-    return dense + packed
+def device_bytes(tensor: QuantTensor) -> int:
+    """Return about how many bytes a weight takes on the device."""
+    if _is_packed(tensor):
+        return tensor.num_bytes
+    return tensor.num_values * (2 if len(tensor.shape) > 1 else 4)
 
 
 class DeviceWeights:

@@ -1,0 +1,75 @@
+"""Times parts of what is launched on the device, one after another."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.backends.gpu.launch import Gpu
+
+_PARTS: Final = 64  # between two waits; CUDA queues some 1,000 launches
+_CYCLES: Final = 1 << 24  # of the first wait, some 10 ms
+
+
+def seconds_of(gpu: Gpu, launch: Callable[[Callable[[], None]], None]) -> list[float]:
+    """Return the device's seconds between calls of the function that `launch` is called with.
+
+    Launching a small kernel takes longer than running it. So the device waits while launches queue
+    up; if it ran out of them all the same, everything is launched again, after a longer wait.
+    Interpreted kernels are timed on the processor.
+    """
+    if gpu.device.type != "cuda":
+        marks: list[float] = []
+        launch(lambda: marks.append(time.perf_counter()))
+        return [end - begin for begin, end in pairwise(marks)]
+    cycles = _CYCLES
+    while True:
+        line = _Timeline(cycles)
+        launch(line.mark)
+        line.check()
+        if not line.was_late:
+            return line.seconds()
+        cycles *= 2
+
+
+class _Timeline:
+    """Events on a GPU's current stream; `was_late` if the GPU waited for the processor."""
+
+    def __init__(self, cycles: int) -> None:
+        """Let the GPU wait for so many of its cycles at a time."""
+        self._cycles, self.was_late = cycles, False
+        self._start: Any = None  # of what was launched since the last wait
+        self._begin: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def mark(self) -> None:
+        """End a part and begin the next one."""
+        now = _event()
+        if self._begin is not None:
+            self._spans.append((self._begin, now))
+        if len(self._spans) % _PARTS == 0:
+            self.check()
+            torch.cuda._sleep(self._cycles)  # noqa: SLF001 - PyTorch's own way to time launches
+            self._start = now = _event()
+        self._begin = now
+
+    def check(self) -> None:
+        """See whether the GPU waited for as long as launches took."""
+        self.was_late |= self._start is not None and self._start.query()
+
+    def seconds(self) -> list[float]:
+        """Wait for the GPU, and return the seconds of each part."""
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in self._spans]
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
