@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support.cached_pages import keys_of, young_to_old
 from support.engines import tiny_client
 from support.servers import wait_for
 from support.stored_pages import kind
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from twostroke.cache.tiers import Tier, TierTotals
     from twostroke.engine.client import Client
     from twostroke.schedule.ticket import Ticket
+    from twostroke.schedule.transfers import Transfer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = [3 + i * i % 200 for i in range(100)]  # 6 pages, and 4 tokens
@@ -143,23 +145,6 @@ def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path)
     ledger.most_bytes = 1
     gone = [ledger.entries[name].place for name in ledger.surplus(time.time(), 0)]
     assert gone == [5, 4, 3, 2, 1, 0]
-
-
-def keys_of(client: Client, prompt: list[int]) -> list[bytes]:
-    chain = client.loop.pages.scheduler.prefixes.chain(b"")
-    assert chain is not None
-    chain.extend(prompt, len(prompt) // 16)
-    return chain.keys
-
-
-def young_to_old(client: Client, keys: list[bytes]) -> list[int]:
-    """Return the places of a prompt's cached pages, those first that are evicted last."""
-    with client.loop.pages.lock:
-        scheduler = client.loop.pages.scheduler
-        index = scheduler.prefixes.transfers._known
-        place_of = {index.find((0, key)): place for place, key in enumerate(keys)}
-        _, cached = scheduler._pool.contents()
-        return [place_of[page] for page in reversed(cached) if page in place_of]
 
 
 def test_steps_are_timed_for_a_page_cache_also_if_nothing_is_guessed(tmp_path: Path) -> None:
@@ -290,6 +275,60 @@ def test_a_tier_that_fails_or_is_slow_costs_no_request(tmp_path: Path, fault: st
             assert held, "a page was given back that may still be written"
             assert answer(client, PROMPT)[0] == tokens
         tier.gate.set()
+
+
+class Throttled(DiskTier):
+    """A disk that becomes slow: its pages take `page_s` once `num_fast` were read."""
+
+    page_s, num_fast = 0.0, 0
+
+    def fetch(self, name: bytes, page: memoryview) -> bool:
+        self.num_fast -= 1
+        if self.num_fast < 0:
+            time.sleep(self.page_s)
+        return super().fetch(name, page)
+
+
+@pytest.mark.parametrize(("num_fast", "page_s"), [(0, 0.2), (5, 1.5)])
+def test_a_disk_that_becomes_slow_costs_at_most_a_twentieth_of_computing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_fast: int, page_s: float
+) -> None:
+    whole_s = 1.0  # that computing the prompt takes, by the engine's model
+    with engine(tmp_path, token_s=whole_s / 100) as (client, paging):
+        tokens, _ = answer(client, PROMPT, hints=Hints(keep_s=3600.0))
+        assert paging.flush(5.0)
+        page_bytes = client.loop.pages.memory.page_bytes  # type: ignore[union-attr]
+    of = kind(page_bytes=page_bytes, groups=PageGroups(16))
+    tier = Throttled(tmp_path / "pages", of, 10**9, "tiny")
+    began_s: dict[Transfer, float] = {}
+    most_s: list[float] = []  # that requests would wait
+    with engine(tmp_path, [tier], token_s=whole_s / 100) as (client, _):
+        transfers = client.loop.pages.scheduler.prefixes.transfers
+        begin, drop = transfers.begin, transfers.drop
+
+        def begun(ticket: Ticket, within_s: float) -> Transfer | None:
+            transfer = begin(ticket, within_s)
+            if transfer is not None:
+                began_s[transfer] = transfer.late_s - within_s
+            return transfer
+
+        def dropped(transfer: Transfer) -> None:
+            if not transfer.is_dropped:
+                most_s.append(transfer.late_s - began_s[transfer])
+            drop(transfer)
+
+        assert answer(client, PROMPT) == (tokens, 96), "it was not measured as fast"
+        monkeypatch.setattr(transfers, "begin", begun)
+        monkeypatch.setattr(transfers, "drop", dropped)
+        tier.num_fast, tier.page_s = num_fast, page_s
+        for num_slow in (1, 2):
+            with client.loop.pages.lock:
+                client.loop.pages.scheduler._pool.evict_all()
+            assert answer(client, PROMPT) == (tokens, 16 * num_fast if num_slow == 1 else 0)
+            wait_for(lambda count=num_slow: totals(client).slow == count)
+        assert tier.num_fast == -1, "a disk that is known to be slow was read again"
+    saved_s = 16 * num_fast * whole_s / 100
+    assert most_s == pytest.approx([saved_s + whole_s / 20, whole_s / 20], abs=0.03)
 
 
 def test_a_tier_that_hangs_is_left_alone_and_delays_no_end(

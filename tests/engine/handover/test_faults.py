@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support.cached_pages import keys_of, young_to_old
 from support.handover import (
     SAMPLED,
     Network,
@@ -15,6 +17,7 @@ from support.handover import (
     decode,
     options,
     pair,
+    prefill,
     scripted_prefill,
     view,
     wait_until,
@@ -23,6 +26,7 @@ from support.handover_rounds import play_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.engine.handover import lending, messages, peer
+from twostroke.engine.handover.connection import connect, meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,3 +91,35 @@ def test_a_lease_ends_though_nothing_more_is_heard(
         assert answers(second, [PROMPT], SAMPLED)
         check_clean(first)
         assert view(first).lender.num_leases_late
+
+
+@pytest.mark.parametrize("order", ["forward", "backward", "at once"])
+def test_leases_end_in_any_order_and_leave_the_first_pages_longest(
+    tmp_path: Path, order: str
+) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
+    with prefill(path) as (llm, address):
+        client, prompt = llm.engine.client, [*PROMPT, *PROMPT[:60]]  # ten full pages
+        pages, lender = client.loop.pages, client.loop.pages.on_close[-1].__self__  # type: ignore[attr-defined]
+        connection, memory = connect(("127.0.0.1", int(address.rpartition(":")[2])), b"")
+        assert memory is not None
+        os.close(memory)
+        meet(connection, lender.kind)
+        connection.send(messages.Read(1, prompt, b"", (0,)))
+        offers: list[messages.Offer] = []
+        while sum(len(one.pages) for one in offers) < 10:
+            said = connection.receive()
+            offers += [said] if isinstance(said, messages.Offer) else []
+        assert len(offers) > 2
+        if order == "backward":
+            offers.reverse()
+        for number, offered in enumerate([] if order == "at once" else offers, start=1):
+            held = [page for one in offers[number - 1 :] for _, _, page in one.pages]
+            with pages.lock:
+                assert all(pages.scheduler._pool.num_references(page) for page in held)
+            connection.send(messages.Fetch(number, 1, offered.offer, [], is_last=True))
+            while not isinstance(connection.receive(), messages.Content):
+                pass
+        connection.close()
+        check_clean(llm)
+        assert young_to_old(client, keys_of(client, prompt)) == list(range(10))

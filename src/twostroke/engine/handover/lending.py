@@ -55,16 +55,13 @@ class _Lent:
 
 
 class _Reading(Listener):
-    """A prompt that is read for another engine."""
+    """A prompt that is read for another engine; `chain` has the keys of its places."""
 
-    def __init__(
-        self, guest: _Guest, id_: int, request: Request, keys: list[tuple[int, PageKey]]
-    ) -> None:
+    def __init__(self, guest: _Guest, id_: int, request: Request, chain: list[bytes]) -> None:
         super().__init__(request, 0, Mailbox(self._end))
-        self.id = id_
-        self.unoffered = deque(keys)  # with their places, in their order
-        self.num_leases = 0
-        self.has_ended = False
+        self.id, self.chain = id_, chain
+        self.unoffered: deque[tuple[int, PageKey]] = deque()  # with their places, in their order
+        self.num_leases, self.has_ended = 0, False
         self.fault: str | None = None
         self._guest = guest
 
@@ -158,7 +155,13 @@ class Lender:
 
 
 class _Guest:
-    """One decode engine. The loop's lock guards its state."""
+    """One decode engine. The loop's lock guards its state.
+
+    Leases end in any order. Each refers to its pages, so none is handed out that a peer may read:
+    an answer that is being sent delays the end, and `Content` tells a peer that copies from shared
+    memory whether its lease held until then. Pages are evicted by when their leases ended, but are
+    of no use without those before them: the end of a prompt's last lease brings them into order.
+    """
 
     def __init__(self, lender: Lender, connection: Connection) -> None:
         self.readings: dict[int, _Reading] = {}
@@ -198,13 +201,9 @@ class _Guest:
         with self._pages.lock:
             if not self._is_open or reading.id not in self.readings:
                 return
-            if known is None:
-                known = reading.request.num_computed // self._lender.kind.page_size
-            ready = []
-            for place, key in reading.unoffered:
-                if place >= known:
-                    break
-                ready.append((place, key))
+            num_computed = reading.request.num_computed // self._lender.kind.page_size
+            end = num_computed if known is None else known
+            ready = list(itertools.takewhile(lambda one: one[0] < end, reading.unoffered))
             lease = self._pages.lease([key for _, key in ready])
             if not lease.pages:
                 return
@@ -278,13 +277,13 @@ class _Guest:
         try:
             self._check(question)
             chain.extend(tokens, num_places)
-            keys = [
+            reading = _Reading(self, question.id, request, chain.keys)
+            reading.unoffered += [
                 (place, (group, chain.keys[place]))
                 for place in range(num_places)
                 for group, first in enumerate(question.firsts)
                 if place >= first
             ]
-            reading = _Reading(self, question.id, request, keys)
             with self._pages.lock:
                 self.readings[question.id] = reading
                 lender.num_prompts += 1
@@ -341,6 +340,8 @@ class _Guest:
             del self._lent[number]
             self._pages.release(lent.lease)
             lent.reading.num_leases -= 1
+            if not lent.reading.num_leases:
+                self._pages.touch(lent.reading.chain)
             self.offer(lent.reading)
             self.finish_if_done(lent.reading)
 
@@ -385,9 +386,9 @@ class _Guest:
         """Give back all that the engine had."""
         with self._pages.lock:
             readings, self.readings = list(self.readings.values()), {}
-            for lent in self._lent.values():
-                self._pages.release(lent.lease)
-            self._lent.clear()
+            for number, lent in list(self._lent.items()):
+                lent.is_over, lent.num_sending = True, 0
+                self._release_if_over(number)
         self._lender.loop.cancel([reading.request.id for reading in readings])
 
 

@@ -1,0 +1,28 @@
+"""Which pages of a prompt an engine's cache has, and which it would evict first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.engine.client import Client
+
+
+def keys_of(client: Client, prompt: Sequence[int]) -> list[bytes]:
+    """Return the keys of a prompt's full pages."""
+    chain = client.loop.pages.scheduler.prefixes.chain(b"")
+    assert chain is not None
+    chain.extend(prompt, len(prompt) // 16)
+    return chain.keys
+
+
+def young_to_old(client: Client, keys: list[bytes]) -> list[int]:
+    """Return the places of a prompt's cached pages, those first that are evicted last."""
+    with client.loop.pages.lock:
+        scheduler = client.loop.pages.scheduler
+        index = scheduler.prefixes.transfers._known
+        place_of = {index.find((0, key)): place for place, key in enumerate(keys)}
+        _, cached = scheduler._pool.contents()
+        return [place_of[page] for page in reversed(cached) if page in place_of]
