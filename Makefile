@@ -158,8 +158,8 @@ test-parallel: build pull ## Compare answers of several ranks with those of one 
 test-kills: build pull ## End, stop and crash a server's engine under load (KILLS=200).
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/service.py --kills $(or $(KILLS),200)
 
-test-fleet: build ## Kill, freeze and cut off replicas behind a router under load (FAULTS=200).
-	@PYTHONPATH=src:tests $(BIN)/python tests/exact/fleet.py --faults $(or $(FAULTS),200)
+test-fleet: build ## Kill, freeze and cut off replicas behind a router under load (FAULTS=200, FIRST=0).
+	@PYTHONPATH=src:tests $(BIN)/python tests/exact/fleet.py --faults $(or $(FAULTS),200) --first $(or $(FIRST),0)
 
 test-machine: build ## Do 10,000,000 random operations on pages, scheduler, engine and supervisor (MACHINE_ARGS=).
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/machine.py $(MACHINE_ARGS)

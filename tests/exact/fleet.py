@@ -172,21 +172,22 @@ class Seen:
 class Campaign:
     """A router and its members, clients, and faults."""
 
-    def __init__(self, members: list[Member], url: str, seed: int, kinds: list[str]) -> None:
+    def __init__(self, members: list[Member], url: str, seed: str, kinds: list[str]) -> None:
         """Use a router that runs."""
         self.members, self.url, self.seen, self._kinds = members, url, Seen(), kinds
         self._random = random.Random(seed)
         self._is_over = False
 
-    async def run(self, num_faults: int) -> None:
-        """Do faults, then a rolling update."""
+    async def run(self, faults: range) -> None:
+        """Do the faults with these numbers, then a rolling update."""
         limits = httpx.Limits(max_connections=100)
         timeout = httpx.Timeout(_PATIENCE_S)
         async with httpx.AsyncClient(timeout=timeout, trust_env=False, limits=limits) as http:
             self._http = http
             clients = [asyncio.create_task(self._client()) for _ in range(_CLIENTS)]
             await asyncio.sleep(1)
-            for number in range(num_faults):
+            for number in faults:
+                print(f"\rfault {number}", end="", file=sys.stderr, flush=True)
                 await self._fault(self._kinds[number % len(self._kinds)])
             self.seen.fault = ("update", time.monotonic())
             for member in self.members:
@@ -300,8 +301,10 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in taken]
 
 
-async def campaign(num_faults: int, seed: int = 0, kinds: Iterable[str] = _ANYWHERE) -> Seen:
-    """Do a campaign in a folder that is removed; return what clients saw."""
+async def campaign(
+    num_faults: int, seed: int = 0, kinds: Iterable[str] = _ANYWHERE, first: int = 0
+) -> Seen:
+    """Do the faults from `first` on, in a folder that is removed; return what clients saw."""
     with tempfile.TemporaryDirectory() as folder:
         *ports, own = free_ports(4)
         members = [Member(Path(folder, str(port)), port) for port in ports]
@@ -318,8 +321,8 @@ async def campaign(num_faults: int, seed: int = 0, kinds: Iterable[str] = _ANYWH
             while b"routes requests" not in (await router.stderr.readline()):
                 pass
             log = asyncio.create_task(router.stderr.read())
-            made = Campaign(members, f"http://127.0.0.1:{own}", seed, list(kinds))
-            await made.run(num_faults)
+            made = Campaign(members, f"http://127.0.0.1:{own}", f"{seed} {first}", list(kinds))
+            await made.run(range(first, num_faults))
             router.send_signal(signal.SIGTERM)
             if await router.wait():
                 made.seen.wrong.append("the router did not stop cleanly")
@@ -338,6 +341,7 @@ def main() -> int:
     """Print what clients saw; return 1 if something was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="fault to begin with, to go on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=_TOLD_S, default=list(_TOLD_S))
     given = parser.parse_args()
@@ -345,8 +349,8 @@ def main() -> int:
     if "cut" in kinds and not _leave_network():
         print("No packets are dropped: that needs Linux, root and iptables.")
         kinds.remove("cut")
-    seen = asyncio.run(campaign(given.faults, given.seed, kinds))
-    print(f"{given.faults} faults, then a rolling update: {dict(seen.ends)}")
+    seen = asyncio.run(campaign(given.faults, given.seed, kinds, given.first))
+    print(f"{given.faults - given.first} faults, then a rolling update: {dict(seen.ends)}")
     for kind, told_s in sorted(seen.told_s.items()):
         print(f"  {kind}: {len(told_s)} errors, the last after {max(told_s):.2f} s")
     for what, count in Counter(seen.wrong).most_common(20):

@@ -28,31 +28,32 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first random round")
     parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--first", type=int, default=0, help="kill to go on with, without rounds")
     given = parser.parse_args()
     logging.disable(logging.WARNING)  # lost connections are no news here
     counts, began_s = Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        for link in LINKS:
+        for link in LINKS if not given.first else ():
             play_each(Path(place), link, counts)
-        for seed in range(given.seed, given.seed + given.rounds):
+        for seed in range(given.seed, given.seed + given.rounds) if not given.first else ():
             print(f"\rround {seed}", end="", file=sys.stderr, flush=True)
             play_round(seed, Path(place), counts)
     for what, count in sorted(counts.items()):
         print(f"  {what}: {count:,}")
-    wrong = _kill(given.kills, given.seed)
+    wrong = _kill(given.kills, given.seed, given.first)
     words = f"{len(wrong)} things went wrong" if wrong else "No request was lost"
     print("\n".join([*wrong, f"{words}, in {time.monotonic() - began_s:.0f} s."]))
     return 1 if wrong else 0
 
 
-def _kill(count: int, seed: int) -> list[str]:
-    """Do `count` faults of processes, and print what came of them; return what was wrong."""
+def _kill(count: int, seed: int, first: int) -> list[str]:
+    """Do the last of `count` faults of processes, and print the results; return what was wrong."""
     every = [(side, kind) for side in SIDES for kind in KINDS]
     faults = [every[number % len(every)] for number in range(count)]
     random.Random(seed).shuffle(faults)
     with tempfile.TemporaryDirectory() as place:
-        counts, wrong = asyncio.run(campaign(Path(place), faults, seed))
-    print(f"{count} faults of processes:")
+        counts, wrong = asyncio.run(campaign(Path(place), faults, seed, first=first))
+    print(f"{count - first} faults of processes:")
     for what, number in sorted(counts.items()):
         print(f"  {what}: {number:,}")
     return wrong

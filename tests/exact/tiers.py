@@ -99,8 +99,11 @@ class Entries:
         self._client.set(where, data)
 
 
-def damage_pages(count: int, rng: random.Random, place: Place) -> Counter[str]:
-    """Damage `count` stored pages; return how many were missed, by damage, and what was wrong."""
+def damage_pages(numbers: range, seed: str, place: Place) -> Counter[str]:
+    """Damage stored pages; return how many were missed, by damage, and what was wrong.
+
+    Each fault follows from the seed and its number.
+    """
     counts: Counter[str] = Counter()
     tiers = {of: place.tier(of) for of in (kind(), *OTHER_KINDS)}
     keys = [(0, bytes([number]) * 32) for number in range(_NUM_PAGES)]
@@ -116,7 +119,8 @@ def damage_pages(count: int, rng: random.Random, place: Place) -> Counter[str]:
         for of, tier in tiers.items()
     }
     mine, tenants = whole[kind()][:_NUM_PAGES], whole[kind()][_NUM_PAGES:]
-    for _ in range(count):
+    for fault in numbers:
+        rng = random.Random(f"{seed} {fault}")
         number = rng.randrange(_NUM_PAGES)
         name = kind().name(keys[number])
         where = place.where(own, name)
@@ -174,12 +178,13 @@ def main() -> int:
     """Damage pages, print what came of it; return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pages", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="page to begin with, to go on")
     parser.add_argument("--rounds", type=int, default=30, help="of tiny engines")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     logging.getLogger("twostroke").setLevel(logging.ERROR)
     os.environ["TWOSTROKE_STORE_KEY"] = SECRET
-    rng, wrong = random.Random(given.seed), 0
+    rng, wrong = random.Random(f"{given.seed} {given.first}"), 0
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
         def new(name: str) -> Path:
@@ -193,7 +198,7 @@ def main() -> int:
             running = [stack.enter_context(store(new(name))) for name in ("c", "d")]
             places.append(("entries", *map(Entries, running)))
         for name, first, second in places:
-            found = damage_pages(given.pages, rng, first)
+            found = damage_pages(range(given.first, given.pages), f"{given.seed} {name}", first)
             under = damage_under_engines(given.rounds, rng, new(name), second)
             for what, counts in ((name, found), (f"engines with {name}", under)):
                 wrong += counts["WRONG"]

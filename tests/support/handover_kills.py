@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -162,12 +163,13 @@ async def campaign(
     seed: int,
     together: int = 4,
     most_tokens: int = 3000,
+    first: int = 0,
 ) -> tuple[Counter[str], list[str]]:
-    """Do faults, each a side and a kind, while `together` prompts are asked.
+    """Do the faults from `first` on, each a side and a kind, while `together` prompts are asked.
 
     Returns what came of the requests, and what was wrong.
     """
-    rng = random.Random(seed)
+    rng = random.Random(f"{seed} {first}")
     path = write_tiny_gguf(folder / "m.gguf", _MODEL)
     prompts = [
         [rng.randrange(3, 250) for _ in range(rng.randint(most_tokens // 2, most_tokens))]
@@ -187,7 +189,8 @@ async def campaign(
         with ExitStack() as stack:
             pair = Pair(path, stack, http)
             wrong += await _at_rest(pair)
-            for number, (side, kind) in enumerate(faults):
+            for number, (side, kind) in list(enumerate(faults))[first:]:
+                print(f"\rfault {number}", end="", file=sys.stderr, flush=True)
                 part = slice(number * together, (number + 1) * together)
                 seen = await _fault(pair, side, kind, prompts[part], texts[part], rng)
                 counts += seen[0]

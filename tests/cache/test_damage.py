@@ -1,0 +1,22 @@
+"""A campaign of damaged pages, in short, and that it can be interrupted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from exact.tiers import Files, damage_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_campaign_goes_on_with_the_faults_that_it_would_have_had(tmp_path: Path) -> None:
+    def play(first: int, last: int) -> dict[str, int]:
+        folder = tmp_path / f"{first} {last}"
+        folder.mkdir()
+        return damage_pages(range(first, last), "1 files", Files(folder))
+
+    whole, begin, rest = play(0, 60), play(0, 25), play(25, 60)
+    assert sum(whole.values()) == 60
+    assert whole == {what: begin.get(what, 0) + rest.get(what, 0) for what in whole}
+    assert "WRONG" not in whole
