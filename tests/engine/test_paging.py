@@ -289,11 +289,11 @@ class Throttled(DiskTier):
         return super().fetch(name, page)
 
 
-@pytest.mark.parametrize(("num_fast", "page_s"), [(0, 0.2), (5, 1.5)])
+@pytest.mark.parametrize(("num_fast", "page_s"), [(0, 1.5), (1, 3.0)])
 def test_a_disk_that_becomes_slow_costs_at_most_a_twentieth_of_computing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_fast: int, page_s: float
 ) -> None:
-    whole_s = 1.0  # that computing the prompt takes, by the engine's model
+    whole_s = 10.0  # that computing the prompt takes, by the engine's model
     with engine(tmp_path, token_s=whole_s / 100) as (client, paging):
         tokens, _ = answer(client, PROMPT, hints=Hints(keep_s=3600.0))
         assert paging.flush(5.0)
@@ -327,8 +327,8 @@ def test_a_disk_that_becomes_slow_costs_at_most_a_twentieth_of_computing(
             assert answer(client, PROMPT) == (tokens, 16 * num_fast if num_slow == 1 else 0)
             wait_for(lambda count=num_slow: totals(client).slow == count)
         assert tier.num_fast == -1, "a disk that is known to be slow was read again"
-    saved_s = 16 * num_fast * whole_s / 100
-    assert most_s == pytest.approx([saved_s + whole_s / 20, whole_s / 20], abs=0.03)
+    saved_s, slack_s = 16 * num_fast * whole_s / 100, 0.04 * whole_s
+    assert most_s == pytest.approx([saved_s + slack_s, slack_s], abs=0.1)
 
 
 def test_a_tier_that_hangs_is_left_alone_and_delays_no_end(

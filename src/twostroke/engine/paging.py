@@ -307,7 +307,7 @@ class Paging:
         pages = self._pages.take(transfer, part)
         for key, page in zip(part, pages, strict=False):
             tier, began_s = where[key], time.perf_counter()
-            if not tier.tier.fetch(self._kind.name(key), memory[page]):
+            if transfer.is_dropped or not tier.tier.fetch(self._kind.name(key), memory[page]):
                 break
             took_s = time.perf_counter() - began_s
             tier.took(took_s)
