@@ -295,6 +295,21 @@ def test_a_gpu_without_room_for_cuda_has_no_free_memory(monkeypatch: pytest.Monk
     assert Device("H200", torch.device("cuda"), 90, 132).memory_available == 0
 
 
+def test_variants_of_compiled_kernels_are_counted_once() -> None:
+    """Numbers that may change make none, where a kernel says so; others do."""
+    from triton.runtime.jit import JITFunction
+
+    from twostroke.backends.gpu.kernels import pages, pointwise
+    from twostroke.backends.gpu.launch import Kernels, Launch
+
+    plain, changing = JITFunction(pages._change.fn), JITFunction(pointwise._combine.fn, None, ["b"])
+    for kernel, count in ((plain, 2), (changing, 1)):
+        kernels = Kernels(only_notes=True)
+        for number in (1, 2, 2):
+            kernels.start(Launch(kernel, (1,), (torch.zeros(4),) * 3 + (number,), {}))
+        assert len(kernels) == count
+
+
 def test_an_interrupt_while_a_graph_is_captured_ends_quietly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -83,7 +83,8 @@ class Kernels:
         kernel = launch.kernel
         changing = self._changing.get(id(kernel))
         if changing is None:
-            given = getattr(kernel, "do_not_specialize", None) or kernel.kwargs["do_not_specialize"]
+            is_compiled = hasattr(kernel, "do_not_specialize")
+            given = kernel.do_not_specialize if is_compiled else kernel.kwargs["do_not_specialize"]
             changing = self._changing[id(kernel)] = frozenset(given or ())
         traits = [
             _trait(argument, is_changing=name in changing)
