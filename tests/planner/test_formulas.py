@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.planner import find_device, formulas
+from twostroke.planner import formulas
+from twostroke.program.batch import BatchShape
+from twostroke.program.work import ShareOfExperts
 
 
 def test_tokens_of_a_round_are_those_of_the_paper():
@@ -15,13 +17,8 @@ def test_tokens_of_a_round_are_those_of_the_paper():
 
 def test_experts_that_a_batch_touches():
     for num_tokens, expected in ((8, 57.4), (32, 163.3), (128, 251.6)):
-        assert formulas.experts_touched(256, 8, num_tokens) == pytest.approx(expected, abs=0.05)
-
-
-def test_the_knee_of_devices():
-    for name, expected in (("A100-80GB", 153), ("h100-sxm", 295)):
-        device = find_device(name)
-        assert round(formulas.knee(device.peaks["bf16"], device.bandwidth, 2)) == expected
+        share = ShareOfExperts(8, 256)(BatchShape.prefill(num_tokens))
+        assert 256 * share == pytest.approx(expected, abs=0.05)
 
 
 def test_prices():

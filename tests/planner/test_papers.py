@@ -68,6 +68,11 @@ def test_a_token_uses_the_experts_that_the_paper_says(model):
     # Many tokens touch all experts (MEASURE: E (1 - (1 - k/E)^B)).
     read = planner.roofline.step(BatchShape.decode((0,) * 64)).bytes
     assert read == pytest.approx(found.all_bytes, rel=0.01)
+    # All are read and two are used, so it takes more streams to be bound by arithmetic.
+    assert planner.knee == pytest.approx(295.2 * read / step.bytes, rel=0.01)
+    decode = BatchShape.decode
+    for streams, bound in ((600, "memory"), (1200, "arithmetic")):
+        assert planner.roofline.step(decode((0,) * streams)).ops["experts"].bound == bound
 
 
 def test_generations_of_devices_differ_as_in_the_paper():

@@ -67,7 +67,8 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
     if streams > 1:
         yield _stroke(f"decode, {streams} streams", step, roofline)
     yield (
-        "knee = (bytes / bandwidth) / (operations / arithmetic) of the products for one token = "
+        "knee = (bytes / bandwidth) / (operations of a token / arithmetic) of the products of a "
+        "step with as many streams = "
         f"{planner.knee:.1f} streams"
     )
     prompt_s = planner.prompt_s(streams)

@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 
-def knee(peak: float, bandwidth: float, weight_bytes: float) -> float:
-    """Return how many sequences decode together until weights stop being the limit.
-
-    `weight_bytes` are those of one weight: at B sequences its 2 B operations take as long as
-    reading it.
-    """
-    return peak * weight_bytes / (2 * bandwidth)
-
-
 def tokens_a_round(acceptance: float, drafts: int) -> float:
     """Return the expected tokens of a round of speculation.
 
@@ -21,11 +12,6 @@ def tokens_a_round(acceptance: float, drafts: int) -> float:
     if acceptance >= 1:
         return drafts + 1.0
     return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
-
-
-def experts_touched(num_experts: int, num_used: int, num_tokens: int) -> float:
-    """Return how many experts are read if each token chooses `num_used` independently."""
-    return num_experts * (1 - (1 - num_used / num_experts) ** num_tokens)
 
 
 def usd_per_million(usd_per_hour: float, tokens_per_s: float) -> float:

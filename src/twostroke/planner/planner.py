@@ -15,6 +15,8 @@ from twostroke.planner.question import MAX_DEVICES, MEMORY_SHARE
 from twostroke.planner.roofline import Roofline, is_attention, kv_bytes, layers_bytes
 from twostroke.program.batch import BatchShape
 
+_KNEE_ROUNDS, _MOST_ROWS = 32, 1 << 24
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -195,11 +197,23 @@ class Planner:
 
     @property
     def knee(self) -> float:
-        """The streams at which the products of a decode step are bound by arithmetic."""
-        one = self.roofline.step(BatchShape.decode((0,)))
-        products = [op for label, op in one.ops.items() if not is_attention(label)]
-        flops, read = sum(op.flops for op in products), sum(op.bytes for op in products)
-        return read / self.roofline.bandwidth / (flops / self.roofline.peak)
+        """The streams from which on the products of a decode step are bound by arithmetic.
+
+        More streams read more experts, which moves it further up, until all are read.
+        """
+        knee = 1.0
+        for _ in range(_KNEE_ROUNDS):
+            rows = min(_MOST_ROWS, max(1, round(knee)))
+            step = self.roofline.least(BatchShape((0,), (rows,), rows))
+            products = [op for label, op in step.ops.items() if not is_attention(label)]
+            flops, read = sum(op.flops for op in products), sum(op.bytes for op in products)
+            before, knee = (
+                knee,
+                rows * read / self.roofline.bandwidth / (flops / self.roofline.peak),
+            )
+            if abs(knee - before) < 0.001 * knee:
+                break
+        return knee
 
 
 def last_that(holds: Callable[[int], bool], most: int) -> int:
