@@ -53,6 +53,10 @@ def test_json_holds_what_the_tables_show(cli, config):
 def test_a_file_is_planned_on_this_machine(cli, tiny):
     out = cli("plan", str(tiny), "--prompt", "16", "--output", "8").out
     assert "F32" in out.splitlines()[0]
+    assert "links" not in out.partition("WHAT IF")[0]
+    out = cli("plan", str(tiny), "--prompt", "1", "--output", "8", "--devices", "2").out
+    assert "First token of a prompt of 1 token:" in out
+    assert "links is not known" in out
 
 
 def test_a_configuration_is_planned_without_the_parts_that_run_models(config):

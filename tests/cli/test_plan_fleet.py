@@ -48,6 +48,7 @@ def test_hosting_is_compared_with_apis(cli, config):
     assert len(found["swings"]) > 6
     for wrong, reason in (
         (("--api", "GPT-4.2"), "--api must be one of"),
+        (("--on", "here"), "--on cannot be 'here'"),
         (("--hours", "1,2"), "24 numbers"),
         (("--requests-per-day", "-1"), "--requests-per-day must be greater than 0"),
         (("--utilization", "2"), "--utilization must be"),

@@ -86,6 +86,9 @@ def test_objectives_choose_the_streams(model):
     assert plan.chosen.tpot_s == planner.tpot_s(plan.chosen.streams)
     for impossible, words in (
         (Question(count=4, tpot_s=0.005), "needs at least 9 devices"),
+        (Question(count=4, ttft_s=0.03), "needs at least 8 devices"),
+        # 160 all-reduces of 1,024 x 8,192 values take nearly 11.9 ms, however many devices.
+        (Question(count=4, ttft_s=0.0119), "1,024 devices are not enough"),
         (Question(count=4, ttft_s=0.001), "times the objective"),
         (Question(count=4, ttft_s=5e-324), "1,024 devices are not enough"),
         (Question(count=4, streams=5000), "do not fit"),
@@ -149,7 +152,7 @@ def test_what_ifs_go_the_right_way(model):
     asked = found["as asked"]
     assert found["weights w4a16"].tpot_s < 0.4 * asked.tpot_s
     assert found["weights w4a16"].ttft_s == asked.ttft_s
-    assert found["half the prompt cached"].ttft_s < 0.6 * asked.ttft_s
+    assert found["50% of the prompt cached"].ttft_s < 0.6 * asked.ttft_s
     assert found["keys and values int8"].most_streams > 1.8 * asked.most_streams
     speculation = next(one for name, one in found.items() if name.startswith("speculation"))
     assert speculation.tpot_s < 0.7 * asked.tpot_s

@@ -111,6 +111,9 @@ def find_device(name: str) -> Device:
     """
     if name.endswith(".toml"):
         return _read(Path(name))
+    if name == HERE:  # as `this_machine` has it, which has no price
+        reason = "cannot be '{value}': describe this machine, with its price, in a file.toml."
+        raise UsageError(reason, field="device", value=name)
     known = known_devices()
     found = {key.lower(): device for key, device in known.items()}.get(name.lower())
     if found is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -18,6 +17,8 @@ from twostroke.planner.roofline import kv_bytes
 from twostroke.program.batch import BatchShape
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from twostroke.planner.calibration import Calibration
     from twostroke.planner.devices import Device
     from twostroke.planner.models import PlannedModel
@@ -33,7 +34,7 @@ _DRAFTS, _ACCEPTANCE, _DRAFT_COST = 3, 0.7, 0.1  # of the speculation that a pla
 class WhatIf(Frozen):
     """What another choice would give at the plan's number of streams.
 
-    `most_streams` is what would fit; all are None if the model then fits nowhere.
+    `most_streams` is what would fit, None where the device's memory is not known.
     """
 
     change: str
@@ -60,12 +61,14 @@ class Calibrated(Frozen):
 class Roof(Frozen):
     """What the devices of a plan offer together, as far as an engine reaches it.
 
-    `peak` is in operations/s of the plan's arithmetic, `bandwidth` in bytes/s. `source` and
-    `price_source` say where figures come from, the price with its date.
+    `peak` is in operations/s of the plan's arithmetic, `bandwidth` in bytes/s, as is `link`, that
+    of one device: None if it is not known and takes no time. `source` and `price_source` say where
+    figures come from, the price with its date.
     """
 
     peak: float
     bandwidth: float
+    link: float | None
     usd_per_hour: float | None
     source: str
     price_source: str
@@ -154,8 +157,8 @@ def make_plan(
 
 def _roof(planner: Planner) -> Roof:
     roofline = planner.roofline
-    usd, source = planner.usd_per_hour, planner.device.source
-    return Roof(roofline.peak, roofline.bandwidth, usd, source, planner.price_source)
+    offered = roofline.peak, roofline.bandwidth, roofline.link
+    return Roof(*offered, planner.usd_per_hour, planner.device.source, planner.price_source)
 
 
 def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
@@ -182,7 +185,8 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
         times = ttft_s / asked.ttft_s
         return (
             f"The first token takes at least {milliseconds(ttft_s)} ms, {times:.2f} times the "
-            f"objective: {_devices(planner, times)}, a shorter prompt or more of it cached."
+            f"objective: {_devices(planner, lambda one: one.prefill().seconds, asked.ttft_s)}, a "
+            "shorter prompt or more of it cached."
         )
     if asked.tpot_s is not None and (most < 1 or (asked.streams or 0) > most):
         streams = asked.streams or 1
@@ -191,7 +195,8 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
         return (
             f"A token takes at least {milliseconds(least_s)} ms with {streams} "
             f"{'streams' if streams > 1 else 'stream'}, {times:.2f} times the objective: "
-            f"{_devices(planner, times)}, fewer bits for each weight, or speculation."
+            f"{_devices(planner, lambda one: one.tpot_s(streams), asked.tpot_s)}, fewer bits for "
+            "each weight, or speculation."
         )
     return ""
 
@@ -215,16 +220,22 @@ def _what_fits(planner: Planner, memory: Memory) -> str:
     return f"{found[0][0].upper()}{'; '.join(found)[1:]}"
 
 
-def _devices(planner: Planner, times: float) -> str:
-    needed = min(planner.question.count * times, MAX_DEVICES + 1)  # an objective may be near 0
-    if needed > MAX_DEVICES:
+def _devices(planner: Planner, time_s: Callable[[Planner], float], limit_s: float) -> str:
+    """Return how many devices would meet an objective, what their links take included."""
+
+    def is_late(count: int) -> bool:
+        return time_s(planner.on(planner.device, count)) > limit_s
+
+    if is_late(MAX_DEVICES):
         return f"{MAX_DEVICES:,} devices are not enough: it needs fewer operations and bytes"
-    return f"it needs at least {ceil(needed)} devices"
+    return f"it needs at least {last_that(is_late, MAX_DEVICES) + 1} devices"
 
 
 def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
     """Return what other choices would give."""
     asked, model, device = planner.question, planner.model, planner.device
+    cached = (1 + asked.cached) / 2
+    twice = "twice the devices" + ("" if device.link else ", without their links")
     others: list[tuple[str, PlannedModel, Question]] = [("as asked", model, asked)]
     for name in ("fp8", "w4a16"):
         if model.stored == name:
@@ -236,8 +247,8 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
         others.append(("keys and values int8", model, replace(asked, kv_format="int8")))
     others += [
         ("half the prompt", model, replace(asked, prompt=max(1, asked.prompt // 2))),
-        ("half the prompt cached", model, replace(asked, cached=(1 + asked.cached) / 2)),
-        ("twice the devices", model, replace(asked, count=min(2 * asked.count, MAX_DEVICES))),
+        (f"{cached:.0%} of the prompt cached", model, replace(asked, cached=cached)),
+        (twice, model, replace(asked, count=min(2 * asked.count, MAX_DEVICES))),
     ]
     found = []
     for change, other, question in others:

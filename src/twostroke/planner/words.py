@@ -50,7 +50,7 @@ def facts(plan: Plan) -> Iterator[str]:
     )
     yield _memory(plan.memory)
     yield (
-        f"First token of a prompt of {asked.prompt:,} tokens: {milliseconds(plan.ttft_s)} ms "
+        f"First token of a prompt of {_tokens(asked.prompt)}: {milliseconds(plan.ttft_s)} ms "
         f"({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} streams."
     )
     if plan.roof.usd_per_hour is not None:
@@ -64,6 +64,12 @@ def facts(plan: Plan) -> Iterator[str]:
         yield f"Times are corrected by {told}. Nearest: {one.nearest}."
     else:
         yield "Times are limits, which no engine passes; on this machine --calibrate corrects them."
+    if asked.count > 1 and plan.roof.link is None:
+        yield f"The speed of {plan.device}'s links is not known: exchanges take no time here."
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} {'token' if count == 1 else 'tokens'}"
 
 
 def _memory(memory: Memory) -> str:
