@@ -3,7 +3,8 @@
 Two servers of one thread each answer 16 streams: by turns with the router before them, and with
 clients that use the two themselves. Prompts are all different. TTFT is compared less what the
 server says of it, since queues hide a millisecond; tokens a second are compared turn by turn. Then
-a million blocks of 1,000 replicas are made known to a dispatcher, and its decisions are timed.
+a million blocks of 1,000 replicas are made known to a dispatcher, and its decisions are timed. Last
+comes what the router itself takes, before a server that costs next to nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from report import caption, machine_facts, note, positive, save, table
+from router_cost import router_costs
 from servers import MODEL_NAME, Server, our_command
 from twostroke.engine.collector import ease_collector
 from twostroke.router.dispatch import Asked, Dispatcher
@@ -194,6 +196,11 @@ def main() -> int:
     lines = [(name, f"at most {limit:g} {unit}", f"{value:.2f} {unit}")
              for name, limit, value, unit in rows]  # fmt: skip
     lines.insert(2, ("tokens a second", f"at least {_TOKENS:.0%}", f"{gained:.1%}"))
+    costs = router_costs(ask)
+    lines += [
+        (f"the router's processor time for a {name}", "", f"{1e6 * seconds:.0f} us")
+        for name, seconds in costs.items()
+    ]
     took = " and ".join(f"{1e6 * timed[f'processor {name}']:.0f}" for name in _DECISION_S)
     more = (
         f"TTFT p50 and p99, tokens a second: {_all(found, 'own choice')} with own choice, "
@@ -207,7 +214,7 @@ def main() -> int:
         f"{given.replicas} replicas, {given.blocks:,} blocks",
     )
     text = "\n\n".join([table(("figure", "asked", "reached"), lines), more, under])
-    save("router", {"facts": facts, "streams": found, "decisions": timed}, text)
+    save("router", {"facts": facts, "streams": found, "decisions": timed, "costs_s": costs}, text)
     return 0 if is_met else 1
 
 

@@ -160,31 +160,6 @@ def test_a_client_that_leaves_ends_its_request(fakes: Loop) -> None:
         wait_for(lambda: router.router.num_running == 0)
 
 
-def test_a_reader_that_does_not_read_holds_its_replica_back(fakes: Loop) -> None:
-    replica = fakes.start(FakeReplica())
-    num_sent = [0]
-
-    async def much(exchange: Exchange) -> None:
-        await exchange.begin_events()
-        while num_sent[0] < 100_000_000:
-            await exchange.chunk(b"data: " + b"x" * 100_000 + b"\n\n")
-            num_sent[0] += 100_000
-
-    replica.behaviour = much
-    with (
-        live_router(replica.url) as router,
-        socket.create_connection(("127.0.0.1", int(router.url.rpartition(":")[2]))) as client,
-    ):
-        body = json.dumps(_BODY).encode()
-        head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        wait_for(lambda: num_sent[0] > 0)
-        time.sleep(0.5)
-        sent = num_sent[0]
-        time.sleep(0.3)
-        assert num_sent[0] == sent < 30_000_000
-
-
 def test_connections_are_kept(fakes: Loop) -> None:
     replica = fakes.start(FakeReplica())
     with live_router(replica.url) as router:

@@ -10,6 +10,7 @@ from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.http.disconnect import drop, until_gone
 from twostroke.http.errors import ClientGoneError, report
 from twostroke.http.forms.anthropic import ANTHROPIC
+from twostroke.http.gathering import WRITE
 from twostroke.http.tenants.telling import STREAMS, USAGE_HEADER
 from twostroke.router.errand import HOPS, tokens
 from twostroke.router.fleet import State
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.router.dispatch import Asked, Ticket
     from twostroke.router.errand import Errand, Headers
     from twostroke.router.fleet import Fleet, Replica
+    from twostroke.router.meter import Meter
     from twostroke.router.response import Head
     from twostroke.router.upstream import Connection
 
@@ -183,41 +185,32 @@ class Forwarder:
         )
         errand.has_begun = True
         errand.media_type = head.media_type
-        if (ends := STREAMS.get(errand.media_type)) is not None:
-            await self._pass_events(errand, connection, data, ends)
-        else:
-            while data:
-                if meter is not None:
-                    meter.take(data)
-                await errand.send({"type": "http.response.body", "body": data, "more_body": True})
-                data = await connection.read()
+        await self._pass_body(errand, connection, data)
+
+    async def _pass_body(self, errand: Errand, connection: Connection, data: bytes) -> None:
+        """Pass a body on as it comes, from its first bytes on."""
+        meter, send = errand.meter, errand.send
+        ends, write = STREAMS.get(errand.media_type), errand.scope["extensions"].get(WRITE)
+        take = _Pieces(ends, meter).take
+
+        def write_on(data: bytes) -> bool:
+            if not write(b""):
+                return False
+            if data := take(data):
+                write(data)
+            return True
+
+        if ends is not None and write is not None:
+            connection.sink = write_on
+        while not connection.is_read:
+            if data := take(data):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = await connection.read()
+        data = take(data, is_last=True)
         errand.passage.num_open = 0
         if meter is not None:
             meter.finish(errand.served)
-        await errand.send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _pass_events(
-        self, errand: Errand, connection: Connection, data: bytes, ends: tuple[bytes, ...]
-    ) -> None:
-        """Pass whole events on, so that an error can follow; a space is a sign of life."""
-        held, meter = b"", errand.meter
-        while data:
-            if held:
-                data = held + data
-                held = b""
-            if not data.endswith(ends) and not data.isspace():
-                end = max((data.rfind(one) + len(one) for one in ends if one in data), default=0)
-                if len(data) - end < _MOST_HELD:
-                    data, held = data[:end], data[end:]
-            if meter is not None and data:
-                data = meter.take(data)
-            if data:
-                await errand.send({"type": "http.response.body", "body": data, "more_body": True})
-            data = await connection.read()
-        if held and meter is not None:
-            held = meter.take(held)
-        if held:
-            await errand.send({"type": "http.response.body", "body": held, "more_body": True})
+        await send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def guard(self, errand: Errand, work: Any) -> None:
         """Do `work` for a client as long as it is there; end a response that has begun."""
@@ -265,6 +258,24 @@ class Forwarder:
             return
         await errand.send({"type": "http.response.body", "body": body, "more_body": True})
         await errand.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Pieces:
+    """Cuts a stream after whole events, so that an error can follow; a space is a sign of life."""
+
+    def __init__(self, ends: tuple[bytes, ...] | None, meter: Meter | None) -> None:
+        self._ends, self._meter, self._held = ends, meter, b""
+
+    def take(self, data: bytes, *, is_last: bool = False) -> bytes:
+        """Return what may be sent now that `data` has come."""
+        ends = self._ends
+        if self._held:
+            data, self._held = self._held + data, b""
+        if ends and not is_last and not data.endswith(ends) and not data.isspace():
+            end = max((data.rfind(one) + len(one) for one in ends if one in data), default=0)
+            if len(data) - end < _MOST_HELD:
+                data, self._held = data[:end], data[end:]
+        return self._meter.take(data) if data and self._meter is not None else data
 
 
 class _BusyError(OverloadedError):

@@ -15,7 +15,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.router.response import CutOffError, ReplicaError, ResponseReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from twostroke.router.response import Head
 
@@ -67,7 +67,8 @@ class Address(Frozen):
 class Connection(asyncio.Protocol):
     """One connection, which has at most one request at a time.
 
-    `has_answered`: a byte of the present request's response has come.
+    `has_answered`: a byte of the present request's response has come. `sink` gets what comes of the
+    body while `read` waits, if it returns true: no task has to wake. The end is always read.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -82,6 +83,7 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self.has_answered = False
+        self.sink: Callable[[bytes], bool] | None = None
         self.idle_since_s = 0.0
         self.num_requests = 0
 
@@ -92,10 +94,14 @@ class Connection(asyncio.Protocol):
         return transport is not None and not transport.is_closing() and self._error is None
 
     @property
+    def is_read(self) -> bool:
+        """Whether the response was read to its end."""
+        return self._reader.is_whole and not self._body
+
+    @property
     def is_over(self) -> bool:
         """Whether the response was read, and another can follow."""
-        reader = self._reader
-        return reader.is_whole and not self._body and not reader.is_last
+        return self.is_read and not self._reader.is_last
 
     def send(self, head: bytes, body: bytes = b"", *, is_head: bool = False) -> None:
         """Begin a request; `is_head` if its method is HEAD."""
@@ -142,6 +148,7 @@ class Connection(asyncio.Protocol):
 
     def release(self) -> None:
         """End the request: the connection goes back to the pool, or is closed."""
+        self.sink = None
         self._pool.take_back(self, is_reusable=self.is_over and self.is_usable)
 
     def fail(self, error: Exception) -> None:
@@ -206,6 +213,13 @@ class Connection(asyncio.Protocol):
             self.fail(error)
             return
         if body:
+            if (
+                self.sink is not None
+                and self._is_waiting
+                and not reader.is_whole
+                and self.sink(body)
+            ):
+                return
             self._body.append(body)
             self._unread += len(body)
             if self._unread > _MOST_UNREAD and not self._is_paused and self._transport is not None:
@@ -223,6 +237,10 @@ class Connection(asyncio.Protocol):
             await self._waiter
         finally:
             self._waiter = None
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

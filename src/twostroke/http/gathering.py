@@ -1,0 +1,62 @@
+"""Sends together what a response writes at the same time, such as its head and its first bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+# The ASGI extension that writes a piece of a body without waiting; false if `send` must.
+WRITE: Final = "twostroke.write"
+_MOST_HELD: Final = 64 * 1024
+
+
+class Gathering(asyncio.Transport):
+    """Joins the writes of one round of the event loop: each send takes longer than the joining."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        """Write to `transport`."""
+        super().__init__()
+        self._transport, self._loop = transport, loop
+        self._held: list[bytes] = []
+        self._num_bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write before the next round."""
+        if not data:
+            return
+        if not self._held:
+            self._loop.call_soon(self._flush)
+        self._held.append(bytes(data))
+        self._num_bytes += len(data)
+        if self._num_bytes > _MOST_HELD:
+            self._flush()
+
+    def write_now(self, data: bytes) -> None:
+        """Write what nothing follows soon."""
+        if self._held:
+            self.write(data)
+        else:
+            self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Whether it is closed."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close once all is sent."""
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._flush()
+        self._transport.abort()
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        self._transport.resume_reading()
+
+    def _flush(self) -> None:
+        if self._held:
+            data, self._held, self._num_bytes = b"".join(self._held), [], 0
+            self._transport.write(data)

@@ -1,0 +1,97 @@
+"""Streams are passed on event by event, in few packets, and no faster than they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from typing import Any
+
+import httpx
+
+from support.replicas import Exchange, FakeReplica, Loop, live_router
+from support.servers import wait_for
+
+_CHAT = "/v1/chat/completions"
+_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def test_a_reader_that_does_not_read_holds_its_replica_back(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    num_sent = [0]
+
+    async def much(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        while num_sent[0] < 100_000_000:
+            await exchange.chunk(b"data: " + b"x" * 100_000 + b"\n\n")
+            num_sent[0] += 100_000
+
+    replica.behaviour = much
+    with (
+        live_router(replica.url) as router,
+        socket.create_connection(("127.0.0.1", int(router.url.rpartition(":")[2]))) as client,
+    ):
+        body = json.dumps(_BODY).encode()
+        head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: num_sent[0] > 0)
+        time.sleep(0.5)
+        sent = num_sent[0]
+        time.sleep(0.3)
+        assert num_sent[0] == sent < 30_000_000
+
+
+def test_events_stay_whole_and_in_order_for_a_reader_that_pauses(fakes: Loop) -> None:
+    replica, rng = fakes.start(FakeReplica()), random.Random(1)
+    whole = b"".join(b"data: %d %s\n\n" % (n, b"x" * rng.randrange(9000)) for n in range(500))
+
+    async def in_pieces(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        at = 0
+        while at < len(whole):
+            size = rng.choice((1, 7, 500, 3000, 20_000))
+            await exchange.chunk(whole[at : at + size])
+            at += size
+            if rng.random() < 0.1:
+                await asyncio.sleep(0.001)
+        await exchange.say(b"0\r\n\r\n")
+
+    replica.behaviour = in_pieces
+    with (
+        live_router(replica.url) as router,
+        httpx.stream("POST", router.url + _CHAT, json=_BODY, timeout=20, trust_env=False) as answer,
+    ):
+        time.sleep(0.5)
+        pieces = []
+        for piece in answer.iter_raw():
+            pieces.append(piece)
+            if rng.random() < 0.02:
+                time.sleep(0.05)
+    assert b"".join(pieces) == whole
+
+
+def test_a_stream_has_a_packet_for_its_head_and_first_event_and_one_for_its_end(
+    fakes: Loop,
+) -> None:
+    replica, go_on = fakes.start(FakeReplica()), asyncio.Event()
+
+    async def events(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        await exchange.chunk(b"data: 1\n\n")
+        await go_on.wait()
+        await exchange.say(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
+
+    replica.behaviour = events
+    with (
+        live_router(replica.url) as router,
+        socket.create_connection(("127.0.0.1", int(router.url.rpartition(":")[2]))) as client,
+    ):
+        head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: 2\r\n\r\n{{}}".encode())
+        first = client.recv(65536)
+        fakes.loop.call_soon_threadsafe(go_on.set)
+        assert first.startswith(b"HTTP/1.1 200")
+        assert first.endswith(b"\r\n\r\n9\r\ndata: 1\n\n\r\n")
+        assert client.recv(65536) == b"9\r\ndata: 2\n\n\r\n0\r\n\r\n"

@@ -1,0 +1,70 @@
+"""What a response writes at the same time is sent together, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from twostroke.http.gathering import Gathering
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Seen(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written.append(bytes(data))
+
+    def close(self) -> None:
+        self.written.append(b"closed")
+
+    def abort(self) -> None:
+        self.written.append(b"aborted")
+
+
+def written(act: Callable[[Gathering], Any]) -> list[bytes]:
+    """Return what is sent if `act` writes in one round of a loop."""
+    seen = Seen()
+
+    async def run() -> None:
+        act(Gathering(seen, asyncio.get_running_loop()))
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    return seen.written
+
+
+def test_the_writes_of_a_round_are_one() -> None:
+    def act(transport: Gathering) -> None:
+        transport.write(b"head ")
+        transport.write(b"")
+        transport.write_now(b"piece ")
+        transport.write(bytearray(b"end"))
+
+    assert written(act) == [b"head piece end"]
+    assert written(lambda transport: transport.write_now(b"piece")) == [b"piece"]
+
+
+def test_what_is_held_goes_before_the_end() -> None:
+    for end in ("close", "abort"):
+
+        def act(transport: Gathering, end: str = end) -> None:
+            transport.write(b"last")
+            getattr(transport, end)()
+
+        assert written(act)[0] == b"last"
+        assert len(written(act)) == 2
+
+
+def test_much_is_not_held() -> None:
+    def act(transport: Gathering) -> None:
+        for _ in range(8):
+            transport.write(bytes(20_000))
+
+    assert [len(one) for one in written(act)] == [80_000, 80_000]
