@@ -21,6 +21,7 @@ import uvicorn
 from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.http.connection import Connection
 from twostroke.http.heap import trim_regularly
+from twostroke.http.slice import run_at_once
 from twostroke.http.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and report it."""
         await super().startup(sockets)
+        run_at_once()  # also where engines use all cores
         self._on_up()
 
     @contextlib.contextmanager
