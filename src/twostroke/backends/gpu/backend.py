@@ -124,7 +124,7 @@ class GpuBackend:
             self._plan = Plan(self._gpu, self._lowered, *memory, piece=piece)
             self._drawing = Drawing(self._gpu, program.vocab_size, on_host=on_host)
             with self._here():
-                prepare(self._graphs, self._plan, self._drawing)
+                prepare(self._graphs, self._kernels, self._plan, self._drawing)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import triton
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.hardware import num_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _POINTERS: Final = {
     torch.bfloat16: "*bf16",
@@ -68,6 +72,7 @@ class Kernels:
     def __init__(self, *, only_notes: bool = False) -> None:
         self.only_notes = only_notes
         self._variants: set[tuple[Any, ...]] = set()
+        self._ahead: set[tuple[Any, ...]] | None = None  # what `ahead` has compiled
         self._changing: dict[int, frozenset[str]] = {}
 
     def __len__(self) -> int:
@@ -75,9 +80,32 @@ class Kernels:
 
     def start(self, launch: Launch) -> None:
         """Launch on the current stream, or interpret at once where `TRITON_INTERPRET` is set."""
-        self._variants.add(self._variant(launch))
-        if not self.only_notes:
+        variant = self._variant(launch)
+        known = self._variants if self._ahead is None else self._ahead
+        is_new = variant not in known
+        known.add(variant)
+        if self.only_notes:
+            return
+        if self._ahead is None:
             start(launch)
+        elif is_new:
+            options = {**launch.constants, **launch.options}
+            launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Launch nothing, but compile what would be launched, as many kernels at once as cores.
+
+        They are then in Triton's caches, of this process and on disk, where launches find them.
+        """
+        self._ahead = set()
+        executor = ThreadPoolExecutor(num_cores(), "twostroke-compile")
+        try:
+            with triton.AsyncCompileMode(executor):  # waits for all of them
+                yield
+        finally:
+            self._ahead = None
+            executor.shutdown(wait=False, cancel_futures=True)  # some wait if it was interrupted
 
     def _variant(self, launch: Launch) -> tuple[Any, ...]:
         kernel = launch.kernel

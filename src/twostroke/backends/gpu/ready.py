@@ -11,26 +11,40 @@ from twostroke.backends.gpu.graphs import LARGEST_BUCKET, bucket_of, buckets_up_
 from twostroke.backends.gpu.step_input import LOGIT_ROWS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
     from twostroke.backends.gpu.drawing import Drawing
     from twostroke.backends.gpu.graphs import Graphs
+    from twostroke.backends.gpu.launch import Kernels
     from twostroke.backends.gpu.plan import Plan
 
+    Launching = Callable[[], None]
 
-def prepare(graphs: Graphs, plan: Plan, drawing: Drawing) -> None:
+
+def prepare(graphs: Graphs, kernels: Kernels, plan: Plan, drawing: Drawing) -> None:
     """Launch each bucket of steps, without rows.
 
     Larger steps have no graphs, and kernels like the smallest one of them or the next power of two,
     at which products change. The largest one brings the libraries' memory.
     """
     plan.input.clear()
+    captured: dict[Hashable, Launching] = {}
     for num_rows in buckets_up_to(plan.max_rows):
-        graphs.capture(num_rows, partial(plan.launch, num_rows))
+        captured[num_rows] = partial(plan.launch, num_rows)
     for bucket in buckets_up_to(min(plan.max_rows, LOGIT_ROWS)):
-        graphs.capture((0, bucket), partial(plan.launch_logits, 0, bucket))
+        captured[0, bucket] = partial(plan.launch_logits, 0, bucket)
     larger = [bucket_of(LARGEST_BUCKET + 1), *(LARGEST_BUCKET << i for i in range(1, 20))]
-    if plan.max_rows > LARGEST_BUCKET:
-        for num_rows in (*(rows for rows in larger if rows < plan.max_rows), plan.max_rows):
-            plan.launch(num_rows)
-    drawing.prepare(plan.logits, plan.results)
+    sizes = {*(rows for rows in larger if rows < plan.max_rows), plan.max_rows}
+    others: list[Launching] = [
+        partial(plan.launch, num_rows) for num_rows in sorted(sizes) if num_rows > LARGEST_BUCKET
+    ]
+    others.append(partial(drawing.prepare, plan.logits, plan.results))
+    with kernels.ahead():
+        for launch in (*captured.values(), *others):
+            launch()
+    for key, launch in captured.items():
+        graphs.capture(key, launch)
+    for launch in others:
+        launch()
     if plan.input.device.device.type == "cuda":
         torch.cuda.synchronize()
