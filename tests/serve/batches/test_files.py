@@ -156,6 +156,37 @@ def test_files_of_a_tenant_are_bounded_in_number(tmp_path: Path) -> None:
         assert upload(server, "").status_code == 200
 
 
+def test_batch_whose_results_do_not_fit_fails_and_keeps_those_that_do(tmp_path: Path) -> None:
+    text, room = "".join(map(line, range(8))), 1500
+    options = ServeOptions(drain_s=1, limits=Limits(max_files_bytes=len(text) + room))
+    with (
+        closing(Records(tmp_path / "records")) as records,
+        live_server(tmp_path, options, records=records) as server,
+    ):
+
+        def lines_of(id_: str) -> list[Any]:
+            content = server.http.get(f"/v1/files/{id_}/content").text
+            return [json.loads(one) for one in content.splitlines()]
+
+        file_id = upload(server, text).json()["id"]
+        batch = ended(server, f"/v1/batches/{begin(server, file_id)['id']}")
+        assert batch["status"] == "failed"
+        assert [error["code"] for error in batch["errors"]["data"]] == ["no_room"]
+        done, rest = lines_of(batch["output_file_id"]), lines_of(batch["error_file_id"])
+        assert 0 < batch["request_counts"]["completed"] == len(done) < 8
+        assert server.http.get(f"/v1/files/{batch['output_file_id']}").json()["bytes"] <= room
+        assert [one["error"]["code"] for one in rest] == ["batch_failed"] * (8 - len(done))
+        for id_ in (file_id, batch["output_file_id"], batch["error_file_id"]):
+            assert server.http.delete(f"/v1/files/{id_}").status_code == 200
+        asked = {"requests": [{"custom_id": f"{i}", "params": SAID} for i in range(8)]}
+        path = f"{MESSAGES}/{server.http.post(MESSAGES, json=asked).json()['id']}"
+        counts = ended(server, path, "processing_status")["request_counts"]
+        assert counts["succeeded"] > 0, "the first batch took its room with it"
+        assert counts["succeeded"] + counts["errored"] == 8
+        last = json.loads(server.http.get(f"{path}/results").text.splitlines()[-1])
+        assert "do not fit" in last["result"]["error"]["error"]["message"]
+
+
 def test_open_batches_are_bounded_and_need_room(server: LiveServer, records: Records) -> None:
     server.backend.gate.clear()
     text = line(0) + line(1).replace('"1"', '"b"')

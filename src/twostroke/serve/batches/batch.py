@@ -35,6 +35,19 @@ class LineError(Frozen):
     param: str | None = None
 
 
+NO_KEY: Final = LineError(
+    "no_valid_key", "The batch was cancelled: its tenant has no API key that is still valid."
+)
+NO_ROOM: Final = LineError(
+    "no_room",
+    "The results do not fit beside the tenant's other files, which have a limit in bytes: delete "
+    "some, and send the requests that were not executed again.",
+)
+NO_INPUT: Final = LineError(
+    "input_file_missing", "The input file is missing from the server's records: upload it again."
+)
+
+
 class Batch(Frozen, kw_only=True):
     """A batch. Times are Unix times in seconds.
 
@@ -161,10 +174,12 @@ def delete(db: Connection, batch: Batch) -> None:
     db.execute("DELETE FROM files WHERE id IN (?, ?)", (batch.input_file, batch.output_file))
 
 
-def count_results(db: Connection, id_: str) -> tuple[set[int], int]:
-    """Return the lines of a batch that have results, and how many of these are failures."""
-    rows = db.execute("SELECT line, kind FROM results WHERE batch = ?", (id_,)).fetchall()
-    return {line for line, _ in rows}, sum(kind != "ok" for _, kind in rows)
+def count_results(db: Connection, id_: str) -> tuple[set[int], int, int]:
+    """Return the lines of a batch that have results, how many failures, and bytes, these are."""
+    query = "SELECT line, kind, length(body) FROM results WHERE batch = ?"
+    rows = db.execute(query, (id_,)).fetchall()
+    num_failed, num_bytes = sum(kind != "ok" for _, kind, _ in rows), sum(row[2] for row in rows)
+    return {line for line, _, _ in rows}, num_failed, num_bytes
 
 
 def keep_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bool) -> None:

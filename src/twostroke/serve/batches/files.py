@@ -39,6 +39,7 @@ INPUT: Final = "batch"
 OUTPUT: Final = "batch_output"
 HIDDEN: Final = "message_batch"  # belongs to a batch of Anthropic's protocol
 MAX_LISTED: Final = 10_000
+_STEP_BYTES: Final = 1 << 20  # by which shares grow, so that few results need a look at the files
 _COLUMNS: Final = "id, bytes, created_at, filename, purpose"
 
 
@@ -183,12 +184,15 @@ async def keep(
 
 
 class Rooms:
-    """The room that tenants have for files, less what arrives. It belongs to the event loop."""
+    """The room that tenants have for files, less what is promised to uploads and results.
+
+    It belongs to the event loop.
+    """
 
     def __init__(self, limits: Limits) -> None:
-        """Begin without uploads."""
+        """Begin without promises."""
         self._limits = limits
-        self._arriving: Counter[str] = Counter()  # bytes that uploads may still bring, by tenant
+        self._promised: Counter[str] = Counter()  # bytes by tenant
 
     @asynccontextmanager
     async def take(self, records: Records, request: Request, most: int) -> AsyncIterator[int]:
@@ -200,32 +204,72 @@ class Rooms:
         tenant = served_of(request.scope).tenant
         length = request.headers.get("content-length", "")[:20]
         most = min(most, int(length)) if length.isdecimal() else most
-        kept = await records.read(partial(_num_bytes, tenant=tenant))
-        left = self._limits.max_files_bytes - kept - self._arriving[tenant]
-        if left <= 0:
-            raise _full(self._limits)
-        most = min(most, left)
-        self._arriving[tenant] += most
+        most = await self._promise(records, tenant, 1, most)
         try:
             yield most
         finally:
-            self._arriving[tenant] -= most
+            self._promised[tenant] -= most
+
+    async def _promise(self, records: Records, tenant: str, least: int, most: int) -> int:
+        """Promise a tenant from `least` to `most` bytes, and return how many.
+
+        Raises:
+            BodySizeError: there is no room.
+        """
+        kept = await records.read(partial(_num_bytes, tenant=tenant))
+        left = self._limits.max_files_bytes - kept - self._promised[tenant]
+        if left < least:
+            raise _full(self._limits)
+        num_bytes = min(most, left)
+        self._promised[tenant] += num_bytes
+        return num_bytes
+
+    def share(self, tenant: str, num_bytes: int) -> Share:
+        """Return the share of a batch of a tenant, which has results of this size already."""
+        self._promised[tenant] += num_bytes
+        return Share(tenant, num_bytes)
+
+    async def grow(self, records: Records, share: Share, num_bytes: int) -> None:
+        """Make room in a share for the next result; raises BodySizeError if there is none."""
+        while num_bytes > share.num_left:
+            least = num_bytes - share.num_left
+            more = await self._promise(records, share.tenant, least, max(least, _STEP_BYTES))
+            share.num_bytes += more
+            share.num_left += more
+        share.num_left -= num_bytes
+
+    def end(self, share: Share) -> None:
+        """Take a share back, whose results are in files now."""
+        self._promised[share.tenant] -= share.num_bytes
+
+
+class Share:
+    """What a batch has of its tenant's room for its results."""
+
+    def __init__(self, tenant: str, num_bytes: int) -> None:
+        """Begin with results of this size."""
+        self.tenant, self.num_bytes, self.num_left = tenant, num_bytes, 0
 
 
 def check_room(db: Connection, tenant: str, limits: Limits) -> None:
-    """Raise BodySizeError if a tenant's files take all their room."""
+    """Raise BodySizeError if a tenant's files take all their room, or are too many."""
+    _check_count(db, tenant, limits)
     if _num_bytes(db, tenant) >= limits.max_files_bytes:
         raise _full(limits)
 
 
 def insert_new(db: Connection, file: FileBody, tenant: str, limits: Limits) -> None:
     """Keep the record of a tenant's new file; raises BodySizeError if there is no room."""
-    [count] = db.execute("SELECT count(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()
-    if count >= limits.max_files:
-        raise BodySizeError(f"You have {count} files, the limit. Delete some.")
+    _check_count(db, tenant, limits)
     if _num_bytes(db, tenant) + file.bytes > limits.max_files_bytes:
         raise _full(limits)
     insert(db, file, tenant)
+
+
+def _check_count(db: Connection, tenant: str, limits: Limits) -> None:
+    [count] = db.execute("SELECT count(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()
+    if count >= limits.max_files:
+        raise BodySizeError(f"You have {count} files, the limit. Delete some.")
 
 
 def _full(limits: Limits) -> BodySizeError:

@@ -56,7 +56,7 @@ class Keeping:
                 raise UnknownPathError(message)
             return self._records, self._runner
 
-        rooms = files.Rooms(self._limits)
+        rooms = self._runner.rooms if self._runner is not None else files.Rooms(self._limits)
         return [
             *files.routes(lambda: both()[0], rooms, self._limits),
             *openai.routes(both, self._limits, note),

@@ -48,6 +48,9 @@ MAX_LISTED: Final = 1000
 LISTED: Final = 20
 _WINDOW: Final = "24h"
 _WINDOW_S: Final = 86_400
+_NO_ROOM: Final = (
+    "Not run: the batch's results do not fit beside your other files and batches. Delete some."
+)
 
 
 class BatchedMessage(msgspec.Struct, frozen=True):
@@ -242,7 +245,7 @@ def _counts(batch: Batch, pace: Pace | None) -> MessageCounts:
         return MessageCounts(batch.total - done, done - failed, failed)
     return MessageCounts(
         succeeded=batch.completed,
-        errored=batch.failed - batch.unrun,
+        errored=batch.failed - (batch.unrun if batch.status != "failed" else 0),
         canceled=batch.unrun if batch.status == "cancelled" else 0,
         expired=batch.unrun if batch.status == "expired" else 0,
     )
@@ -307,6 +310,9 @@ def _result(custom_id: str, answer: Answer) -> bytes:
 
 
 def _unrun(custom_id: str, status: Status) -> bytes:
+    if status == "failed":
+        error = {"type": "error", "error": {"type": "request_too_large", "message": _NO_ROOM}}
+        return _line(custom_id, {"type": "errored", "error": error})
     return _line(custom_id, {"type": "canceled" if status == "cancelled" else status})
 
 

@@ -270,6 +270,7 @@ def _unrun(custom_id: str, status: Status) -> bytes:
     why = {
         "expired": "This request could not be executed before the completion window expired.",
         "cancelled": "This batch was cancelled before the request was executed.",
+        "failed": "This batch failed before the request was executed: see its errors.",
     }
     return _line(custom_id, error={"code": f"batch_{status}", "message": why[status]})
 

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from twostroke.core.errors import EngineDiedError, EngineKillerError, OverloadedError
 from twostroke.core.service import BATCH_SERVICE
 from twostroke.http import inside
+from twostroke.http.errors import BodySizeError
 from twostroke.http.served import LATER
 from twostroke.records import RecordsError
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
-from twostroke.serve.batches.batch import LineError
 from twostroke.serve.batches.deadline import anchored, seconds_left
 from twostroke.serve.batches.lines import Place, check, next_lines
 from twostroke.serve.batches.results import finish
@@ -39,12 +39,6 @@ if TYPE_CHECKING:
     from twostroke.serve.batches.results import Form
 
 _MOST_DEATHS: Final = 3  # of engines that computed a line, which is then not run again
-_NO_KEY: Final = LineError(
-    "no_valid_key", "The batch was cancelled: its tenant has no API key that is still valid."
-)
-_NO_INPUT: Final = LineError(
-    "input_file_missing", "The input file is missing from the server's records: upload it again."
-)
 _LOOK_AGAIN_S: Final = 60.0  # at the time left: no timer counts the machine's sleep
 _DISK_PAUSE_S: Final = 10.0  # after records could not be written
 _LOOK_S: Final = 0.05  # how often to look whether interactive requests have left room
@@ -105,6 +99,8 @@ class Runner:
         self._cancelled: dict[str, asyncio.Event] = {}
         self._paces: dict[str, Pace] = {}
         self._valves: dict[str, Valve] = {}
+        self._shares: dict[str, files.Share] = {}
+        self.rooms = files.Rooms(limits)
         self._disk_said_s = -_DISK_PAUSE_S  # when the log said last that a disk fails
         self._num_lines = 0  # in the engine
         self._left = asyncio.Event()  # set when a line ends
@@ -195,11 +191,12 @@ class Runner:
                     await self._wait_for_disk(error)
                 except FileNotFoundError:
                     _logger.error("Batch %s ends: its input file is missing.", batch.id)  # noqa: TRY400
-                    end = {"ends_as": "failed", "errors": (_NO_INPUT,), "num_errors": 1}
+                    end = {"ends_as": "failed", "errors": (kept.NO_INPUT,), "num_errors": 1}
                     batch = await self._move(batch, "finalizing", **end)
         except Exception:
             _logger.exception("Batch %s stopped; a restart tries again.", batch.id)
         finally:
+            self._end_share(batch.id)
             for table in (self._tasks, self._cancelled, self._paces, self._valves):
                 table.pop(batch.id, None)
 
@@ -221,7 +218,10 @@ class Runner:
         batch = await self._move(
             batch, batch.status, boot=placed.boot, deadline_s=placed.deadline_s
         )
-        done, num_failed = await self._records.read(partial(kept.count_results, id_=batch.id))
+        count = partial(kept.count_results, id_=batch.id)
+        done, num_failed, num_bytes = await self._records.read(count)
+        self._end_share(batch.id)
+        self._shares[batch.id] = self.rooms.share(batch.tenant, num_bytes)
         self._paces[batch.id] = Pace(len(done), num_failed, batch.total)
         self._valves[batch.id] = Valve(batch.id)
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
@@ -237,7 +237,7 @@ class Runner:
                 is_open = not ended
             if running.done():
                 await running
-        except* (_NoKeyError, OSError) as errors:
+        except* (_NoKeyError, OSError, BodySizeError) as errors:
             faults = list(errors.exceptions)
         finally:
             for task in (running, cancelled):
@@ -247,8 +247,11 @@ class Runner:
             is_missing = isinstance(fault, FileNotFoundError)
             path = self._records.files.path(batch.input_file)
             raise fault if is_missing else _unreadable(path, fault) from None
+        if faults and isinstance(faults[0], BodySizeError):
+            why = {"errors": (kept.NO_ROOM,), "num_errors": 1}
+            return await self._move(batch, "finalizing", ends_as="failed", **why)
         if faults:
-            why = {"errors": (_NO_KEY,), "num_errors": 1}
+            why = {"errors": (kept.NO_KEY,), "num_errors": 1}
             return await self._move(batch, "cancelling", ends_as="cancelled", **why)
         if self._cancelled[batch.id].is_set():
             return await self._move(batch, "cancelling", ends_as="cancelled")
@@ -348,14 +351,25 @@ class Runner:
         return None if is_refused else answer
 
     async def _keep(self, batch: Batch, line: Line, answer: inside.Answer) -> None:
-        """Keep the result of a line."""
+        """Keep the result of a line; raises BodySizeError if there is no room for it."""
         is_ok = answer.status < 400
         body = self._forms[batch.protocol].result(line.custom_id, answer)
+        share, has_room = self._shares[batch.id], False
+        while not has_room:
+            try:
+                await self.rooms.grow(self._records, share, len(body) + 1)
+                has_room = True
+            except RecordsError as error:
+                await self._wait_for_disk(error)
         keep = partial(kept.keep_result, id_=batch.id, line=line.number, body=body, is_ok=is_ok)
         await self._write(keep)
         pace = self._paces[batch.id]
         pace.num_done += 1
         pace.num_failed += not is_ok
+
+    def _end_share(self, id_: str) -> None:
+        if (share := self._shares.pop(id_, None)) is not None:
+            self.rooms.end(share)
 
     async def _write(self, work: Callable[[Any], T]) -> T:
         """Return what `work` returns, and try until the disk takes its changes."""
