@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Scope
 
-_PIECE_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 1 << 16
 _FROM_PROGRAMS: Final = ("", "application/x-www-form-urlencoded")
 _FROM_BROWSERS: Final = ("origin", "sec-fetch-site")  # one of them comes with every POST
 

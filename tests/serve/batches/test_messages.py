@@ -162,7 +162,7 @@ def test_tenants_do_not_see_each_other(server: LiveServer) -> None:
 
 
 def test_lists_come_in_pages_in_both_directions(server: LiveServer) -> None:
-    newest, *older = [begin(server, one())["id"] for _ in range(5)][::-1]
+    newest, *older = [ended(server, begin(server, one()))["id"] for _ in range(5)][::-1]
 
     def page(**asked: Any) -> tuple[list[str], bool]:
         found = server.http.get(PATH, params=asked).json()

@@ -191,9 +191,7 @@ def test_tenants_do_not_see_each_other(server: LiveServer) -> None:
 
 
 def test_lists_come_in_pages(server: LiveServer) -> None:
-    made = [begin(server, line())["id"] for _ in range(3)]
-    for one in made:
-        ended(server, {"id": one})
+    made = [ended(server, begin(server, line()))["id"] for _ in range(3)]
     first = server.http.get("/v1/batches", params={"limit": 2}).json()
     assert [one["id"] for one in first["data"]] == made[:0:-1]
     assert (first["has_more"], first["first_id"], first["last_id"]) == (True, made[2], made[1])

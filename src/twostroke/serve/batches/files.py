@@ -39,7 +39,7 @@ INPUT: Final = "batch"
 OUTPUT: Final = "batch_output"
 HIDDEN: Final = "message_batch"  # belongs to a batch of Anthropic's protocol
 MAX_LISTED: Final = 10_000
-_STEP_BYTES: Final = 1 << 20  # by which shares grow, so that few results need a look at the files
+_STEPS: Final = 1 << 13  # in which a room is shared out, so that few results need a look at files
 _COLUMNS: Final = "id, bytes, created_at, filename, purpose"
 
 
@@ -233,7 +233,8 @@ class Rooms:
         """Make room in a share for the next result; raises BodySizeError if there is none."""
         while num_bytes > share.num_left:
             least = num_bytes - share.num_left
-            more = await self._promise(records, share.tenant, least, max(least, _STEP_BYTES))
+            most = max(least, self._limits.max_files_bytes // _STEPS)
+            more = await self._promise(records, share.tenant, least, most)
             share.num_bytes += more
             share.num_left += more
         share.num_left -= num_bytes
