@@ -129,7 +129,9 @@ async def body_of(request: Request, limits: Limits) -> AsyncIterator[bytes]:
         arriving.check(tenant, max(0, int(length) - FREE_BYTES))
     try:
         await receive_json(request, take, limits.max_body_bytes, limits.body_timeout_s)
-        yield bytes(body)
+        whole = bytes(body)
+        body.clear()  # it lives as long as the block, and counts once
+        yield whole
     finally:
         if arriving is not None:
             arriving.give(tenant, num_counted)

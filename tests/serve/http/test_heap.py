@@ -1,14 +1,23 @@
-"""Memory that was freed goes back to the system."""
+"""Memory: what was freed goes back to the system, and a body is there once."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import tracemalloc
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from starlette.requests import Request
 
 from twostroke.http import heap
+from twostroke.http.error_forms import error_form
+from twostroke.http.limits import Limits, body_of
+from twostroke.http.served import STATE_KEY, ServedRequest
+
+if TYPE_CHECKING:
+    from starlette.types import Message
 
 
 def _own_bytes() -> int:
@@ -46,3 +55,24 @@ def test_a_server_trims_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None
         task.cancel()
 
     asyncio.run(main())
+
+
+def test_body_that_waits_to_be_read_is_in_memory_once() -> None:
+    num_chunks, size = 32, 1 << 16
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
+    scope["state"] = {STATE_KEY: ServedRequest("r", error_form(scope), "POST", "/")}
+    sent = iter(range(num_chunks, 0, -1))
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": bytes(size), "more_body": next(sent) > 1}
+
+    async def wait() -> int:
+        async with body_of(Request(scope, receive), Limits()) as body:
+            assert len(body) == num_chunks * size
+            return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        assert asyncio.run(wait()) < 1.5 * num_chunks * size
+    finally:
+        tracemalloc.stop()
