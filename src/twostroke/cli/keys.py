@@ -116,7 +116,7 @@ def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **g
         made, text = kept.add(db, name, name if tenant is None else tenant, **facts)
         keyless = "SELECT count(*) FROM batches WHERE is_open AND tenant = ''"
         [num_keyless] = db.execute(keyless).fetchone() if is_first else [0]
-    kept.had_keys(records).make()
+        kept.had_keys(records).make()  # if it fails, nobody would have seen the key: none is kept
     if as_json:
         click.echo(json.dumps(_shown(made, None) | {"key": text}))
         return

@@ -286,6 +286,15 @@ def test_lost_database_opens_no_server(tmp_path: Path) -> None:
     assert not found.are_required
 
 
+def test_key_that_cannot_be_printed_is_not_kept(tmp_path: Path) -> None:
+    folder = _new(tmp_path / "records")
+    (folder / "has-keys").symlink_to(tmp_path / "lost" / "mark")  # which cannot be made
+    with pytest.raises(RecordsError, match="has-keys cannot be used: No such file"):
+        keys_command.main(["add", "shop", "--records", str(folder)], standalone_mode=False)
+    with beside(folder) as db:
+        assert kept.all_keys(db) == []
+
+
 def test_server_that_requires_keys_is_closed_without_any(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--require-keys needs"):
         ApiKeys.read(None, None, asks=True)
