@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sqlite3
 from contextlib import closing
 from threading import Event
@@ -142,6 +143,20 @@ def test_full_disk_is_named_and_reading_goes_on(tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match=r"records\.db cannot be written: the disk is full"):
             asyncio.run(records.write(insert("a", 2, b"x" * 100_000)))
         assert asyncio.run(records.read(count)) == 1
+
+
+def test_disk_without_room_for_the_index_of_the_log_is_full(tmp_path: Path) -> None:
+    Records(tmp_path).close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, hard))
+    try:
+        with (
+            pytest.raises(RecordsError, match=r"records\.db .* the disk is full"),
+            beside(tmp_path),
+        ):
+            pytest.fail("there was room")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -226,7 +226,10 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
 
 def _explain(error: Exception, path: Path) -> RecordsError:
     is_json = isinstance(error, _DAMAGE)
-    kind = sqlite3.SQLITE_CORRUPT if is_json else getattr(error, "sqlite_errorcode", 0) & 0xFF
+    code = getattr(error, "sqlite_errorcode", 0)
+    kind = sqlite3.SQLITE_CORRUPT if is_json else code & 0xFF
+    if code == sqlite3.SQLITE_IOERR_SHMSIZE:  # no room for the index of the log
+        kind = sqlite3.SQLITE_FULL
     why = {
         sqlite3.SQLITE_CORRUPT: "is damaged: restore a backup, or move its folder away",
         sqlite3.SQLITE_NOTADB: "is damaged: restore a backup, or move its folder away",
