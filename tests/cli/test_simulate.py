@@ -24,6 +24,12 @@ def test_the_report_is_printed(cli, config):
     )
 
 
+def test_a_load_of_which_nothing_ends_in_time_is_reported(cli, config):
+    ran = cli("simulate", config, "--on", "h100-sxm", "--rate", "2", "--requests", "3")
+    assert ran.code == 0
+    assert ran.out.splitlines()[-1].endswith(" per 1M output tokens.")
+
+
 def test_json_and_a_record_hold_the_run(cli, config, tmp_path):
     path = str(tmp_path / "run.json")
     found = json.loads(cli("simulate", config, *SMALL, "--json", "--record", path).out)

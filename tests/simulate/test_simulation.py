@@ -294,7 +294,9 @@ def test_sweeps_that_cannot_be(setup):
     load = Synthetic(1.0, count=3, prompt=1024, output=32).load(0)
     with pytest.raises(UsageError, match="needs an objective"):
         sweep(setup, load, Objectives())
+    probes = []
     with pytest.raises(UnreachableError, match=r"Even at .* only 0% meet the objectives"):
-        sweep(setup, load, Objectives(ttft_s=1e-3))
+        sweep(setup, load, Objectives(ttft_s=1e-3), watch=probes.append)
+    assert len(probes) == 2  # no load between helps if requests that are alone are too slow
     with pytest.raises(UsageError, match="All 3 requests meet the objectives even if"):
         sweep(setup, load, Objectives(ttft_s=100.0))

@@ -154,3 +154,7 @@ def test_a_recorded_run_can_be_repeated(tmp_path):
     ]  # fmt: skip
     load = read_trace(write(tmp_path, "run.json", json.dumps({"requests": requests})))
     assert load.arrivals == (Arrival(0.0, 7, 9), Arrival(3.0, 7, 9))
+    requests[1]["num_prompt"] = -5
+    path = write(tmp_path, "run.json", json.dumps({"requests": requests}))
+    with pytest.raises(UsageError, match=r"run.json, request 2: num_prompt must be a whole number"):
+        read_trace(path)

@@ -119,12 +119,12 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     from twostroke.compress.unfinished import unfinished
     from twostroke.measure.requests import Objectives
     from twostroke.simulate import simulate, sweep
+    from twostroke.simulate.sweep import check_objectives
 
     objectives = Objectives(given.pop("ttft_s"), given.pop("tpot_s"))
     is_sweep, share = given.pop("sweep"), given.pop("share")
-    if is_sweep and not objectives:
-        facts = {"ttft": Field("ttft_s"), "tpot": Field("tpot_s")}
-        raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep", **facts)
+    if is_sweep:
+        check_objectives(objectives)
     if record is not None:
         check_folder(record, "record")
     check_effect("share", "sweep", has_effect=is_sweep)
@@ -300,8 +300,10 @@ def _answer(simulation: Simulation, objectives: Objectives) -> Iterator[str]:
         f"MBU {simulation.mbu:.1%}."
     )
     if simulation.usd_per_million is not None:
-        costs = f"${simulation.usd_per_million:.3g} per 1M output tokens"
-        costs += f", ${simulation.usd_per_1k:.3g} per 1K requests"
-        if simulation.usd_per_1k_good is not None:
-            costs += f", ${simulation.usd_per_1k_good:.3g} per 1K good ones"
-        yield f"{costs}."
+        prices = {
+            "1M output tokens": simulation.usd_per_million,
+            "1K requests": simulation.usd_per_1k,  # None if none ends while others arrive
+            "1K good ones": simulation.usd_per_1k_good,
+        }
+        costs = [f"${usd:.3g} per {what}" for what, usd in prices.items() if usd is not None]
+        yield f"{', '.join(costs)}."

@@ -229,9 +229,8 @@ def _hosted(case: Case, replica: Replica) -> Costs:
 def _api_usd(case: Case, price: ApiPrice) -> float:
     """Return what a month of the API costs."""
     asked, batch = case.question, case.traffic.batch
-    cached = int(asked.prompt * asked.cached)
     day = sum(
-        price.hour_usd(hour, one, asked.prompt, cached, asked.output)
+        price.hour_usd(hour, one, asked.prompt, asked.num_cached, asked.output)
         for hour, one in enumerate(case.traffic.per_hour)
     )
     return day * DAYS * case.api_factor * (1 - batch + batch * price.batch_share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import UnreachableError, UsageError
+from twostroke.core.errors import Field, UnreachableError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.simulate.simulation import simulate
 
@@ -67,8 +67,7 @@ def sweep(
         UsageError: there are no objectives, or every load meets them.
         UnreachableError: no load does.
     """
-    if not objectives:
-        raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep")
+    check_objectives(objectives)
     if not 0 < share <= 1:
         raise UsageError(f"must be above 0 and at most 1, got {share}.", field="share")
     probes: list[Probe] = []
@@ -100,10 +99,19 @@ def sweep(
     return Sweep(tuple(probes), max((p for p in probes if p.meets), key=lambda p: p.speed))
 
 
+def check_objectives(objectives: Objectives) -> None:
+    """Refuse a sweep without any."""
+    if not objectives:
+        facts = {"ttft": Field("ttft_s"), "tpot": Field("tpot_s")}
+        raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep", **facts)
+
+
 def _bracket(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
     """Return a speed that meets, and twice that, which does not; None for what there is not."""
     speed = 1.0
     factor = 2.0 if meets(speed) else 0.5
+    if factor < 1 and not meets(factor**_MOST_DOUBLINGS):  # each request is alone
+        return None, speed
     for _ in range(_MOST_DOUBLINGS):
         before, speed = speed, speed * factor
         if meets(speed) is (factor < 1):

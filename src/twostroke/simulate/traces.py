@@ -31,7 +31,7 @@ _MOONCAKE: Final = (
     "3b5a594133958449a1feaf1c9e0fc1b553e34a28/FAST25-release/traces"
 )
 _MOST_BYTES: Final = 1 << 30
-_BLOCK: Final = 512  # tokens that a hash id stands for, unless the line says otherwise
+_BLOCK: Final = 512  # tokens that a hash id stands for
 _TIMES: Final = ("arrival_s", "at_s", "timestamp")
 _PROMPTS: Final = ("prompt_tokens", "input_length", "contexttokens", "input_tokens", "num_prompt")
 _OUTPUTS: Final = ("output_tokens", "output_length", "generatedtokens", "num_output")
@@ -149,7 +149,7 @@ def _arrival(row: Mapping[str, Any], *, is_json: bool) -> Arrival:
     ids = row.get("hash_ids", ()) if is_json else ()
     if not isinstance(ids, list | tuple) or not all(_is_id(one) for one in ids):
         raise ValueError("hash_ids must be a list of whole numbers from 0 on")
-    return Arrival(_seconds(row, is_json=is_json), prompt, output, tuple(ids), _BLOCK)
+    return Arrival(_seconds(row, is_json=is_json), prompt, output, tuple(ids), _BLOCK if ids else 0)
 
 
 def _count(row: Mapping[str, Any], names: tuple[str, ...]) -> int:
@@ -202,10 +202,15 @@ def _recorded(path: Path) -> list[Arrival]:
     except msgspec.DecodeError as error:
         reason = f"{path.name} is not a recorded run, which has a list of requests: {error}."
         raise UsageError(reason) from None
-    return [
-        Arrival(one.timings.arrival_s, one.num_prompt, max(1, one.num_output))
-        for one in found.requests
-    ]
+    arrivals = []
+    for number, one in enumerate(found.requests, 1):
+        counts = {"num_prompt": one.num_prompt, "num_output": max(1, one.num_output)}
+        try:
+            row = {"arrival_s": one.timings.arrival_s, **counts}
+            arrivals.append(_arrival(row, is_json=False))
+        except ValueError as error:
+            raise UsageError(f"{path.name}, request {number}: {error}.") from None
+    return arrivals
 
 
 def _published(name: str, known: Published) -> Path:
