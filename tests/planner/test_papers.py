@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from support.configs import write_config
+from twostroke.core.errors import UsageError
 from twostroke.core.hardware import Hardware
 from twostroke.engine.counters import Stroke
 from twostroke.planner import Question, find_device, make_plan, planned_model
@@ -92,6 +93,8 @@ def test_a_70b_model_cannot_write_faster_than_it_is_read(model):
 
 def test_bits_of_weights_decide_their_bytes(model):
     seven = model(4096, 32, 32, 32, 11008, 32000)
+    with pytest.raises(UsageError, match="Did you mean 'int8'"):
+        seven.as_("int9")
     quarter = seven.as_("w4a16").all_bytes / seven.all_bytes
     assert seven.all_bytes == pytest.approx(2 * 6.74e9, rel=0.01)
     assert 0.25 < quarter < 0.30  # scales, and 16 bits for embeddings and logits

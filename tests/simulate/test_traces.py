@@ -140,7 +140,8 @@ def test_synthetic_loads():
 @pytest.mark.parametrize(
     ("given", "field"),
     [({"rate": 0.0}, "rate"), ({"count": 0}, "count"), ({"prompt": 0}, "prompt"),
-     ({"spread": -1.0}, "spread"), ({"shared": 1024}, "shared")],
+     ({"spread": -1.0}, "spread"), ({"shared": 1024}, "shared"),
+     ({"arrivals": "gama"}, "arrivals")],
 )  # fmt: skip
 def test_loads_out_of_range(given, field):
     with pytest.raises(UsageError, match=f"{field} must be"):

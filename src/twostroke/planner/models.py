@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import ModelFormatError
+from twostroke.core.errors import ModelFormatError, UsageError, nearest
 from twostroke.core.files import read_json
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.hub_headers import fetch_headers
@@ -66,7 +66,15 @@ class PlannedModel(Frozen):
         return self.program.value_widths[self.program.layer_outputs[-1]]
 
     def as_(self, weights: str) -> PlannedModel:
-        """Return the model with its weights stored in another way, a key of `WEIGHTS`."""
+        """Return the model with its weights stored in another way, a key of `WEIGHTS`.
+
+        Raises:
+            UsageError: there is no such way.
+        """
+        if weights not in WEIGHTS:
+            reason = f"must be one of {', '.join(WEIGHTS)}, got '{{value}}'."
+            hint = nearest(weights, WEIGHTS)
+            raise UsageError(f"{reason}{hint}", field="weights", value=weights)
         how = WEIGHTS[weights]
         stored = {
             name: int(prod(shape) * (how.bits if _is_quantized(name, shape) else 16) / 8)

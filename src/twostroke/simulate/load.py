@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from msgspec.structs import replace
 
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
 
@@ -115,6 +115,10 @@ class Synthetic(Frozen):
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
         check_range(self, "rate", "burstiness", most=1e6)
+        if self.arrivals not in ARRIVALS:
+            reason = f"must be one of {', '.join(ARRIVALS)}, got '{{value}}'."
+            hint = nearest(self.arrivals, ARRIVALS)
+            raise UsageError(f"{reason}{hint}", field="arrivals", value=self.arrivals)
         check_range(self, "count", least=1, most=MOST_REQUESTS)
         check_range(self, "prompt", least=1, most=_MOST_TOKENS)
         check_range(self, "output", least=1, most=1 << 20)
