@@ -18,6 +18,8 @@ from twostroke.planner import (
 from twostroke.planner.planner import Planner
 from twostroke.planner.queueing import loads
 from twostroke.planner.roofline import OpTime, StepTime, kv_bytes
+from twostroke.planner.words import answer, facts
+from twostroke.program.batch import BatchShape
 
 
 @pytest.fixture
@@ -112,6 +114,52 @@ def test_prompts_of_others_make_tokens_late(model):
         assert row.tpot_s > 1.02 * row.step_s
     # A prompt alone reads the weights for itself; one among others does not.
     assert 0.8 < planner.prompt_s(64) / plan.ttft_s < 1
+
+
+def test_a_long_prompt_is_read_in_chunks(model):
+    """As the engine does: weights are read for each chunk, and attention grows with its start."""
+    large, device = model("8B"), find_device("H100-SXM")
+    asked = Question(prompt=20_000, output=1000, cached=0.1)
+    whole = make_plan(large, device, asked)
+    for budget in (128, 2048):
+        question = replace(asked, token_budget=budget)
+        planner = Planner(large, device, question)
+        starts = range(2000, 20_000, budget)
+        steps = [
+            planner.roofline.step(BatchShape((start,), (min(budget, 20_000 - start),), 0))
+            for start in starts
+        ]
+        logits_s = planner.prefill().ops["logits"].seconds
+        assert planner.prefill().seconds == pytest.approx(sum(s.seconds for s in steps) + logits_s)
+        plan = make_plan(large, device, question)
+        assert plan.ttft_s == planner.prefill().seconds
+        assert plan.prefill.bytes > len(starts) * 0.9 * large.all_bytes
+        assert any(f" in {len(starts)} steps of at most {budget}: " in line for line in plan.steps)
+        assert f"read in {len(starts)} steps of {budget:,}: " in "".join(facts(plan))
+        others = planner.decode(9).seconds
+        left = budget - 9
+        extra = 0.0
+        for start in range(2000, 20_000, left):
+            count = min(left, 20_000 - start)
+            sampled = 9 + (start + count == 20_000)
+            shape = BatchShape((*(20_500,) * 9, start), (*(1,) * 9, count), sampled)
+            extra += planner.roofline.step(shape).seconds - others
+        assert planner.prompt_s(10) == pytest.approx(extra, rel=0.005)
+    assert whole.ttft_s < 1.02 * plan.ttft_s
+    assert make_plan(large, device, replace(asked, token_budget=128)).ttft_s > 2 * whole.ttft_s
+    assert make_plan(large, device, replace(asked, token_budget=20_000)).ttft_s == whole.ttft_s
+
+
+def test_steps_are_full_with_streams_and_their_prompts(model):
+    small, device = model("8B"), find_device("H100-SXM")
+    question = Question(prompt=1000, output=250, token_budget=500)
+    plan = make_plan(small, device, question)
+    assert question.most_decoding == plan.chosen.streams == plan.rows[-1].streams == 100
+    assert "fill steps of 500 tokens" in "".join(answer(plan))
+    more = make_plan(small, device, replace(question, streams=101))
+    assert more.chosen is None
+    assert more.verdict.endswith("All need steps of at least 505.")
+    assert make_plan(small, device, replace(question, streams=101, token_budget=505)).chosen
 
 
 def test_a_load_waits_as_theory_says(model, monkeypatch):

@@ -42,11 +42,11 @@ def test_the_answer_is_that_of_the_planner(server: LiveServer) -> None:
     )
     device = planner.find_device("L4")
     for body, planned, question in (
-        ({}, model, planner.Question(kv_format="f16")),
+        ({}, model, planner.Question(kv_format="f16", token_budget=2048)),
         (
             {"weights": "w4a16", "kv_format": "int8", "prompt": 64, "streams": 3, "tpot_s": 0.5},
             model.as_("w4a16"),
-            planner.Question(kv_format="int8", prompt=64, streams=3, tpot_s=0.5),
+            planner.Question(kv_format="int8", prompt=64, streams=3, tpot_s=0.5, token_budget=2048),
         ),
     ):
         found = server.http.post(plans.PATH, json={"device": "L4", **body}).json()
@@ -127,7 +127,7 @@ def test_more_plans_than_can_wait_are_refused(server: LiveServer) -> None:
     gate = threading.Event()
 
     async def crowd() -> list[Any]:
-        made = plans.Plans(server.client.card, "tiny", None)
+        made = plans.Plans(server.api.engine, "tiny", None)
         waiting = [made._in_turn(gate.wait) for _ in range(plans._MAX_WAITING)]
         tasks = [asyncio.ensure_future(one) for one in waiting]
         await asyncio.sleep(0)

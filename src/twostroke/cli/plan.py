@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -24,15 +24,12 @@ from twostroke.cli.planning import (
 from twostroke.cli.terminal import printable, show_table
 from twostroke.compress.unfinished import unfinished
 from twostroke.core import env
-from twostroke.core.config import BatchOptions
 from twostroke.core.errors import Field, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.planner import Calibration, Plan, PlannedModel
-
-_GPU_BUDGET: Final = 2048  # tokens of a step in simulations of devices other than this machine
 
 
 @click.command("plan", cls=Command)
@@ -55,6 +52,12 @@ _GPU_BUDGET: Final = 2048  # tokens of a step in simulations of devices other th
     "--streams",
     type=int,
     help="Requests that decode together [default: as many as meet --tpot; without it up to 256].",
+)
+@option(
+    "--token-budget",
+    type=int,
+    help="Most tokens of a step; longer prompts are read in chunks [default: 256 here, as serve; "
+    "2048 elsewhere].",
 )
 @objective_options()
 @share_options(1.0, 1.0)
@@ -108,9 +111,11 @@ def command(
 
     check_file(plot, "plot", PLOTS)
     check_file(html, "html", (".html",))
+    is_here = device == HERE
+    if given["token_budget"] is None:
+        given["token_budget"] = planner.usual_budget(is_here=is_here)
     question = planner.Question(**given)
     check_threads(device)
-    is_here = device == HERE
     found = None if is_here else planner.find_device(device)
     planned = planner.planned_model(model)
     if calibrate and not is_here:
@@ -188,16 +193,14 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
     }
     if plan.calibrated is not None:  # perhaps on the threads of a server
         given["threads"] = plan.calibrated.num_threads
-    streams = plan.chosen.streams
     options: dict[str, Any] = {
         "on": device, **given, "rate": f"{plan.loads[-1].requests_per_s:.4g}",
         "prompt": asked.prompt, "output": asked.output,
     }  # fmt: skip
     if asked.num_cached:
         options["shared"] = asked.num_cached
-    options["max-running"] = streams
-    if device != HERE or streams > BatchOptions().token_budget:
-        options["token-budget"] = max(_GPU_BUDGET, streams)
+    options["max-running"] = plan.chosen.streams
+    options["token-budget"] = asked.token_budget
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items()]
     return " ".join(["twostroke simulate", shlex.quote(model), *words])
 

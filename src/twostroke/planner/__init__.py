@@ -11,7 +11,7 @@ from twostroke.planner.devices import Device, find_device, known_devices, this_m
 from twostroke.planner.models import PlannedModel, planned_model
 from twostroke.planner.plan import Plan, WhatIf, make_plan
 from twostroke.planner.planner import Memory, Row
-from twostroke.planner.question import Question
+from twostroke.planner.question import Question, usual_budget
 from twostroke.program.storage import WEIGHTS
 
 __all__ = [
@@ -33,4 +33,5 @@ __all__ = [
     "make_plan",
     "planned_model",
     "this_machine",
+    "usual_budget",
 ]

@@ -62,10 +62,18 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
         "time of a step = sum over its operations of max(operations / arithmetic, bytes / "
         "bandwidth) + 2 all-reduces a layer over the links"
     )
-    yield _stroke(f"prefill of {asked.prompt - asked.num_cached} tokens", prefill, roofline)
+    count = planner.num_chunks(1)
+    chunks = f" in {count} steps of at most {asked.token_budget}" if count > 1 else ""
+    yield _stroke(f"prefill of {asked.num_new} tokens{chunks}", prefill, roofline)
     yield _stroke("decode, 1 stream", planner.decode(1), roofline)
     if streams > 1:
         yield _stroke(f"decode, {streams} streams", step, roofline)
+    if asked.most_decoding is not None:
+        yield (
+            "streams that fill a step = tokens of a step x output / (computed prompt + output) = "
+            f"{asked.token_budget} x {asked.output} / ({asked.num_new} + {asked.output}) = "
+            f"{asked.most_decoding}"
+        )
     yield (
         "knee = (bytes / bandwidth) / (operations of a token / arithmetic) of the products of a "
         "step with as many streams = "
@@ -73,9 +81,11 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
     )
     prompt_s = planner.prompt_s(streams)
     if streams > 1:
+        count = planner.num_chunks(streams)
+        sums, part = (f"sum over {count} of ", "a part of the prompt") if count > 1 else ("", "")
         yield (
-            f"prompt among others = step with {streams - 1} streams and the prompt - step with "
-            f"these alone = {prompt_s:.4g} s"
+            f"prompt among others = {sums}step with {streams - 1} streams and "
+            f"{part or 'the prompt'} - step with these alone = {prompt_s:.4g} s"
         )
         yield (
             "TPOT = decode step + (streams - 1) x prompt among others / output = "

@@ -119,12 +119,13 @@ def make_plan(
     memory, prefill = planner.memory(), planner.prefill()
     fitting = _MOST_STREAMS if memory.most_streams is None else memory.most_streams
     fitting = min(fitting, _MOST_STREAMS)
-    most = planner.most_within(fitting)
+    room = min(fitting, question.most_decoding or fitting)
+    most = planner.most_within(room)
     unasked = most if question.tpot_s is not None else min(most, MOST_UNASKED)
     streams = question.streams or unasked
     verdict = _verdict(planner, memory, prefill.seconds, fitting, most)
     chosen = planner.row(streams) if verdict == "" else None
-    shown = streams or question.streams or 1
+    shown = max(1, min(streams or question.streams or 1, room))
     ratio = None
     if chosen is not None:
         decode_s = chosen.step_s * question.output
@@ -144,7 +145,7 @@ def make_plan(
         shown=shown,
         prefill=prefill,
         decode=planner.decode(shown),
-        rows=tuple(planner.row(count) for count in _counts(fitting, shown)),
+        rows=tuple(planner.row(count) for count in _counts(room, shown)),
         chosen=chosen,
         verdict=verdict,
         prefill_per_decode=ratio,
@@ -181,6 +182,13 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
         )
     if asked.streams is not None and asked.streams > fitting:
         return f"{asked.streams} streams do not fit: at most {fitting} do."
+    if asked.streams is not None and asked.streams > (asked.most_decoding or asked.streams):
+        needed = ceil(asked.streams * (asked.num_new + asked.output) / asked.output)
+        return (
+            f"At most {asked.most_decoding:,} of {asked.streams:,} streams can decode at once: "
+            f"their prompts fill the rest of steps of {asked.token_budget:,} tokens. All need "
+            f"steps of at least {needed:,}."
+        )
     if asked.ttft_s is not None and ttft_s > asked.ttft_s:
         times = ttft_s / asked.ttft_s
         return (

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from twostroke.cache import FORMATS
 from twostroke.core.frozen import Frozen
 from twostroke.planner import formulas
+from twostroke.planner.chunks import chunks, num_chunks, together
 from twostroke.planner.question import MAX_DEVICES, MEMORY_SHARE
 from twostroke.planner.roofline import Roofline, is_attention, kv_bytes, layers_bytes
 from twostroke.program.batch import BatchShape
@@ -74,6 +75,7 @@ class Planner:
         self.model, self.device, self.question = model, device, question
         self.calibration = calibration
         self.roofline = Roofline(model, device, question, calibration)
+        self._prompts_s: dict[int, float] = {}
 
     def on(self, device: Device, count: int) -> Planner:
         """Return that of the same model and load on `count` other devices."""
@@ -87,25 +89,30 @@ class Planner:
         other = copy(self)
         other.device, other.question = device, question
         other.roofline = self.roofline.on(device, question)
+        other._prompts_s = {}  # noqa: SLF001 - a copy of this one
         return other
 
     def prefill(self) -> StepTime:
-        """Return the time of a prompt's step."""
-        return self.roofline.step(self._batch(0))
+        """Return the time of a prompt alone: the sum of its steps."""
+        asked, steps = self.question, []
+        for one in chunks(asked.num_cached, asked.prompt, asked.token_budget):
+            batch = BatchShape((one.start,), (one.rows,), int(one.is_last))
+            steps.append((self.roofline.step(batch), one.times))
+        return together(steps)
 
     def decode(self, streams: int) -> StepTime:
         """Return the time of a step that gives each of so many streams a token."""
-        return self.roofline.step(self._batch(streams))
+        return self.roofline.step(self._decoding(streams))
 
     def work(self, streams: int) -> Work:
-        """Return what a decode step has to do; for 0 streams, a prompt's step."""
-        return self.roofline.work(self._batch(streams))
+        """Return what a decode step has to do; for 0 streams, a step that reads a prompt."""
+        asked = self.question
+        if not streams:
+            return self.roofline.work(BatchShape.prefill(asked.num_new, asked.num_cached))
+        return self.roofline.work(self._decoding(streams))
 
-    def _batch(self, streams: int) -> BatchShape:
-        if streams:
-            return BatchShape.decode((self.question.mean_context,) * streams)
-        start = self.question.num_cached
-        return BatchShape.prefill(self.question.prompt - start, start)
+    def _decoding(self, streams: int) -> BatchShape:
+        return BatchShape.decode((self.question.mean_context,) * streams)
 
     def memory(self) -> Memory:
         """Return what the model takes, and what remains for requests."""
@@ -171,14 +178,25 @@ class Planner:
         return last_that(lambda streams: self.tpot_s(streams) <= limit, most)
 
     def prompt_s(self, streams: int) -> float:
-        """Return how much longer a step takes that also reads a prompt, for `streams` in all."""
+        """Return how much longer steps take that also read a prompt, for `streams` in all."""
         if streams == 1:
             return self.prefill().seconds
-        asked, others = self.question, streams - 1
-        starts = (*(asked.mean_context,) * others, asked.num_cached)
-        counts = (*(1,) * others, asked.prompt - asked.num_cached)
-        both = self.roofline.step(BatchShape(starts, counts, streams))
-        return max(0.0, both.seconds - self.decode(others).seconds)
+        if streams not in self._prompts_s:
+            self._prompts_s[streams] = self._prompt_s(streams - 1)
+        return self._prompts_s[streams]
+
+    def _prompt_s(self, others: int) -> float:
+        asked, decode_s, total_s = self.question, self.decode(others).seconds, 0.0
+        for one in chunks(asked.num_cached, asked.prompt, asked.chunk(others)):
+            starts = (*(asked.mean_context,) * others, one.start)
+            counts = (*(1,) * others, one.rows)
+            both = self.roofline.step(BatchShape(starts, counts, others + one.is_last))
+            total_s += one.times * max(0.0, both.seconds - decode_s)
+        return total_s
+
+    def num_chunks(self, streams: int) -> int:
+        """Return how many steps read a prompt, for `streams` in all."""
+        return num_chunks(self.question.num_new, self.question.chunk(streams - 1))
 
     def request_s(self, streams: int) -> float:
         """Return the time of the devices that a request takes among so many."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from twostroke.cache import FORMATS
+from twostroke.core.config import BatchOptions
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
 
 MEMORY_SHARE = 0.9  # of a device's memory; the rest is for values of a step and the runtime
 MAX_DEVICES = 1024
+_BUDGET_ELSEWHERE = 2048  # tokens of a step on devices other than this machine
 MOST_UNASKED = 256  # streams without an objective of TPOT: as many as an engine runs by default
 
 
@@ -27,6 +29,8 @@ class Question(Frozen):
         mfu, mbu: the shares of arithmetic and bandwidth that an engine reaches; 1 gives limits that
             no engine passes.
         usd_per_hour: the price of a device, None for that of the table.
+        token_budget: the most tokens that a step computes. What the streams leave of it goes to
+            prompts, which are read in chunks; None reads each prompt in one step.
     """
 
     prompt: int = 1024
@@ -40,10 +44,11 @@ class Question(Frozen):
     mfu: float = 1.0
     mbu: float = 1.0
     usd_per_hour: float | None = None
+    token_budget: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        check_range(self, "prompt", "output", least=1, most=1 << 27)
+        check_range(self, "prompt", "output", "token_budget", least=1, most=1 << 27)
         check_range(self, "count", least=1, most=MAX_DEVICES)
         check_range(self, "streams", least=1, most=1 << 20)
         if not 0 <= self.cached < 1:
@@ -61,6 +66,30 @@ class Question(Frozen):
         return min(int(self.prompt * self.cached), self.prompt - 1)
 
     @property
+    def num_new(self) -> int:
+        """Tokens of the prompt that are computed."""
+        return self.prompt - self.num_cached
+
+    @property
+    def most_decoding(self) -> int | None:
+        """Streams with which steps are full: each of its tokens calls for tokens of a prompt.
+
+        None without a `token_budget`.
+        """
+        if self.token_budget is None:
+            return None
+        return max(1, self.token_budget * self.output // (self.num_new + self.output))
+
+    def chunk(self, others: int) -> int | None:
+        """Return the most tokens of a prompt in a step that gives `others` a token each."""
+        return None if self.token_budget is None else max(1, self.token_budget - others)
+
+    @property
     def mean_context(self) -> int:
         """Tokens before a generated one, half of the answer included."""
         return self.prompt + self.output // 2
+
+
+def usual_budget(*, is_here: bool) -> int:
+    """Return the tokens of a step: as engines have by default here, and as is usual elsewhere."""
+    return BatchOptions().token_budget if is_here else _BUDGET_ELSEWHERE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.measure.digits import digits, milliseconds
+from twostroke.planner.chunks import num_chunks
 from twostroke.planner.served import on_threads
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ def facts(plan: Plan) -> Iterator[str]:
         f"arithmetic {plan.arithmetic}"
     )
     yield _memory(plan.memory)
+    count = num_chunks(asked.num_new, asked.token_budget)
+    chunks = f", read in {count:,} steps of {asked.token_budget:,}" if count > 1 else ""
     yield (
-        f"First token of a prompt of {_tokens(asked.prompt)}: {milliseconds(plan.ttft_s)} ms "
-        f"({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} streams."
+        f"First token of a prompt of {_tokens(asked.prompt)}{chunks}: "
+        f"{milliseconds(plan.ttft_s)} ms ({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} "
+        "streams."
     )
     if plan.roof.usd_per_hour is not None:
         yield f"Price: {plan.roof.usd_per_hour:.4g} $ an hour, {plan.roof.price_source}."
@@ -109,6 +113,11 @@ def answer(plan: Plan) -> Iterator[str]:
         f"{num_streams(row.streams)}: {row.tokens_per_s:,.0f} tokens/s, {1 / row.tpot_s:.1f} for "
         f"each, and {row.requests_per_s:.3g} requests/s, while as many are always at work."
     )
+    if row.streams == plan.question.most_decoding:
+        yield (
+            f"With their prompts, these fill steps of {plan.question.token_budget:,} tokens "
+            "(--token-budget)."
+        )
     if (ratio := plan.prefill_per_decode) is not None:
         yield f"Prefill and decode apart: {ratio:.2g} prefill devices for each that decodes."
 

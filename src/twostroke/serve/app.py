@@ -105,7 +105,7 @@ class Api:
         self.metrics = Metrics(self.models, limits, options.objectives)
         self.names = self.models.names.known
         self._states = States(self.models, limits, self.metrics.goodput)
-        self._plans = plans.Plans(engine.card, self.names[0], limits)
+        self._plans = plans.Plans(engine, self.names[0], limits)
         self.observers: list[Observer] = []
         if options.otlp_endpoint is not None:
             self.observers.append(Traces(exporter(options.otlp_endpoint)))

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.client import ModelCard
     from twostroke.engine.limits import Limits
+    from twostroke.engine.served import ServedEngine
     from twostroke.http.ignored import Ignored
     from twostroke.http.served import ServedRequest
     from twostroke.planner import Device, Plan, PlannedModel
@@ -120,9 +120,10 @@ def plan_routes(plans: Plans, options: ServeOptions, note: Note) -> list[Route]:
 class Plans:
     """Makes plans of the served model, one at a time, in a thread."""
 
-    def __init__(self, card: ModelCard, name: str, limits: Limits | None) -> None:
-        """Plan for the model of `card`, called `name`, and the machine of `limits`."""
-        self._card, self._name, self._limits = card, name, limits
+    def __init__(self, engine: ServedEngine, name: str, limits: Limits | None) -> None:
+        """Plan for the model of `engine`, called `name`, and the machine of `limits`."""
+        self._card, self._name, self._limits = engine.card, name, limits
+        self._token_budget = engine.facts.config.token_budget
         self._thread = ThreadPoolExecutor(1, "twostroke-plan")
         self._num_waiting = 0
 
@@ -176,17 +177,19 @@ class Plans:
 
     def _plan(self, asked: PlanRequest) -> Plan:
         from twostroke.cache import FORMATS
-        from twostroke.planner import WEIGHTS, Question, known_calibration, make_plan
+        from twostroke.planner import WEIGHTS, Question, known_calibration, make_plan, usual_budget
         from twostroke.planner.devices import device_of
 
         names = set(Question.__struct_fields__) & set(PlanRequest.__struct_fields__)
         values = {name: getattr(asked, name) for name in names}
         values["kv_format"] = _one_of(FORMATS, asked.kv_format or self._kv_format, "kv_format")
-        question = Question(**values)
+        is_here = asked.device == HERE
+        budget = self._token_budget if is_here else usual_budget(is_here=False)
+        question = Question(**values, token_budget=budget)
         model, calibration = self._model, None
         if asked.weights is not None:
             model = model.as_(_one_of(WEIGHTS, asked.weights, "weights"))
-        if asked.device != HERE:
+        if not is_here:
             device = self._devices[_one_of(self._devices, asked.device, "device")]
         elif (hardware := self._hardware) is None:
             reason = "cannot be this machine, whose limits are not known: name another."
