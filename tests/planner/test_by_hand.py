@@ -14,7 +14,7 @@ MATRICES = (
 )  # fmt: skip
 WEIGHTS = LAYERS * (sum(MATRICES) + 2 * WIDTH) + WIDTH + 2 * VOCAB * WIDTH
 KV_BYTES = 2 * LAYERS * KV_HEADS * DIM * 2  # of a token
-GPUS, PROMPT, OUTPUT, STREAMS = 4, 2048, 300, 32
+GPUS, PROMPT, OUTPUT, STREAMS, BUDGET = 4, 2048, 300, 32, 2048
 
 
 def step_s(sheet, rows, context, pairs, logits):
@@ -41,7 +41,9 @@ def step_s(sheet, rows, context, pairs, logits):
 )
 def test_each_line_of_a_plan_by_hand(tmp_path, name, sheet):
     model = planned_model(write_config(tmp_path / "config.json", "70B"))
-    question = Question(prompt=PROMPT, output=OUTPUT, count=GPUS, streams=STREAMS)
+    question = Question(
+        prompt=PROMPT, output=OUTPUT, count=GPUS, streams=STREAMS, token_budget=BUDGET
+    )
     plan = make_plan(model, find_device(name), question)
     tflops, gb_s, gigabytes, _, usd = sheet
     usable = GPUS * gigabytes * 1e9 * 0.9
@@ -56,8 +58,11 @@ def test_each_line_of_a_plan_by_hand(tmp_path, name, sheet):
     decode_s = step_s(sheet, STREAMS, STREAMS * context, STREAMS * context, STREAMS)
     others = (STREAMS - 1) * context
     alone_s = step_s(sheet, STREAMS - 1, others, others, STREAMS - 1)
-    both_s = step_s(sheet, STREAMS - 1 + PROMPT, others + PROMPT, others + own, STREAMS)
-    prompt_s = both_s - alone_s
+    prompt_s, left = 0.0, BUDGET - (STREAMS - 1)  # of a step; the rest of the prompt is in the next
+    for start, end, logits in ((0, left, STREAMS - 1), (left, PROMPT, STREAMS)):
+        rows, pairs = end - start, (end * (end + 1) - start * (start + 1)) // 2
+        both_s = step_s(sheet, STREAMS - 1 + rows, others + end, others + pairs, logits)
+        prompt_s += both_s - alone_s
     request_s = prompt_s + OUTPUT * decode_s / STREAMS
     row = plan.chosen
     for found, expected in (

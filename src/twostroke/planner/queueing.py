@@ -42,13 +42,27 @@ def loads(planner: Planner, streams: int) -> tuple[Loaded, ...]:
     def between(times_s: list[float]) -> np.ndarray:
         return np.exp(np.interp(np.log(counts), np.log(grid), np.log(times_s)))
 
-    step_s = between([planner.decode(int(n)).seconds for n in grid])
-    prompt_s = between([max(planner.prompt_s(int(n)), 1e-12) for n in grid])
-    return tuple(_at(planner.question.output, share, prompt_s, step_s) for share in SHARES)
+    times = _Times(
+        planner.question.output,
+        between([max(planner.prompt_s(int(n)), 1e-12) for n in grid]),
+        between([planner.decode(int(n)).seconds for n in grid]),
+        np.array([planner.num_chunks(int(n)) for n in counts]),
+    )
+    return tuple(_at(share, times) for share in SHARES)
 
 
-def _at(num_output: int, share: float, prompt_s: np.ndarray, step_s: np.ndarray) -> Loaded:
-    """Return the means; the times are those with 1, 2, ... requests at work: (streams,)."""
+class _Times(Frozen):
+    """The times with 1, 2, ... requests at work, and the steps that read a prompt: (streams,)."""
+
+    num_output: int
+    prompt_s: np.ndarray
+    step_s: np.ndarray
+    num_chunks: np.ndarray
+
+
+def _at(share: float, times: _Times) -> Loaded:
+    """Return the means at a share of the most requests a second."""
+    num_output, prompt_s, step_s = times.num_output, times.prompt_s, times.step_s
     counts = np.arange(1, len(step_s) + 1)
     rates = 1 / (prompt_s + num_output * step_s / counts)
     rate = share * rates[-1]
@@ -57,11 +71,22 @@ def _at(num_output: int, share: float, prompt_s: np.ndarray, step_s: np.ndarray)
     chances = np.exp(logs - logs.max())
     waiting = share / (1 - share) * chances[-1]
     total = chances.sum() + waiting
-    at_work = (chances[1:] @ counts + waiting * counts[-1]) / total
     slot_s = waiting / (1 - share) / total / rate / 2  # half, as lengths are equal
+    at_work = (chances[1:] @ counts + waiting * counts[-1]) / total
+    # Chances of 0, 1, ... others at work when a request begins, and the time of their step.
+    others = chances[:-1] / total
+    others[-1] += (chances[-1] + waiting) / total
+    others_s = np.concatenate(([0.0], step_s[:-1]))
+    busy = min(
+        rate * (others @ prompt_s), share
+    )  # a prompt alone may take longer than among others
+    reads_s = others @ (prompt_s + times.num_chunks * others_s)
+    begins_s = reads_s * (1 + busy / (2 - 2 * busy)) + others @ others_s / 2
+    # The rates count a step for the first token, too, which has none of its own where nobody else
+    # is at work, and none for other chunks.
+    extra_s = others @ ((times.num_chunks - 1) * others_s) - others[0] * step_s[0]
+    system_s = at_work / rate + extra_s
     near = max(0, round(float(at_work)) - 1)
-    own_s = prompt_s[near] + step_s[near]
-    busy = min(rate * prompt_s[near], share)  # a prompt alone may take longer than among others
-    begins_s = own_s * (1 + busy / (2 - 2 * busy)) + step_s[near] / 2
-    tpot_s = max((at_work / rate - begins_s) / max(num_output - 1, 1), step_s[near])
+    tpot_s = max((system_s - begins_s) / max(num_output - 1, 1), step_s[near])
+    at_work = rate * system_s
     return Loaded(share, float(rate), float(at_work), float(slot_s + begins_s), float(tpot_s))
