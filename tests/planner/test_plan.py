@@ -232,7 +232,9 @@ def test_a_window_bounds_the_cache(model):
 def test_efficiency_and_price_scale(model):
     device, small = find_device("L4"), model("8B")
     base = make_plan(small, device, Question(streams=1)).rows[0]
-    half = make_plan(small, device, Question(streams=1, mfu=0.5, mbu=0.5)).rows[0]
+    plan = make_plan(small, device, Question(streams=1, mfu=0.5, mbu=0.5))
+    assert "50% of the arithmetic and 50% of the bandwidth." in list(facts(plan))[-1]
+    half = plan.rows[0]
     assert half.tpot_s == pytest.approx(2 * base.tpot_s)
     assert half.mbu == pytest.approx(base.mbu / 2)
     dear = make_plan(small, device, Question(streams=1, usd_per_hour=4.4)).rows[0]

@@ -65,6 +65,7 @@ def test_this_machine_has_its_measured_limits(
     assert plan["device"] == "a machine"
     assert plan["roof"]["bandwidth"] == MACHINE.bandwidth
     assert plan["calibrated"] is None
+    assert plan["question"]["token_budget"] == measured.api.engine.facts.config.token_budget
     known = Calibration(POINTS, "2026-01-02", 1)
     known_on = {MACHINE.num_threads: known}.get
     monkeypatch.setattr(planner, "known_calibration", lambda _, count: known_on(count))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from twostroke.planner.plan import Plan
     from twostroke.planner.planner import Memory, Row
+    from twostroke.planner.question import Question
 
 HEADINGS: Final = (
     "STREAMS", "STEP MS", "MBU", "MFU", "MS/TOKEN", "TOKENS/S", "REQUESTS/S", "$/1M", "J/TOKEN",
@@ -67,6 +68,7 @@ def facts(plan: Plan) -> Iterator[str]:
             told += f"follows from the others with an error of {one.error:.0%} (median)"
         yield f"Times are corrected by {told}. Nearest: {one.nearest}."
     else:
+<<<<<<< HEAD
         yield "Times are limits, which no engine passes; on this machine --calibrate corrects them."
     if asked.count > 1 and plan.roof.link is None:
         yield f"The speed of {plan.device}'s links is not known: exchanges take no time here."
@@ -74,6 +76,21 @@ def facts(plan: Plan) -> Iterator[str]:
 
 def _tokens(count: int) -> str:
     return f"{count:,} {'token' if count == 1 else 'tokens'}"
+=======
+        yield _shares(asked)
+
+
+def _shares(asked: Question) -> str:
+    if (asked.mfu, asked.mbu) == (1.0, 1.0):
+        return (
+            "Times are limits, which no engine passes: --mfu and --mbu say what yours reaches; on "
+            "this machine --calibrate measures it."
+        )
+    return (
+        f"Times are those of an engine that reaches {asked.mfu:.0%} of the arithmetic and "
+        f"{asked.mbu:.0%} of the bandwidth."
+    )
+>>>>>>> 23c149b0 (Say what shares of the device a plan's times take)
 
 
 def _memory(memory: Memory) -> str:
