@@ -68,16 +68,13 @@ def facts(plan: Plan) -> Iterator[str]:
             told += f"follows from the others with an error of {one.error:.0%} (median)"
         yield f"Times are corrected by {told}. Nearest: {one.nearest}."
     else:
-<<<<<<< HEAD
-        yield "Times are limits, which no engine passes; on this machine --calibrate corrects them."
+        yield _shares(asked)
     if asked.count > 1 and plan.roof.link is None:
         yield f"The speed of {plan.device}'s links is not known: exchanges take no time here."
 
 
 def _tokens(count: int) -> str:
     return f"{count:,} {'token' if count == 1 else 'tokens'}"
-=======
-        yield _shares(asked)
 
 
 def _shares(asked: Question) -> str:
@@ -90,7 +87,6 @@ def _shares(asked: Question) -> str:
         f"Times are those of an engine that reaches {asked.mfu:.0%} of the arithmetic and "
         f"{asked.mbu:.0%} of the bandwidth."
     )
->>>>>>> 23c149b0 (Say what shares of the device a plan's times take)
 
 
 def _memory(memory: Memory) -> str:
