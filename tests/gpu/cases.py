@@ -17,6 +17,7 @@ from twostroke.backends.gpu.cache import PageMemory
 from twostroke.backends.gpu.kernels import (
     attention,
     product,
+    products_fp8,
     products_packed,
     rope,
     sampler,
@@ -35,7 +36,7 @@ from twostroke.models.spec import WindowSpec
 from twostroke.program import Activation, Program
 from twostroke.program.experts import Expert, MixtureOfExperts
 from twostroke.program.ops import Attention, ExternalInput
-from twostroke.quant import FORMATS, grouped
+from twostroke.quant import FORMATS, e4m3, grouped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +76,9 @@ def _packed(fmt: Format, width: int = WIDTH, depth: int = DEPTH, count: int = 1)
         6: _empty(count, tiles, blocks, 2, 64, 16, dtype=torch.int16),
     }
     words = 4 if layout.scales != "plain" else 256 // layout.group
-    scales = _empty(count, blocks, words, width, dtype=torch.int32 if words == 4 else torch.float16)
+    kind = torch.int32 if layout.scales != "plain" else torch.float16
+    kind = torch.float32 if layout.table else kind
+    scales = _empty(count, blocks, words, width, dtype=kind)
     offsets = (
         _empty(count, blocks, 1, width, dtype=torch.float16) if layout.scales == "q6_k" else None
     )
@@ -102,6 +105,21 @@ def packed_product(fmt: Format, rows: int, architecture: int) -> Case:
         launches[0].constants["BLOCK_N"] * 256,
         is_matrix=rows > products_packed.FEW_ROWS,
     )
+
+
+def fp8_product(fmt: Format, rows: int, architecture: int) -> Case:
+    """Return a product of E4M3 with E4M3, and the rounding of its rows."""
+    launches: list[Launch] = []
+    gpu = listing(launches, architecture)
+    weight = _packed(fmt)
+    output = Parts(_empty(rows, WIDTH, dtype=gpu.element), WIDTH, WIDTH)
+    if not products_fp8.is_for(gpu, rows, weight, output):
+        return Case(launches)
+    x = _empty(rows, DEPTH, dtype=gpu.element)
+    rounded = products_fp8.round_rows(gpu, _empty(4), rows, x, weight.layout)
+    products_fp8.launch(gpu, _empty(4), rows, rounded, weight, output)
+    num_bytes = weight.num_bytes + 2 * x.numel() + 2 * output.values.numel()
+    return Case(launches, num_bytes, rows * WIDTH * DEPTH)  # twice as fast as in BF16
 
 
 def written_out(fmt: Format, architecture: int) -> Case:
@@ -282,6 +300,7 @@ def step(model: str, name: str, architecture: int) -> Case:
 _FORMATS: Final = (
     *(FORMATS[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")),
     grouped(4, 128, "f16", zero=True),
+    e4m3(128),
 )
 CASES: Final[Mapping[str, Callable[[int], Case]]] = {
     **{
@@ -292,8 +311,13 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
     **{f"{fmt.name} written out": partial(written_out, fmt) for fmt in _FORMATS},
     **{f"{fmt.name} table": partial(table_rows, fmt) for fmt in _FORMATS},
     **{
-        f"{name} experts {rows} rows": partial(experts, FORMATS[name], rows)
-        for name in ("BF16", "Q4_K")
+        f"{fmt.name} by E4M3 {rows} rows": partial(fp8_product, fmt, rows)
+        for fmt in (e4m3(128), e4m3(DEPTH))
+        for rows in (128, 4096)
+    },
+    **{
+        f"{fmt.name} experts {rows} rows": partial(experts, fmt, rows)
+        for fmt in (FORMATS["BF16"], *_FORMATS)
         for rows in (1, 2048)
     },
     **{

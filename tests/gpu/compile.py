@@ -111,7 +111,8 @@ def _compiled(name: str, case: Case, launch: Launch, architecture: int) -> Repor
     if compiled.metadata.shared > SHARED_BYTES[architecture]:
         faults.append(f"more shared memory than {SHARED_BYTES[architecture]}")
     needed = MANY_ROWS_INSTRUCTION.get(architecture, "mma.sync")
-    if case.is_matrix and needed not in ptx:
+    is_matrix = case.is_matrix or launch.kernel.__name__ == "_product_fp8"
+    if is_matrix and needed not in ptx:
         faults.append(f"no {needed}")
     if not launch.may_contract and re.search(r"\bfma\.rn\.f32\b", ptx):
         faults.append("fma.rn.f32, though nothing may be contracted")

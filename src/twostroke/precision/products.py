@@ -59,7 +59,7 @@ def _product(group: list[Op], tensors: Mapping[str, QuantTensor]) -> Product:
             share = op.num_used / len(op.experts)
         for weight in op.weights:
             tensor = tensors[weight.name]
-            if len(weight.shape) != 2 or tensor.format.block_size == 1:
+            if len(weight.shape) != 2 or tensor.format.meets_floats:
                 continue
             matrices.append(weight.name)
             count = weight.shape[0] * weight.shape[1]

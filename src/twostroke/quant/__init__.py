@@ -15,6 +15,7 @@ from twostroke.quant.codebooks import (
 from twostroke.quant.floats import BF16, F16, F32
 from twostroke.quant.format import Bytes, Floats, Format
 from twostroke.quant.fp4 import MXFP4, NVFP4
+from twostroke.quant.fp8 import e4m3, e4m3_tensor
 from twostroke.quant.grouped import KERNEL, assemble, grouped
 from twostroke.quant.iq4 import IQ4_NL, IQ4_XS
 from twostroke.quant.k_around_zero import Q3_K, Q6_K
@@ -33,6 +34,8 @@ __all__ = [
     "Format",
     "QuantTensor",
     "assemble",
+    "e4m3",
+    "e4m3_tensor",
     "grouped",
 ]
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Bytes: TypeAlias = "NDArray[np.uint8]"
 Floats: TypeAlias = "NDArray[np.float32]"
 
+_FLOAT_KERNELS = (0, 1, 30)  # of F32, F16 and BF16
+
 
 class Format(Frozen):
     """A way to store float values: blocks of `block_size` values in `block_bytes` bytes.
@@ -44,6 +46,11 @@ class Format(Frozen):
     def bits_per_value(self) -> float:
         """Bits that one value takes, its share of the block's scales included."""
         return 8 * self.block_bytes / self.block_size
+
+    @property
+    def meets_floats(self) -> bool:
+        """Whether its kernels multiply activations as they are, and round none to integers."""
+        return self.kernel_id in _FLOAT_KERNELS
 
     def num_bytes(self, num_values: int) -> int:
         """Return the bytes of `num_values` values, which must fill whole blocks."""

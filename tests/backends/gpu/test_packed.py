@@ -12,7 +12,7 @@ from twostroke.backends.gpu.kernels import products_packed, take_packed  # noqa:
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
-from twostroke.quant import FORMATS, QuantTensor, grouped  # noqa: E402
+from twostroke.quant import FORMATS, QuantTensor, e4m3, grouped  # noqa: E402
 
 CPU = torch.device("cpu")
 FORMS = (
@@ -22,11 +22,19 @@ FORMS = (
     grouped(4, 32, "f32"),
     grouped(8, 128, "f16"),
     grouped(4, 512, "f16", zero=True),
+    grouped(8, 320, "f32"),
+    e4m3(32),
+    e4m3(128),
+    e4m3(320),
 )
 
 
 def header(num_rows: int) -> torch.Tensor:
     return torch.tensor([num_rows, 0, 0, 0], dtype=torch.int32)
+
+
+def depth_of(fmt) -> int:
+    return 512 if 320 % fmt.block_size else 320
 
 
 def random_matrix(rng, fmt, shape) -> QuantTensor:
@@ -36,7 +44,7 @@ def random_matrix(rng, fmt, shape) -> QuantTensor:
 @pytest.mark.parametrize("fmt", FORMS, ids=lambda fmt: fmt.name)
 def test_a_matrix_is_written_out_exactly(fmt) -> None:
     rng = np.random.default_rng(1)
-    depth = 512 if fmt.block_size > 64 else 320
+    depth = depth_of(fmt)
     tensor = random_matrix(rng, fmt, (70, depth))
     output = torch.zeros((70, depth))
     gpu = interpreted(torch.float32)
@@ -46,11 +54,12 @@ def test_a_matrix_is_written_out_exactly(fmt) -> None:
 
 @pytest.mark.parametrize("fmt", FORMS, ids=lambda fmt: fmt.name)
 def test_rows_of_a_table_are_taken_exactly(fmt) -> None:
-    tensor = random_matrix(np.random.default_rng(3), fmt, (70, 512))
+    depth = depth_of(fmt)
+    tensor = random_matrix(np.random.default_rng(3), fmt, (70, depth))
     chosen, results = torch.tensor([69, -2, 0, 5], dtype=torch.int32), torch.zeros((3, 8))
     results = results.int()
     results[1, 0] = 64  # what the last step drew
-    output = torch.zeros((4, 512))
+    output = torch.zeros((4, depth))
     table, given = pack(tensor, CPU), {"factor": 2.0, "results": results}
     take_packed.launch(interpreted(), header(3), 4, table, chosen, output, **given)
     expected = 2 * tensor.dequantize()[[69, 64, 0]]
@@ -61,7 +70,7 @@ def test_rows_of_a_table_are_taken_exactly(fmt) -> None:
 @pytest.mark.parametrize("fmt", FORMS, ids=lambda fmt: fmt.name)
 def test_products_of_few_and_of_more_rows(fmt) -> None:
     rng = np.random.default_rng(2)
-    width, depth = 70, 512 if fmt.block_size > 64 else 320
+    width, depth = 70, depth_of(fmt)
     tensor = random_matrix(rng, fmt, (width, depth))
     weight = pack(tensor, CPU)
     for rows, parts in ((3, 2), (9, 1), (20, 1)):

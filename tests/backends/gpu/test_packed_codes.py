@@ -121,6 +121,18 @@ def test_assembly_makes_the_codes(layout: Layout, element: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("element", [torch.float16, torch.bfloat16])
+def test_assembly_makes_the_numbers_of_matrices(element: torch.dtype) -> None:
+    codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
+    codes = codes[np.isfinite(E4M3[codes])].reshape(-1, 4)  # two words of two planes
+    layout = Layout(8, 128, table="e4m3")
+    (text, *_) = constants(listing([], 90, element), layout, is_centered=True)["ASSEMBLY"]
+    found = execute(text, {"$2": codes.view(np.uint32)[:, 0]}, element)
+    for plane in range(2):
+        numbers = halves(found[f"${plane}"], element)
+        np.testing.assert_array_equal(numbers.T, E4M3[codes[:, plane::2]] / 256)
+
+
+@pytest.mark.parametrize("element", [torch.float16, torch.bfloat16])
 def test_assembly_makes_the_numbers_of_pages(element: torch.dtype) -> None:
     codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
     codes = codes[np.isfinite(E4M3[codes])]

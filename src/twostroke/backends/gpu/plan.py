@@ -17,6 +17,7 @@ from twostroke.backends.gpu.kernels import (
     pages,
     pointwise,
     product,
+    products_fp8,
     products_packed,
     rope,
     take_packed,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.gpu.cache import PageMemory
     from twostroke.backends.gpu.device import Device
+    from twostroke.backends.gpu.kernels.packed import Layout
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered, Place, Record, Source
     from twostroke.backends.gpu.step_input import Places
@@ -226,14 +228,21 @@ class Plan:
     def _multiply(
         self, header: Tensor, rows: int, x: Tensor, names: tuple[str, ...], output: Parts
     ) -> None:
-        first = 0
+        first, given = 0, (self._gpu, header, rows)
+        rounded: dict[Layout, products_fp8.RoundedRows] = {}
         for matrix in self._weights.factors(names):
             if isinstance(matrix, Packed):
                 columns = output.columns(first, matrix.width)
-                products_packed.launch(self._gpu, header, rows, x, matrix, columns)
+                if products_fp8.is_for(self._gpu, rows, matrix, columns):
+                    layout = matrix.layout
+                    if layout not in rounded:
+                        rounded[layout] = products_fp8.round_rows(*given, x, layout)
+                    products_fp8.launch(*given, rounded[layout], matrix, columns)
+                else:
+                    products_packed.launch(*given, x, matrix, columns)
             else:
                 columns = output.columns(first, matrix.shape[0])
-                product.launch(self._gpu, header, rows, x, matrix, columns)
+                product.launch(*given, x, matrix, columns)
             first += columns.width
 
     def _mix(self, record: Mix, rows: int) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.quant import e4m3_tensor
 from twostroke.quant.small_floats import E4M3
 from twostroke.weights.published.groups import Coded, Scales, exact_floats
 
@@ -17,16 +18,16 @@ if TYPE_CHECKING:
 def fp8_matrix(codes: Bytes, scales: Floats, size: tuple[int, int]) -> QuantTensor:
     """Return E4M3 (outputs, inputs) times a scale for each block of `size`.
 
-    It is bfloat16 where that is exact, else float32, to which products are rounded: E4M3 times a
-    scale that is not a power of two has more bits than bfloat16.
+    It stays E4M3, unless a row has a block that is cut: then it is bfloat16 where that is exact,
+    else float32.
     """
-    values = E4M3[codes]
-    rows, columns = size
-    which = np.arange(codes.shape[1]) // columns
+    outputs, inputs = codes.shape
+    rows, columns = min(size[0], outputs), min(size[1], inputs)
+    scales = np.repeat(scales, rows, axis=0)[:outputs]
+    if inputs % columns == 0:
+        return e4m3_tensor(codes, scales)
     with np.errstate(over="ignore", invalid="ignore"):
-        for block, factors in enumerate(scales):
-            values[block * rows : (block + 1) * rows] *= factors[which]
-    return exact_floats(values)
+        return exact_floats(E4M3[codes] * np.repeat(scales, columns, axis=1)[:, :inputs])
 
 
 def fp4_codes(packed: Bytes, scales: Scales, size: int) -> Coded:

@@ -5,7 +5,8 @@ that a program reads it as one stream of 16-byte loads. A word holds codes of ne
 word (step, output, column) has the inputs `step * planes * columns + plane * columns + column`, a
 plane in each nibble (4 planes) or byte (2). A plane's inputs are neighbours and share a scale.
 Upper bits of codes of 5 or 6 bits lie in words of their own. Scales are those of the file, or its
-16 bytes for eight of them, for all outputs of a group side by side.
+16 bytes for eight of them, for all outputs of a group side by side; those of E4M3 are 256 times as
+large, for its numbers are made 256 times too small.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from twostroke.core.frozen import Frozen
+from twostroke.quant.floats import decode_bfloat
 from twostroke.quant.planes import unpack_planes
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ class Layout(Frozen):
     `bits` is 4, 5, 6 or 8, and `columns` the inputs of a plane. `group` inputs share a scale.
     `half` is subtracted from codes. `scales` names what the scales are: "plain" values, with
     `offset` None, "minimum" (added) or "zero" (a code, subtracted before the product); or the
-    headers of blocks, "k" (Q4_K, Q5_K) and "q6_k".
+    headers of blocks, "k" (Q4_K, Q5_K) and "q6_k". With the table "e4m3" codes are its numbers, and
+    with `has_row_scales` all groups of an output have one scale.
     """
 
     bits: int
@@ -46,6 +49,8 @@ class Layout(Frozen):
     half: int = 0
     scales: str = "plain"
     offset: str | None = None
+    table: str | None = None
+    has_row_scales: bool = False
 
     @property
     def columns(self) -> int:
@@ -101,14 +106,18 @@ def layout_of(fmt: Format, depth: int) -> Layout | None:
     if fmt.name in _LAYOUTS:
         return _LAYOUTS[fmt.name]
     match = _is_grouped(fmt)
-    if match is None:
+    table = "e4m3" if fmt.name.startswith("E4M3_") else None
+    if match is None and table is None:
         return None
-    bits, has_zero = match
+    bits, has_zero = match or (8, False)
     group = fmt.group_size
-    if group == depth or group % TILE_INPUTS == 0:
+    is_row = group == depth
+    if is_row or group % TILE_INPUTS == 0:
         group = TILE_INPUTS  # each tile has a copy
     if TILE_INPUTS % group or group < 32:
         return None
+    if table:
+        return Layout(bits, group, table=table, has_row_scales=is_row)
     half = 0 if has_zero or bits == 8 else 8
     return Layout(bits, group, half, offset="zero" if has_zero else None)
 
@@ -119,7 +128,7 @@ def pack(tensor: QuantTensor, device: torch.device) -> Packed:
     layout = layout_of(tensor.format, depth)
     assert layout is not None, f"{tensor.format.name} has no kernels"
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, tensor.format.block_bytes)
-    reader = _READERS.get(tensor.format.name, _read_grouped)
+    reader = _READERS.get(tensor.format.name, _read_e4m3 if layout.table else _read_grouped)
     codes, scales, offsets = reader(tensor.format, blocks)
     stack = tensor.num_rows // width
     tiles = _tiles(codes.reshape(stack, width, depth), layout)
@@ -194,7 +203,7 @@ def _groups(values: NDArray[Any], shape: tuple[int, int, int], layout: Layout) -
     size = TILE_INPUTS if layout.scales != "plain" else layout.group
     rows, groups = -(-width // TILE_OUTPUTS) * TILE_OUTPUTS, -(-depth // TILE_INPUTS) * TILE_INPUTS
     values = values.reshape(stack, width, -1, values.shape[-1])
-    values = np.repeat(values, -(-depth // values.shape[2]) // size or 1, axis=2)
+    values = np.repeat(values, -(-depth // values.shape[2] // size), axis=2)
     padding = rows - width, groups // size - values.shape[2]
     values = np.pad(values, ((0, 0), (0, padding[0]), (0, padding[1]), (0, 0)))
     return values.transpose(0, 2, 3, 1)
@@ -247,6 +256,12 @@ def _read_grouped(fmt: Format, blocks: Bytes) -> Parts:
     codes = blocks[:, head:]
     codes = unpack_planes(codes, 4, run=1) if bits == 4 else codes ^ np.uint8(0x80)
     return codes, scales, blocks[:, head - 1 : head] if has_zero else None
+
+
+def _read_e4m3(fmt: Format, blocks: Bytes) -> Parts:
+    raw = np.ascontiguousarray(blocks[:, : fmt.block_bytes - fmt.block_size])
+    scales = raw.view(np.float32) if raw.shape[1] == 4 else decode_bfloat(raw)
+    return blocks[:, raw.shape[1] :], scales * np.float32(256), None
 
 
 def _is_grouped(fmt: Format) -> tuple[int, bool] | None:

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.bytes import e4m3_lines, e4m3_numbers
+
 if TYPE_CHECKING:
     from typing import Any
 
@@ -23,13 +25,15 @@ def constants(gpu: Gpu, layout: Layout, *, is_centered: bool) -> dict[str, Any]:
     """Return what kernels need to know of a layout.
 
     Codes that are not centered come out with `SHIFT` added, which costs nothing, and a multiple of
-    the inputs' sum is subtracted with the minimum.
+    the inputs' sum is subtracted with the minimum. Without `ASSEMBLY` Triton makes the values:
+    there, for a step, is PTX, or the table.
     """
     shift = -layout.half if is_centered else _MAGIC[gpu.element][2]
-    assembly = tuple(
-        "" if gpu.is_interpreted else _assembly(layout, gpu.element, step, is_centered=is_centered)
-        for step in range(layout.steps)
-    )
+    assembly = without_assembly(layout)
+    if not gpu.is_interpreted:
+        steps = range(layout.steps)
+        given = {"is_centered": is_centered}
+        assembly = tuple(_assembly(layout, gpu.element, step, **given) for step in steps)
     return {
         "BITS": layout.bits,
         "GROUP": layout.group,
@@ -41,6 +45,11 @@ def constants(gpu: Gpu, layout: Layout, *, is_centered: bool) -> dict[str, Any]:
         "SHIFT": shift,
         "ASSEMBLY": assembly,
     }
+
+
+def without_assembly(layout: Layout) -> tuple[str, ...]:
+    """Return `ASSEMBLY` for kernels whose values Triton makes."""
+    return (layout.table or "",) * layout.steps
 
 
 # Of two values of an element type: bits to which small codes are added, one, and their number.
@@ -56,6 +65,10 @@ def _assembly(layout: Layout, element: torch.dtype, step: int, *, is_centered: b
 
     A code is put below the bits of 128 (bfloat16) or 1024 (float16), where it counts ones.
     """
+    if layout.table == "e4m3":
+        lines = [".reg .b32 t, u, v;", "shl.b32 t, $2, 8;"]
+        lines += [*e4m3_lines("$0", "t", element), *e4m3_lines("$1", "$2", element)]
+        return "{" + " ".join(lines) + "}"
     magic, one, number = _MAGIC[element]
     kind = "bf16x2" if element == torch.bfloat16 else "f16x2"
     word = f"${layout.planes}"
@@ -112,8 +125,11 @@ def _twice(value: float, element: torch.dtype) -> int:
 @triton.jit
 def codes_of(word, high, element: tl.constexpr, step: tl.constexpr, BITS: tl.constexpr,
            PLANES: tl.constexpr, SHIFT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Return the codes of each plane plus SHIFT, in the element type."""
-    if ASSEMBLY[step] != "":
+    """Return the codes of each plane plus SHIFT, in the element type; numbers of E4M3 / 256."""
+    if ASSEMBLY[step] == "e4m3":
+        pair = word.to(tl.uint16, bitcast=True)
+        return e4m3_numbers(pair & 0xFF, element), e4m3_numbers(pair >> 8, element)
+    elif ASSEMBLY[step] != "":
         if PLANES == 2:
             a, b = tl.inline_asm_elementwise(
                 ASSEMBLY[step], "=&r,=&r,r", [word], (tl.int16, tl.int16), True, 2

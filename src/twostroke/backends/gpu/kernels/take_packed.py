@@ -14,6 +14,7 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     headers_of,
     scale_of,
     upper_of,
+    without_assembly,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def launch(
         DEPTH=table.depth,
         FACTOR=factor,
         RESULT_STRIDE=results.shape[1],
-        **constants(gpu, layout, is_centered=True) | {"ASSEMBLY": ("",) * layout.steps},
+        **constants(gpu, layout, is_centered=True) | {"ASSEMBLY": without_assembly(layout)},
     )
 
 

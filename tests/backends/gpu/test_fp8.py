@@ -1,0 +1,132 @@
+"""Products of E4M3 with E4M3, and folders of FP8 whose codes stay as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from support.programs import SPEC, random_tensors  # noqa: E402
+from support.published import compressed_config, fp8, write_published  # noqa: E402
+from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
+from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.kernels import products_fp8  # noqa: E402
+from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
+from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
+from twostroke.backends.gpu.launch import interpreted  # noqa: E402
+from twostroke.backends.reference import ReferenceBackend  # noqa: E402
+from twostroke.measure.divergence import compare  # noqa: E402
+from twostroke.models import build_program  # noqa: E402
+from twostroke.quant import QuantTensor, e4m3  # noqa: E402
+from twostroke.quant.small_floats import E4M3, nearest_e4m3  # noqa: E402
+from twostroke.weights.load import load_path  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.program import Program
+
+TOKENS = [(7 * i * i + 3) % 60 for i in range(75)]
+
+
+def rounded(x: np.ndarray, group: int) -> np.ndarray:
+    """Return rows as E4M3 in groups makes them; a shorter last group is one, too."""
+    out = np.empty_like(x)
+    for first in range(0, x.shape[1], group):
+        part = x[:, first : first + group]
+        scale = np.abs(part).max(axis=1, keepdims=True) / np.float32(448)
+        scale[scale == 0] = 1
+        out[:, first : first + group] = E4M3[nearest_e4m3(part / scale)] * scale
+    return out
+
+
+@pytest.mark.parametrize(("group", "depth"), [(128, 384), (320, 320)])
+def test_many_rows_are_rounded_and_multiplied(group: int, depth: int) -> None:
+    rng = np.random.default_rng(group)
+    width, rows = 70, 131
+    tensor = QuantTensor.from_floats(rng.standard_normal((width, depth), np.float32), e4m3(group))
+    weight, gpu = pack(tensor, torch.device("cpu")), interpreted()
+    x = rng.standard_normal((rows + 1, depth)).astype(np.float16)
+    x[:, 3] *= 30
+    x[0] = 0
+    x[2] *= np.float16(1e-3)
+    output = torch.zeros((rows + 1, width + 8), dtype=torch.float16)
+    given = Parts(output, width + 8, width + 8).columns(8, width)
+    header = torch.tensor([rows, 0, 0, 0], dtype=torch.int32)
+    assert products_fp8.is_for(gpu, rows, weight, given)
+    for layer in (gpu, replace(gpu, architecture=80), replace(gpu, same_tokens=True)):
+        assert products_fp8.is_for(layer, rows, weight, given) == (layer is gpu)
+    ours = products_fp8.round_rows(gpu, header, rows + 1, torch.from_numpy(x), weight.layout)
+    products_fp8.launch(gpu, header, rows + 1, ours, weight, given)
+    exact = rounded(x[:rows].astype(np.float32), group) @ tensor.dequantize().T
+    np.testing.assert_allclose(output.numpy()[:rows, 8:], exact, rtol=2e-3, atol=2e-3)
+    assert not output[rows].any()
+    assert not output[:, :8].any()
+
+
+def test_a_value_that_is_not_a_number_stays_in_its_row() -> None:
+    rng = np.random.default_rng(0)
+    tensor = QuantTensor.from_floats(rng.standard_normal((64, 256), np.float32), e4m3(128))
+    layout, gpu = pack(tensor, torch.device("cpu")).layout, interpreted()
+    x = rng.standard_normal((70, 256)).astype(np.float16)
+    x[3, 5] = np.nan
+    header = torch.tensor([70, 0, 0, 0], dtype=torch.int32)
+    found = products_fp8.round_rows(gpu, header, 70, torch.from_numpy(x), layout)
+    is_nan = E4M3[found.codes.view(torch.uint8).numpy()[:70]]
+    assert np.argwhere(np.isnan(is_nan)).tolist() == [[3, 10]]  # where packed rows have input 5
+
+
+FOLDERS = {
+    "tensor": (fp8(None, None), {"strategy": "tensor"}),
+    "channel": (fp8(1, None), {"strategy": "channel"}),
+    "block": (fp8(128, 128, "weight_scale_inv"), None),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_folders_stay_e4m3_and_agree_with_the_reference(tmp_path: Path, kind: str) -> None:
+    make, options = FOLDERS[kind]
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if options is not None:
+        config = compressed_config("float-quantized", num_bits=8, type="float", **options)
+    write_published(tmp_path, make, config)
+    loaded = load_path(tmp_path)
+    program = build_program(loaded.spec)
+    tokens = TOKENS[:16]
+    right = ReferenceBackend(program, loaded.tensors, 1, 64).score(tokens)
+    given = {"element": torch.float16, "kv_format": "f16", "max_rows": 16, "piece": 32}
+    ours = GpuBackend(program, loaded.tensors, 8, 16, find(), **given)
+    result = compare([(right, ours.score(tokens), tokens)])
+    assert result.mean_kl < 1e-4
+    assert "E4M3" not in ours.facts.detail, "no matrix was converted"
+
+
+def test_steps_of_many_rows_are_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = build_program(replace(SPEC, num_layers=1, hidden_size=256, ffn_size=256, head_dim=64))
+    tensors = fp8_tensors(program)
+    right = ReferenceBackend(program, tensors, 1, 128).score(TOKENS)
+    given = {"element": torch.float16, "kv_format": "f16", "max_rows": 128}
+    launched = []
+    start = products_fp8.launch
+    monkeypatch.setattr(products_fp8, "launch", lambda *x: launched.append(start(*x)))
+    ours = GpuBackend(program, tensors, 2, 128, find(), **given)
+    launched.clear()
+    result = compare([(right, ours.score(TOKENS), TOKENS)])
+    assert launched
+    assert result.mean_kl < 2e-2
+
+
+def fp8_tensors(program: Program) -> dict[str, QuantTensor]:
+    """Return random weights: those of attention in blocks, others with a scale for each row."""
+    found = {}
+    for name, tensor in random_tensors(program).items():
+        is_product = len(tensor.shape) > 1 and name.startswith("blk.")
+        fmt = e4m3(128) if "attn" in name else e4m3(tensor.shape[-1])
+        values = tensor.dequantize()
+        found[name] = QuantTensor.from_floats(values, fmt) if is_product else tensor
+    return found
