@@ -13,6 +13,7 @@ from twostroke.cache import DEFAULT_FORMAT, FORMATS
 from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import memory_available, resolve_num_threads
+from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.program.experts import MixtureOfExperts
 from twostroke.program.mesh import ONE_RANK
@@ -174,7 +175,7 @@ def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
         gpu_device(compute)
         from twostroke.backends.gpu.weights import device_bytes
 
-        return sum(map(device_bytes, loaded.tensors.values()))
+        return sum(device_bytes(build_program(loaded.spec), loaded.tensors).values())
     return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
 
 
@@ -189,7 +190,7 @@ def cost_model(
     if backend == "gpu":
         from twostroke.backends.gpu.weights import device_bytes
 
-        stored = {name: device_bytes(tensor) for name, tensor in own.items()}
+        stored = device_bytes(program, own)
     else:
         stored = {name: tensor.packed_bytes for name, tensor in own.items()}
     return CostModel(program, stored, FORMATS[kv_format])

@@ -10,13 +10,18 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from msgspec.structs import replace  # noqa: E402
 
+from support.programs import SPEC, random_tensors  # noqa: E402
 from twostroke.backends.gpu import mixtures  # noqa: E402
 from twostroke.backends.gpu.kernels import product, products_packed, routing  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import Packed, pack_stack  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
+from twostroke.backends.gpu.lower import lower  # noqa: E402
 from twostroke.backends.gpu.lowered import route_ints  # noqa: E402
+from twostroke.backends.gpu.weights import DeviceWeights, device_bytes  # noqa: E402
 from twostroke.backends.reference.operations import choose_experts  # noqa: E402
+from twostroke.models import build_program  # noqa: E402
+from twostroke.models.spec import ExpertSpec  # noqa: E402
 from twostroke.program.experts import Expert, MixtureOfExperts  # noqa: E402
 from twostroke.quant import FORMATS, QuantTensor, grouped  # noqa: E402
 
@@ -120,6 +125,21 @@ def test_products_of_pairs_are_those_of_their_experts(fmt: str, rows: int) -> No
         np.testing.assert_allclose(output.numpy()[: len(pairs), 8:], expected, rtol=4e-3, atol=0.1)
         assert not output[len(pairs) :].any()
         assert not output[:, :8].any()
+
+
+def test_memory_is_planned_for_the_stacks_that_stay_packed() -> None:
+    mixture = ExpertSpec(4, 2, 256, normalize=True)
+    sizes = {"hidden_size": 256, "ffn_size": 256, "head_dim": 64, "experts": mixture}
+    program = build_program(replace(SPEC, **sizes))
+    tensors, other = (random_tensors(program, fmt, fmt) for fmt in ("Q4_K", "Q6_K"))
+    planned = sum(device_bytes(program, tensors).values())
+    for name in other:  # all ups, but of the downs one
+        if "ffn_up." in name or "ffn_down.0." in name:
+            tensors[name] = other[name]
+    weights = DeviceWeights(interpreted(), lower(program), tensors)
+    now = sum(device_bytes(program, tensors).values())
+    assert now == pytest.approx(weights.num_bytes, rel=0.01)
+    assert weights.num_bytes > 1.3 * planned
 
 
 def test_stacks_whose_columns_are_in_another_order_are_converted() -> None:

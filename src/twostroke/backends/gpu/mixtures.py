@@ -70,14 +70,23 @@ def load(
 
     A stack of one format that kernels read stays packed; `convert` writes the matrices of others.
     """
+    *wide, down = (_stack(gpu, stack, convert) for stack in stacks(op, tensors))
+    return ExpertWeights(tuple(wide), down)
+
+
+def stacks(
+    op: ops.MixtureOfExperts, tensors: Mapping[str, QuantTensor]
+) -> list[list[tuple[QuantTensor, ...]]]:
+    """Return the matrices of each stack by expert, those of the downs last.
+
+    A gate and an up are neighbours in one stack, unless formats keep them apart.
+    """
     gates, ups, downs = (
         [tensors[getattr(expert, part)] for expert in op.experts] for part in ("gate", "up", "down")
     )
-    down = _stack(gpu, [(tensor,) for tensor in downs], convert)
     if is_packed(gates) == is_packed(ups) == is_packed([*gates, *ups]):
-        return ExpertWeights((_stack(gpu, list(zip(gates, ups, strict=True)), convert),), down)
-    wide = [_stack(gpu, [(tensor,) for tensor in part], convert) for part in (gates, ups)]
-    return ExpertWeights(tuple(wide), down)
+        return [list(zip(gates, ups, strict=True)), [(tensor,) for tensor in downs]]
+    return [[(tensor,) for tensor in part] for part in (gates, ups, downs)]
 
 
 def is_packed(tensors: Sequence[QuantTensor]) -> bool:

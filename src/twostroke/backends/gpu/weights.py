@@ -12,6 +12,7 @@ import torch
 from twostroke.backends.gpu import mixtures
 from twostroke.backends.gpu.kernels.packed import layout_of, pack
 from twostroke.backends.gpu.lowered import AddNorm, Embed, Mix, Products, Store
+from twostroke.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered
     from twostroke.backends.gpu.mixtures import ExpertWeights
-    from twostroke.program import ops
+    from twostroke.program import Program
     from twostroke.quant import QuantTensor
 
     Progress = Callable[[int, int], None]
@@ -42,11 +43,20 @@ def element_of(tensors: Mapping[str, QuantTensor]) -> torch.dtype:
     return _STORED.get(most, torch.bfloat16)
 
 
-def device_bytes(tensor: QuantTensor) -> int:
-    """Return about how many bytes a weight takes on the device."""
-    if _is_packed(tensor):
-        return tensor.num_bytes
-    return tensor.num_values * (2 if len(tensor.shape) > 1 else 4)
+def device_bytes(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
+    """Return about how many bytes each weight takes on the device.
+
+    Packed are those in a format that kernels read, of experts if their whole stack has it.
+    """
+    mixes = [op for op in program.ops if isinstance(op, ops.MixtureOfExperts)]
+    stacks = [sum(stack, ()) for op in mixes for stack in mixtures.stacks(op, tensors)]
+    unlike = {id(one) for stack in stacks if not mixtures.is_packed(stack) for one in stack}
+    return {
+        name: tensor.num_bytes
+        if _is_packed(tensor) and id(tensor) not in unlike
+        else tensor.num_values * (2 if len(tensor.shape) > 1 else 4)
+        for name, tensor in tensors.items()
+    }
 
 
 class DeviceWeights:
