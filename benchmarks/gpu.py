@@ -15,60 +15,64 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
+import gpu_checks
+from gpu_models import format_of, made_up, program_of
 from report import machine_facts, note, table, write
 from twostroke.backends.gpu.lower import lower
-from twostroke.backends.gpu.lowered import Attend, Mix
+from twostroke.backends.gpu.lowered import Attend, Mix, Products
 from twostroke.cache import FORMATS as KV_FORMATS
 from twostroke.cache import PageGroups
 from twostroke.core.errors import BackendError, MemoryLimitError
 from twostroke.core.frozen import Frozen
-from twostroke.core.request import Request
-from twostroke.core.sampling import SamplingParams
-from twostroke.core.step import Slice, StepPlan
 from twostroke.measure.single_step import Shape, SingleStep
-from twostroke.models import ExpertSpec, ModelSpec, RopeSpec, build_program
+from twostroke.program import BatchShape
 from twostroke.program.cost import CostModel
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.program.ops import Linear
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.program import Program
 
-# Hidden size, heads, key-value heads, layers, FFN, vocabulary: those of Llama 3.1 8B
-# (https://huggingface.co/meta-llama/Llama-3.1-8B), Qwen 2.5 1.5B
-# (https://huggingface.co/Qwen/Qwen2.5-1.5B), and Qwen3-30B-A3B
-# (https://huggingface.co/Qwen/Qwen3-30B-A3B), read on 2026-11-26.
-_SHAPES: Final = {
-    "8b": (4096, 32, 8, 32, 14336, 128256),
-    "1.5b": (1536, 12, 2, 28, 8960, 151936),
-    "30b-a3b": (2048, 32, 4, 48, 768, 151936),
-    "small": (256, 8, 2, 2, 512, 1000),
-    "small-experts": (256, 8, 2, 2, 256, 1000),
-}
-_EXPERTS: Final = {
-    "30b-a3b": ExpertSpec(128, 8, 768, normalize=True),
-    "small-experts": ExpertSpec(16, 4, 256, normalize=True),
-}
-_HEAD_DIMS: Final = {"30b-a3b": 128}
 _MIX_LAUNCHES: Final = 5
-_TABLE_ROWS: Final = 257  # that differ
 _LAUNCH_S: Final = 1.5e-6  # assumed between two kernels of a graph
+_EAGER_LAUNCH_S: Final = 20e-6  # assumed for a launch from Python
+_FP8_ROWS: Final = 64  # beyond which products with FP8 have twice the matrix rate
 _MEASURED_S: Final = 3.0
 _BANDWIDTH, _PEAK = 4.3e12, 790e12  # of one H200 that was seen; for --dry-run
 _PAGE: Final = 16
 
 
 class Row(Frozen):
-    """One measurement: a model's shape and formats, the step, and whether rows have one tile."""
+    """One measurement: a model's shape and formats, the step, and whether rows have one tile.
+
+    With `less` its figures are those of the step less `times` those of another row: what attention
+    takes. `drafts` follow the newest token, and each is right with the chance `accepted`.
+    """
 
     model: str
     fmt: str
     step: Shape
     kv: str = "f16"
     same_tokens: bool = False
+    has_graphs: bool = True
+    drafts: int = 0
+    accepted: float = 0.0
+    less: str = ""
+    times: int = 1
+
+    @property
+    def batch(self) -> BatchShape:
+        """The shape of the step, with its drafts."""
+        if self.drafts:
+            rows = 1 + self.drafts
+            return BatchShape((self.step.context,), (rows,), rows)
+        return self.step.batch
+
+    @property
+    def tokens(self) -> float:
+        """How many tokens a step of one stream gives: those before the first wrong draft."""
+        return sum(self.accepted**i for i in range(1 + self.drafts))
 
 
 ROWS: Final = {
@@ -88,14 +92,33 @@ ROWS: Final = {
     "streams-256-8b-bf16": Row("8b", "BF16", Shape.decode(256, 1024)),
     "prefill-8b-bf16": Row("8b", "BF16", Shape.prefill(4096)),
     "prefill-8b-q4_k": Row("8b", "Q4_K", Shape.prefill(4096)),
+    "prefill-8b-fp8": Row("8b", "FP8", Shape.prefill(4096)),
+    "prefill-8b-fp8-blocks": Row("8b", "FP8 blocks", Shape.prefill(4096)),
+    "decode-8b-fp8": Row("8b", "FP8", Shape.decode(1, 256)),
+    "decode-70b-q4_k": Row("70b", "Q4_K", Shape.decode(1, 256)),
+    "attention-decode-32k": Row("8b", "BF16", Shape.decode(1, 32_768), less="decode-8b-bf16"),
+    "attention-prefill-8k": Row("8b", "BF16", Shape.prefill(8192), less="prefill-8b-bf16", times=2),
+    **{
+        f"rows-{rows}-8b-{fmt.lower()}": Row("8b", fmt, Shape.decode(rows, 256))
+        for rows in (8, 64, 128, 512)
+        for fmt in ("BF16", "Q4_K", "Q8_0", "FP8")
+    },
+    "ladder-eager": Row("7b", "BF16", Shape.decode(1, 256), has_graphs=False),
+    "ladder-graph": Row("7b", "BF16", Shape.decode(1, 256)),
+    "ladder-int8": Row("7b", "Q8_0", Shape.decode(1, 256)),
+    "ladder-int4": Row("7b", "Q4_0", Shape.decode(1, 256)),
+    "ladder-drafts": Row("7b", "Q4_0", Shape.decode(1, 256), drafts=5, accepted=0.7),
     "same-1-8b-bf16": Row("8b", "BF16", Shape.decode(1, 256), same_tokens=True),
     "same-1-8b-q4_k": Row("8b", "Q4_K", Shape.decode(1, 256), same_tokens=True),
     "same-32-8b-bf16": Row("8b", "BF16", Shape.decode(32, 1024), same_tokens=True),
     "same-256-8b-bf16": Row("8b", "BF16", Shape.decode(256, 1024), same_tokens=True),
     "same-prefill-8b-bf16": Row("8b", "BF16", Shape.prefill(4096), same_tokens=True),
 }
-_CHECKS: Final = ("correct", "same-tokens")
-_SEQUENCES: Final = 500
+_CHECKS: Final = {
+    "correct": gpu_checks.correct,
+    "sampler": gpu_checks.sampler,
+    "same-tokens": gpu_checks.same_tokens,
+}
 
 
 def main() -> None:
@@ -121,11 +144,12 @@ def main() -> None:
         if name in _CHECKS:
             if given.dry_run:
                 continue
-            found = correct() if name == "correct" else same_tokens()
+            found = _CHECKS[name]()
         else:
-            found = predict(ROWS[name], *limits)
+            row = ROWS[name]
+            found = predict(row, *limits)
             if not given.dry_run:
-                found |= measured(ROWS[name])
+                found |= measured(row) if not row.less else difference(row)
         result["rows"][name] = found
         given.out.parent.mkdir(parents=True, exist_ok=True)
         write(given.out, json.dumps(result, indent=1) + "\n")
@@ -133,77 +157,50 @@ def main() -> None:
     print(report(result, limits))
 
 
-def program_of(model: str) -> Program:
-    """Return a Llama of a shape, perhaps with experts."""
-    hidden, heads, kv_heads, layers, ffn, vocabulary = _SHAPES[model]
-    head_dim = _HEAD_DIMS.get(model, hidden // heads)
-    return build_program(
-        ModelSpec(
-            architecture="llama",
-            name=model,
-            num_layers=layers,
-            hidden_size=hidden,
-            ffn_size=ffn,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=vocabulary,
-            context_length=40_960,
-            norm_epsilon=1e-5,
-            rope=RopeSpec(500_000.0, head_dim, interleaved=False),
-            tied_embeddings=False,
-            experts=_EXPERTS.get(model),
-        )
-    )
-
-
-def made_up(program: Program, fmt: str) -> dict[str, QuantTensor]:
-    """Return weights of which each has one row, repeated without memory.
-
-    Tables have many, and routers are random: else all tokens would choose the same experts.
-    """
-    rng = np.random.default_rng(0)
-    tensors = {}
-    for name, shape in program.weight_shapes.items():
-        rows = 1 if len(shape) == 1 else shape[0]
-        is_router, is_table = "ffn_gate_inp" in name, name == "token_embd.weight"
-        chosen = FORMATS["F32" if len(shape) == 1 or is_router else fmt]
-        drawn = rows if is_router else min(rows, _TABLE_ROWS) if is_table else 1
-        values = (
-            np.ones((1, shape[-1]))
-            if len(shape) == 1
-            else rng.standard_normal((drawn, shape[-1])) * shape[-1] ** -0.5
-        )
-        some = QuantTensor.from_floats(values.astype(np.float32), chosen).data
-        repeated = np.lib.stride_tricks.as_strided(some, (rows, some.shape[1]), (0, 1))
-        data = repeated if drawn == 1 else np.resize(some, (rows, some.shape[1]))
-        tensors[name] = QuantTensor(chosen, shape, data)
-    return tensors
-
-
 def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
     """Return what the cost model says about a row."""
     program = program_of(row.model)
-    stored = _stored(program, row.fmt)
-    cost = CostModel(program, stored, KV_FORMATS[row.kv]).per_step().of(row.step.batch)
+    per_step = CostModel(program, _stored(program, row.fmt), KV_FORMATS[row.kv]).per_step()
+    cost = per_step.of(row.batch)
+    found: dict[str, Any] = {"step": row.step.name, "bytes": cost.bytes, "flops": cost.flops}
+    flops_as_bf16: float = cost.flops
+    is_fp8 = row.fmt.startswith("FP8") and row.batch.num_rows > _FP8_ROWS
+    if is_fp8:
+        linear = sum(op.row_flops for op in program.ops if isinstance(op, Linear))
+        flops_as_bf16 -= linear * row.batch.num_rows / 2
     lowered = lower(program)
     attends = sum(isinstance(record, Attend) for record in lowered.records)
     mixes = sum(isinstance(record, Mix) for record in lowered.records)
     launches = len(lowered.records) + attends + (_MIX_LAUNCHES - 1) * mixes + 4
-    floor_s = max(cost.bytes / bandwidth, cost.flops / peak)
-    return {
-        "step": row.step.name,
-        "launches": launches,
-        "bytes": cost.bytes,
-        "flops": cost.flops,
-        "floor_ms": round(1e3 * floor_s, 4),
-        "predicted_ms": round(1e3 * (floor_s + launches * _LAUNCH_S), 4),
-    }
+    products = [record for record in lowered.records if isinstance(record, Products)]
+    if row.fmt != "BF16":  # each packed matrix is multiplied by itself
+        launches += sum(len(record.weights) - 1 for record in products)
+    if is_fp8:
+        launches += len(products)  # round their rows
+    floor_s = max(cost.bytes / bandwidth, flops_as_bf16 / peak)
+    step_s = floor_s + launches * _LAUNCH_S
+    if not row.has_graphs:
+        step_s = max(step_s, launches * _EAGER_LAUNCH_S)
+    if row.less:
+        other = predict(ROWS[row.less], bandwidth, peak)
+        launches = attends
+        found["step"] = f"{row.step.name}: attention"
+        found["bytes"] -= row.times * other["bytes"]
+        found["flops"] -= row.times * other["flops"]
+        floor_s = max(found["bytes"] / bandwidth, found["flops"] / peak)
+        step_s = floor_s + launches * _LAUNCH_S
+    found |= {"launches": launches, "floor_ms": round(1e3 * floor_s, 4)}
+    found |= {"predicted_ms": round(1e3 * step_s, 4)}
+    if not row.less and row.step.num_streams == 1 and not row.step.num_prompt:
+        found["predicted_tokens_s"] = round(row.tokens / step_s, 1)
+    return found
 
 
 def _stored(program: Program, fmt: str) -> Mapping[str, int]:
     return {
-        name: shape[0] * FORMATS[fmt].num_bytes(shape[1]) if len(shape) > 1 else 4 * shape[0]
+        name: shape[0] * format_of(fmt, name, shape[1]).num_bytes(shape[1])
+        if len(shape) > 1
+        else 4 * shape[0]
         for name, shape in program.weight_shapes.items()
     }
 
@@ -216,7 +213,7 @@ def measured(row: Row) -> dict[str, Any]:
     program, began = program_of(row.model), time.perf_counter()
     windows = tuple(group.window for group in program.cache_groups)
     num_pages = row.step.num_pages(PageGroups(_PAGE, windows))
-    rows = max(256, row.step.batch.num_rows)
+    rows = max(256, row.batch.num_rows)
     try:
         backend: Any = GpuBackend(
             *(program, made_up(program, row.fmt), num_pages, _PAGE, find()),
@@ -227,97 +224,39 @@ def measured(row: Row) -> dict[str, Any]:
     except MemoryLimitError as error:
         return {"refused": str(error)}
     ready_s, single = time.perf_counter() - began, SingleStep(backend, program, row.step)
+    if not row.has_graphs:
+        backend._graphs.drop()  # noqa: SLF001 - what nobody but this row wants
+    if row.drafts:
+        single.plan.slices[0].drafts = tuple(range(1, 1 + row.drafts))
     single.run()
     times: list[float] = []
+    launched: list[float] = []
     while sum(times) < _MEASURED_S and len(times) < 500:
-        times.append(single.run().elapsed_s)
+        started = time.perf_counter()
+        backend.start(single.plan)
+        launched.append(time.perf_counter() - started)
+        times.append(backend.finish().elapsed_s)
+    scheduler_s = 0.0 if row.drafts else statistics.median(single.scheduler_times())
     single.close()
     backend.close()
+    step_s = statistics.median(times)
     return {
-        "ms": round(1e3 * statistics.median(times), 4),
+        "ms": round(1e3 * step_s, 4),
+        "host_ms": round(1e3 * (statistics.median(launched) + scheduler_s), 4),
+        "tokens_s": round(row.step.num_streams * row.tokens / step_s, 1),
         "steps": len(times),
         "ready_s": round(ready_s, 1),
         "detail": backend.facts.detail,
     }
 
 
-def correct() -> dict[str, Any]:
-    """Return how far logits are from the reference's, for a format of each kind."""
-    from twostroke.backends.gpu.backend import GpuBackend
-    from twostroke.backends.gpu.device import find
-    from twostroke.backends.reference import ReferenceBackend
-    from twostroke.measure.divergence import compare
-
-    rng, found = np.random.default_rng(1), {}
-    models = ("small", "small-experts")
-    formats = ("BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "Q6_K")
-    for model, fmt in [(model, fmt) for model in models for fmt in formats]:
-        program = program_of(model)
-        tokens = rng.integers(0, program.vocab_size, 200).tolist()
-        tensors = random_tensors(program, fmt, rng)
-        right = ReferenceBackend(program, tensors, 1, _PAGE).score(tokens)
-        for kv in ("f16", "int8", "fp8") if fmt == "BF16" else ("f16",):
-            ours: Any = GpuBackend(program, tensors, 64, _PAGE, find(), kv_format=kv)
-            result = compare([(right, ours.score(tokens), tokens)])
-            ours.close()
-            own = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
-            found[f"{model} {fmt}, {kv} pages"] = own
-    return found
-
-
-def random_tensors(program: Program, fmt: str, rng: np.random.Generator) -> dict[str, QuantTensor]:
-    """Return random weights."""
-    return {
-        name: QuantTensor.from_floats(
-            (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
-            if len(shape) > 1
-            else np.ones(shape, np.float32),
-            FORMATS[fmt if len(shape) > 1 else "F32"],
-        )
-        for name, shape in program.weight_shapes.items()
-    }
-
-
-def same_tokens(count: int = _SEQUENCES) -> dict[str, Any]:
-    """Return how many sequences' log-probabilities differ from those of each computed alone."""
-    from twostroke.backends.gpu.backend import GpuBackend
-    from twostroke.backends.gpu.device import find
-
-    program, rng, found = program_of("small"), np.random.default_rng(2), {}
-    params = SamplingParams(temperature=0, logprobs=5)
-    for fmt in ("BF16", "Q4_K"):
-        given = program, random_tensors(program, fmt, rng), 16 * 20, _PAGE, find()
-        backend: Any = GpuBackend(*given, max_rows=1024, same_tokens=True)
-        known, differ = [], {"batched": 0, "chunked": 0, "drafted": 0}
-        requests = []
-        for number in range(count):
-            tokens = rng.integers(0, program.vocab_size, rng.integers(20, 300)).tolist()
-            request = Request(f"{number}", tokens, len(tokens), params, seed=1)
-            request.pages = [[*range(20 * (number % 16), 20 * (number % 16) + 20)]]
-            requests.append(request)
-            known.append(backend.run(StepPlan((_part(request, 0),))).logprobs)
-        for first in range(0, count, 3):
-            together = [_part(request, 0) for request in requests[first : first + 3]]
-            result = backend.run(StepPlan(tuple(together))).logprobs
-            differ["batched"] += sum(
-                [one] != right for one, right in zip(result, known[first : first + 3], strict=True)
-            )
-        for request, right in zip(requests, known, strict=True):
-            middle = 2 * len(request.tokens) // 3
-            backend.run(StepPlan((Slice(request, 0, middle, samples=False),)))
-            differ["chunked"] += backend.run(StepPlan((_part(request, middle),))).logprobs != right
-            last = len(request.tokens) - 3
-            part = Slice(request, 0, last, samples=True)
-            part.drafts = tuple(request.tokens[last:])
-            differ["drafted"] += backend.run(StepPlan((part,))).logprobs[-1:] != right
-            backend.forget(request)
-        backend.close()
-        found[fmt] = {"sequences": count, "differ": differ}
-    return found
-
-
-def _part(request: Request, start: int) -> Slice:
-    return Slice(request, start, len(request.tokens) - start, samples=True)
+def difference(row: Row) -> dict[str, Any]:
+    """Return a row's time less that of the row beside it."""
+    own, other = measured(row), measured(ROWS[row.less])
+    for found in (own, other):
+        if "refused" in found:
+            return found
+    return {"ms": round(own["ms"] - row.times * other["ms"], 4), "detail": own["detail"]}
 
 
 def measure_device() -> tuple[dict[str, Any], tuple[float, float]]:
@@ -335,20 +274,30 @@ def measure_device() -> tuple[dict[str, Any], tuple[float, float]]:
 
 
 def report(result: dict[str, Any], limits: tuple[float, float]) -> str:
-    """Return the rows as a table."""
-    lines = []
+    """Return the rows as a table, and how far predictions are from what was measured."""
+    lines, errors = [], []
     for name, row in result["rows"].items():
         if name in _CHECKS:
             continue
         ms = row.get("ms")
         share = "" if ms is None else f"{row['floor_ms'] / ms:.0%}"
+        if ms is not None:
+            errors.append(abs(row["predicted_ms"] / ms - 1))
         cells = [f"{row[key]}" for key in ("launches", "floor_ms", "predicted_ms")]
-        lines.append([name, row["step"], *cells, row.get("refused", ms or "not measured"), share])
-    header = ("row", "step", "launches", "floor, ms", "predicted, ms", "measured, ms", "of floor")
+        cells.append(row.get("refused", ms or "not measured"))
+        speed = row.get("tokens_s", row.get("predicted_tokens_s", ""))
+        lines.append([name, row["step"], *cells, share, row.get("host_ms", ""), speed])
+    header = [
+        *("row", "step", "launches", "floor, ms", "predicted, ms", "measured, ms", "of floor"),
+        *("host, ms", "tokens/s"),
+    ]
     kind = "assumed" if result["predicted_only"] else "measured"
     text = table(header, [[str(cell) for cell in line] for line in lines])
     bandwidth, peak = limits
-    return f"{text}\n\n{bandwidth / 1e12:.2f} TB/s and {peak / 1e12:.0f} TFLOPS {kind}."
+    text = f"{text}\n\n{bandwidth / 1e12:.2f} TB/s and {peak / 1e12:.0f} TFLOPS {kind}."
+    if errors:
+        text += f" Predictions are {statistics.median(errors):.0%} off (median)."
+    return text
 
 
 if __name__ == "__main__":
