@@ -13,6 +13,7 @@ import httpx
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
 from support.servers import wait_for
+from twostroke.router.upstream import Address, Connection, Pool
 
 _CHAT = "/v1/chat/completions"
 _BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -95,3 +96,35 @@ def test_a_stream_has_a_packet_for_its_head_and_first_event_and_one_for_its_end(
         assert first.startswith(b"HTTP/1.1 200")
         assert first.endswith(b"\r\n\r\n9\r\ndata: 1\n\n\r\n")
         assert client.recv(65536) == b"9\r\ndata: 2\n\n\r\n0\r\n\r\n"
+
+
+class Silent(asyncio.Transport):
+    """Sends nothing."""
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self if name == "socket" else default
+
+    def setsockopt(self, *_: int) -> None:
+        """Have no options."""
+
+    def writelines(self, list_of_data: Any) -> None:
+        """Write nowhere."""
+
+
+def test_a_sink_gets_only_what_nothing_else_is_before() -> None:
+    async def play() -> list[bytes]:
+        connection, given = Connection(Pool(Address.of("http://a:1"))), list[bytes]()
+        connection.connection_made(Silent())
+        connection.send(b"GET")
+        connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        connection.sink = lambda data: given.append(data) is None
+        connection.data_received(b"1\r\nb\r\n")
+        assert await connection.read() == b"ab"
+        reading = asyncio.ensure_future(connection.read())
+        await asyncio.sleep(0)
+        connection.data_received(b"1\r\nc\r\n")
+        connection.data_received(b"1\r\nd\r\n0\r\n\r\n")
+        assert (await reading, connection.is_read) == (b"d", True)
+        return given
+
+    assert asyncio.run(play()) == [b"c"]
