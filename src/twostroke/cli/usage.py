@@ -78,6 +78,8 @@ def command(
     """
     if as_csv and as_json:
         raise UsageError("Give either --csv or --json.")
+    if since and until and since > until:
+        raise UsageError(f"--since {since} is later than --until {until}.")
     table = read_prices(prices) if prices is not None else None
     with beside(records) as db:
         found = amounts(db, since or _FIRST, until or _LAST)
