@@ -86,6 +86,10 @@ class Connection(H11Protocol):
             self._idle.pop(self, None)
         self._time_headers()
 
+    def eof_received(self) -> None:
+        """Send what is held: no request follows, and the connection ends now."""
+        self.transport.flush()
+
     def on_response_complete(self) -> None:
         """Be idle, unless another request has arrived meanwhile."""
         super().on_response_complete()

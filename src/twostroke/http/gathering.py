@@ -25,11 +25,11 @@ class Gathering(asyncio.Transport):
         if not data:
             return
         if not self._held:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._held.append(bytes(data))
         self._num_bytes += len(data)
         if self._num_bytes > _MOST_HELD:
-            self._flush()
+            self.flush()
 
     def write_now(self, data: bytes) -> None:
         """Write what nothing follows soon."""
@@ -44,19 +44,20 @@ class Gathering(asyncio.Transport):
 
     def close(self) -> None:
         """Close once all is sent."""
-        self._flush()
+        self.flush()
         self._transport.close()
 
     def abort(self) -> None:
         """Close at once."""
-        self._flush()
+        self.flush()
         self._transport.abort()
 
     def resume_reading(self) -> None:
         """Read on."""
         self._transport.resume_reading()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write at once what is held."""
         if self._held:
             data, self._held, self._num_bytes = b"".join(self._held), [], 0
             self._transport.write(data)
