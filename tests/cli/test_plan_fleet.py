@@ -52,6 +52,7 @@ def test_hosting_is_compared_with_apis(cli, config):
         (("--hours", "1,2"), "24 numbers"),
         (("--requests-per-day", "-1"), "--requests-per-day must be greater than 0"),
         (("--utilization", "2"), "--utilization must be"),
+        (("--token-budget", "0"), "--token-budget must be"),
         (("--api-ttft", "-5", "--api-tpot", "1"), "--api-ttft must be greater than 0"),
         (("--api-ttft", "5", "--api-tpot", "nan"), "--api-tpot must be greater than 0"),
         (("--api-availability", "1.5"), "--api-availability must be greater than 0 and at most 1"),

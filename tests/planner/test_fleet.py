@@ -83,7 +83,9 @@ def test_the_cheapest_fleet_is_that_of_a_count_by_hand(fleet):
     question = fleet([{"model": "8B", "requests_per_s": 30, "tpot": 50}], devices=list(kinds),
                      most_devices=1)  # fmt: skip
     one = question.models[0]
-    planner = Planner(planned_model(one.model), find_device("L4"), one.question(1, 1))
+    planner = Planner(
+        planned_model(one.model), find_device("L4"), one.question(1, 1, question.token_budget)
+    )
     maker, rates, usd = Replicas(0, planner, 30, 0.8), [], []
     for name in kinds:
         device = find_device(name)

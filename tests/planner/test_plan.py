@@ -17,7 +17,7 @@ from twostroke.planner import (
 )
 from twostroke.planner.planner import Planner
 from twostroke.planner.queueing import loads
-from twostroke.planner.roofline import OpTime, StepTime, kv_bytes
+from twostroke.planner.roofline import kv_bytes
 from twostroke.planner.words import answer, facts
 from twostroke.program.batch import BatchShape
 
@@ -165,9 +165,8 @@ def test_steps_are_full_with_streams_and_their_prompts(model):
 def test_a_load_waits_as_theory_says(model, monkeypatch):
     """Prompts of a second, answers of a token: M/D/1 waits rho / (2 (1 - rho)) seconds."""
     planner = Planner(model("8B"), find_device("L4"), Question(output=1))
-    step = OpTime(1e-9, 1.0, 1.0, "memory")
     monkeypatch.setattr(planner, "prompt_s", lambda _: 1.0)
-    monkeypatch.setattr(planner, "decode", lambda _: StepTime({"attn_q": step}, 0.0))
+    monkeypatch.setattr(planner, "step_s", lambda _: 1e-9)
     for one in loads(planner, 4000):
         assert one.requests_per_s == pytest.approx(one.share)
         wait_s = one.share / (2 * (1 - one.share))

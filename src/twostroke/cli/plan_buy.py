@@ -66,6 +66,7 @@ class _Hours(click.ParamType):  # type: ignore[type-arg]
 @objective_options("Load")
 @share_options(0.5, 0.7)
 @price_option
+@option("--token-budget", default=2048, help="Most tokens of a step; longer prompts are in chunks.")
 @option("--utilization", default=0.6, help="Share of its time that a replica may be busy.")
 @option("--spare", default=1, help="Replicas that run beside those that are needed.")
 @option("--scaled", is_flag=True, help="Stop replicas in hours that do not need them.")

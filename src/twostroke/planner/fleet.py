@@ -314,7 +314,8 @@ def _makers(question: FleetQuestion) -> Iterator[tuple[int, Replicas]]:
             raise type(error)(str(error), field=f"models[{index}].model") from None
         known[one.model] = model
         for stored in [model.as_(way) for way in one.formats] or [model]:
-            planner = Planner(stored, device, one.question(question.mfu, question.mbu))
+            asked = one.question(question.mfu, question.mbu, question.token_budget)
+            planner = Planner(stored, device, asked)
             yield index, Replicas(index, planner, one.requests_per_s, question.utilization)
 
 

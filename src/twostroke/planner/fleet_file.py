@@ -12,7 +12,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
 from twostroke.core.yaml_file import YamlFile, steps
 from twostroke.planner.devices import find_device
-from twostroke.planner.question import Question
+from twostroke.planner.question import Question, usual_budget
 from twostroke.program.storage import WEIGHTS
 
 _NEEDS = "Fleet files need the packages highspy and pyyaml: run pip install 'twostroke[plan]'."
@@ -55,7 +55,7 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
         """The ways to store it."""
         return (self.weights,) if isinstance(self.weights, str) else self.weights
 
-    def question(self, mfu: float, mbu: float) -> Question:
+    def question(self, mfu: float, mbu: float, token_budget: int) -> Question:
         """Return the question of one replica on one device; UsageError if a value is wrong."""
         check_range(self, "requests_per_s", "value", most=1e12)
         check_range(self, "ttft", "tpot", most=1e9)
@@ -73,6 +73,7 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
             tpot_s=tpot_s,
             mfu=mfu,
             mbu=mbu,
+            token_budget=token_budget,
         )
 
 
@@ -89,6 +90,7 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
         budget: $ an hour for all devices.
         most_devices: that divide one model.
         mfu, mbu: shares of arithmetic and bandwidth that the engine reaches.
+        token_budget: as in `Question`.
         utilization: the share of its time for which a replica has work; the rest absorbs bursts.
         memory_share: of a device, for weights, keys and values.
     """
@@ -102,6 +104,7 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
     most_devices: int = 8
     mfu: float = 1.0
     mbu: float = 1.0
+    token_budget: int = usual_budget(is_here=False)
     utilization: float = 0.8
     memory_share: float = 0.9
 
@@ -111,6 +114,7 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
             raise UsageError("must name at least one model.", field="models")
         check_range(self, "mfu", "mbu", "utilization", "memory_share", most=1)
         check_range(self, "most_devices", least=1, most=64)
+        check_range(self, "token_budget", least=1, most=1 << 27)
         check_range(self, "budget", most=1e12)
         for field, values in (("stock", self.stock), ("prices", self.prices)):
             for name, value in values.items():
@@ -133,7 +137,7 @@ def read_fleet(path: Path) -> FleetQuestion:
     question = file.read(FleetQuestion, lambda steps: FleetModel if steps else FleetQuestion)
     for index, one in enumerate(question.models):
         try:
-            one.question(question.mfu, question.mbu)
+            one.question(question.mfu, question.mbu, question.token_budget)
         except UsageError as error:
             raise file.at(["models", index, error.field or ""], str(error)) from None
     for field in ("stock", "devices", "prices"):

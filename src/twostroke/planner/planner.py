@@ -6,6 +6,7 @@ from collections import Counter
 from copy import copy
 from typing import TYPE_CHECKING
 
+import numpy as np
 from msgspec.structs import replace
 
 from twostroke.cache import FORMATS
@@ -20,6 +21,8 @@ _KNEE_ROUNDS, _MOST_ROWS = 32, 1 << 24
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
     from twostroke.planner.calibration import Calibration
     from twostroke.planner.devices import Device
@@ -75,11 +78,14 @@ class Planner:
         self.model, self.device, self.question = model, device, question
         self.calibration = calibration
         self.roofline = Roofline(model, device, question, calibration)
-        self._prompts_s: dict[int, float] = {}
+        self._works: dict[int, tuple[Work, NDArray[np.float64]]] = {}  # by streams
+        self._times_s: dict[int, tuple[float, float]] = {}
 
     def on(self, device: Device, count: int) -> Planner:
         """Return that of the same model and load on `count` other devices."""
-        return self._changed(device, replace(self.question, count=count))
+        other = self._changed(device, replace(self.question, count=count))
+        other._works = self._works  # noqa: SLF001 - a copy of this one
+        return other
 
     def asked(self, question: Question) -> Planner:
         """Return that of the same model for another question, but for its format of the cache."""
@@ -89,7 +95,7 @@ class Planner:
         other = copy(self)
         other.device, other.question = device, question
         other.roofline = self.roofline.on(device, question)
-        other._prompts_s = {}  # noqa: SLF001 - a copy of this one
+        other._works, other._times_s = {}, {}  # noqa: SLF001 - a copy of this one
         return other
 
     def prefill(self) -> StepTime:
@@ -103,13 +109,6 @@ class Planner:
     def decode(self, streams: int) -> StepTime:
         """Return the time of a step that gives each of so many streams a token."""
         return self.roofline.step(self._decoding(streams))
-
-    def work(self, streams: int) -> Work:
-        """Return what a decode step has to do; for 0 streams, a step that reads a prompt."""
-        asked = self.question
-        if not streams:
-            return self.roofline.work(BatchShape.prefill(asked.num_new, asked.num_cached))
-        return self.roofline.work(self._decoding(streams))
 
     def _decoding(self, streams: int) -> BatchShape:
         return BatchShape.decode((self.question.mean_context,) * streams)
@@ -145,7 +144,7 @@ class Planner:
         per_s = asked.output / request_s
         return Row(
             streams=streams,
-            step_s=step.seconds,
+            step_s=self.step_s(streams),
             tpot_s=self.tpot_s(streams),
             tokens_per_s=per_s,
             mbu=step.bytes / step.seconds / (self.roofline.bandwidth / asked.mbu),
@@ -177,22 +176,45 @@ class Planner:
             return most
         return last_that(lambda streams: self.tpot_s(streams) <= limit, most)
 
+    def step_s(self, streams: int) -> float:
+        """Return the time of a step that gives each of so many streams a token."""
+        return self._seconds(streams)[0]
+
     def prompt_s(self, streams: int) -> float:
         """Return how much longer steps take that also read a prompt, for `streams` in all."""
-        if streams == 1:
-            return self.prefill().seconds
-        if streams not in self._prompts_s:
-            self._prompts_s[streams] = self._prompt_s(streams - 1)
-        return self._prompts_s[streams]
+        return self._seconds(streams)[1]
 
-    def _prompt_s(self, others: int) -> float:
-        asked, decode_s, total_s = self.question, self.decode(others).seconds, 0.0
-        for one in chunks(asked.num_cached, asked.prompt, asked.chunk(others)):
-            starts = (*(asked.mean_context,) * others, one.start)
-            counts = (*(1,) * others, one.rows)
-            both = self.roofline.step(BatchShape(starts, counts, others + one.is_last))
-            total_s += one.times * max(0.0, both.seconds - decode_s)
-        return total_s
+    def _seconds(self, streams: int) -> tuple[float, float]:
+        """Return `step_s` and `prompt_s`."""
+        if streams not in self._times_s:
+            if self.calibration is not None:
+                batches, times = self._steps(streams)
+                found = np.array([self.roofline.step(batch).seconds for batch in batches])
+            else:
+                if streams not in self._works:
+                    batches, times = self._steps(streams)
+                    self._works[streams] = self.roofline.work(batches), times
+                work, times = self._works[streams]
+                found = self.roofline.least_s(work)
+            others_s = found[1] if streams > 1 else 0.0
+            prompt_s = times @ np.maximum(0.0, found[2:] - others_s)
+            self._times_s[streams] = float(found[0]), float(prompt_s)
+        return self._times_s[streams]
+
+    def _steps(self, streams: int) -> tuple[list[BatchShape], NDArray[np.float64]]:
+        """Return a decode step of all, one without one of them, and those that read its prompt.
+
+        With the latter come how many steps each stands for: (chunks,).
+        """
+        asked, others = self.question, streams - 1
+        read = chunks(asked.num_cached, asked.prompt, asked.chunk(others))
+        before = (asked.mean_context,) * others
+        reading = [
+            BatchShape((*before, one.start), (*(1,) * others, one.rows), others + one.is_last)
+            for one in read
+        ]
+        batches = [self._decoding(streams), self._decoding(max(1, others)), *reading]
+        return batches, np.array([one.times for one in read])
 
     def num_chunks(self, streams: int) -> int:
         """Return how many steps read a prompt, for `streams` in all."""
@@ -200,17 +222,14 @@ class Planner:
 
     def request_s(self, streams: int) -> float:
         """Return the time of the devices that a request takes among so many."""
-        step_s = self.decode(streams).seconds
-        return self.prompt_s(streams) + self.question.output * step_s / streams
+        return self.prompt_s(streams) + self.question.output * self.step_s(streams) / streams
 
     def tpot_s(self, streams: int, step_s: float | None = None) -> float:
         """Return the time of a token, while the prompts of others are read in between.
 
         `step_s` is the time without these, None for that of a decode step.
         """
-        step_s = self.decode(streams).seconds if step_s is None else step_s
-        if streams == 1:
-            return step_s
+        step_s = self.step_s(streams) if step_s is None else step_s
         return step_s + (streams - 1) * self.prompt_s(streams) / self.question.output
 
     @property

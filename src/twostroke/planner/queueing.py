@@ -45,7 +45,7 @@ def loads(planner: Planner, streams: int) -> tuple[Loaded, ...]:
     times = _Times(
         planner.question.output,
         between([max(planner.prompt_s(int(n)), 1e-12) for n in grid]),
-        between([planner.decode(int(n)).seconds for n in grid]),
+        between([planner.step_s(int(n)) for n in grid]),
         np.array([planner.num_chunks(int(n)) for n in counts]),
     )
     return tuple(_at(share, times) for share in SHARES)

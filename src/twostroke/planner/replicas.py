@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from twostroke.core.frozen import Frozen
 from twostroke.planner.planner import last_that
+from twostroke.planner.question import MOST_UNASKED
 from twostroke.planner.roofline import kv_bytes
 
 if TYPE_CHECKING:
@@ -13,7 +16,6 @@ if TYPE_CHECKING:
 
     from twostroke.planner.devices import Device
     from twostroke.planner.planner import Planner
-    from twostroke.planner.roofline import Work
 
 UNITS: Final = 24  # into which the time of a place is divided
 _SHARES: Final = (24, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1)  # of a replica
@@ -80,17 +82,16 @@ class Replicas:
         """`load` is in requests per second; a replica is busy for `utilization` of its time."""
         self._index, self._planner = index, planner
         self._load, self._utilization = load, utilization
-        self._works: dict[int, Work] = {}  # of a decode step, by streams
         self._request_bytes: dict[int, float] = {}  # by devices of a place
 
     def on(self, place: Place) -> list[Replica]:
         """Return the replicas that a place can hold and that meet the objectives."""
         one, weights = self._on(place), self._planner.model.all_bytes
-        request = one.request_bytes
-        fitting = min(int((place.memory_bytes - weights) // request), _STREAMS[-1])
+        request = self._bytes(place.count)
+        fitting = int((place.memory_bytes - weights) // request)
         if fitting < 1:
             return []
-        prefill_s, ttft_s = one.prefill_s, self._planner.question.ttft_s
+        prefill_s, ttft_s = one.prompt_s(1), self._planner.question.ttft_s
         found: list[Replica] = []
         for units in _SHARES:
             share = units / UNITS
@@ -115,21 +116,23 @@ class Replicas:
     def shortfall(self, place: Place) -> Shortfall:
         """Return why a place holds no replica."""
         one, asked = self._on(place), self._planner.question
-        needed = self._planner.model.all_bytes + one.request_bytes
+        needed = self._planner.model.all_bytes + self._bytes(place.count)
         if needed > place.memory_bytes:
             return Shortfall(place.name, "memory", needed, place.memory_bytes)
-        if asked.ttft_s is not None and one.prefill_s > asked.ttft_s:
-            return Shortfall(place.name, "TTFT", one.prefill_s, asked.ttft_s)
+        prefill_s = one.prompt_s(1)
+        if asked.ttft_s is not None and prefill_s > asked.ttft_s:
+            return Shortfall(place.name, "TTFT", prefill_s, asked.ttft_s)
         return Shortfall(place.name, "TPOT", one.tpot_s(1), asked.tpot_s or 0)
 
-    def _counts(self, one: _OnPlace, share: float, fitting: int) -> Iterator[tuple[int, str]]:
+    def _counts(self, one: Planner, share: float, fitting: int) -> Iterator[tuple[int, str]]:
         """Yield numbers of streams that are worth their memory, and what bounds the largest."""
         limit = self._planner.question.tpot_s
-        counts = [count for count in _STREAMS if count < fitting] + [fitting]
+        room, bound = self._room(fitting)
+        counts = [count for count in _STREAMS if count < room] + [room]
         most = len(counts)
         if limit is not None:
             most = last_that(lambda n: one.tpot_s(counts[n - 1]) <= limit * share, most)
-        bound = "memory" if most == len(counts) else "TPOT"
+            bound = bound if most == len(counts) else "TPOT"
         found, rate = list[int](), 0.0
         for index, streams in enumerate(counts[:most], 1):
             if streams & (streams - 1) and index < most:
@@ -146,36 +149,24 @@ class Replicas:
         for streams in found:
             yield streams, bound if streams == found[-1] else "its share"
 
-    def _on(self, place: Place) -> _OnPlace:
-        planner, count = self._planner.on(place.device, place.count), place.count
+    def _room(self, fitting: int) -> tuple[int, str]:
+        """Return the most streams that are looked at, and why: as a plan's."""
+        asked = self._planner.question
+        unasked = _STREAMS[-1] if asked.tpot_s is not None else MOST_UNASKED
+        limits = (
+            (fitting, "memory"),
+            (asked.most_decoding or fitting, "prompts"),
+            (unasked, "the default"),
+        )
+        return min(limits, key=lambda one: one[0])
+
+    def _on(self, place: Place) -> Planner:
+        return self._planner.on(place.device, place.count)
+
+    def _bytes(self, count: int) -> float:
+        """Return those of a request on so many devices."""
         if count not in self._request_bytes:
-            asked = planner.question
-            num_bytes = kv_bytes(planner.model, asked, asked.prompt + asked.output)
-            self._request_bytes[count] = num_bytes
-        return _OnPlace(planner, self._works, self._request_bytes[count])
-
-
-class _OnPlace:
-    """The times of a model that has a whole place; `works` has what its steps have to do."""
-
-    def __init__(self, planner: Planner, works: dict[int, Work], request_bytes: float) -> None:
-        self._planner, self._works = planner, works
-        self.request_bytes = request_bytes
-        self.prefill_s = self._least_s(0)
-        self._steps_s: dict[int, float] = {}
-
-    def request_s(self, streams: int) -> float:
-        """Return the time of the place that a request takes, prefill and decode."""
-        if streams not in self._steps_s:
-            self._steps_s[streams] = self._least_s(streams)
-        return self.prefill_s + self._planner.question.output * self._steps_s[streams] / streams
-
-    def tpot_s(self, streams: int) -> float:
-        """Return the time of a token while others' prompts are computed in between."""
-        return self.request_s(streams) * streams / self._planner.question.output
-
-    def _least_s(self, streams: int) -> float:
-        """Return the time of a decode step, or of a prompt for 0 streams."""
-        if streams not in self._works:
-            self._works[streams] = self._planner.work(streams)
-        return self._planner.roofline.least_s(self._works[streams])
+            asked = replace(self._planner.question, count=count)
+            num_tokens = asked.prompt + asked.output
+            self._request_bytes[count] = kv_bytes(self._planner.model, asked, num_tokens)
+        return self._request_bytes[count]

@@ -6,7 +6,7 @@ from collections import Counter
 from copy import copy
 from math import ceil
 from operator import add
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from twostroke.program.batch import DecodeRun
 from twostroke.program.work import StepCost, each_sampled_row, once_if_sampled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -73,12 +73,14 @@ class OpTime(Frozen):
 
 
 class Work(Frozen):
-    """What a step has to do, by kind of operation; `flops` and `bytes` are of all of a kind."""
+    """What steps have to do, by kind of operation; all operations of a kind count together.
 
-    labels: tuple[str, ...]
+    `flops` and `bytes`: (steps, kinds); `num_rows`: (steps,).
+    """
+
     flops: NDArray[np.float64]
     bytes: NDArray[np.float64]
-    num_rows: int
+    num_rows: NDArray[np.int64]
 
 
 class StepTime(Frozen):
@@ -203,27 +205,20 @@ class Roofline:
         }
         return StepTime(ops, least.moving_s, factors.rest_s, factors.nearest)
 
+    def work(self, batches: Sequence[BatchShape]) -> Work:
+        """Return what steps have to do, which is the same on all devices, copies left out."""
+        costs = [[self._costs[key].flops_and_bytes(one) for key in self._ops] for one in batches]
+        times = np.array(list(self._ops.values()), dtype=float)
+        flops, moved = np.moveaxis(np.array(costs, dtype=float), -1, 0)
+        return Work(times * flops, times * moved, np.array([one.num_rows for one in batches]))
+
     def least(self, batch: BatchShape) -> StepTime:
         """Return the least time of a step."""
-        return self.least_of(self.work(batch))
-
-    def work(self, batch: BatchShape) -> Work:
-        """Return what a step has to do, which is the same on all devices, copies left out."""
-        costs = [self._costs[key].of(batch) for key in self._ops]
-        times = np.array(list(self._ops.values()), dtype=float)
-        return Work(
-            labels=tuple(label for label, *_ in self._ops),
-            flops=times * [cost.flops for cost in costs],
-            bytes=times * [cost.bytes for cost in costs],
-            num_rows=batch.num_rows,
-        )
-
-    def least_of(self, work: Work) -> StepTime:
-        """Return the least time of a step that has this to do."""
+        work = self.work([batch])
         found: dict[str, OpTime] = {}
-        moved = work.bytes * self._copies
-        columns = (work.flops, moved, work.flops / self.peak, moved / self.bandwidth)
-        for label, *values in zip(work.labels, *(part.tolist() for part in columns), strict=True):
+        moved = work.bytes[0] * self._copies
+        columns = (work.flops[0], moved, work.flops[0] / self.peak, moved / self.bandwidth)
+        for (label, *_), *values in zip(self._ops, *map(np.ndarray.tolist, columns), strict=True):
             flops, read, computing_s, reading_s = values
             bound = "arithmetic" if computing_s > reading_s else "memory"
             seconds = max(computing_s, reading_s)
@@ -234,13 +229,13 @@ class Roofline:
                 before.bytes + read,
                 bound if seconds > before.seconds else before.bound,
             )
-        return StepTime(found, self._moving_s(work.num_rows))
+        return StepTime(found, self._moving_s(batch.num_rows))
 
-    def least_s(self, work: Work) -> float:
-        """Return the seconds of `least_of`, for searches that need nothing else of it."""
+    def least_s(self, work: Work) -> NDArray[np.float64]:
+        """Return the least seconds of each step, for searches that need nothing else: (steps,)."""
         moved = work.bytes * self._copies
         times_s = np.maximum(work.flops / self.peak, moved / self.bandwidth)
-        return float(times_s.sum()) + self._moving_s(work.num_rows)
+        return np.asarray(times_s.sum(axis=1) + self._moving_s(work.num_rows))
 
     def totals(self, batch: BatchShape) -> Totals:
         """Return what `step` does in all; quick for many steps.
@@ -280,7 +275,7 @@ class Roofline:
             flops, moved = flops + times * its_flops, moved + times * its_bytes
         return Totals(seconds, flops, moved)
 
-    def _moving_s(self, num_rows: int) -> float:
+    def _moving_s(self, num_rows: Any) -> Any:
         """Return the time of two all-reduces in each layer, in a ring."""
         if self._count == 1 or self.link is None:
             return 0.0
