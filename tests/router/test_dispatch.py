@@ -228,3 +228,7 @@ def test_a_turn_of_a_conversation_begins_as_the_one_before() -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": 3, "model": [1]}', b"\xff"])
 def test_a_body_that_is_wrong_is_the_replicas_to_refuse(body: bytes) -> None:
     assert read_prompt(body, b"salt").model == ""
+
+
+def test_a_models_name_that_is_remembered_is_short() -> None:
+    assert len(read_prompt(b'{"model":"%s"}' % (b"x" * 1_000_000), b"").model) == 1024

@@ -18,6 +18,7 @@ _NUM_SHORT: Final = 4
 _PARTS: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
 _TOKEN_BYTES: Final = 4  # about as many as a token of English has
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+_MOST_NAME: Final = 1024  # of a model's name, which the fleet remembers: longer ones are of none
 _MOST_TOKENS: Final = 1 << 40  # of one request: more would not fit a bucket's arithmetic
 _LIST: Final = re.compile(rb'\[\s*(["\[])')
 _NONE: Final = Raw()
@@ -91,7 +92,7 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
         found = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError):
         return Prompt(Asked((), len(body), _hash(salt)), num_tokens)
-    model = _text(found.model)
+    model = _text(found.model)[:_MOST_NAME]
     salt += model.encode()
     # A conversation grows at the end of a list or a text: what closes these does not count.
     text = b"".join([bytes(getattr(found, name)).rstrip(b']"') for name in _PARTS])
