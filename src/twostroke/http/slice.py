@@ -22,7 +22,12 @@ def run_at_once() -> bool:
     share of the time stays the same.
     """
     number = _SET_ATTR.get(platform.machine())
-    if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if sys.platform != "linux" or number is None:
+        return False
+    try:
+        if os.sched_getscheduler(0) != os.SCHED_OTHER:
+            return False
+    except OSError:  # musl has none, and containers may forbid it
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     if nice < 0:  # which children would lose

@@ -59,6 +59,16 @@ def test_a_thread_gets_short_slices_and_its_children_do_not() -> None:
     assert of_child == before
 
 
+def test_a_system_that_does_not_say_its_policy_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(_thread: int) -> int:
+        raise OSError
+
+    monkeypatch.setattr(os, "sched_getscheduler", forbidden)
+    assert not run_at_once()
+
+
 def test_a_server_asks_for_them(server: LiveServer) -> None:
     assert server.http.get("/health").is_success
     threads = [int(one.name) for one in Path("/proc/self/task").iterdir()]
