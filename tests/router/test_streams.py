@@ -13,6 +13,7 @@ import httpx
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
 from support.servers import wait_for
+from twostroke.http.limits import Limits
 from twostroke.router.upstream import Address, Connection, Pool
 
 _CHAT = "/v1/chat/completions"
@@ -42,6 +43,32 @@ def test_a_reader_that_does_not_read_holds_its_replica_back(fakes: Loop) -> None
         sent = num_sent[0]
         time.sleep(0.3)
         assert num_sent[0] == sent < 30_000_000
+
+
+def test_a_reader_that_never_reads_is_cut_off(fakes: Loop) -> None:
+    replica, ends = fakes.start(FakeReplica()), list[str]()
+
+    async def much(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        try:
+            while True:
+                await exchange.chunk(b"data: " + b"x" * 100_000 + b"\n\n")
+        except ConnectionError:
+            ends.append(exchange.path)
+
+    replica.behaviour = much
+    with (
+        live_router(replica.url, limits=Limits(reader_timeout_s=0.2)) as router,
+        socket.create_connection(("127.0.0.1", int(router.url.rpartition(":")[2]))) as client,
+    ):
+        head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: 2\r\n\r\n{{}}".encode())
+        wait_for(lambda: router.router.num_running == 1)
+        wait_for(lambda: router.router.num_running == 0)
+        wait_for(lambda: ends == [_CHAT])
+        received = b"".join(iter(lambda: client.recv(1 << 20), b""))
+    assert received.startswith(b"HTTP/1.1 200")
+    assert not received.endswith(b"0\r\n\r\n")
 
 
 def test_events_stay_whole_and_in_order_for_a_reader_that_pauses(fakes: Loop) -> None:
