@@ -7,6 +7,7 @@ a run beside others says nothing. Only the standard library is used here.
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def busy_s() -> float:
 def family_s(pid: int) -> float:
     """Return the processor seconds of a process and of all below it that still run."""
     return sum(map(process_s, (pid, *descendants(pid))))
+
+
+def family_bytes(pid: int) -> int:
+    """Return the memory of a process and of all below it; what several share counts once."""
+    rollups = (Path(f"/proc/{one}/smaps_rollup") for one in (pid, *descendants(pid)))
+    shares = (re.search(r"^Pss: *(\d+) kB", path.read_text(), re.MULTILINE) for path in rollups)
+    return sum(1024 * int(share[1]) for share in shares if share is not None)
 
 
 def descendants(pid: int) -> list[int]:

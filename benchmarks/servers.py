@@ -34,6 +34,11 @@ class Server:
     """A server's process at a free port of this machine; ended when the stack is left.
 
     Its standard input is a pipe that ends with this process, however that ends.
+
+    Attributes:
+        port: where it listens.
+        pid: its process, which may have others below it.
+        ready_s: how long it took until it was healthy.
     """
 
     def __init__(
@@ -53,12 +58,13 @@ class Server:
             )
         stack.callback(_end, process)
         self.pid = process.pid
-        deadline = time.monotonic() + _READY_WITHIN_S
+        deadline = (began_s := time.monotonic()) + _READY_WITHIN_S
         while not _is_healthy(self.port):
             if process.poll() is not None or time.monotonic() > deadline:
                 said = log.read_text(errors="replace")[-1000:]
                 raise SystemExit(f"{name} did not get ready; the end of its log:\n{said}")
-            time.sleep(0.1)
+            time.sleep(0.02)
+        self.ready_s = time.monotonic() - began_s
 
 
 def free_port() -> int:

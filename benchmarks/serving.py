@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import environments
 from goals import SMOLLM2
 from pipe import Worker, WorkerError
-from quiet import MAX_SHARE, Watch, family_s
+from quiet import MAX_SHARE, Watch, family_bytes, family_s
 from records import Entry, Record, keep
 from report import caption, machine_facts, note, positive, save, spread, table
 from servers import MODEL_NAME, Server, our_command
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parent
 _OURS, _BARE, _LLAMA = "Twostroke", "bare engine", "llama-server"
+_ONE = f"{_OURS}, one process"
 _TRIALS = 2  # rounds after which a way with
 _BEHIND = 0.85  # of the best rate of its server's ways, or less: left out
+_STARTS = 5  # of each kind of our server, in turns
 
 
 def main() -> None:
@@ -44,6 +46,7 @@ def main() -> None:
         folder = Path(place)
         clients = Worker("clients", [sys.executable, str(_HERE / "load.py")], folder / "load.log")
         stack.callback(clients.close)
+        starts = _time_starts(given, folder) if given.in_process else {}
         targets = list(_start(given, folder, clients, stack))
         for number in range(given.rounds + 1):
             note(f"Round {number} of {given.rounds}" if number else "Warming up")
@@ -52,9 +55,14 @@ def main() -> None:
             for target in targets:
                 if not _is_behind(target, targets):
                     target.run(job, given.clients, given.tokens, counts=number > 0)
+        memory = {t.key: family_bytes(t.pid) for t in targets if t.name.startswith(_OURS)}
     result = {**machine_facts(), "model": given.model, "runs": {t.key: t.runs for t in targets}}
     keep(_record(given, targets))
-    save("serve", result, _text(given, targets))
+    save(
+        "serve",
+        result | {"starts_s": starts, "bytes": memory},
+        _text(given, targets, memory, starts),
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -122,6 +130,18 @@ def _is_behind(target: Target, targets: list[Target]) -> bool:
     return median(target.values("tokens_per_s")) <= _BEHIND * max(rates)
 
 
+def _time_starts(given: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    """Start our server with an engine in a process of its own, and in one, in turns."""
+    ours = our_command(given.model, given.threads)
+    kinds = {_OURS: ours, _ONE: (*ours, "--in-process")}
+    taken_s: dict[str, list[float]] = {key: [] for key in kinds}
+    for _ in range(_STARTS):
+        for key, command in kinds.items():
+            with contextlib.ExitStack() as stack:
+                taken_s[key].append(Server("a server", command, folder, stack).ready_s)
+    return taken_s
+
+
 def _start(
     given: argparse.Namespace, folder: Path, clients: Worker, stack: contextlib.ExitStack
 ) -> Iterator[Target]:
@@ -139,7 +159,7 @@ def _start(
     yield Target(_OURS, "", clients, server.pid, server.port)
     if given.in_process:
         server = Server(f"{_OURS}-one", (*ours, "--in-process"), folder, stack)
-        yield Target(f"{_OURS}, one process", "", clients, server.pid, server.port)
+        yield Target(_ONE, "", clients, server.pid, server.port)
     if given.without_llama:
         return
     program = environments.llama_programs(given.llama_programs) / "llama-server"
@@ -180,7 +200,12 @@ def _record(given: argparse.Namespace, targets: list[Target]) -> Record:
     )
 
 
-def _text(given: argparse.Namespace, targets: list[Target]) -> str:
+def _text(
+    given: argparse.Namespace,
+    targets: list[Target],
+    memory: dict[str, int],
+    starts: dict[str, list[float]],
+) -> str:
     header = (
         f"{given.clients} clients, {given.prompt_tokens} in, {given.tokens} out", "tokens/s",
         "TTFT p50", "TTFT p95", "ITL p50", "ITL p95", "clients' processor time", "disturbed runs",
@@ -200,6 +225,8 @@ def _text(given: argparse.Namespace, targets: list[Target]) -> str:
     about = [f"The server gives {rates[_OURS] / rates[_BARE]:.1%} of the bare engine's tokens."]
     if best := max((rate for key, rate in rates.items() if key.startswith(_LLAMA)), default=0):
         about.append(f"It gives {rates[_OURS] / best:.2f} times those of llama-server.")
+    about += [f"{key} takes {size / 1e6:,.0f} MB after this." for key, size in memory.items()]
+    about += [f"{key} is ready after {spread(taken, 2)} s." for key, taken in starts.items()]
     facts = caption(machine_facts(), given.model, f"{given.rounds} rounds")
     return "\n".join(["## Through the server", "", table(header, lines), "", *about, "", facts])
 
