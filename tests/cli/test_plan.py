@@ -99,13 +99,18 @@ def test_what_cannot_be_has_an_exit_code_of_its_own(cli, config):
 
 def test_a_model_that_does_not_fit_prints_nothing_but_the_error(cli, config, tmp_path):
     path = tmp_path / "plan.svg"
-    given = ("plan", config, "--on", "L4", "--prompt", "200000", "--plot", str(path))
-    ran = cli(*given)
-    assert (ran.code, ran.out, ran.err.count("\n")) == (9, "", 1)
-    assert "It does not fit" in ran.err
-    assert not path.exists()
-    ran = cli(*given, "--json")
-    assert json.loads(ran.out)["verdict"] in ran.err
+    for more, reason in (
+        (("--prompt", "200000"), "It does not fit"),
+        (("--streams", "5000"), "5000 streams do not fit"),
+        (("--streams", "8", "--token-budget", "9"), "At most 1 of 8 streams can decode at once"),
+    ):
+        given = ("plan", config, "--on", "L4", *more, "--plot", str(path))
+        ran = cli(*given)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (9, "", 1)
+        assert reason in ran.err
+        assert not path.exists()
+        ran = cli(*given, "--json")
+        assert json.loads(ran.out)["verdict"] in ran.err
 
 
 def test_small_times_keep_their_digits(cli, tiny):

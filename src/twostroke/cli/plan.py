@@ -137,12 +137,11 @@ def command(
         found = planner.this_machine(num_threads)
         known = None if shares else _known(planned, num_threads)
     plan = planner.make_plan(planned.as_(weights) if weights else planned, found, question, known)
-    fits = plan.memory.most_streams != 0
-    if fits and (plot is not None or html is not None):
+    if plan.fits and (plot is not None or html is not None):
         _draw(plan, plot, html)
     if as_json:
         click.echo(msgspec.json.encode(plan).decode())
-    elif fits:
+    elif plan.fits:
         _show(plan, _simulation(plan, model, device), explained=explained)
     if plan.chosen is None:
         raise UnreachableError(plan.verdict)

@@ -105,6 +105,11 @@ class Plan(Frozen):
     steps: tuple[str, ...]
     calibrated: Calibrated | None = None
 
+    @property
+    def fits(self) -> bool:
+        """Whether a request, and as many streams as are asked, can be at work at once."""
+        return self.memory.most_streams != 0 and self.shown >= (self.question.streams or 1)
+
 
 def make_plan(
     model: PlannedModel,
