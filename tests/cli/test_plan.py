@@ -76,6 +76,7 @@ def test_wrong_options_are_named_as_they_are_written(cli, config):
     for given, reason in (
         (("--on", "H100-SXN"), "--on must be one of here, "),
         (("--tpot", "-1"), "--tpot must be greater than 0 and at most 1,000,000,000, got -1."),
+        (("--mfu", "1e-300"), "--mfu must be from 0.001 to 1, got 1e-300."),
         (("--devices", "0"), "--devices must be from 1 to 1,024, got 0."),
         (("--weights", "int9"), "int8"),
     ):

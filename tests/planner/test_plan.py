@@ -264,8 +264,10 @@ def test_devices_come_from_the_table_or_a_file(tmp_path):
 def test_bad_questions_and_models_are_refused(tmp_path):
     for field, value in (
         ("prompt", 0),
+        ("prompt", 1.5),
         ("cached", 1.0),
         ("mfu", 1.5),
+        ("mbu", 1e-300),
         ("tpot_s", -1),
         ("count", 0),
     ):

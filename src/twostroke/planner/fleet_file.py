@@ -12,7 +12,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
 from twostroke.core.yaml_file import YamlFile, steps
 from twostroke.planner.devices import find_device
-from twostroke.planner.question import Question, usual_budget
+from twostroke.planner.question import LEAST_SHARE, Question, usual_budget
 from twostroke.program.storage import WEIGHTS
 
 _NEEDS = "Fleet files need the packages highspy and pyyaml: run pip install 'twostroke[plan]'."
@@ -112,7 +112,8 @@ class FleetQuestion(Frozen, forbid_unknown_fields=True, kw_only=True):
         """Refuse what is out of range."""
         if not self.models:
             raise UsageError("must name at least one model.", field="models")
-        check_range(self, "mfu", "mbu", "utilization", "memory_share", most=1)
+        check_range(self, "mfu", "mbu", least=LEAST_SHARE, most=1)
+        check_range(self, "utilization", "memory_share", most=1)
         check_range(self, "most_devices", least=1, most=64)
         check_range(self, "token_budget", least=1, most=1 << 27)
         check_range(self, "budget", most=1e12)

@@ -10,6 +10,7 @@ from twostroke.core.ranges import check_range
 
 MEMORY_SHARE = 0.9  # of a device's memory; the rest is for values of a step and the runtime
 MAX_DEVICES = 1024
+LEAST_SHARE = 0.001  # of arithmetic and bandwidth: any engine reaches more
 _BUDGET_ELSEWHERE = 2048  # tokens of a step on devices other than this machine
 MOST_UNASKED = 256  # streams without an objective of TPOT: as many as an engine runs by default
 
@@ -48,12 +49,16 @@ class Question(Frozen):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
+        for field in ("prompt", "output", "token_budget", "count", "streams"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise UsageError(f"must be a whole number, got {value!r}.", field=field)
         check_range(self, "prompt", "output", "token_budget", least=1, most=1 << 27)
         check_range(self, "count", least=1, most=MAX_DEVICES)
         check_range(self, "streams", least=1, most=1 << 20)
         if not 0 <= self.cached < 1:
             raise UsageError(f"must be at least 0 and below 1, got {self.cached}.", field="cached")
-        check_range(self, "mfu", "mbu", most=1)
+        check_range(self, "mfu", "mbu", least=LEAST_SHARE, most=1)
         check_range(self, "ttft_s", "tpot_s", "usd_per_hour", most=1e9)
         if self.kv_format not in FORMATS:
             reason = f"must be one of {', '.join(FORMATS)}, got '{{value}}'."
