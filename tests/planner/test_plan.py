@@ -259,6 +259,13 @@ def test_devices_come_from_the_table_or_a_file(tmp_path):
             path.write_text(f"{head}{name} = {value}\n")
             with pytest.raises(UsageError, match=rf"mine.toml, line 4: {name} must be greater"):
                 find_device(str(path))
+    for text, words in (
+        (head.replace("mine", " "), "mine.toml, line 1: name must not be empty"),
+        (f'{head}"memory_gb" = 0\n', "mine.toml, line 4: memory_gb must be greater"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            find_device(str(path))
 
 
 def test_bad_questions_and_models_are_refused(tmp_path):

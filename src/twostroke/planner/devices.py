@@ -73,6 +73,8 @@ class _Row(Frozen, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse what no device has."""
+        if not self.name.strip():
+            raise UsageError("must not be empty.", field="name")
         check_range(self, "bandwidth_gb_s", "memory_gb", "link_gb_s", "tdp_w", most=1e9)
         check_range(self, *_RATES.values(), "usd_per_hour", most=1e9)
 
@@ -156,7 +158,7 @@ def _read(path: Path) -> Device:
         text = read_small_file(path).decode()
         return msgspec.convert(tomllib.loads(text), _Row).device()
     except UsageError as error:  # of __post_init__
-        keys = [line.partition("=")[0].strip() for line in text.splitlines()]
+        keys = [line.partition("=")[0].strip(" \t\"'") for line in text.splitlines()]
         line = keys.index(error.field or "") + 1
         raise UsageError(f"{path.name}, line {line}: {error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
