@@ -178,7 +178,7 @@ def compare(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
 def _replica(case: Case) -> Replica:
     """Return one replica with all of its devices' time, busy for the share that is allowed."""
     device, asked = case.device, case.question
-    usd = asked.usd_per_hour or device.usd_per_hour
+    usd = asked.price_of(device)
     if usd is None:
         reason = "The table has no price for {value}: give one."
         raise UsageError(reason, field="usd_per_hour", value=device.name)
@@ -216,7 +216,7 @@ def _hosted(case: Case, replica: Replica) -> Costs:
             one + more + (1 if add_all or hour < rest else 0) for hour, one in enumerate(needed)
         ]
     running = tuple(one + hosting.spare for one in needed)
-    usd = case.question.usd_per_hour or case.device.usd_per_hour or 0.0
+    usd = case.question.price_of(case.device) or 0.0
     full = each / hosting.utilization * sum(running)
     return Costs(
         devices_usd=sum(running) * case.question.count * usd * DAYS,
@@ -314,7 +314,7 @@ def _asked(field: str) -> Callable[[Case, float], Case]:
 
 
 def _device_price(case: Case, factor: float) -> Case:
-    usd = (case.question.usd_per_hour or case.device.usd_per_hour or 0.0) * factor
+    usd = (case.question.price_of(case.device) or 0.0) * factor
     return replace(case, question=replace(case.question, usd_per_hour=usd))
 
 

@@ -158,7 +158,7 @@ class Planner:
     @property
     def usd_per_hour(self) -> float | None:
         """The price of all devices."""
-        one = self.question.usd_per_hour or self.device.usd_per_hour
+        one = self.question.price_of(self.device)
         return None if one is None else one * self.question.count
 
     @property

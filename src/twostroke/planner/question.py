@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from twostroke.cache import FORMATS
 from twostroke.core.config import BatchOptions
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
+
+if TYPE_CHECKING:
+    from twostroke.planner.devices import Device
 
 MEMORY_SHARE = 0.9  # of a device's memory; the rest is for values of a step and the runtime
 MAX_DEVICES = 1024
@@ -88,6 +93,10 @@ class Question(Frozen):
     def chunk(self, others: int) -> int | None:
         """Return the most tokens of a prompt in a step that gives `others` a token each."""
         return None if self.token_budget is None else max(1, self.token_budget - others)
+
+    def price_of(self, device: Device) -> float | None:
+        """Return $ an hour of a device: as asked, or that of the table."""
+        return device.usd_per_hour if self.usd_per_hour is None else self.usd_per_hour
 
     @property
     def mean_context(self) -> int:

@@ -199,7 +199,7 @@ def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> 
         raise UsageError(f"Every request is refused; {refusal}")
     report = make_report(logs, objectives)
     busy_s, asked = sum(one.busy_s for one in replicas), setup.question
-    usd = asked.usd_per_hour or setup.device.usd_per_hour
+    usd = asked.price_of(setup.device)
     hour = None if usd is None else usd * asked.count * setup.replicas
     return Simulation(
         report=report,
