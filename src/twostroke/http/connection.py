@@ -53,6 +53,7 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._most, self._idle = most, idle
         self._header_timeout_s = limits.header_timeout_s
+        self._reader_timeout_s = limits.reader_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._body: BodyReader | None = None  # of the newest request
         self._is_stopping = is_draining()
@@ -153,10 +154,23 @@ class Connection(H11Protocol):
                 has_body = scope["method"] != "HEAD" and message["status"] not in {204, 304}
                 is_new = scope["http_version"] == "1.1"  # before, the end of the connection ends it
                 is_chunked = has_body and is_new and b"content-length" not in names
+            await self._wait_for_reader()
             await send(message)
 
         scope["extensions"][WRITE] = write_piece
         return write
+
+    async def _wait_for_reader(self) -> None:
+        """Wait until there is room for more; cut off a client that reads nothing for too long."""
+        num_left = self.transport.get_write_buffer_size()
+        while self.flow.write_paused and not self.transport.is_closing():
+            try:
+                async with asyncio.timeout(self._reader_timeout_s):
+                    await self.flow.drain()
+            except TimeoutError:
+                if self.transport.get_write_buffer_size() == num_left:
+                    self.transport.abort()
+            num_left = self.transport.get_write_buffer_size()
 
     def _is_asked(self) -> bool:
         return bool(self.conn.they_are_waiting_for_100_continue)

@@ -52,6 +52,10 @@ class Gathering(asyncio.Transport):
         self.flush()
         self._transport.abort()
 
+    def get_write_buffer_size(self) -> int:
+        """Return how many bytes are not sent yet."""
+        return self._num_bytes + self._transport.get_write_buffer_size()
+
     def resume_reading(self) -> None:
         """Read on."""
         self._transport.resume_reading()

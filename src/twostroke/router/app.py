@@ -134,7 +134,6 @@ class Router:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the replica that suits it."""
         path, method, request = scope["path"], scope["method"], Request(scope, receive)
-        options = self.options
         is_kept = any(path == one or path.startswith(f"{one}/") for one in TENANTS)
         if self._keeps_usage and is_kept and method == "POST":
             raise BatchPathError(NO_BATCHES)
@@ -144,11 +143,11 @@ class Router:
         salt = _salt(scope)
         home = self._home(salt) if is_kept else None
         if path in COMPUTED and method == "POST":
-            data = await read_json(request, options.limits)
+            data = await read_json(request, self.options.limits)
             prompt = read_prompt(data, salt)
             meter = self._admit(prompt, scope)
-            model = prompt.model
-            errand = Errand(scope, receive, send, data, options, meter=meter, model=model)
+            key = self.options.replica_key
+            errand = Errand(scope, receive, send, data, key, meter=meter, model=prompt.model)
             if prompt.previous:
                 place = self._storing(prompt.previous, scope)
                 work: Any = self._at(errand, place)
@@ -160,8 +159,8 @@ class Router:
         body = await self._body(request)
         prompt = read_prompt(body if isinstance(body, bytes) else b"", salt)
         meter = self._admit(prompt, scope) if method == "POST" else None
-        _, _, model = path.partition("/v1/models/")
-        errand = Errand(scope, receive, send, body, options, meter=meter, model=model)
+        key, (_, _, model) = self.options.replica_key, path.partition("/v1/models/")
+        errand = Errand(scope, receive, send, body, key, meter=meter, model=model)
         errand.is_safe = method in {"GET", "HEAD"}
         if stored is not None:
             work = self._at(errand, self._storing(stored[1], scope))

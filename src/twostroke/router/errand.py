@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Final
 
-from twostroke.http.disconnect import drop
-from twostroke.http.errors import ClientGoneError
 from twostroke.http.served import served_of
 from twostroke.http.tenants.telling import USAGE_HEADER
 from twostroke.router.credentials import CREDENTIALS, credentials
@@ -16,12 +13,11 @@ from twostroke.router.upstream import request_head
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
     from twostroke.http.served import ServedRequest
     from twostroke.router.fleet import Replica
     from twostroke.router.meter import Meter
-    from twostroke.router.options import RouteOptions
     from twostroke.router.upstream import Connection
 
     Headers = list[tuple[bytes, bytes]]
@@ -50,15 +46,14 @@ class Errand:
         receive: Receive,
         send: Send,
         body: bytes | AsyncIterator[bytes],
-        options: RouteOptions,
+        replica_key: str | None = None,
         *,
         meter: Meter | None = None,
         model: str = "",
     ) -> None:
-        """Pass on the request of a scope; the options' key is shown in place of the client's."""
-        self.replica_key = options.replica_key
-        self.scope, self.receive, self.body = scope, receive, body
-        self._send, self._reader_timeout_s = send, options.limits.reader_timeout_s
+        """Pass on the request of a scope; `replica_key` is shown in place of the client's."""
+        self.replica_key = replica_key
+        self.scope, self.receive, self.send, self.body = scope, receive, send, body
         self.meter, self.model = meter, model
         self.passage = Passage(meter)
         self.served: ServedRequest = served_of(scope)
@@ -70,19 +65,6 @@ class Errand:
         self.is_gone = False  # the client
         self.media_type = b""  # of the response
         self.asks_usage = False  # in the body, for the client, which does not
-
-    async def send(self, message: Message) -> None:
-        """Send a part of the response.
-
-        Raises:
-            ClientGoneError: the client read nothing for too long, and is cut off.
-        """
-        try:
-            async with asyncio.timeout(self._reader_timeout_s):
-                await self._send(message)
-        except TimeoutError:
-            await drop(self.scope)
-            raise ClientGoneError("The client does not read its response.") from None
 
     def request_to(self, replica: Replica) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
         """Return the head and the body of the request to a replica."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import pytest
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+_LIMITS = Limits()
+
 
 class Direct(Gathering):
     """Gathers nothing."""
@@ -72,13 +74,24 @@ def requests(rng: random.Random) -> bytes:
     return whole
 
 
-async def received(app: ASGIApp, sent: bytes, rng: random.Random, *, is_all: bool = False) -> bytes:
-    """Return what a client gets for `sent`; with `is_all` it says that nothing follows."""
+async def received(
+    app: ASGIApp,
+    sent: bytes,
+    rng: random.Random,
+    *,
+    is_all: bool = False,
+    limits: Limits = _LIMITS,
+    pause_s: float = 0.0,
+) -> bytes:
+    """Return what a client gets for `sent`; with `is_all` it says that nothing follows.
+
+    It pauses now and then; with `pause_s`, for so long after each 20 KB.
+    """
     loop, ours = asyncio.get_running_loop(), socket.socketpair()
     ours[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # so that writers have to wait
     config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
     make = partial(
-        connection.Connection, config, ServerState(), {}, loop, limits=Limits(),
+        connection.Connection, config, ServerState(), {}, loop, limits=limits,
         is_draining=lambda: False, most=10, idle={},
     )  # fmt: skip
     reader, writer = await asyncio.open_connection(sock=ours[1], limit=4096)
@@ -89,7 +102,9 @@ async def received(app: ASGIApp, sent: bytes, rng: random.Random, *, is_all: boo
     got = b""
     while piece := await reader.read(rng.choice((100, 5000, 100_000))):
         got += piece
-        if rng.random() < 0.1:
+        if pause_s and len(got) // 20_000 > (len(got) - len(piece)) // 20_000:
+            await asyncio.sleep(pause_s)
+        elif rng.random() < 0.1:
             await asyncio.sleep(0.001)
     writer.close()
     return got
@@ -122,3 +137,16 @@ def test_a_client_that_says_that_nothing_follows_gets_its_response() -> None:
     got = asyncio.run(received(answer, sent, rng, is_all=True))
     assert got.startswith(b"HTTP/1.1 200")
     assert got.endswith(b"5\r\nwhole\r\n0\r\n\r\n")
+
+
+def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
+    async def answer(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(250_000), "more_body": True})
+        await send({"type": "http.response.body", "body": b"end", "more_body": False})
+
+    sent, rng = b"GET / HTTP/1.1\r\nconnection: close\r\nhost: a\r\n\r\n", random.Random(1)
+    limits = Limits(reader_timeout_s=0.6)
+    got = asyncio.run(received(answer, sent, rng, limits=limits, pause_s=0.1))
+    assert len(got) > 250_000
+    assert got.endswith(b"3\r\nend\r\n0\r\n\r\n")
