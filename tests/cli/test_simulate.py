@@ -28,6 +28,12 @@ def test_a_load_of_which_nothing_ends_in_time_is_reported(cli, config):
     ran = cli("simulate", config, "--on", "h100-sxm", "--rate", "2", "--requests", "3")
     assert ran.code == 0
     assert ran.out.splitlines()[-1].endswith(" per 1M output tokens.")
+    given = ("--on", "h100-sxm", "--rate", "400", "--requests", "100")
+    report = json.loads(cli("simulate", config, *given, "--json").out)["report"]
+    out = cli("simulate", config, *given).out
+    carried = report["num_completed"] / report["duration_s"]
+    assert f"all take {report['duration_s']:.3g} s, {carried:.3g} requests/s." in out
+    assert "0 requests/s of" not in out
 
 
 def test_json_and_a_record_hold_the_run(cli, config, tmp_path):

@@ -274,9 +274,13 @@ def _show(simulation: Simulation, objectives: Objectives) -> None:
 def _answer(simulation: Simulation, objectives: Objectives) -> Iterator[str]:
     report = simulation.report
     yield ""
+    rate = f"{report.requests_per_s:.3g} requests/s of {report.offered_per_s:.3g} that arrive"
+    if not report.requests_per_s:
+        completed, taken_s = report.num_completed, report.duration_s
+        rate = f"No request ends while others arrive, {report.offered_per_s:.3g} a second; all take"
+        rate += f" {taken_s:.3g} s, {completed / taken_s:.3g} requests/s. While they arrive"
     yield (
-        f"{report.requests_per_s:.3g} requests/s of {report.offered_per_s:.3g} that arrive, "
-        f"{report.output_per_s:,.0f} output and {report.input_per_s:,.0f} input tokens/s; "
+        f"{rate}, {report.output_per_s:,.0f} output and {report.input_per_s:,.0f} input tokens/s; "
         f"{report.concurrency:,.1f} requests at work, {report.output_per_user:,.1f} tokens/s each."
     )
     if report.is_growing:
