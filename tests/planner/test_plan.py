@@ -268,6 +268,20 @@ def test_devices_come_from_the_table_or_a_file(tmp_path):
             find_device(str(path))
 
 
+def test_sizes_that_a_configuration_leaves_out_are_named(tmp_path):
+    path = tmp_path / "bare" / "config.json"
+    path.parent.mkdir()
+    for text, words in (
+        ('{"model_type": "llama"}', "leaves out hidden_size, num_hidden_layers, num_attention_"),
+        ('{"model_type": "llama", "num_hidden_layers": 9}', "leaves out hidden_size, num_att"),
+    ):
+        path.write_text(text)
+        plan = make_plan(planned_model(str(path)).as_("fp8"), find_device("L4"), Question())
+        assert any(words in line for line in facts(plan))
+    whole = planned_model(write_config(tmp_path / "8b.json", "8B"))
+    assert make_plan(whole, find_device("L4"), Question()).assumed == ()
+
+
 def test_bad_questions_and_models_are_refused(tmp_path):
     for field, value in (
         ("prompt", 0),

@@ -7,6 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from twostroke.core.errors import ModelFormatError, UsageError, nearest
 from twostroke.core.files import read_json
 from twostroke.core.frozen import Frozen
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from twostroke.weights import LoadedModel
 
 
+_SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _MXFP4_BITS: Final = 4.25  # a scale of 8 bits for 32 weights
 
 
@@ -39,7 +42,8 @@ class PlannedModel(Frozen):
     """A model as a plan sees it.
 
     `weight_bytes` has the size of each weight in memory; `stored` says how they are stored.
-    `origin` is the model with its own weights, where these are others.
+    `origin` is the model with its own weights, where these are others. `assumed` are the sizes that
+    its configuration leaves out, so that they are those of transformers.
     """
 
     name: str
@@ -49,6 +53,7 @@ class PlannedModel(Frozen):
     arithmetic: str
     identity: str = ""  # of the weights, where they are here
     origin: PlannedModel | None = None
+    assumed: tuple[str, ...] = ()
 
     @property
     def num_weights(self) -> int:
@@ -82,7 +87,7 @@ class PlannedModel(Frozen):
         }
         origin = self.origin or (self if self.weight_bytes else None)
         given = self.name, self.program, stored, weights, how.arithmetic
-        return PlannedModel(*given, origin=origin)
+        return PlannedModel(*given, origin=origin, assumed=self.assumed)
 
 
 def planned_model(model: str) -> PlannedModel:
@@ -136,7 +141,8 @@ def _from_hub(name: HubName) -> PlannedModel:
 
 def _configured(name: str, program: Program, fields: Fields) -> PlannedModel:
     """Return a model of which only the configuration is known."""
-    model = PlannedModel(name, program, {}, "", "")
+    assumed = tuple(key for key in _SIZES if not fields.has(key))
+    model = PlannedModel(name, program, {}, "", "", assumed=assumed)
     quantization = fields.part("quantization_config")
     if quantization is None:
         return model.as_("bf16")
@@ -153,13 +159,13 @@ def _configured(name: str, program: Program, fields: Fields) -> PlannedModel:
             key: int(size * _MXFP4_BITS / 16) if key in experts else size
             for key, size in plain.weight_bytes.items()
         }
-        return PlannedModel(name, program, sizes, "experts mxfp4, bf16", "bf16")
+        return replace(plain, weight_bytes=sizes, stored="experts mxfp4, bf16")
     if method in {"gptq", "awq", "auto-round", "intel/auto-round"}:
         known = {4: "w4a16", 8: "int8"}
         bits = quantization.integer("bits", 16, default=4)
         if bits in known:
             return model.as_(known[bits])
-    return PlannedModel(name, program, plain.weight_bytes, f"bf16 in place of {method}", "bf16")
+    return replace(plain, stored=f"bf16 in place of {method}")
 
 
 def _tables(path: Path, name: str) -> list[tuple[int, int]] | None:

@@ -104,6 +104,7 @@ class Plan(Frozen):
     what_ifs: tuple[WhatIf, ...]
     steps: tuple[str, ...]
     calibrated: Calibrated | None = None
+    assumed: tuple[str, ...] = ()  # sizes that the model's configuration leaves out
 
     @property
     def fits(self) -> bool:
@@ -159,6 +160,7 @@ def make_plan(
         what_ifs=tuple(_what_ifs(planner, shown)),
         steps=tuple(explain(planner, memory, shown)),
         calibrated=_calibrated(planner, shown),
+        assumed=model.assumed,
     )
 
 

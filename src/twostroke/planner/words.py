@@ -58,6 +58,9 @@ def facts(plan: Plan) -> Iterator[str]:
         f"{milliseconds(plan.ttft_s)} ms ({plan.prefill_bottleneck}). Knee: {plan.knee:,.0f} "
         "streams."
     )
+    if plan.assumed:
+        keys = ", ".join(plan.assumed)
+        yield f"The configuration leaves out {keys}: transformers' defaults count."
     if plan.roof.usd_per_hour is not None:
         yield f"Price: {plan.roof.usd_per_hour:.4g} $ an hour, {plan.roof.price_source}."
     if (one := plan.calibrated) is not None:
