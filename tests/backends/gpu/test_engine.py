@@ -129,6 +129,15 @@ def test_what_the_backend_cannot_do_is_said_in_a_sentence(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: old)
     with pytest.raises(BackendError, match="T4 is an sm_75; the gpu backend needs sm_80"):
         device.find()
+    old.major, old.multi_processor_count = 9, 132  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(BackendError, match="Triton cannot start here: libcuda"):
+        device.find()
+    (tmp_path / "libcuda.so.1").touch()
+    monkeypatch.setattr("triton.knobs.nvidia.libcuda_path", str(tmp_path))
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(BackendError, match=r"its C code does not compile.* install gcc and"):
+        device.find()
 
 
 @pytest.mark.parametrize("windows", [(None,), (20,)])

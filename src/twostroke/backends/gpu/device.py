@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +93,7 @@ def find(wanted: str = "auto") -> Device:
 
     Raises:
         BackendError: no driver, or an old one; no PyTorch or Triton; no such device, or one that is
-            too old; a folder for compiled kernels that cannot be written.
+            too old; a folder for compiled kernels that cannot be written; no C compiler.
     """
     for package, module in (("PyTorch", "torch"), ("Triton", "triton")):
         if find_spec(module) is None:
@@ -119,7 +120,9 @@ def find(wanted: str = "auto") -> Device:
         reason = str(error).split(". ")[0].splitlines()[0]
         raise BackendError(f"The NVIDIA driver cannot be used: {reason}.") from None
     _prepare_cache()
-    return _device(wanted, count)
+    device = _device(wanted, count)
+    _start_triton()
+    return device
 
 
 def _device(wanted: str, count: int) -> Device:
@@ -155,3 +158,19 @@ def _prepare_cache() -> None:
         message = f"Compiled kernels cannot be kept in {folder}, which cannot be written"
         raise BackendError(f"{message}: set TWOSTROKE_CACHE to another folder.")
     triton.knobs.cache.dir = str(folder)
+
+
+def _start_triton() -> None:
+    """Let Triton build what launches kernels, which it does once, in C."""
+    import triton
+
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except subprocess.SubprocessError:
+        reason = "its C code does not compile"
+    except (RuntimeError, AssertionError, ImportError, OSError) as error:
+        reason = str(error).split("\n")[0].split(". ")[0]
+    else:
+        return
+    message = f"Triton cannot start here: {reason}. It needs libcuda, a C compiler and Python's"
+    raise BackendError(f"{message} headers: on Debian, install gcc and python3-dev.")
