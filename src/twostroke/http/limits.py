@@ -47,7 +47,7 @@ class Limits(Frozen):
         body_timeout_s: from the headers to the end of the body (408), also of a refused request.
         idle_timeout_s: how long a connection may stay open between two requests; longer than the
             timeouts of proxies (60 s is common), which otherwise meet closed connections.
-        reader_timeout_s: how long a stream may stay blocked because its client does not read.
+        reader_timeout_s: how long a response may wait for a client that reads nothing.
         max_unread: how many outputs a stream may be behind the engine.
         max_choices: prompts times n of one request.
         max_inputs: texts to embed of one request.
