@@ -72,7 +72,7 @@ def test_plots_say_what_they_show(visit: Visiting, server: Any) -> None:
     visit.page.wait_for_selector("text=objective of TPOT: 90")
     rows = visit.page.locator("section[aria-label='By number of streams'] tbody tr")
     assert visit.page.locator("tr.chosen").count() == 1
-    assert rows.count() >= 8
+    assert rows.count() >= 6  # as many streams as steps of the server hold
     visit.page.click("summary:has-text('Each formula')")
     assert "knee = " in visit.page.inner_text(".formulas")
 
