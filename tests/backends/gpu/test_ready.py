@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,17 +17,26 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 ROOT = Path(__file__).parents[3]
 
 
-def test_launches_find_the_kernels_that_were_compiled_together(tmp_path: Path) -> None:
-    """With Triton's compiler and its caches, and a driver that launches nothing."""
+def printed(script: str, cache: Path) -> Any:
+    """Return what a script prints, with Triton's compiler and a driver that launches nothing."""
     given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    given |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
-    command = [sys.executable, str(ROOT / "tests/gpu/ahead.py")]
-    starts = []
-    for _ in range(2):
-        ran = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
-        assert ran.returncode == 0, ran.stderr
-        starts.append(json.loads(ran.stdout))
-    first, later = starts
+    given |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
+    command = [sys.executable, str(ROOT / "tests/gpu" / script)]
+    ran = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_launches_find_the_kernels_that_were_compiled_together(tmp_path: Path) -> None:
+    first, later = printed("ahead.py", tmp_path), printed("ahead.py", tmp_path)
     both = {"variants": 4, "launches": 10, "launching": {}}
     assert first == both | {"ahead": {"compiled": 4}}
     assert later == both | {"ahead": {"found": 4}}
+
+
+def test_engines_do_on_a_gpu_what_they_do_in_the_interpreter(tmp_path: Path) -> None:
+    """Graphs, events, copies, steps in flight and times of launches, of PyTorch's own tensors."""
+    for engine in printed("engine.py", tmp_path):
+        assert engine.pop("ahead") > 30
+        assert engine.pop("launches") > 500
+        assert engine == {"captured": 22, "replays": 23}  # and nothing is compiled late
