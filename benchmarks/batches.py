@@ -32,6 +32,7 @@ from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
 from twostroke.core.config import ComputeOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
+from twostroke.engine.counters import TimedRows
 from twostroke.engine.llm import LLM
 from twostroke.engine.loading import build_tokenizer, load
 
@@ -217,7 +218,7 @@ class _Bench:
         url = f"http://127.0.0.1:{self._server.port}/api/state"
         with urllib.request.urlopen(url, timeout=60) as answer:
             steps = json.load(answer)["steps"][-10:]
-        return [seconds for _, _, _, seconds in steps]
+        return [TimedRows(*step).step_s for step in steps]
 
     def _end(self, batch: str) -> None:
         found = self._post(f"/{batch}/cancel", {})
