@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from twostroke.compress import choose
+from twostroke.compress import folder as folders
 from twostroke.compress import quantize as module
 from twostroke.compress.calibrate import own_pieces
 from twostroke.engine.loading import load
@@ -46,10 +48,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tiny: str, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in 4 bits, calibrated on `TEXT`."""
     out = tmp_path_factory.mktemp("small") / "small.gguf"
-    module.quantize(tiny, "q4_0", out, TEXT, NUM_TOKENS, lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWOSTROKE_CACHE", str(shared_cache))
+        module.quantize(tiny, "q4_0", out, TEXT, NUM_TOKENS, lambda _: None)
     assert [path.name for path in out.parent.iterdir()] == ["small.gguf"]
     return out
 
@@ -190,6 +194,45 @@ def test_nothing_is_named_that_cannot_pass(
         with monkeypatch.context() as patch:
             patch.setattr(module, stage, lambda *_: signal.raise_signal(signal.SIGINT))
             refused("x.gguf' was not written", 130)
+
+
+@pytest.mark.parametrize("target", ["q4_0", "w4a16"])
+def test_what_was_rounded_before_an_interruption_is_not_rounded_again(
+    cli: Callable[..., Ran],
+    tiny: str,
+    text: tuple[str, ...],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
+    where = choose if target == "q4_0" else folders
+    name = "round_matrix" if target == "q4_0" else "round_to"
+    rounding, calls = getattr(where, name), list[int]()
+
+    def counted(*given: object) -> object:
+        calls.append(len(calls))
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return rounding(*given)
+
+    monkeypatch.setattr(where, name, counted)
+    out = folder / ("x.gguf" if target == "q4_0" else "x")
+    ask = ("quantize", tiny, "--to", target, "--out", str(out), *text)
+    ran = cli(*ask)
+    assert ran.code == 130
+    assert "was not written. Run the same command to continue." in ran.err
+    assert not list(folder.iterdir())
+    again = cli(*ask)
+    assert again.code == 0, again.err
+    num_matrices = len(LAYER) * load(tiny).spec.num_layers
+    assert len(calls) == 5 + num_matrices - 4
+    whole = {key: tensor.data.tobytes() for key, tensor in load(str(out)).tensors.items()}
+    out.rename(out.with_name(f"old {out.name}"))
+    assert cli(*ask).code == 0
+    assert len(calls) == 1 + 2 * num_matrices  # what was kept is gone
+    assert whole == {key: tensor.data.tobytes() for key, tensor in load(str(out)).tensors.items()}
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from twostroke.quant.halves import HALVES
 from twostroke.train.options import DistillOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.oracle
@@ -105,6 +106,22 @@ def test_a_student_with_other_tokens_learns_the_text(tmp_path: Path) -> None:
     assert "held out: " in lines[-1]
 
 
+def stopping_after(*counts: int, steps: list[int] | None = None) -> Callable[..., None]:
+    """Return a step of training that is interrupted after each of so many calls."""
+    from twostroke.train import imitate
+
+    taken = [] if steps is None else steps
+    step = imitate.Imitator._step
+
+    def stop_soon(imitator: imitate.Imitator, batch: object) -> None:
+        step(imitator, batch)  # type: ignore[arg-type]
+        taken.append(imitator.descent.num_steps)
+        if len(taken) in counts:
+            raise KeyboardInterrupt
+
+    return stop_soon
+
+
 def test_it_goes_on_where_it_was_stopped(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,15 +129,7 @@ def test_it_goes_on_where_it_was_stopped(
     from twostroke.train import imitate
 
     steps: list[int] = []
-    step = imitate.Imitator._step
-
-    def stop_soon(imitator: imitate.Imitator, batch: object) -> None:
-        step(imitator, batch)  # type: ignore[arg-type]
-        steps.append(imitator.descent.num_steps)
-        if len(steps) in {3, 6}:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(imitate.Imitator, "_step", stop_soon)
+    monkeypatch.setattr(imitate.Imitator, "_step", stopping_after(3, 6, steps=steps))
     lines: list[str] = []
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt, match=r"student so far is in .*student\.gguf"):
@@ -151,8 +160,12 @@ def test_too_few_answers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "IQ4_NL"])
-def test_tuning_brings_a_rounded_model_nearer(tmp_path: Path, name: str) -> None:
+def test_tuning_brings_a_rounded_model_nearer(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twostroke.train import imitate
     from twostroke.train.answers import collect
+    from twostroke.train.checkpoint import load_checkpoint
     from twostroke.train.tune import tune
 
     path = write_tiny_gguf(tmp_path / "whole.gguf", tiny_of("llama", fmt="F32"))
@@ -165,7 +178,14 @@ def test_tuning_brings_a_rounded_model_nearer(tmp_path: Path, name: str) -> None
         for key, tensor in source.tensors.items()
     }
     lines: list[str] = []
-    tuned = tune(source, rounded, answers, 0.3, lines.append)
+    (stopped := tmp_path / "stopped").mkdir()
+    with monkeypatch.context() as patch:  # once, after some steps
+        patch.setattr(imitate.Imitator, "_step", stopping_after(4))
+        with pytest.raises(KeyboardInterrupt, match="the tuning so far was kept"):
+            tune(source, rounded, answers, 0.3, stopped, lines.append)
+    assert load_checkpoint(stopped, {"kind": "tuning"}).num_steps == 4  # type: ignore[union-attr]
+    lines.clear()
+    tuned = tune(source, rounded, answers, 0.3, stopped, lines.append)
     before, after = (float(line.split("KL ")[1].split()[0]) for line in (lines[0], lines[-1]))
     assert after < before
     assert "output_norm.weight" in tuned

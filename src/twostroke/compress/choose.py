@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.compress.allocate import Goal, within_kl, within_size
 from twostroke.compress.calibrate import own_pieces, text_pieces
+from twostroke.compress.kept import Kept
 from twostroke.compress.report import TextFacts
 from twostroke.compress.round import round_matrix
 from twostroke.compress.sensitivity import Trials, sensitivity_of
 from twostroke.compress.walk import round_products, watched
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.engine.loading import build_tokenizer
+from twostroke.quant import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,14 +31,17 @@ _AIM: Final = 0.9  # of it, in the next attempt
 
 
 class Calibration:
-    """The text that a model is calibrated on: of the user, or the model's own answers."""
+    """The text that a model is calibrated on: of the user, or the model's own answers.
+
+    `kept` has what was made of the model before.
+    """
 
     def __init__(
         self, source: LoadedModel, text: str | None, num_tokens: int, notice: Notice
     ) -> None:
         """Take what the text is made from; it is made when it is first needed."""
         self._source, self._given, self._num_tokens = source, text, num_tokens
-        self._notice = notice
+        self._notice, self.kept = notice, Kept(source)
         self.facts: TextFacts | None = None
 
     @cached_property
@@ -44,31 +49,37 @@ class Calibration:
         """The text as tokens."""
         text = self._given
         if text is None:
-            self._notice("Asking the model for text to calibrate on")
-            pieces = own_pieces(self._source, self._num_tokens)
+            pieces = self.kept.pieces(self._num_tokens, self._asked)
             text = "\n".join(map(build_tokenizer(self._source).decode, pieces))
         else:
             pieces = text_pieces(self._source, text, self._num_tokens)
         self.facts = TextFacts.of(text, pieces)
         return pieces
 
+    def _asked(self) -> list[list[int]]:
+        self._notice("Asking the model for text to calibrate on")
+        return own_pieces(self._source, self._num_tokens)
+
 
 def rounded_to(
     program: Program,
     tensors: Mapping[str, QuantTensor],
     formats: Mapping[str, str],
-    pieces: Sequence[Sequence[int]],
+    calibration: Calibration,
     notice: Notice,
 ) -> dict[str, QuantTensor]:
-    """Return the matrices in `formats`, rounded, by name."""
+    """Return the matrices in `formats`, rounded, by name; after an interruption, the others."""
+    pieces = calibration.pieces
+    store = calibration.kept.matrices(tensors, sorted(formats.items()), pieces)
     matrices = round_products(
         program,
         tensors,
         formats,
         pieces,
         lambda name, weight, moments: round_matrix(weight, moments, formats[name]),
+        lambda name: store.get(name, tensors[name].shape, FORMATS[formats[name]]),
     )
-    return dict(watched(matrices, len(formats), notice))
+    return store.all_of(watched(matrices, len(formats), notice))
 
 
 class Chooser:
@@ -80,7 +91,7 @@ class Chooser:
         source: LoadedModel,
         tensors: Mapping[str, QuantTensor],
         names: Sequence[str],
-        pieces: Sequence[Sequence[int]],
+        calibration: Calibration,
         notice: Notice,
     ) -> None:
         """Measure the model's sensitivity, if it is not known.
@@ -88,10 +99,11 @@ class Chooser:
         `tensors` are the source's, but for those that have their format already; `names` are the
         matrices to choose for.
         """
-        self._program, self._tensors, self._pieces = program, tensors, pieces
+        self._program, self._tensors, self._calibration = program, tensors, calibration
         self._notice = notice
         self._trials = Trials(program, source.tensors, str(source.path))
-        self._kl = sensitivity_of(program, source.tensors, names, pieces, self._trials, notice).kl
+        known = source.tensors, names, calibration.pieces, self._trials, notice
+        self._kl = sensitivity_of(program, *known).kl
         self._sizes = {name: tensors[name].num_values for name in names}
 
     def reach(self, goal: Goal, other_bytes: int) -> dict[str, QuantTensor]:
@@ -124,4 +136,4 @@ class Chooser:
         return best[1]
 
     def _rounded(self, formats: dict[str, str]) -> dict[str, QuantTensor]:
-        return rounded_to(self._program, self._tensors, formats, self._pieces, self._notice)
+        return rounded_to(self._program, self._tensors, formats, self._calibration, self._notice)

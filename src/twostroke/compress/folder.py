@@ -69,8 +69,13 @@ def write_folder(
         key: QuantTensor.from_floats(tensor.dequantize(), FORMATS[dtype])
         for key, tensor in source.tensors.items()
     }
-    matrices = round_products(program, tensors, products, calibration.pieces, rounded)
-    tensors |= watched(matrices, len(products), notice)
+    pieces = calibration.pieces
+    store = calibration.kept.matrices(tensors, fmt.name, pieces)
+    matrices = round_products(
+        *(program, tensors, products, pieces, rounded),
+        lambda name: store.get(name, tensors[name].shape, fmt),
+    )
+    tensors |= store.all_of(watched(matrices, len(products), notice))
     tensors = {key: _reordered(source, key, tensor) for key, tensor in tensors.items()}
     stored: dict[str, QuantTensor | StoredArray] = {}
     for key, tensor in tensors.items():

@@ -53,7 +53,8 @@ def quantize(
 ) -> FileReport:
     """Write `model` as `wanted` (of TARGETS), or as the best mix for a goal, to `out`.
 
-    `out` is a GGUF file, or a folder for FOLDER_TARGETS. Nothing is written if anything fails.
+    `out` is a GGUF file, or a folder for FOLDER_TARGETS. Nothing is written if anything fails; the
+    same call then goes on from what the cache folder has.
     Calibrates on some `num_tokens` tokens of `text`, without one on the model's own answers. Then
     scales and norms of a file learn from the model for `tuning_minutes`. The report is in the file,
     too.
@@ -76,9 +77,12 @@ def quantize(
         if tuning_minutes:
             raise UsageError("is for GGUF files, not for folders.", field="tune")
         with unfinished_folder(out) as part:
-            return write_folder(source, wanted, part, calibration, notice)
-    with unfinished(out) as part:
-        return _write(source, wanted, part, calibration, notice, tuning_minutes)
+            report = write_folder(source, wanted, part, calibration, notice)
+    else:
+        with unfinished(out) as part:
+            report = _write(source, wanted, part, calibration, notice, tuning_minutes)
+    calibration.kept.drop()
+    return report
 
 
 def _write(
@@ -102,22 +106,23 @@ def _write(
         need(part, _size(source.tensors, formats))
         file_type = mix.file_type
         if rounded:
-            tensors |= rounded_to(program, tensors, rounded, calibration.pieces, notice)
+            tensors |= rounded_to(program, tensors, rounded, calibration, notice)
     else:
-        chooser = Chooser(program, source, tensors, list(rounded), calibration.pieces, notice)
+        chooser = Chooser(program, source, tensors, list(rounded), calibration, notice)
         other_bytes = _other_bytes(source, tensors, fixed, rounded)
         tensors |= chooser.reach(wanted, other_bytes)
         need(part, sum(tensor.num_bytes for tensor in tensors.values()))
         chosen = {key: tensors[key].format.name for key in rounded}
         _tell_if_no_finer(source.tensors, chosen, notice)
         file_type = file_type_of(tensors[key] for key in rounded)
+    target = wanted if isinstance(wanted, str) else wanted.describe()
     if tuning_minutes:
-        tensors |= tuned(source, tensors, tuning_minutes, notice)
+        folder = calibration.kept.folder("tuning", target, calibration.pieces, tuning_minutes)
+        tensors |= tuned(source, tensors, tuning_minutes, folder, notice)
     everything = tensors | fixed
     written: dict[str, Value] = {"general.file_type": file_type}
     write_gguf(part, metadata | written, everything)
     notice("Scoring the written file on held-out text")
-    target = wanted if isinstance(wanted, str) else wanted.describe()
     report = make_report(source, part, target, calibration.facts)
     part.unlink()  # it may still be mapped
     write_gguf(part, metadata | written | {REPORT_KEY: report.encode()}, everything)

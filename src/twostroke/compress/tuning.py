@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from twostroke.train.answers import collect
@@ -11,6 +9,7 @@ from twostroke.train.options import LearnOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from twostroke.quant import QuantTensor
     from twostroke.weights import LoadedModel
@@ -22,12 +21,15 @@ def tuned(
     source: LoadedModel,
     tensors: Mapping[str, QuantTensor],
     minutes: float,
+    folder: Path,
     notice: Callable[[str], None],
 ) -> dict[str, QuantTensor]:
-    """Return the tensors that `minutes` of training change; needs PyTorch, raises as `tune`."""
+    """Return the tensors that `minutes` of training change; needs PyTorch, raises as `tune`.
+
+    What was done before an interruption is in `folder`.
+    """
     from twostroke.train.tune import tune
 
-    with TemporaryDirectory() as folder:
-        options = LearnOptions(num_tokens=_TOKENS)
-        answers = collect(str(source.path), source.spec, Path(folder), options, notice)
-    return tune(source, tensors, answers, minutes, notice)
+    options = LearnOptions(num_tokens=_TOKENS)
+    answers = collect(str(source.path), source.spec, folder / "answers", options, notice)
+    return tune(source, tensors, answers, minutes, folder, notice)

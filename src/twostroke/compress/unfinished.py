@@ -62,7 +62,9 @@ def _told(out: Path) -> Iterator[None]:
     except OSError as error:
         raise TwostrokeError(f"{str(out)!r} cannot be written: {error.strerror}.") from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted. {str(out)!r} was not written.") from None
+        raise KeyboardInterrupt(
+            f"Interrupted. {str(out)!r} was not written. Run the same command to continue."
+        ) from None
 
 
 def need(path: Path, num_bytes: float) -> None:

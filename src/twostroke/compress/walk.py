@@ -37,13 +37,15 @@ def round_products(
     names: Collection[str],
     pieces: Sequence[Sequence[int]],
     rounded: Rounder,
+    known: Callable[[str], QuantTensor | None] = lambda _: None,
 ) -> Iterator[tuple[str, QuantTensor]]:
     """Yield the rounded weight of each Linear in `names`, in the order of the Program.
 
-    Other weights are used as `tensors` has them. The inputs of one operation for all of `pieces`
-    are in memory at a time. The result does not depend on the number of threads.
+    Those that `known` returns are not rounded again. Other weights are used as `tensors` has them.
+    The inputs of one operation for all of `pieces` are in memory at a time. The result does not
+    depend on the number of threads.
     """
-    known: tuple[str, Moments] | None = None  # a value, and its moments
+    last: tuple[str, Moments] | None = None  # a value, and its moments
     with own_threads() as pool:
         streams = [Stream(program, pieces[i::_PARTS]) for i in range(min(_PARTS, len(pieces)))]
         for op in program.ops:
@@ -51,10 +53,12 @@ def round_products(
                 return
             weights = {weight.name: tensors[weight.name].dequantize() for weight in op.weights}
             if isinstance(op, ops.Linear) and op.weight in names:
-                if known is None or known[0] != op.x:
-                    squares = pool.map(squares_of, [stream.values[op.x] for stream in streams])
-                    known = op.x, moments_of(sum(squares))  # type: ignore[arg-type]
-                tensor = rounded(op.weight, weights[op.weight], known[1])
+                tensor = known(op.weight)
+                if tensor is None:
+                    if last is None or last[0] != op.x:
+                        squares = pool.map(squares_of, [stream.values[op.x] for stream in streams])
+                        last = op.x, moments_of(sum(squares))  # type: ignore[arg-type]
+                    tensor = rounded(op.weight, weights[op.weight], last[1])
                 yield op.weight, tensor
                 weights[op.weight] = tensor.dequantize()
             list(pool.map(partial(Stream.run, op=op, weights=weights), streams))

@@ -17,12 +17,14 @@ from twostroke.models import build_program
 from twostroke.program import ops
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.quant.halves import HALVES, parts_by_half, with_halves
+from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.train.descent import Descent, train
 from twostroke.train.imitate import Imitator
 from twostroke.train.teach import Teacher, same_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 _LENGTH: Final = 256  # most tokens of a sequence
 _RATE: Final = 1e-3
+_ABOUT: Final = {"kind": "tuning"}  # what else it is for, the folder's name says
 _COPIES: Final = 4  # of the weights in float32: parts, products with factors, their gradients
 
 
@@ -41,11 +44,13 @@ def tune(
     tensors: Mapping[str, QuantTensor],
     answers: Sequence[Answer],
     minutes: float,
+    folder: Path,
     report: Report,
 ) -> dict[str, QuantTensor]:
     """Return the tensors that training changed; none if they got no better.
 
-    `answers` are the source's, with their states.
+    `answers` are the source's, with their states. A checkpoint in `folder` lets the same call go
+    on after an interruption.
 
     Raises:
         MemoryLimitError: the weights do not fit into memory as float32, several times.
@@ -61,16 +66,20 @@ def tune(
     descent = Descent(tuned.offsets, _RATE, 60 * minutes)
     examples = list(same_tokens(answers, _LENGTH))
     imitator = Imitator(tuned.model, tuned.weights, descent, Teacher(source), examples, 0)
-    before = imitator.test()
-    report(f"Before tuning: KL {before.loss:.4f} on held-out answers")
-    last = [before]
+    before = last = imitator.test().loss
+    report(f"Before tuning: KL {before:.4f} on held-out answers")
+    if (saved := load_checkpoint(folder, _ABOUT)) is not None:
+        descent.restore(saved.arrays, saved.seconds, saved.num_steps)
 
     def look() -> str:
-        last[0] = imitator.test()
-        return f"Tuned for {descent.seconds / 60:.1f} minutes: KL {last[0].loss:.4f}"
+        nonlocal last
+        last = imitator.test().loss
+        done = Checkpoint(_ABOUT, (), descent.seconds, descent.num_steps, descent.arrays())
+        save_checkpoint(folder, done)
+        return f"Tuned for {descent.seconds / 60:.1f} minutes: KL {last:.4f}"
 
-    train(descent, imitator.stepper(), look, "tuning was not finished", report)
-    return tuned.stored() if last[0].loss < before.loss else {}
+    train(descent, imitator.stepper(), look, "tuning so far was kept", report)
+    return tuned.stored() if last < before else {}
 
 
 class _Tuned:
