@@ -4,7 +4,9 @@ All start from one file, the model's off-grid twin in F32, and are calibrated on
 reader scores all on the held-out text, which is neither the calibration text nor the text on which
 choices are made. llama.cpp's part is its own function for a tensor, `ggml_quantize_chunk`, as
 llama-quantize calls it, with mean squares of the twin's inputs, and its own mixes. A format that is
-a number stands for `quantize --bits`, which llama.cpp does not have.
+a number stands for `quantize --bits`, which llama.cpp does not have: the last column is its KL over
+that of llama.cpp's best file of as many bits, or up to a tenth of a bit more. `--tune MINUTES` adds
+files with tuned scales (extra [train]).
 
 Files that build/compress has are kept, so that a run can be stopped and started again.
 """
@@ -50,7 +52,9 @@ if TYPE_CHECKING:
     Rounder = Callable[[str, Floats, str], QuantTensor]  # name, weight and format of a product
 
 _FOLDER = ROOT / "build" / "compress"
-_COLUMNS = ("file", "bits", "KL", "largest KL", "same top", "llama.cpp reads", "seconds")
+_COLUMNS = ("file", "bits", "KL", "largest KL", "same top", "llama.cpp reads", "seconds", "ratio")
+_MAKERS = ("plain", "llama.cpp", "twostroke")
+_ROOM = 0.1  # bits that llama.cpp's file may have more
 
 
 def main() -> None:
@@ -58,11 +62,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[SMOLLM2], metavar="MODEL")
     parser.add_argument("--formats", nargs="+", default=["iq4_nl", "q4_1", "q5_0", "q4_k_m", "4.5"])
+    parser.add_argument("--makers", nargs="+", default=_MAKERS, choices=_MAKERS)
     parser.add_argument("--tokens", type=int, default=12288, help="of calibration text")
+    parser.add_argument(
+        "--tune", type=float, metavar="MINUTES", help="of files that are tuned, too"
+    )
     given = parser.parse_args()
     facts, results, texts = machine_facts(), [], []
     for model in given.models:
-        rows = _measure(model, given.formats, given.tokens)
+        rows = _with_ratios(_measure(model, given))
         results.append(
             {"model": model, "rows": [dict(zip(_COLUMNS, row, strict=True)) for row in rows]}
         )
@@ -70,8 +78,8 @@ def main() -> None:
     save("compress", {**facts, "models": results}, "\n\n".join(texts))
 
 
-def _measure(model: str, formats: list[str], num_tokens: int) -> list[tuple[str, ...]]:
-    folder = _FOLDER / model
+def _measure(model: str, given: argparse.Namespace) -> list[tuple[str, ...]]:
+    folder, num_tokens = _FOLDER / model, given.tokens
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "twin.gguf"
     if not source.exists():
@@ -82,21 +90,42 @@ def _measure(model: str, formats: list[str], num_tokens: int) -> list[tuple[str,
     _check_differ(text, choosing_text(), held_out_text())
     llama = _Llama(source, pieces)
     made: dict[Path, float] = {}  # files, and the seconds that each took
-    for name in formats:
+    for name in given.formats:
         is_goal = name not in MIXES
-        for maker in ("twostroke",) if is_goal else ("plain", "llama.cpp", "twostroke"):
+        makers = [maker for maker in given.makers if maker == "twostroke" or not is_goal]
+        if given.tune and "twostroke" in makers:
+            makers.append("tuned")
+        for maker in makers:
             began, out = time.perf_counter(), folder / f"{maker} {name} {num_tokens}.gguf"
             seconds = out.with_suffix(".seconds")
             if not seconds.exists():
                 note(f"Making {out.name}")
-                if maker == "twostroke":
+                if maker in {"twostroke", "tuned"}:
                     wanted = Goal(bits=float(name)) if is_goal else name
-                    quantize(str(source), wanted, out, None, num_tokens, note)
+                    minutes = given.tune if maker == "tuned" else 0.0
+                    quantize(
+                        *(str(source), wanted, out, None, num_tokens, note), tuning_minutes=minutes
+                    )
                 else:
                     _write(source, out, MIXES[name], llama.rounded if maker != "plain" else _plain)
                 seconds.write_text(str(time.perf_counter() - began))
             made[out] = float(seconds.read_text())
     return list(_scored(source, made))
+
+
+def _with_ratios(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Add the KL of our files over that of llama.cpp's best one of as many bits."""
+    found = []
+    for row in rows:
+        bits = float(row[1])
+        peers = [
+            float(other[2])
+            for other in rows
+            if other[0].startswith("llama.cpp") and bits - 0.005 <= float(other[1]) < bits + _ROOM
+        ]
+        is_ours = row[0].startswith(("twostroke", "tuned"))
+        found.append((*row, f"{float(row[2]) / min(peers):.2f}" if is_ours and peers else "–"))
+    return found
 
 
 def _kept_pieces(path: Path, loaded: LoadedModel, num_tokens: int) -> list[list[int]]:
