@@ -1,4 +1,4 @@
-"""Streams are passed on event by event, in few packets, and no faster than they are read."""
+"""Streams are passed on event by event, in few packets; unread ones and bodies are bounded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -155,3 +157,36 @@ def test_a_sink_gets_only_what_nothing_else_is_before() -> None:
         return given
 
     assert asyncio.run(play()) == [b"c"]
+
+
+def test_bodies_count_until_their_answers_begin(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    may_begin, has_begun, may_end = (threading.Event() for _ in range(3))
+
+    async def answer(exchange: Exchange) -> None:
+        await asyncio.to_thread(may_begin.wait, 10)
+        await exchange.begin_events()
+        await exchange.chunk(b'data: {"n":1}\n\n')
+        await asyncio.to_thread(may_end.wait, 10)
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.say(b"0\r\n\r\n")
+
+    def stream(url: str) -> int:
+        with httpx.stream("POST", url + _CHAT, json=long, trust_env=False) as answer:
+            for _ in answer.iter_bytes():
+                has_begun.set()
+            return answer.status_code
+
+    replica.behaviour, long = answer, _BODY | {"user": "u" * 200_000}
+    limits = Limits(max_tenant_arriving_bytes=200_000)
+    with live_router(replica.url, limits=limits) as router, ThreadPoolExecutor() as pool:
+        first = pool.submit(stream, router.url)
+        wait_for(lambda: bool(replica.seen))
+        refused = httpx.post(router.url + _CHAT, json=long, trust_env=False)
+        may_begin.set()
+        assert has_begun.wait(10)
+        second = pool.submit(stream, router.url)
+        wait_for(lambda: len(replica.seen) == 2)
+        may_end.set()
+        assert (first.result(), second.result()) == (200, 200)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "bodies_limit")

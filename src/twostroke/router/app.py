@@ -148,6 +148,7 @@ class Router:
             meter = self._admit(prompt, scope)
             key = self.options.replica_key
             errand = Errand(scope, receive, send, data, key, meter=meter, model=prompt.model)
+            del data  # the errand drops it once it has an answer
             if prompt.previous:
                 place = self._storing(prompt.previous, scope)
                 work: Any = self._at(errand, place)
@@ -161,6 +162,7 @@ class Router:
         meter = self._admit(prompt, scope) if method == "POST" else None
         key, (_, _, model) = self.options.replica_key, path.partition("/v1/models/")
         errand = Errand(scope, receive, send, body, key, meter=meter, model=model)
+        del body
         errand.is_safe = method in {"GET", "HEAD"}
         if stored is not None:
             work = self._at(errand, self._storing(stored[1], scope))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from twostroke.http.arriving import FREE_BYTES
 from twostroke.http.served import served_of
 from twostroke.http.tenants.telling import USAGE_HEADER
 from twostroke.router.credentials import CREDENTIALS, credentials
@@ -65,6 +66,20 @@ class Errand:
         self.is_gone = False  # the client
         self.media_type = b""  # of the response
         self.asks_usage = False  # in the body, for the client, which does not
+        self._num_held = 0  # bytes of the body that count as arriving
+
+    def hold(self) -> None:
+        """Count the body, which has just arrived, until `free`: it may have to be sent again."""
+        num_bytes = len(self.body) - FREE_BYTES if isinstance(self.body, bytes) else 0
+        if num_bytes > 0 and self.served.arriving is not None:
+            self.served.arriving.take(self.served.tenant, num_bytes)
+            self._num_held = num_bytes
+
+    def free(self) -> None:
+        """Drop the body, which is not sent any more."""
+        if self._num_held and self.served.arriving is not None:
+            self.served.arriving.give(self.served.tenant, self._num_held)
+            self.body, self._num_held = b"", 0
 
     def request_to(self, replica: Replica) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
         """Return the head and the body of the request to a replica."""

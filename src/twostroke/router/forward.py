@@ -184,6 +184,7 @@ class Forwarder:
             }
         )
         errand.has_begun = True
+        errand.free()
         errand.media_type = head.media_type
         await self._pass_body(errand, connection, data)
 
@@ -214,6 +215,7 @@ class Forwarder:
 
     async def guard(self, errand: Errand, work: Any) -> None:
         """Do `work` for a client as long as it is there; end a response that has begun."""
+        errand.hold()
         gone: asyncio.Future[None] | None = None
         if isinstance(errand.body, bytes):
             gone = asyncio.ensure_future(until_gone(errand.receive))
@@ -235,6 +237,7 @@ class Forwarder:
                 await self._end(errand, error)
         finally:
             self.running.discard(errand)
+            errand.free()
             if gone is not None:
                 gone.remove_done_callback(leave)
                 gone.cancel()
