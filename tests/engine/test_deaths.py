@@ -36,7 +36,7 @@ from twostroke.core.errors import (
 )
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine import child, supervisor, wire
+from twostroke.engine import launch, supervisor, wire
 from twostroke.engine.build import build
 from twostroke.engine.generation import Outputs
 from twostroke.engine.health import Health
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_an_engine_that_dies_before_it_listens_is_an_error(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "_ENTRY", "twostroke.no_such_module")
+    monkeypatch.setattr(launch, "_ENTRY", "twostroke.no_such_module")
     with pytest.raises(EngineStoppedError, match="did not start: its process ended with exit"):
         RemoteEngine.start(model, options(), "warning", lambda *_: None)
 

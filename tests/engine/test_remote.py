@@ -40,7 +40,7 @@ from twostroke.core.errors import (
 )
 from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine import child, supervisor, watch, wire
+from twostroke.engine import launch, supervisor, watch, wire
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
 from twostroke.engine.health import Health
@@ -220,7 +220,7 @@ def test_an_engine_that_dies_at_each_start_is_given_up(
     async def run() -> None:
         with RemoteEngine.start(model, options(), "warning", lambda *_: None) as engine:
             engine.attach(lambda: ended.append(1))
-            monkeypatch.setattr(child, "_ENTRY", "twostroke.no_such_module")
+            monkeypatch.setattr(launch, "_ENTRY", "twostroke.no_such_module")
             os.kill(engine.life.pid, signal.SIGKILL)
             await until(lambda: engine.health is Health.RECOVERING)
             waiting = asyncio.create_task(ask(engine))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import EngineOptions
     from twostroke.engine.build import Engine
     from twostroke.engine.client import ModelCard
+    from twostroke.engine.launch import Launched
     from twostroke.engine.remote import RemoteEngine
     from twostroke.fetch import Progress, Watcher
 
@@ -118,13 +119,20 @@ def open_engine(
     return engine
 
 
-def open_remote(model: str, options: EngineOptions, log_level: str) -> RemoteEngine:
-    """Do as `open_engine`, in a process of its own; what it says goes to the log."""
+def open_remote(
+    model: str,
+    options: EngineOptions,
+    log_level: str,
+    launched: Launched,
+    meanwhile: Callable[[], None],
+) -> RemoteEngine:
+    """Do as `open_engine`, in a launched process; what it says goes to the log."""
     from twostroke.engine.remote import RemoteEngine
 
     label = _fetch_all(model, options)
     with Bar(patience_s=_PATIENCE_S) as bar:
-        return RemoteEngine.start(model, options, log_level, partial(bar.show, label))
+        watch = partial(bar.show, label)
+        return RemoteEngine.start(model, options, log_level, watch, launched, meanwhile)
 
 
 def _fetch_all(model: str, options: EngineOptions, *, quiet: bool = False) -> str:

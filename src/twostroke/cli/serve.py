@@ -30,9 +30,10 @@ from twostroke.core import env
 from twostroke.fetch.disk import megabytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from twostroke.core.config import EngineOptions
+    from twostroke.engine.launch import Launched
     from twostroke.engine.limits import Limits
     from twostroke.engine.roster import Roster
     from twostroke.engine.served import ServedEngine
@@ -128,50 +129,69 @@ def command(**given: Any) -> int:
 
     Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
     """
-    from twostroke.engine.collector import ease_collector
+    from twostroke.core.open_files import allow_files
+    from twostroke.engine.launch import Launched
+
+    asked = asked_models(given["model"], given["models"])
+    check_batching(given["policy"])
+    options = engine_options(given, asked[0][1])
+    is_alone = not given["models"]
+    if not is_alone:
+        check_alone(given, options)
+    allow_files()  # inherited by the engine
+    with ExitStack() as stack:
+        launched = None
+        if is_alone and not given["in_process"]:
+            launched = stack.enter_context(closing(Launched()))  # before slow imports
+        run = _prepare(given, stack)
+        if not is_alone:
+            roster = stack.enter_context(open_roster(asked, given, options))
+            announce = partial(_announce_several, roster=roster)
+            return run(roster, None, announce)
+        engine, limits, draft = stack.enter_context(_open(given, options, launched))
+        return run(engine, limits, partial(_announce, engine=engine, draft=draft))
+
+
+def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
+    """Check options, open records, bind and log; return what serves an engine.
+
+    It is called with the engine, its machine's limits and what announces it.
+    """
     from twostroke.http.logs import logging_to
-    from twostroke.http.server import allow_files, bind
+    from twostroke.http.server import bind
     from twostroke.serve.observe.objectives import limits_of, parse_objective
     from twostroke.serve.observe.traces import check_endpoint
-    from twostroke.serve.run import run_server
 
-    objectives = tuple(map(parse_objective, given["objectives"]))
+    objectives, form = tuple(map(parse_objective, given["objectives"])), given["log_format"]
     limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
     if given["otlp_endpoint"] is not None:
         check_endpoint(given["otlp_endpoint"])
-    asked = asked_models(given["model"], given["models"])
-    is_several = bool(given["models"])
-    check_batching(given["policy"])
-    options, form = engine_options(given, asked[0][1]), given["log_format"]
-    if is_several:
-        check_alone(given, options)
-    with ExitStack() as stack:
-        records = stack.enter_context(open_records(given["records"]))
-        serving = _serving(given, objectives)
-        allow_files()  # inherited by the engine
-        # Bound before the weights are loaded, so that a port in use is reported at once.
-        listener = stack.enter_context(bind(serving.host, serving.port))
-        stack.enter_context(logging_to(sys.stderr, form, given["log_level"]))
-        run = partial(
-            run_server,
-            options=serving,
-            listener=listener,
-            on_stop=partial(say_stop, form=form),
-            records=records,
-        )
-        if is_several:
-            roster = stack.enter_context(open_roster(asked, given, options))
-            announce = partial(_announce_several, roster=roster, serving=serving, form=form)
-            return run(roster, on_ready=announce)
-        open_ = _in_this_process if given["in_process"] else _in_its_own
-        engine, limits, draft = stack.enter_context(open_(given, options))
-        name = serving.model_names[0] if serving.model_names else engine.card.name
+    records = stack.enter_context(open_records(given["records"]))
+    serving = _serving(given, objectives)
+    # Bound before the weights are loaded, so that a port in use is reported at once.
+    listener = stack.enter_context(bind(serving.host, serving.port))
+    stack.enter_context(logging_to(sys.stderr, form, given["log_level"]))
+
+    def run(engine: ServedEngine, limits: Limits | None, announce: Callable[..., None]) -> int:
+        from twostroke.engine.collector import ease_collector
+        from twostroke.serve.run import run_server
 
         def on_ready(url: str) -> None:
             ease_collector()
-            _announce(url, name, engine, draft, serving, form=form)
+            announce(url, serving=serving, form=form)
 
-        return run(engine, limits=limits, on_ready=on_ready)
+        on_stop = partial(say_stop, form=form)
+        return run_server(
+            engine,
+            serving,
+            listener=listener,
+            limits=limits,
+            on_ready=on_ready,
+            on_stop=on_stop,
+            records=records,
+        )
+
+    return run
 
 
 def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeOptions:
@@ -206,7 +226,16 @@ def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeO
 
 
 @contextmanager
-def _in_this_process(given: dict[str, Any], options: EngineOptions) -> Iterator[Opened]:
+def _open(
+    given: dict[str, Any], options: EngineOptions, launched: Launched | None
+) -> Iterator[Opened]:
+    """Yield an engine in the launched process, or in this one."""
+    if launched is not None:
+        with open_remote(
+            given["model"], options, given["log_level"], launched, _import_server
+        ) as remote:
+            yield remote, remote.limits, remote.draft
+        return
     from twostroke.engine.served import LocalEngine
 
     with open_engine(given["model"], options, say=_logger.info) as engine:
@@ -215,22 +244,15 @@ def _in_this_process(given: dict[str, Any], options: EngineOptions) -> Iterator[
             yield served, engine.limits, engine.draft
 
 
-@contextmanager
-def _in_its_own(given: dict[str, Any], options: EngineOptions) -> Iterator[Opened]:
-    with open_remote(given["model"], options, given["log_level"]) as engine:
-        yield engine, engine.limits, engine.draft
+def _import_server() -> None:
+    import twostroke.serve.run  # noqa: F401 - it takes a while
 
 
 def _announce(
-    url: str,
-    name: str,
-    engine: ServedEngine,
-    draft: str | None,
-    serving: ServeOptions,
-    *,
-    form: str,
+    url: str, *, engine: ServedEngine, draft: str | None, serving: ServeOptions, form: str
 ) -> None:
     """Report where the server is; a log in text also shows a request to try."""
+    name = serving.model_names[0] if serving.model_names else engine.card.name
     _warn_of_all(url, serving)
     backend = engine.facts.backend
     used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
@@ -245,7 +267,7 @@ def _announce(
     )
 
 
-def _announce_several(url: str, roster: Roster, serving: ServeOptions, *, form: str) -> None:
+def _announce_several(url: str, *, roster: Roster, serving: ServeOptions, form: str) -> None:
     """Report where a server of several models is, as `_announce` does."""
     _warn_of_all(url, serving)
     names, budget = ", ".join(roster.engines), megabytes(roster.budget_bytes)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core import env
-from twostroke.core.errors import BackendError, EngineStoppedError
+from twostroke.core.errors import EngineStoppedError
 from twostroke.engine import wire
 from twostroke.engine.frames import Frames
+from twostroke.engine.launch import Launched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_ENTRY: Final = "twostroke.engine.process"
 _CLOSE_S: Final = 5.0
 _CHUNK: Final = 1 << 20
 
@@ -27,33 +24,16 @@ _CHUNK: Final = 1 << 20
 class EngineProcess:
     """One process with an engine, which a server starts and ends."""
 
-    def __init__(self, load: wire.Load) -> None:
-        """Start it, and have it load; a terminal's Ctrl-C does not reach it.
+    def __init__(self, load: wire.Load, launched: Launched | None = None) -> None:
+        """Have a process load, the launched one or a new one.
 
         Raises:
             BackendError: the operating system refuses a process.
         """
         self.began_s = time.monotonic()
-        try:
-            self.socket, theirs = socket.socketpair()
-        except OSError as error:
-            raise _refused(error) from None
+        launched = launched or Launched()
+        self.socket, self._process = launched.socket, launched.process
         self.frames = Frames(wire.answers)
-        number = theirs.fileno()
-        try:
-            self._process = subprocess.Popen(  # noqa: S603 - this package's own program
-                [sys.executable, "-P", "-m", _ENTRY, str(number)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(number,),
-                env=env.engine_environment(),
-                start_new_session=True,
-            )
-        except OSError as error:
-            self.socket.close()
-            raise _refused(error) from None
-        finally:
-            theirs.close()
         with suppress(OSError):  # it has died already, as the next `receive` says
             self.socket.sendall(wire.pack(load))
 
@@ -125,11 +105,6 @@ class EngineProcess:
         self.kill()
         self._process.wait()
         self.socket.close()
-
-
-def _refused(error: OSError) -> BackendError:
-    reason = f"The operating system refuses a process for the engine: {error.strerror}."
-    return BackendError(reason)
 
 
 def log(message: wire.Log) -> None:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller, ModelCard
     from twostroke.engine.health import Progress
+    from twostroke.engine.launch import Launched
     from twostroke.engine.output import Output
     from twostroke.engine.served import EngineFacts, Reading
 
@@ -84,18 +85,23 @@ class RemoteEngine:
         options: EngineOptions,
         log_level: str,
         progress: Callable[[int, int], None],
+        launched: Launched | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Self:
         """Start an engine for `model` and wait until it takes requests; errors as `build`.
+
+        Its first process is the launched one, or a new one; `meanwhile` is called while it loads.
 
         Raises:
             EngineStoppedError: its process died.
         """
         load = wire.Load(wire.VERSION, model, options, log_level)
-        process = EngineProcess(load)
+        process = EngineProcess(load, launched)
         try:
             loaded = load_model(model)  # its header, while the process reads the weights
             tokenizer = build_tokenizer(loaded)
             program = build_program(loaded.spec)
+            meanwhile()
             ready = process.wait_ready(progress)
             stored = {name: loaded.tensors[name].packed_bytes for name in program.weight_shapes}
             cost = CostModel(program, stored, ready.card.cache)

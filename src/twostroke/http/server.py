@@ -8,7 +8,6 @@ import errno
 import logging
 import math
 import os
-import resource
 import signal
 import socket
 import threading
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import uvicorn
 
 from twostroke.core.errors import PortInUseError, UsageError
+from twostroke.core.open_files import allow_files
 from twostroke.http.connection import Connection
 from twostroke.http.heap import trim_regularly
 from twostroke.http.slice import run_at_once
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _BACKLOG = 2048
 _GRACE_S = 5  # after the drain, for connections that hang
-_MOST_FILES = 1 << 16  # that a server may have open, if the system lets it
 _QUIET_S = 10.0  # between two lines of the log about connections that cannot be taken
 _FLUSH_S = 1  # to write the errors of requests that were cut off
 _logger = logging.getLogger("twostroke.serve")
@@ -286,15 +285,6 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
         h11_max_incomplete_event_size=limits.max_header_bytes,
         timeout_graceful_shutdown=_GRACE_S,
     )
-
-
-def allow_files() -> int:
-    """Raise the limit of open files, which shells set low; return how many there may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(_MOST_FILES, hard) if hard >= 0 else _MOST_FILES  # -1 is none
-    if 0 <= soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
 
 
 def _url(listener: socket.socket) -> str:
