@@ -305,6 +305,7 @@ def build_scheduler(
 def _card(loaded: LoadedModel, program: Program, size: CacheSize, backend: str) -> ModelCard:
     cost = cost_model(program, loaded.tensors, size.kv_format, backend)
     identity = weights_identity(loaded.tensors)
+    loaded.release(loaded.tensors.values())  # pages around what it read
     return make_card(loaded, build_tokenizer(loaded), size.context_length, cost, identity)
 
 
