@@ -12,7 +12,13 @@ import pytest
 
 from support.servers import chat_body, events, live_server, num_unfinished, wait_for
 from twostroke.core.errors import OverloadedError
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine.client import Caller
+from twostroke.http.error_forms import error_form
+from twostroke.http.served import ServedRequest
 from twostroke.http.waiting import Returns, retry_after
+from twostroke.serve.callers import begun
+from twostroke.serve.job import Job
 from twostroke.serve.observe.objectives import Objective
 from twostroke.serve.options import ServeOptions
 
@@ -132,6 +138,13 @@ def test_a_timeout_counts_from_the_headers(tmp_path: Path, monkeypatch: pytest.M
         assert "its timeout of 1.5 s" in late.json()["error"]["message"]
         assert time.monotonic() - begun_s < 3.5  # all of it takes more than 4 s
         server.wait_idle()
+
+
+def test_a_job_says_how_much_of_its_timeout_is_over_when_it_is_begun() -> None:
+    form = error_form({"path": "/v1/completions", "headers": []})
+    served = ServedRequest("r", form, "POST", "/v1/completions", began_s=time.monotonic() - 30)
+    job = begun(Job(None, ("a",), SamplingParams(), Caller(timeout_s=60)), served)
+    assert 30 <= job.caller.spent_s < 60
 
 
 def test_a_class_is_refused_by_its_objective_as_soon_as_a_pace_is_known(tmp_path: Path) -> None:
