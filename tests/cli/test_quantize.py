@@ -19,6 +19,7 @@ from twostroke.compress import quantize as module
 from twostroke.compress.calibrate import own_pieces
 from twostroke.engine.loading import load
 from twostroke.measure.compare import held_out_text
+from twostroke.measure.questions import questions
 from twostroke.weights.gguf import read_gguf
 
 if TYPE_CHECKING:
@@ -74,7 +75,11 @@ def test_a_report_has_what_was_measured_and_from_what(
     assert 0 < scored["mean_kl"] < scored["high_kl"] < scored["max_kl"] < 1
     assert min(scored["perplexity"], report["rows_per_s"], report["tokens_per_s"]) > 1
     printed = cli("report", str(small)).out
+    flips = report["flips"]
+    assert 0 <= flips["num_flipped"] < flips["num_questions"] // 2
+    asked = f"{flips['num_flipped']} of {len(questions())}; right {flips['num_right']}, source "
     for shown in (
+        asked,
         "q4_0, 4.50 bits",
         report["source_sha256"],
         "ffn_down",

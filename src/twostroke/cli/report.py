@@ -12,6 +12,7 @@ from twostroke.fetch.disk import megabytes
 
 if TYPE_CHECKING:
     from twostroke.compress.report import FileReport, TextFacts
+    from twostroke.measure.questions import Flips
 
 
 @click.command("report", cls=Command)
@@ -42,6 +43,7 @@ def show_report(report: FileReport) -> None:
         ("KL", f"mean {it.mean_kl:.2e}, 99.9% {it.high_kl:.2e}, largest {it.max_kl:.2e}"),
         ("Same top token", f"{it.top1_agreement:.2%}"),
         ("Perplexity", f"{it.perplexity:.3f}, source {it.right_perplexity:.3f}"),
+        ("Flipped answers", _flips(report.flips)),
         (
             "Speed",
             f"prompts {report.rows_per_s:,.0f} t/s, one stream {report.tokens_per_s:,.0f} t/s",
@@ -61,6 +63,12 @@ def show_report(report: FileReport) -> None:
     show_table([("MATRICES", "FORMAT", "BITS", "SIZE"), *rows], right=(2, 3))
     if report.doubt:
         click.echo(f"\n{printable(report.doubt)}")
+
+
+def _flips(it: Flips | None) -> str:
+    if it is None:
+        return "not measured"
+    return f"{it.num_flipped} of {it.num_questions}; right {it.num_right}, source {it.source_right}"
 
 
 def _text(text: TextFacts | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,6 +19,7 @@ from twostroke.engine.canary import Canary, FirstLoad, read_report, score_canary
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
 from twostroke.measure.divergence import Comparison  # noqa: TC001 - msgspec needs it
+from twostroke.measure.questions import Flips, choices
 from twostroke.measure.single_step import NUM_CYCLES, Shape, SingleStep
 from twostroke.models import build_program
 
@@ -67,6 +69,7 @@ class _Measured(Frozen):
     memory_bytes: int
     tokens_per_s: float
     machine: str
+    choices: list[int]
 
 
 class FileReport(Frozen):
@@ -90,6 +93,7 @@ class FileReport(Frozen):
     tokens_per_s: float
     machine: str
     canary: Canary
+    flips: Flips | None = None
     version: int = 1
 
     @property
@@ -121,6 +125,8 @@ def make_report(
     compute = ComputeOptions(backend="cpu")
     right, other = (Subject(str(one), compute, CacheOptions()) for one in (source.path, path))
     (scored, *_) = compare_subjects(right, [other], pieces, lambda _: None)
+    with closing(_backend(source)) as backend:
+        asked = choices(backend, build_tokenizer(source))
     return FileReport(
         source=source.name,
         source_sha256=_files_sha256(source),
@@ -137,6 +143,7 @@ def make_report(
         tokens_per_s=measured.tokens_per_s,
         machine=measured.machine,
         canary=measured.canary,
+        flips=Flips.between(asked, measured.choices),
     )
 
 
@@ -164,25 +171,31 @@ def bits_of(tensors: Mapping[str, QuantTensor]) -> float:
 
 
 def _measure(loaded: LoadedModel) -> _Measured:
-    program = build_program(loaded.spec)
-    first_load = FirstLoad.of(loaded, build_tokenizer(loaded), program, EngineOptions())
-    shape = Shape.decode(1, min(_CONTEXT, program.context_length - NUM_CYCLES - 2))
-    groups = PageGroups(_PAGE_SIZE, tuple(group.window for group in program.cache_groups))
-    backend = CpuBackend(
-        program, loaded.tensors, shape.num_pages(groups), _PAGE_SIZE, resolve_num_threads(None)
-    )
-    try:
+    program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
+    first_load = FirstLoad.of(loaded, tokenizer, program, EngineOptions())
+    with closing(_backend(loaded)) as backend:
         canary = score_canary(backend, first_load.tokens)
         if fault := first_load.fault(canary):
             raise QualityError(f"The new file would write garbage: {fault}. It was removed.")
         return _Measured(
             canary,
             backend.facts.weight_bytes + _stored_bytes(program),
-            1 / _step_s(backend, program, shape),
+            1 / _step_s(backend, program, _shape(program)),
             backend.facts.detail,
+            choices(backend, tokenizer),
         )
-    finally:
-        backend.close()
+
+
+def _backend(loaded: LoadedModel) -> CpuBackend:
+    program = build_program(loaded.spec)
+    groups = PageGroups(_PAGE_SIZE, tuple(group.window for group in program.cache_groups))
+    num_pages = _shape(program).num_pages(groups)
+    return CpuBackend(program, loaded.tensors, num_pages, _PAGE_SIZE, resolve_num_threads(None))
+
+
+def _shape(program: Program) -> Shape:
+    """Return the step whose time is measured."""
+    return Shape.decode(1, min(_CONTEXT, program.context_length - NUM_CYCLES - 2))
 
 
 def _stored_bytes(program: Program) -> int:
