@@ -23,13 +23,14 @@ from twostroke.backends.gpu.kernels import (
     sampler,
     take_packed,
 )
-from twostroke.backends.gpu.kernels.packed import Packed, layout_of
+from twostroke.backends.gpu.kernels.packed import Packed
 from twostroke.backends.gpu.kernels.parts import Parts
 from twostroke.backends.gpu.launch import listing
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import route_ints
 from twostroke.backends.gpu.mixtures import ExpertWeights, Values
 from twostroke.backends.gpu.plan import Plan
+from twostroke.backends.gpu.stored import layout_of
 from twostroke.core.frozen import Frozen
 from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.models.spec import WindowSpec
@@ -116,7 +117,8 @@ def fp8_product(fmt: Format, rows: int, architecture: int) -> Case:
     if not products_fp8.is_for(gpu, rows, weight, output):
         return Case(launches)
     x = _empty(rows, DEPTH, dtype=gpu.element)
-    rounded = products_fp8.round_rows(gpu, _empty(4), rows, x, weight.layout)
+    scratch = _empty(products_fp8.rounded_bytes(rows, DEPTH, weight.layout), dtype=torch.uint8)
+    rounded = products_fp8.round_rows(gpu, _empty(4), rows, x, weight.layout, scratch)
     products_fp8.launch(gpu, _empty(4), rows, rounded, weight, output)
     num_bytes = weight.num_bytes + 2 * x.numel() + 2 * output.values.numel()
     return Case(launches, num_bytes, rows * WIDTH * DEPTH)  # twice as fast as in BF16

@@ -56,6 +56,14 @@ def check_alone(given: dict[str, Any], options: EngineOptions) -> None:
         raise UsageError("is for one model: leave it out, or leave out --models.", field="role")
 
 
+def _memory(options: EngineOptions) -> int:
+    """Return the bytes that are free; all of a GPU's, as to ask for the free ones takes some."""
+    from twostroke.engine.compute import gpu_device
+
+    is_on_gpu = options.compute.backend == "gpu"
+    return gpu_device(options.compute).memory_total if is_on_gpu else memory_available()
+
+
 @contextmanager
 def open_roster(
     asked: list[tuple[str | None, str]], given: dict[str, Any], options: EngineOptions
@@ -72,7 +80,7 @@ def open_roster(
     from twostroke.serve.names import ModelNames
 
     keep_s = given["idle_timeout_s"] or math.inf
-    budget_bytes = given["budget_bytes"] or int(_SHARE_OF_FREE * memory_available())
+    budget_bytes = given["budget_bytes"] or int(_SHARE_OF_FREE * _memory(options))
     engines: dict[str, SleepingEngine] = {}
     for name, model in asked:
         fetch(model)

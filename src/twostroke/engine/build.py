@@ -135,7 +135,7 @@ def build(
         ranks = _other_ranks(model, loaded, program, mesh, options)
         if ranks:
             if_it_fails.enter_context(ranks)
-        size = ranks.size() if ranks else _size(program, mesh, options, num_weight_bytes)
+        size = ranks.size() if ranks else _size(loaded, program, mesh, options)
         card = _card(loaded, program, size, compute.backend)
         (accept or (lambda _: None))(card)
         draft, heads = Draft.wanted(speculation, model, card), Heads.wanted(speculation, loaded)
@@ -237,13 +237,14 @@ def _begin_moving(
         raise
 
 
-def _size(program: Program, mesh: Mesh, options: EngineOptions, num_weight_bytes: int) -> CacheSize:
+def _size(loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOptions) -> CacheSize:
+    rows = options.batch.token_budget
     return size_cache(
         program,
         options.cache,
-        options.batch.token_budget,
-        num_weight_bytes,
-        memory_free(options.compute, program, options.batch.token_budget),
+        rows,
+        weight_bytes(loaded, options.compute),
+        memory_free(options.compute, program, loaded.tensors, rows),
         most_running=options.batch.most_running,
         auto_format=auto_kv_format(options.compute),
         mesh=mesh,

@@ -82,15 +82,30 @@ def gpu_device(compute: ComputeOptions) -> Device:
     return find(compute.device)
 
 
-def memory_free(compute: ComputeOptions, program: Program, max_rows: int) -> int:
+def memory_free(
+    compute: ComputeOptions, program: Program, tensors: Mapping[str, QuantTensor], max_rows: int
+) -> int:
     """Return how many bytes weights and pages can take here, beside what steps need on a GPU."""
     if compute.backend != "gpu":
         return memory_available()
+    own = working_bytes(compute, program, tensors, max_rows)
+    return max(0, gpu_device(compute).memory_available - own)
+
+
+def working_bytes(
+    compute: ComputeOptions, program: Program, tensors: Mapping[str, QuantTensor], max_rows: int
+) -> int:
+    """Return how many bytes of its memory a GPU needs besides weights and pages."""
+    device = gpu_device(compute)
     from twostroke.backends.gpu.plan import step_bytes
 
-    device = gpu_device(compute)
-    steps = step_bytes(program, device, max_rows, same_tokens=compute.same_tokens)
-    return max(0, device.memory_available - _CUDA_BYTES - steps)
+    given = program, tensors, device, max_rows
+    return _CUDA_BYTES + step_bytes(*given, same_tokens=compute.same_tokens)
+
+
+def unused_bytes(compute: ComputeOptions, backend: Backend) -> int:
+    """Return how many bytes of a backend's pages still count as free memory: none of a GPU's."""
+    return 0 if compute.backend == "gpu" else backend.facts.cache_bytes
 
 
 def make_backend(  # noqa: PLR0913 - what only the builder knows
@@ -173,7 +188,7 @@ def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
         return loaded.file_bytes + sum(one.packed_bytes - one.num_bytes for one in tensors)
     if compute.backend == "gpu":
         gpu_device(compute)
-        from twostroke.backends.gpu.weights import device_bytes
+        from twostroke.backends.gpu.stored import device_bytes
 
         return sum(device_bytes(build_program(loaded.spec), loaded.tensors).values())
     return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
@@ -186,14 +201,19 @@ def cost_model(
     backend: str = "auto",
 ) -> CostModel:
     """Return the cost of a Program with its weights as a backend's kernels read them."""
+    return CostModel(program, stored_bytes(program, tensors, backend), FORMATS[kv_format])
+
+
+def stored_bytes(
+    program: Program, tensors: Mapping[str, QuantTensor], backend: str
+) -> dict[str, int]:
+    """Return how many bytes each weight of a Program takes as a backend's kernels read it."""
     own = {name: tensors[name] for name in program.weight_shapes}
     if backend == "gpu":
-        from twostroke.backends.gpu.weights import device_bytes
+        from twostroke.backends.gpu.stored import device_bytes
 
-        stored = device_bytes(program, own)
-    else:
-        stored = {name: tensor.packed_bytes for name, tensor in own.items()}
-    return CostModel(program, stored, FORMATS[kv_format])
+        return device_bytes(program, own)
+    return {name: tensor.packed_bytes for name, tensor in own.items()}
 
 
 def for_guesses(compute: ComputeOptions) -> ComputeOptions:

@@ -20,6 +20,7 @@ from twostroke.engine.compute import (
     is_native,
     make_backend,
     memory_free,
+    unused_bytes,
     weight_bytes,
 )
 from twostroke.engine.loading import build_tokenizer, load
@@ -143,7 +144,7 @@ class Draft(Frozen):
                 raise error from None
             _leave_out(self.loaded.name, error)
             return None
-        cost = cost_model(program, self.loaded.tensors, size.kv_format)
+        cost = cost_model(program, self.loaded.tensors, size.kv_format, options.compute.backend)
         return DraftModel(
             runner,
             StepTime(cost.per_step(), hardware, runner.facts.rows_together),
@@ -163,8 +164,8 @@ class Draft(Frozen):
             replace(options.cache, context_length=length, memory_bytes=None),
             options.batch.token_budget,
             weight_bytes(self.loaded, options.compute),
-            memory_free(options.compute, program, options.batch.token_budget)
-            - backend.facts.cache_bytes,
+            memory_free(options.compute, program, self.loaded.tensors, options.batch.token_budget)
+            - unused_bytes(options.compute, backend),
             most_running=options.batch.most_running,
             auto_format=auto_kv_format(options.compute),
         )
@@ -232,7 +233,7 @@ class Heads(Frozen):
         num_pages = (-(-num_tokens // page_size) + 1) * max_running if is_eagle else 1
         cache_bytes = num_pages * program.page_bytes(page_size, CACHE_FORMATS[kv_format])
         rows = min(MOST_WAITING * max_running, max(_MANY_ROWS, facts.spec.depth * max_running))
-        free_bytes = memory_free(compute, program, rows) - backend.facts.cache_bytes
+        free_bytes = memory_free(compute, program, tensors, rows) - unused_bytes(compute, backend)
         if cache_bytes > free_bytes:
             raise MemoryLimitError(
                 f"{self.loaded.path} need {cache_bytes / 1e6:,.0f} MB for keys and values of "
@@ -250,7 +251,7 @@ class Heads(Frozen):
             tapped_value=last_hidden(program),
             max_rows=rows,
         )
-        cost = cost_model(program, tensors).per_step()
+        cost = cost_model(program, tensors, kv_format, compute.backend).per_step()
         step_time = StepTime(cost, hardware, runner.facts.rows_together)
         rate = AcceptanceRate(facts.right_if_sure, facts.accepted[0])
         given = runner, step_time, rate, facts.token_ids

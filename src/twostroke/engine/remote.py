@@ -29,6 +29,7 @@ from twostroke.engine import wire
 from twostroke.engine.asked import Book, FullQueue, RemoteOutputs
 from twostroke.engine.build import make_card
 from twostroke.engine.child import EngineProcess
+from twostroke.engine.compute import stored_bytes
 from twostroke.engine.frames import WireError
 from twostroke.engine.health import Health
 from twostroke.engine.limits import Limits
@@ -103,7 +104,7 @@ class RemoteEngine:
             program = build_program(loaded.spec)
             meanwhile()
             ready = process.wait_ready(progress)
-            stored = {name: loaded.tensors[name].packed_bytes for name in program.weight_shapes}
+            stored = stored_bytes(program, loaded.tensors, options.compute.backend)
             cost = CostModel(program, stored, ready.card.cache)
             about = ready.card
             card = make_card(loaded, tokenizer, about.context_length, cost, about.identity)

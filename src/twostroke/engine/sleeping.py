@@ -22,7 +22,7 @@ from twostroke.core.errors import (
 from twostroke.engine import wire
 from twostroke.engine.build import make_card
 from twostroke.engine.client import UNDRAWN, new_request
-from twostroke.engine.compute import auto_kv_format, cost_model, weight_bytes
+from twostroke.engine.compute import auto_kv_format, cost_model, weight_bytes, working_bytes
 from twostroke.engine.counters import Counters
 from twostroke.engine.limits import Limits
 from twostroke.engine.loading import build_tokenizer, load
@@ -70,6 +70,7 @@ class SleepingEngine(RemoteEngine):
         """Serve the model of `card`, once it is loaded; `ready` is what is known before that."""
         super().__init__(load_, card, None, ready)
         self.num_bytes = num_bytes
+        self._is_on_gpu = load_.options.compute.backend == "gpu"
         self.default_keep_s = self.keep_s = keep_s
         self.is_closed = False
         self.num_loads = self.num_unloads = self.num_failed_loads = 0
@@ -100,14 +101,17 @@ class SleepingEngine(RemoteEngine):
         """
         loaded = load(model)
         program, batch = build_program(loaded.spec), options.batch
-        num_weight_bytes = weight_bytes(loaded, options.compute)
+        num_weight_bytes, num_working = weight_bytes(loaded, options.compute), WORKING_BYTES
+        if options.compute.backend == "gpu":
+            given = options.compute, program, loaded.tensors, batch.token_budget
+            num_working += working_bytes(*given)
         try:
             size = size_cache(
                 program,
                 options.cache,
                 batch.token_budget,
                 num_weight_bytes,
-                budget_bytes,
+                budget_bytes + WORKING_BYTES - num_working,
                 most_running=batch.most_running,
                 auto_format=auto_kv_format(options.compute),
             )
@@ -115,7 +119,7 @@ class SleepingEngine(RemoteEngine):
             limit = f"With {megabytes(budget_bytes)} of memory for all models (--memory), "
             raise MemoryLimitError(limit + str(error)) from None
         options = replace(options, cache=replace(options.cache, memory_bytes=size.cache_bytes))
-        cost = cost_model(program, loaded.tensors, size.kv_format)
+        cost = cost_model(program, loaded.tensors, size.kv_format, options.compute.backend)
         identity = weights_identity(loaded.tensors)
         card = make_card(loaded, build_tokenizer(loaded), size.context_length, cost, identity)
         windows = tuple(group.window for group in program.cache_groups)
@@ -131,7 +135,7 @@ class SleepingEngine(RemoteEngine):
         facts = EngineFacts(backend, config, (), keeps_pages=options.tiers.is_used)
         about = wire.EngineCard(size.context_length, identity, cost.cache, None, None, 0.0)
         ready = wire.Ready(about, facts, _nothing_read(card, size.num_pages))
-        num_bytes = num_weight_bytes + size.cache_bytes + WORKING_BYTES
+        num_bytes = num_weight_bytes + size.cache_bytes + num_working
         message = wire.Load(wire.VERSION, model, options, log_level)
         return cls(message, replace(card, name=name or card.name), ready, num_bytes, keep_s)
 
@@ -293,7 +297,8 @@ class SleepingEngine(RemoteEngine):
         self._used_s = self._loaded_s = time.monotonic()
         self.num_loads += 1
         self.loading_s += self._life.load_s
-        self.num_bytes = max(self.num_bytes, ready.reading.memory_bytes)
+        if not self._is_on_gpu:  # whose memory a process does not see
+            self.num_bytes = max(self.num_bytes, ready.reading.memory_bytes)
         self.facts, self._last, self.draft = ready.facts, ready.reading, ready.card.draft
         self.limits = Limits.known(ready.card.hardware) if ready.card.hardware else None
         name, load_s, count = self.card.name, self._life.load_s, len(self._book.open)

@@ -254,7 +254,7 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
         cache,
         length,
         weight_bytes(loaded, subject.compute),
-        memory_free(subject.compute, program, length),
+        memory_free(subject.compute, program, loaded.tensors, length),
         auto_format=auto_kv_format(subject.compute),
         mesh=mesh,
     )

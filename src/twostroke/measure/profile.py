@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.measure.single_step import Shape
     from twostroke.program import Program
+    from twostroke.weights import LoadedModel
 
     TimedBackend = CpuBackend | GpuBackend
 
@@ -188,7 +189,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
     kv_format = wanted.cache.kv_format
     if kv_format == "auto":
         kv_format = auto_kv_format(wanted.compute)
-    size = _size(program, wanted, kv_format, weight_bytes(loaded, wanted.compute))
+    size = _size(loaded, program, wanted, kv_format)
     cost = cost_model(program, loaded.tensors, kv_format, compute.backend)
     notice("Measuring the machine")
     hardware = _hardware(compute, loaded.file_bytes)
@@ -215,7 +216,7 @@ def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
     return machine(level, num_threads, stream_bytes, again=True)
 
 
-def _size(program: Program, wanted: Wanted, kv_format: str, weight_bytes: int) -> CacheSize:
+def _size(loaded: LoadedModel, program: Program, wanted: Wanted, kv_format: str) -> CacheSize:
     """Return the pages that the largest shape needs."""
     page_size = wanted.cache.tokens_in_page
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
@@ -224,8 +225,8 @@ def _size(program: Program, wanted: Wanted, kv_format: str, weight_bytes: int) -
     largest = max(wanted.shapes, key=lambda shape: shape.num_pages(groups))
     num_pages = largest.num_pages(groups)
     needed = num_pages * program.page_bytes(page_size, FORMATS[kv_format])
-    free = memory_free(wanted.compute, program, wanted.most_rows)
-    free = max(0, free - weight_bytes - _WORKING_BYTES)
+    free = memory_free(wanted.compute, program, loaded.tensors, wanted.most_rows)
+    free = max(0, free - weight_bytes(loaded, wanted.compute) - _WORKING_BYTES)
     if needed > free:
         knob = "--prefill" if largest.num_prompt else "--streams or --context"
         raise MemoryLimitError(

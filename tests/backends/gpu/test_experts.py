@@ -18,7 +18,8 @@ from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.gpu.lower import lower  # noqa: E402
 from twostroke.backends.gpu.lowered import route_ints  # noqa: E402
-from twostroke.backends.gpu.weights import DeviceWeights, device_bytes  # noqa: E402
+from twostroke.backends.gpu.stored import device_bytes  # noqa: E402
+from twostroke.backends.gpu.weights import DeviceWeights  # noqa: E402
 from twostroke.backends.reference.operations import choose_experts  # noqa: E402
 from twostroke.models import build_program  # noqa: E402
 from twostroke.models.spec import ExpertSpec  # noqa: E402

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -29,6 +29,8 @@ from twostroke.weights.load import load_path  # noqa: E402
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.gpu.stored import Layout
     from twostroke.program import Program
 
 TOKENS = [(7 * i * i + 3) % 60 for i in range(75)]
@@ -43,6 +45,12 @@ def rounded(x: np.ndarray, group: int) -> np.ndarray:
         scale[scale == 0] = 1
         out[:, first : first + group] = E4M3[nearest_e4m3(part / scale)] * scale
     return out
+
+
+def rounded_on_gpu(gpu: Gpu, header: Any, x: Any, layout: Layout) -> products_fp8.RoundedRows:
+    size = products_fp8.rounded_bytes(*x.shape, layout)
+    scratch = torch.zeros(size, dtype=torch.uint8)
+    return products_fp8.round_rows(gpu, header, len(x), x, layout, scratch)
 
 
 @pytest.mark.parametrize(("group", "depth"), [(128, 384), (320, 320)])
@@ -61,7 +69,7 @@ def test_many_rows_are_rounded_and_multiplied(group: int, depth: int) -> None:
     assert products_fp8.is_for(gpu, rows, weight, given)
     for layer in (gpu, replace(gpu, architecture=80), replace(gpu, same_tokens=True)):
         assert products_fp8.is_for(layer, rows, weight, given) == (layer is gpu)
-    ours = products_fp8.round_rows(gpu, header, rows + 1, torch.from_numpy(x), weight.layout)
+    ours = rounded_on_gpu(gpu, header, torch.from_numpy(x), weight.layout)
     products_fp8.launch(gpu, header, rows + 1, ours, weight, given)
     exact = rounded(x[:rows].astype(np.float32), group) @ tensor.dequantize().T
     np.testing.assert_allclose(output.numpy()[:rows, 8:], exact, rtol=2e-3, atol=2e-3)
@@ -76,7 +84,7 @@ def test_a_value_that_is_not_a_number_stays_in_its_row() -> None:
     x = rng.standard_normal((70, 256)).astype(np.float16)
     x[3, 5] = np.nan
     header = torch.tensor([70, 0, 0, 0], dtype=torch.int32)
-    found = products_fp8.round_rows(gpu, header, 70, torch.from_numpy(x), layout)
+    found = rounded_on_gpu(gpu, header, torch.from_numpy(x), layout)
     is_nan = E4M3[found.codes.view(torch.uint8).numpy()[:70]]
     assert np.argwhere(np.isnan(is_nan)).tolist() == [[3, 10]]  # where packed rows have input 5
 

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from twostroke.backends.gpu.kernels.bytes import assembly as assembly_of  # noqa: E402
-from twostroke.backends.gpu.kernels.packed import Layout  # noqa: E402
 from twostroke.backends.gpu.kernels.packed_codes import constants  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
+from twostroke.backends.gpu.stored import Layout  # noqa: E402
 from twostroke.quant.small_floats import E4M3  # noqa: E402
 
 LAYOUTS = (

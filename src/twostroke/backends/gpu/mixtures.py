@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from twostroke.backends.gpu.kernels import pointwise, product, products_packed, routing
-from twostroke.backends.gpu.kernels.packed import Packed, layout_of, pack_stack
+from twostroke.backends.gpu.kernels.packed import Packed, pack_stack
 from twostroke.backends.gpu.kernels.routing import Grouped
+from twostroke.backends.gpu.stored import is_stack_packed, stacks_of
 from twostroke.core.frozen import Frozen
 from twostroke.quant import QuantTensor
 
@@ -70,30 +71,8 @@ def load(
 
     A stack of one format that kernels read stays packed; `convert` writes the matrices of others.
     """
-    *wide, down = (_stack(gpu, stack, convert) for stack in stacks(op, tensors))
+    *wide, down = (_stack(gpu, stack, convert) for stack in stacks_of(op, tensors))
     return ExpertWeights(tuple(wide), down)
-
-
-def stacks(
-    op: ops.MixtureOfExperts, tensors: Mapping[str, QuantTensor]
-) -> list[list[tuple[QuantTensor, ...]]]:
-    """Return the matrices of each stack by expert, those of the downs last.
-
-    A gate and an up are neighbours in one stack, unless formats keep them apart.
-    """
-    gates, ups, downs = (
-        [tensors[getattr(expert, part)] for expert in op.experts] for part in ("gate", "up", "down")
-    )
-    if is_packed(gates) == is_packed(ups) == is_packed([*gates, *ups]):
-        return [list(zip(gates, ups, strict=True)), [(tensor,) for tensor in downs]]
-    return [[(tensor,) for tensor in part] for part in (gates, ups, downs)]
-
-
-def is_packed(tensors: Sequence[QuantTensor]) -> bool:
-    """Whether a stack of these stays packed: all columns must be in the order of the inputs."""
-    (fmt, *others) = {tensor.format.name: tensor.format for tensor in tensors}.values()
-    is_plain = not others and all(tensor.order is None for tensor in tensors)
-    return is_plain and layout_of(fmt, tensors[0].shape[-1]) is not None
 
 
 def launch(
@@ -136,7 +115,7 @@ def _stack(
     """Return a stack whose matrices have the outputs of all `experts[i]`, one below the other."""
     first = experts[0]
     width, depth = sum(tensor.shape[0] for tensor in first), first[0].shape[1]
-    if is_packed([tensor for parts in experts for tensor in parts]):
+    if is_stack_packed([tensor for parts in experts for tensor in parts]):
         joined = (
             QuantTensor(first[0].format, (width, depth), np.concatenate([t.data for t in parts]))
             for parts in experts

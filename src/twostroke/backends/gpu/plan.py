@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from twostroke.backends.gpu import mixtures
+from twostroke.backends.gpu import mixtures, products
 from twostroke.backends.gpu.cache import tiling_of
 from twostroke.backends.gpu.graphs import bucket_of
 from twostroke.backends.gpu.kernels import (
@@ -16,14 +16,10 @@ from twostroke.backends.gpu.kernels import (
     norm,
     pages,
     pointwise,
-    product,
-    products_fp8,
-    products_packed,
     rope,
     take_packed,
 )
 from twostroke.backends.gpu.kernels.attention import Work
-from twostroke.backends.gpu.kernels.packed import Packed
 from twostroke.backends.gpu.kernels.parts import Parts
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import (
@@ -39,35 +35,55 @@ from twostroke.backends.gpu.lowered import (
 )
 from twostroke.backends.gpu.memory import StepMemory, lay_out
 from twostroke.backends.gpu.sampling import RESULT_INTS
-from twostroke.backends.gpu.step_input import CHANGES, COPIES, LOGIT_ROWS, StepInput
+from twostroke.backends.gpu.step_input import (
+    CHANGES,
+    COPIES,
+    LOGIT_ROWS,
+    StepInput,
+    input_ints,
+)
+from twostroke.backends.gpu.stored import matrix_layout
 from twostroke.backends.gpu.tiles import FEW_ROWS, MOST_PIECES, Tiling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from twostroke.backends.gpu.cache import PageMemory
     from twostroke.backends.gpu.device import Device
-    from twostroke.backends.gpu.kernels.packed import Layout
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered, Place, Record, Source
     from twostroke.backends.gpu.step_input import Places
     from twostroke.backends.gpu.weights import DeviceWeights
     from twostroke.program import Program, ops
+    from twostroke.quant import QuantTensor
 
 _LEAST_PAGE = 16  # tokens
 _DECODED_ROWS = 256  # rows for whose pieces of context there is room at once
 
 
 def step_bytes(
-    program: Program, device: Device, max_rows: int, *, same_tokens: bool = False
+    program: Program,
+    tensors: Mapping[str, QuantTensor],
+    device: Device,
+    max_rows: int,
+    *,
+    same_tokens: bool = False,
 ) -> int:
     """Return how many bytes of a device steps need besides weights and pages."""
     gpu = device.gpu(torch.bfloat16, same_tokens=same_tokens)
     lowered, rows = lower(program), bucket_of(max_rows)
+    packed = {
+        name: (layout, shape[0], shape[1])
+        for name, shape in program.weight_shapes.items()
+        if len(shape) == 2 and (layout := matrix_layout(tensors[name]))
+    }
+    scratch = products.scratch_bytes(gpu, lowered, packed, rows)
     attentions = [record.op for record in lowered.records if isinstance(record, Attend)]
+    num_tilings = len({tiling_of(op, same_tokens=same_tokens) for op in attentions})
+    num_slots = min(rows, _DECODED_ROWS) * MOST_PIECES
     slot = max((op.width + 2 * op.num_heads for op in attentions), default=0)
     pairs = {
         source.rope.inverse_frequencies
@@ -77,9 +93,10 @@ def step_bytes(
     }
     turns = 2 * program.context_length * sum(map(len, pairs))
     logits = LOGIT_ROWS * (lowered.logits.in_width + 2 * lowered.logits.width)  # the sampler's, too
-    floats = turns + logits + min(rows, _DECODED_ROWS) * MOST_PIECES * slot + rows * RESULT_INTS
+    floats = turns + logits + num_slots * slot + rows * RESULT_INTS
     tables = rows * len(program.cache_groups) * (program.context_length // _LEAST_PAGE + 8)
-    return lay_out(gpu, lowered, rows).num_bytes + 4 * (floats + tables)
+    numbers = floats + tables + input_ints(num_tilings, rows, num_slots)
+    return lay_out(gpu, lowered, rows).num_bytes + scratch + 4 * numbers
 
 
 class Plan:
@@ -107,6 +124,9 @@ class Plan:
         self._gpu, self._lowered, self._weights = gpu, lowered, weights
         self._cache, self._tables, self.max_rows = cache, tables, max_rows
         self.memory = StepMemory(gpu, lowered, max_rows)
+        packed = {name: (x.layout, x.width, x.depth) for name, x in weights.packed.items()}
+        size = products.scratch_bytes(gpu, lowered, packed, max_rows)
+        self._scratch = torch.zeros(size, dtype=torch.uint8, device=gpu.device)
         self._attentions = [r.op for r in lowered.records if isinstance(r, Attend)]
         given = {} if piece is None else {"piece": piece}
         self._tilings: list[Tiling] = []
@@ -139,8 +159,9 @@ class Plan:
     def num_bytes(self) -> int:
         """Bytes that steps need besides weights and pages."""
         own = self.memory.memory, self._sums, self._tops, self._picked, self.logits, self.results
+        own_too = self._scratch, self.input.device, self._tables
         turns = [turn.table for turn in self._turns.values()]
-        return sum(t.nbytes for t in (*own, *turns, self.input.device, self._tables))
+        return sum(t.nbytes for t in (*own, *own_too, *turns))
 
     def tap(self, value: str, num_rows: int) -> Tensor:
         """Return a tapped value of the step's rows, float32."""
@@ -228,22 +249,8 @@ class Plan:
     def _multiply(
         self, header: Tensor, rows: int, x: Tensor, names: tuple[str, ...], output: Parts
     ) -> None:
-        first, given = 0, (self._gpu, header, rows)
-        rounded: dict[Layout, products_fp8.RoundedRows] = {}
-        for matrix in self._weights.factors(names):
-            if isinstance(matrix, Packed):
-                columns = output.columns(first, matrix.width)
-                if products_fp8.is_for(self._gpu, rows, matrix, columns):
-                    layout = matrix.layout
-                    if layout not in rounded:
-                        rounded[layout] = products_fp8.round_rows(*given, x, layout)
-                    products_fp8.launch(*given, rounded[layout], matrix, columns)
-                else:
-                    products_packed.launch(*given, x, matrix, columns)
-            else:
-                columns = output.columns(first, matrix.shape[0])
-                product.launch(*given, x, matrix, columns)
-            first += columns.width
+        factors = self._weights.factors(names)
+        products.multiply(self._gpu, header, rows, x, factors, output, scratch=self._scratch)
 
     def _mix(self, record: Mix, rows: int) -> None:
         op, memory = record.op, self.memory

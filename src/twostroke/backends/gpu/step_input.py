@@ -34,6 +34,15 @@ _LINE: Final = 4  # numbers; arrays begin at multiples, so that pointers are ali
 MOST_CHANGES: Final = 4096  # of page tables, in one step's input
 
 
+def input_ints(num_tilings: int, max_rows: int, most_slots: int) -> int:
+    """Return how many numbers the input of any step of `max_rows` rows has at most."""
+    chunks, header = -(-max_rows // LOGIT_ROWS), _up(_TILINGS + 6 * num_tilings)
+    arrays = header + (_LINE + LOGIT_ROWS) * chunks + 3 * _up(max_rows) + _up(max_rows + 1)
+    items = num_tilings * max_rows * (MOST_PIECES * 8 + 8 + 4)
+    headers = num_tilings * header * (2 + 2 * max_rows * MOST_PIECES // most_slots)
+    return arrays + 2 * MOST_CHANGES + 8 * max_rows + items + headers
+
+
 class Places(Frozen):
     """Where the arrays of a step begin whose bucket has `num_rows` rows."""
 
@@ -62,9 +71,7 @@ class StepInput:
         self._chunks = _up(_TILINGS + 6 * len(self._tilings))  # one number in a line
         self._sampled = self._chunks + _LINE * self._max_chunks
         self._arrays = self._sampled + LOGIT_ROWS * self._max_chunks
-        items = len(tilings) * max_rows * (MOST_PIECES * 8 + 8 + 4)
-        headers = len(tilings) * self._chunks * (2 + 2 * max_rows * MOST_PIECES // most_slots)
-        size = self.places(max_rows).rest + 2 * MOST_CHANGES + 8 * max_rows + items + headers
+        size = input_ints(len(tilings), max_rows, most_slots)
         is_gpu = gpu.device.type == "cuda"
         self._hosts = deque(  # the next step's first; that of a step in flight may not be sent yet
             torch.zeros(size, dtype=torch.int32, pin_memory=is_gpu) for _ in range(1 + STEPS_AHEAD)

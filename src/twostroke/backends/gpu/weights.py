@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from twostroke.backends.gpu import mixtures
-from twostroke.backends.gpu.kernels.packed import layout_of, pack
+from twostroke.backends.gpu.kernels.packed import pack
 from twostroke.backends.gpu.lowered import AddNorm, Embed, Mix, Products, Store
-from twostroke.program import ops
+from twostroke.backends.gpu.stored import matrix_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered
     from twostroke.backends.gpu.mixtures import ExpertWeights
-    from twostroke.program import Program
+    from twostroke.program import ops
     from twostroke.quant import QuantTensor
 
     Progress = Callable[[int, int], None]
@@ -41,22 +41,6 @@ def element_of(tensors: Mapping[str, QuantTensor]) -> torch.dtype:
             num_bytes[tensor.format.name] += tensor.num_bytes
     most = max(num_bytes, key=num_bytes.__getitem__, default="")
     return _STORED.get(most, torch.bfloat16)
-
-
-def device_bytes(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
-    """Return about how many bytes each weight takes on the device.
-
-    Packed are those in a format that kernels read, of experts if their whole stack has it.
-    """
-    mixes = [op for op in program.ops if isinstance(op, ops.MixtureOfExperts)]
-    stacks = [sum(stack, ()) for op in mixes for stack in mixtures.stacks(op, tensors)]
-    unlike = {id(one) for stack in stacks if not mixtures.is_packed(stack) for one in stack}
-    return {
-        name: tensor.num_bytes
-        if _is_packed(tensor) and id(tensor) not in unlike
-        else tensor.num_values * (2 if len(tensor.shape) > 1 else 4)
-        for name, tensor in tensors.items()
-    }
 
 
 class DeviceWeights:
@@ -95,7 +79,7 @@ class DeviceWeights:
         total, done = sum(tensors[name].num_bytes for name in names), 0
         read = [*groups, (lowered.logits.weight,), *((name,) for name in tables)]
         for name in dict.fromkeys(name for group in read for name in group):
-            if _is_packed(tensors[name]):
+            if matrix_layout(tensors[name]):
                 self.packed[name] = pack(tensors[name], gpu.device)
                 done += tensors[name].num_bytes
                 release([tensors[name]])
@@ -159,10 +143,6 @@ class DeviceWeights:
             target.copy_(torch.from_numpy(tensor.dequantize()))
         if dtype != self._gpu.element:
             self.converted[tensor.format.name] += 1
-
-
-def _is_packed(tensor: QuantTensor) -> bool:
-    return tensor.order is None and layout_of(tensor.format, tensor.shape[-1]) is not None
 
 
 def _vectors_of(lowered: Lowered) -> Iterator[tuple[str, float]]:

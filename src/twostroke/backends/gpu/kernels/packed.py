@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS, Layout, grouped_of, layout_of
 from twostroke.core.frozen import Frozen
 from twostroke.quant.floats import decode_bfloat
 from twostroke.quant.planes import unpack_planes
@@ -29,43 +30,6 @@ if TYPE_CHECKING:
     from twostroke.quant import Bytes, Format, QuantTensor
 
     Parts = tuple[Bytes, NDArray[Any], NDArray[Any] | None]
-
-TILE_OUTPUTS: Final = 64
-TILE_INPUTS: Final = 256
-
-
-class Layout(Frozen):
-    """How the codes of a format become values.
-
-    `bits` is 4, 5, 6 or 8, and `columns` the inputs of a plane. `group` inputs share a scale.
-    `half` is subtracted from codes. `scales` names what the scales are: "plain" values, with
-    `offset` None, "minimum" (added) or "zero" (a code, subtracted before the product); or the
-    headers of blocks, "k" (Q4_K, Q5_K) and "q6_k". With the table "e4m3" codes are its numbers, and
-    with `has_row_scales` all groups of an output have one scale.
-    """
-
-    bits: int
-    group: int
-    half: int = 0
-    scales: str = "plain"
-    offset: str | None = None
-    table: str | None = None
-    has_row_scales: bool = False
-
-    @property
-    def columns(self) -> int:
-        """Inputs of a plane."""
-        return 16 if self.group == 16 else 32
-
-    @property
-    def planes(self) -> int:
-        """Planes of a word."""
-        return 2 if self.bits == 8 else 4
-
-    @property
-    def steps(self) -> int:
-        """Words for each output and column of a tile."""
-        return TILE_INPUTS // (self.planes * self.columns)
 
 
 class Packed(Frozen, eq=False):
@@ -99,27 +63,6 @@ class Packed(Frozen, eq=False):
         """Bytes that all its arrays take."""
         arrays = (self.codes, self.scales, self.high, self.offsets)
         return sum(x.numel() * x.element_size() for x in arrays if x is not None)
-
-
-def layout_of(fmt: Format, depth: int) -> Layout | None:
-    """Return the layout of a format in rows of `depth` values; None for those without kernels."""
-    if fmt.name in _LAYOUTS:
-        return _LAYOUTS[fmt.name]
-    match = _is_grouped(fmt)
-    table = "e4m3" if fmt.name.startswith("E4M3_") else None
-    if match is None and table is None:
-        return None
-    bits, has_zero = match or (8, False)
-    group = fmt.group_size
-    is_row = group == depth
-    if is_row or group % TILE_INPUTS == 0:
-        group = TILE_INPUTS  # each tile has a copy
-    if TILE_INPUTS % group or group < 32:
-        return None
-    if table:
-        return Layout(bits, group, table=table, has_row_scales=is_row)
-    half = 0 if has_zero or bits == 8 else 8
-    return Layout(bits, group, half, offset="zero" if has_zero else None)
 
 
 def pack(tensor: QuantTensor, device: torch.device) -> Packed:
@@ -247,7 +190,7 @@ def _read_q6_k(_: Format, blocks: Bytes) -> Parts:
 
 def _read_grouped(fmt: Format, blocks: Bytes) -> Parts:
     """Read the blocks of `quant.grouped`: the scale, perhaps a zero point, codes."""
-    bits, has_zero = _is_grouped(fmt) or (0, False)
+    bits, has_zero = grouped_of(fmt) or (0, False)
     code_bytes = fmt.block_size * bits // 8
     head = fmt.block_bytes - code_bytes
     size = head - has_zero
@@ -264,25 +207,7 @@ def _read_e4m3(fmt: Format, blocks: Bytes) -> Parts:
     return blocks[:, raw.shape[1] :], scales * np.float32(256), None
 
 
-def _is_grouped(fmt: Format) -> tuple[int, bool] | None:
-    """Return bits and whether there are zero points, of formats that `quant.grouped` made."""
-    parts = fmt.name.split("_")
-    if parts[0] not in ("INT4", "INT8") or parts[2] not in _SCALES:
-        return None
-    has_zero = parts[-1] == "Z"
-    bits = int(parts[0][3:])
-    return None if bits == 8 and has_zero else (bits, has_zero)
-
-
 _SCALES: Final = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32}
-_LAYOUTS: Final = {
-    "Q4_0": Layout(4, 32, half=8),
-    "Q4_1": Layout(4, 32, offset="minimum"),
-    "Q8_0": Layout(8, 32),
-    "Q4_K": Layout(4, 32, scales="k"),
-    "Q5_K": Layout(5, 32, scales="k"),
-    "Q6_K": Layout(6, 16, half=32, scales="q6_k"),
-}
 _READERS: Final[dict[str, Callable[[Format, Bytes], Parts]]] = {
     "Q4_0": _read_q4_0,
     "Q4_1": _read_q4_1,

@@ -13,8 +13,8 @@ from twostroke.backends.gpu.kernels.bytes import e4m3_lines, e4m3_numbers
 if TYPE_CHECKING:
     from typing import Any
 
-    from twostroke.backends.gpu.kernels.packed import Layout
     from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.gpu.stored import Layout
 
 
 def has_offset(layout: Layout) -> bool:

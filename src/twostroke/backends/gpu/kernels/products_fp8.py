@@ -14,16 +14,17 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import e4m3_codes
-from twostroke.backends.gpu.kernels.packed import TILE_INPUTS
 from twostroke.backends.gpu.kernels.product import FEW_ROWS
+from twostroke.backends.gpu.stored import TILE_INPUTS
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twostroke.backends.gpu.kernels.packed import Layout, Packed
+    from twostroke.backends.gpu.kernels.packed import Packed
     from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.gpu.stored import Layout
 
 _OLDEST: Final = 89
 _GROUP: Final = 128
@@ -42,21 +43,39 @@ class RoundedRows(Frozen, eq=False):
 
 def is_for(gpu: Gpu, num_rows: int, weight: Packed, output: Parts) -> bool:
     """Whether a product takes this way; those into float32, such as logits, never do."""
-    layout = weight.layout
     is_many = num_rows > FEW_ROWS and output.count == 1 and output.values.dtype == gpu.element
+    return is_many and are_known(gpu, weight.layout)
+
+
+def are_known(gpu: Gpu, layout: Layout) -> bool:
+    """Whether products of many rows with matrices of a layout take this way."""
     has_scales = layout.has_row_scales or layout.group == _GROUP
     is_known = gpu.architecture >= _OLDEST and not gpu.same_tokens
-    return is_known and is_many and layout.table == "e4m3" and has_scales
+    return is_known and layout.table == "e4m3" and has_scales
 
 
-def round_rows(gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, layout: Layout) -> RoundedRows:
-    """Round x (rows, depth) for products with matrices of a layout."""
-    depth = x.shape[1]
+def rounded_bytes(num_rows: int, depth: int, layout: Layout) -> int:
+    """Return how many bytes rounded rows take."""
+    (rows, padded), groups = _shape(num_rows, depth, layout)
+    return rows * padded + 4 * groups * rows
+
+
+def _shape(num_rows: int, depth: int, layout: Layout) -> tuple[tuple[int, int], int]:
+    """Return the shape of codes, and the groups of scales."""
     padded = -(-depth // TILE_INPUTS) * TILE_INPUTS
     rows = -(-num_rows // _BLOCK_M) * _BLOCK_M
-    groups = 1 if layout.has_row_scales else padded // _GROUP
-    codes = torch.empty((rows, padded), dtype=torch.float8_e4m3fn, device=gpu.device)
-    scales = torch.empty((groups, rows), dtype=torch.float32, device=gpu.device)
+    return (rows, padded), 1 if layout.has_row_scales else padded // _GROUP
+
+
+def round_rows(
+    gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, layout: Layout, scratch: Tensor
+) -> RoundedRows:
+    """Round x (rows, depth) for products with matrices of a layout, into the `scratch`, bytes."""
+    depth = x.shape[1]
+    (rows, padded), groups = _shape(num_rows, depth, layout)
+    end, size = rows * padded, rounded_bytes(num_rows, depth, layout)
+    codes = scratch[:end].view(torch.float8_e4m3fn).view(rows, padded)
+    scales = scratch[end:size].view(torch.float32).view(groups, rows)
     gpu.launch(
         _round_rows,
         (num_rows,),

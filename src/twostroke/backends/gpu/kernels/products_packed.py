@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.packed import TILE_INPUTS, TILE_OUTPUTS, Packed
 from twostroke.backends.gpu.kernels.packed_codes import (
     codes_of,
     constants,
@@ -25,10 +24,12 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     weight_of,
 )
 from twostroke.backends.gpu.kernels.routing import rows_of
+from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from twostroke.backends.gpu.kernels.packed import Packed
     from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
@@ -38,15 +39,32 @@ MANY_ROWS: Final = 512  # from which a matrix is written out
 _SAME_ROWS: Final = 32  # of each tile, for the same tokens
 
 
+def is_written_out(gpu: Gpu, num_rows: int, output: Parts) -> bool:
+    """Whether a matrix is written out for so many rows; not for sums in float32, such as logits."""
+    is_plain = output.values.dtype == gpu.element and output.count == 1
+    return num_rows >= MANY_ROWS and is_plain and not gpu.same_tokens
+
+
 def launch(
-    gpu: Gpu, header: Tensor, num_rows: int, x: Tensor, weight: Packed, output: Parts
+    gpu: Gpu,
+    header: Tensor,
+    num_rows: int,
+    x: Tensor,
+    weight: Packed,
+    output: Parts,
+    scratch: Tensor | None = None,
 ) -> None:
-    """Write `x @ weight.T` into `output`: x is (rows, depth), weight a matrix (width, depth)."""
+    """Write `x @ weight.T` into `output`: x is (rows, depth), weight a matrix (width, depth).
+
+    A matrix that is written out is in the `scratch`, bytes.
+    """
     if gpu.same_tokens:
         _start(gpu, header, -(-num_rows // _SAME_ROWS), x, weight, output, _SAME_ROWS, None)
         return
-    if num_rows >= MANY_ROWS and output.values.dtype == gpu.element and output.count == 1:
-        matrix = torch.empty((weight.width, weight.depth), dtype=gpu.element, device=gpu.device)
+    if is_written_out(gpu, num_rows, output):
+        assert scratch is not None, "many rows need room"
+        size = gpu.element.itemsize * weight.width * weight.depth
+        matrix = scratch[:size].view(gpu.element).view(weight.width, weight.depth)
         write_out(gpu, weight, matrix)
         shape = (num_rows, weight.width)
         out = torch.as_strided(output.values, shape, (output.row_stride, 1))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.packed import TILE_INPUTS
 from twostroke.backends.gpu.kernels.packed_codes import (
     codes_of,
     constants,
@@ -16,6 +15,7 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     upper_of,
     without_assembly,
 )
+from twostroke.backends.gpu.stored import TILE_INPUTS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,75 @@
+"""Products of one input with matrices of several kinds, and the memory that they work in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.backends.gpu.kernels import product, products_fp8, products_packed
+from twostroke.backends.gpu.kernels.packed import Packed
+from twostroke.backends.gpu.lowered import Kind, Products
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from twostroke.backends.gpu.kernels.parts import Parts
+    from twostroke.backends.gpu.kernels.products_fp8 import RoundedRows
+    from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.gpu.lowered import Lowered
+    from twostroke.backends.gpu.stored import Layout
+
+    Matrix = tuple[Layout, int, int]  # that is packed: outputs and inputs
+
+
+def scratch_bytes(gpu: Gpu, lowered: Lowered, packed: Mapping[str, Matrix], max_rows: int) -> int:
+    """Return how many bytes products of up to `max_rows` rows need besides input and output."""
+    needed = [
+        _needed(gpu, packed[name], max_rows)
+        for record in lowered.records
+        if isinstance(record, Products) and lowered.buffers[record.output].kind is Kind.PARTS
+        for name in record.weights
+        if name in packed
+    ]
+    return max(needed, default=0)
+
+
+def _needed(gpu: Gpu, matrix: Matrix, max_rows: int) -> int:
+    layout, width, depth = matrix
+    if products_fp8.are_known(gpu, layout):
+        is_used = max_rows > product.FEW_ROWS
+        return products_fp8.rounded_bytes(max_rows, depth, layout) if is_used else 0
+    if gpu.same_tokens or max_rows < products_packed.MANY_ROWS:
+        return 0
+    size: int = gpu.element.itemsize * width * depth
+    return size
+
+
+def multiply(
+    gpu: Gpu,
+    header: Tensor,
+    rows: int,
+    x: Tensor,
+    factors: Sequence[Tensor | Packed],
+    output: Parts,
+    *,
+    scratch: Tensor,
+) -> None:
+    """Write the products of x with the factors side by side; `scratch` has `scratch_bytes`."""
+    first = 0
+    rounded: tuple[Layout, RoundedRows] | None = None  # what the scratch holds
+    for matrix in factors:
+        width = matrix.width if isinstance(matrix, Packed) else matrix.shape[0]
+        columns = output.columns(first, width)
+        first += width
+        if not isinstance(matrix, Packed):
+            product.launch(gpu, header, rows, x, matrix, columns)
+        elif products_fp8.is_for(gpu, rows, matrix, columns):
+            if rounded is None or rounded[0] != matrix.layout:
+                own = products_fp8.round_rows(gpu, header, rows, x, matrix.layout, scratch)
+                rounded = matrix.layout, own
+            products_fp8.launch(gpu, header, rows, rounded[1], matrix, columns)
+        else:
+            if products_packed.is_written_out(gpu, rows, columns):
+                rounded = None
+            products_packed.launch(gpu, header, rows, x, matrix, columns, scratch)

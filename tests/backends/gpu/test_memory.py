@@ -1,0 +1,125 @@
+"""Memory that is planned before anything is loaded, against what engines then reserve."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from msgspec.structs import replace  # noqa: E402
+
+from support.programs import SPEC  # noqa: E402
+from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
+from twostroke.backends.gpu.cache import PageMemory  # noqa: E402
+from twostroke.backends.gpu.device import Device  # noqa: E402
+from twostroke.backends.gpu.kernels.packed import Packed, pack  # noqa: E402
+from twostroke.backends.gpu.launch import listing  # noqa: E402
+from twostroke.backends.gpu.lower import lower  # noqa: E402
+from twostroke.backends.gpu.plan import Plan, step_bytes  # noqa: E402
+from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions  # noqa: E402
+from twostroke.core.errors import MemoryLimitError  # noqa: E402
+from twostroke.engine.sleeping import SleepingEngine  # noqa: E402
+from twostroke.models import build_program  # noqa: E402
+from twostroke.quant import FORMATS, QuantTensor, e4m3  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+META = torch.device("meta")
+WIDE = replace(SPEC, hidden_size=512, ffn_size=4096, head_dim=64, num_layers=1)
+
+
+class Weights:
+    """Packed matrices and vectors without memory, as `DeviceWeights` has them."""
+
+    def __init__(self, tensors: dict[str, QuantTensor]) -> None:
+        self.packed: dict[str, Packed] = {}
+        self.matrices: dict[str, Any] = {}
+        self.mean_keys: dict[int, Any] = {}
+        for name, tensor in tensors.items():
+            if len(tensor.shape) > 1 and tensor.format.name not in {"F16", "BF16"}:
+                self.packed[name] = pack(tensor, META)
+            elif len(tensor.shape) > 1:
+                self.matrices[name] = torch.empty(tensor.shape, dtype=torch.float16, device=META)
+
+    def factors(self, names: tuple[str, ...]) -> list[Any]:
+        return [self.packed.get(name, self.matrices.get(name)) for name in names]
+
+    def vector(self, name: str, _: float = 0.0) -> Any:
+        return torch.empty(1 << 16, device=META)
+
+
+@cache
+def tensors_of(program: Any, fmt: Any) -> dict[str, QuantTensor]:
+    """Return weights of a format; None is E4M3 with a scale for each output."""
+    return {
+        name: QuantTensor.from_floats(
+            np.ones(shape, np.float32),
+            FORMATS["F32"] if len(shape) == 1 else fmt or e4m3(shape[1]),
+        )
+        for name, shape in program.weight_shapes.items()
+    }
+
+
+def planned_and_reserved(fmt: Any, rows: int, architecture: int) -> tuple[int, int, list[Any]]:
+    """Return bytes as planned and as reserved, and the launches of a step of so many rows."""
+    program, launches = build_program(WIDE), list[Any]()
+    tensors = tensors_of(program, fmt)
+    device = Device("none", META, architecture, 132)
+    gpu = listing(launches, architecture)
+    pages = PageMemory(gpu, program, 4, 16, "f16")
+    width = -(-program.context_length // 16 // 4) * 4 + 4
+    tables = torch.zeros((rows, 1, width), dtype=torch.int32, device=META)
+    plan = Plan(gpu, lower(program), cast("Any", Weights(tensors)), pages, tables, rows)
+    plan.launch(rows)
+    return step_bytes(program, tensors, device, rows), plan.num_bytes, launches
+
+
+@pytest.mark.parametrize("rows", [1, 256, 2048])
+@pytest.mark.parametrize("fmt", [FORMATS["BF16"], FORMATS["Q4_K"], e4m3(128), None])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_steps_reserve_what_was_planned(fmt: Any, rows: int, architecture: int) -> None:
+    planned, reserved, _ = planned_and_reserved(fmt, rows, architecture)
+    assert planned >= reserved
+    assert planned == pytest.approx(reserved, rel=0.05, abs=1 << 20)
+
+
+def test_matrices_that_are_written_out_and_rounded_rows_are_counted() -> None:
+    """The largest matrix twice, and rows in E4M3: what makes a 70B's steps large."""
+    rows, largest = 512, 4096 * 512
+    dense, _, _ = planned_and_reserved(FORMATS["BF16"], rows, 90)
+    packed, _, launches = planned_and_reserved(FORMATS["Q4_K"], rows, 90)
+    assert "_write_out" in {launch.kernel.__name__ for launch in launches}
+    assert packed - dense == 2 * largest
+    fp8, _, launches = planned_and_reserved(e4m3(128), rows, 90)
+    assert "_round_rows" in {launch.kernel.__name__ for launch in launches}
+    assert fp8 - dense == rows * 4096 + 4 * rows * 32  # codes, and scales of 128
+    old, _, _ = planned_and_reserved(e4m3(128), rows, 80)
+    assert old - dense == 2 * largest
+    few, _, _ = planned_and_reserved(FORMATS["Q4_K"], 256, 90)
+    dense, _, _ = planned_and_reserved(FORMATS["BF16"], 256, 90)
+    assert few == dense
+
+
+def test_models_that_take_turns_on_a_gpu_count_its_memory(tmp_path: Path) -> None:
+    """Weights as the GPU has them, and what its steps and CUDA need besides."""
+    path = str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny(seed=3, fmt="F32", num_layers=1)))
+    cache = CacheOptions(context_length=64, memory_bytes=1 << 20)
+
+    def engine(backend: str, budget_bytes: int) -> SleepingEngine:
+        options = EngineOptions(ComputeOptions(backend), cache)
+        return SleepingEngine.find(None, path, options, "info", budget_bytes, math.inf)
+
+    on_gpu, on_cpu = engine("gpu", 10**10), engine("cpu", 10**10)
+    assert on_gpu.num_bytes > on_cpu.num_bytes + (600 << 20)
+    gpu_bytes, cpu_bytes = (sum(one.card.cost.weight_bytes.values()) for one in (on_gpu, on_cpu))
+    assert gpu_bytes < 0.7 * cpu_bytes  # matrices in 16 bits
+    assert engine("cpu", 600 << 20).num_bytes
+    with pytest.raises(MemoryLimitError, match=r"600 ?MB of memory for all models|\(--memory\)"):
+        engine("gpu", 600 << 20)
