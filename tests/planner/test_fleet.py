@@ -137,7 +137,7 @@ def test_a_wrong_file_names_the_line_and_the_nearest_word(tmp_path):
         (model + "objective: fast\n", "line 4: invalid enum value 'fast'"),
         ("models: []\n", "line 1: models must name at least one"),
         ("models: [\n", "line 2: this is not YAML"),
-        ("", "line 1: expected `object`, got `null`"),
+        ("", r"line 1: must be fields \(name: value\), got nothing"),
         ("models:\n- requests_per_s: 1\n", "line 2: object missing required field `model`"),
     ):
         path.write_text(text)

@@ -149,3 +149,20 @@ def test_a_file_that_is_not_there_is_named_at_once(tmp_path: Path) -> None:
     path = tmp_path / "none"
     with pytest.raises(UsageError, match="cannot be read: No such file"), live_router(listing=path):
         pass
+    path.write_text("# ours\n\nhttp://127.0.0.1:80O2\n")
+    with (
+        pytest.raises(UsageError, match=r"none, line 3: 'http://.*80O2'"),
+        live_router(listing=path),
+    ):
+        pass
+
+
+def test_a_router_can_be_a_replica_of_another(fakes: Loop) -> None:
+    replica = fakes.start(FakeReplica())
+    replica.load = {"work_s": 9.0}
+    with live_router(replica.url) as inner, live_router(inner.url) as outer:
+        assert httpx.post(outer.url + _CHAT, json=_BODY).status_code == 200
+        [found] = outer.router.fleet.replicas.values()
+        assert (found.is_foreign, found.facts.models) == (True, ("tiny",))
+        replica.health, replica.load = (503, {}), None
+        wait_for(lambda: "no replica" in found.reason)

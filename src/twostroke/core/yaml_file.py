@@ -22,8 +22,12 @@ T = TypeVar("T", bound=Frozen)
 _UNKNOWN = re.compile(r"unknown field `(?P<field>.*?)`")
 _WHERE = re.compile(r" - at `\$(?P<path>.*?)`$")
 _STEP = re.compile(r"[^.\[\]]+")
-_TYPES = re.compile(r"Expected `(?P<wanted>int|float)(?: \| null)?`, got `(?P<got>\w+)`")
-_KINDS = {"str": "text", "float": "fraction", "bool": "yes or no", "array": "list"}
+_TYPES = re.compile(r"Expected `(?P<wanted>\w+)(?: \| null)?`, got `(?P<got>\w+)`")
+_KINDS = {
+    "str": "a text", "int": "a number", "float": "a fraction", "bool": "yes or no",
+    "array": "a list", "object": "fields (name: value)", "null": "nothing",
+}  # fmt: skip
+_WANTED = _KINDS | {"int": "a whole number such as 2048", "float": "a number such as 2.5 or 1e3"}
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 # Numbers as YAML 1.2 has them: PyYAML takes 1e3 for a text, 010 for 8 and 1:30 for 90.
 _NUMBERS = {
@@ -102,9 +106,8 @@ class YamlFile:
         text = _WHERE.sub("", message)
         where = f" ({path.lstrip('.')})" if path else ""
         if types := _TYPES.match(text):
-            is_whole = types["wanted"] == "int"
-            kind = "whole number such as 2048" if is_whole else "number such as 2.5 or 1e3"
-            text = f"must be a {kind}, got a {_KINDS.get(types['got'], types['got'])}"
+            wanted, got = types["wanted"], types["got"]
+            text = f"must be {_WANTED.get(wanted, wanted)}, got {_KINDS.get(got, got)}"
         return self.at(place, f"{text[0].lower()}{text[1:]}{where}.")
 
 

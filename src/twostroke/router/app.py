@@ -99,6 +99,7 @@ class Router:
             "/health/live": self._live,
             "/health/progress": self._ready,
             "/metrics": self._scrape,
+            "/api/load": self._load,
             "/api/state": self._state,
             "/v1/models": self._models,
         }
@@ -282,6 +283,10 @@ class Router:
         if not self.options.shows_dashboard and not shown:
             raise UnknownPathError("The dashboard is off: start the router with --dashboard.")
         return _json(fleet_state(self.fleet))
+
+    async def _load(self, _request: Request) -> Response:
+        """Say that this is not a server, to another router or to this one itself."""
+        raise UnknownPathError("A router has no load of its own.")
 
     async def _models(self, request: Request) -> Response:
         """Return all models that replicas have, each as the first of them describes it."""

@@ -259,7 +259,9 @@ class Fleet:
     def nothing(self) -> NoReplicaError:
         """Return the error where no replica is ready."""
         if not self.replicas:
-            return NoReplicaError("No replica is known: the name to discover has no address.")
+            listing, name = self.options.listing, self.options.discover
+            where = f"{name} has no address" if listing is None else f"{listing} names none"
+            return NoReplicaError(f"No replica is known: {where}.")
         states = Counter(one.state.value for one in self.replicas.values())
         how = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         return NoReplicaError(f"No replica can answer now: of {len(self.replicas)}, {how}.")

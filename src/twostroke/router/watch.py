@@ -42,7 +42,7 @@ class Watch:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._finding: list[asyncio.Task[None]] = []
         self._name = _split(fleet.options.discover) if fleet.options.discover else None
-        self._listing = fleet.options.listing
+        self._listing, self._misses_name = fleet.options.listing, False
         # Which servers there are, by who says so.
         self._known = {"options": {Address.of(url).url for url in fleet.options.replicas}}
         if self._listing is not None:
@@ -182,10 +182,13 @@ class Watch:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            why = error.strerror or str(error)
-            _logger.warning("The name %s has no address now: %s.", name, why)
-            return  # a name server that fails must not empty the fleet
+        except OSError as error:  # a name server that fails must not empty the fleet
+            if not self._misses_name:
+                why = error.strerror or str(error)
+                _logger.warning("The name %s has no address now: %s.", name, why)
+            self._misses_name = True
+            return
+        self._misses_name = False
         self._known["name"] = {f"http://{_host(one[4][0])}:{port}" for one in found}
         self._take_in()
 
@@ -334,7 +337,16 @@ def _listed(path: Path) -> set[str]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"The replicas in {path} cannot be read: {why}.") from None
-    return {Address.of(line.strip()).url for line in lines if line.strip() and line[0] != "#"}
+    urls = set[str]()
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if line and not line.startswith("#"):
+            try:
+                urls.add(Address.of(line).url)
+            except UsageError:
+                raise UsageError(
+                    f"{path}, line {number}: '{line}' is not a server's URL."
+                ) from None
+    return urls
 
 
 def _host(address: str | int) -> str:
