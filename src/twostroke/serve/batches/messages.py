@@ -24,6 +24,7 @@ from twostroke.serve.batches.files import page_size
 from twostroke.serve.batches.lines import WrongLineError, parse
 from twostroke.serve.batches.openai import find
 from twostroke.serve.batches.results import Form
+from twostroke.serve.body.explain import explain
 from twostroke.serve.dialect import encode_json, to_json
 from twostroke.serve.openai.responses.routes import query_of
 
@@ -261,8 +262,7 @@ def _write_lines(body: mmap, file: Temporary, limits: Limits) -> int:
     try:
         asked = _DECODER.decode(body).requests
     except msgspec.ValidationError as error:
-        reason = "The body must have a list 'requests' of objects with 'custom_id' and 'params': "
-        raise RequestError(f"{reason}{error}.") from None
+        raise explain(str(error), MessageBatchRequest, None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BodySyntaxError("The body is not valid JSON: {why}.", why=error) from None
     if len(asked) > limits.max_batch_lines:
