@@ -166,3 +166,20 @@ def test_a_router_can_be_a_replica_of_another(fakes: Loop) -> None:
         assert (found.is_foreign, found.facts.models) == (True, ("tiny",))
         replica.health, replica.load = (503, {}), None
         wait_for(lambda: "no replica" in found.reason)
+
+
+def test_a_replica_that_would_answer_otherwise_is_refused(fakes: Loop) -> None:
+    first, second, other = (fakes.start(FakeReplica(name)) for name in ("tiny", "tiny", "big"))
+    first.load, second.load, other.load = {}, {"numerics": "2"}, {"numerics": "3"}
+    urls = [one.url for one in (first, second, other)]
+    with live_router(*urls) as router:
+        replicas = router.router.fleet.replicas
+        wait_for(lambda: len(router.router.fleet.ready) == 2)
+        assert replicas[other.url] in router.router.fleet.ready  # it has another name
+        assert any("another model file, settings" in one.reason for one in replicas.values())
+        second.load = {}
+        wait_for(lambda: len(router.router.fleet.ready) == 3)
+        second.load = {"version": "2"}
+        wait_for(lambda: any("another version" in one.reason for one in replicas.values()))
+    with live_router(*urls, mixed=True) as router:
+        wait_for(lambda: len(router.router.fleet.ready) == 3)

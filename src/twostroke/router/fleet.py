@@ -31,6 +31,7 @@ _SHARED: Final = (
     "share cached prompts, turns and stored answers: give the router and its replicas the same "
     "TWOSTROKE_REPLICA_KEY (docs/fleet.md#keys)."
 )
+_EQUAL: Final = {"version": "version", "numerics": "model file, settings or processor"}
 _logger = logging.getLogger("twostroke.router")
 
 
@@ -221,12 +222,12 @@ class Fleet:
         for other in self.ready:
             if other is replica or not set(other.facts.models) & set(facts.models):
                 continue
-            for name in ("version", "numerics"):
+            for name, words in _EQUAL.items():
                 here, there = getattr(facts, name), getattr(other.facts, name)
                 if here and there and here != there:
                     return (
-                        f"Its {name} {here} is not that of {other.url}, {there}: answers would "
-                        "differ (--mixed allows it)."
+                        f"It has another {words} than {other.url} ({here}, not {there}): answers "
+                        "would differ (--mixed allows it)."
                     )
         return ""
 
