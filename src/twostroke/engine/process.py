@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _PULSE_S: Final = 0.5
 _RETRY_S: Final = 0.02  # between looks for room in the queue for texts
-_CHUNK: Final = 1 << 18
+_CHUNK: Final = 1 << 16  # as in child.py
 _PROGRESS_S: Final = 0.05  # between reports while weights load
 _PR_SET_PDEATHSIG: Final = 1
 

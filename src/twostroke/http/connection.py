@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from twostroke.http.disconnect import ABORT
 from twostroke.http.errors import ServerStoppingError
-from twostroke.http.gathering import WRITE, Gathering
+from twostroke.http.gathering import WRITE, Gathering, read_less
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -72,6 +72,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first headers; one connection too many replaces the longest idle one."""
         super().connection_made(transport)
+        read_less(transport)
         self.transport: Gathering = Gathering(transport, self.loop)
         if len(self.connections) > self._most:
             other = next(iter(self._idle), self)

@@ -9,6 +9,7 @@ with keys need not, since pages do not know a key.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 ANY: Final = "*"
 _MAX_DRAIN_S: Final = 86_400
+_MOST_HOSTS: Final = 64  # whose names are remembered: clients have few
 
 _NAME: Final = r"[a-z0-9_](?:[a-z0-9._-]{0,251}[a-z0-9_])?"  # an IPv4 address is one, too
 _HOST: Final = re.compile(rf"(?P<name>{_NAME}|\[[0-9a-f:.]{{2,45}}\])\.?(?::(?P<port>\d{{0,5}}))?")
@@ -115,6 +117,7 @@ class Origins:
         self._is_private = is_loopback(options.host)
         self._checks_hosts = not options.has_keys or bool(options.allowed_hosts)
         self._is_keyless = not options.has_keys
+        self._is_own = lru_cache(_MOST_HOSTS)(self._means_this)
         self._hosts = {options.host.lower(), *map(parse_host, options.allowed_hosts)}
         self._allows_any = ANY in options.cors_origins
         listed = (one for one in options.cors_origins if one != ANY)
@@ -164,7 +167,7 @@ class Origins:
     def _is_listed(self, origin: bytes) -> bool:
         return self._allows_any or origin in self._listed
 
-    def _is_own(self, host: bytes) -> bool:
+    def _means_this(self, host: bytes) -> bool:
         """Whether clients may reach the server under this name.
 
         Beyond this machine, addresses and names that no public DNS has are safe, too: a page of

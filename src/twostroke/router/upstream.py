@@ -7,11 +7,13 @@ import errno
 import os
 import socket
 import ssl
+import time
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.http.gathering import read_less
 from twostroke.router.response import CutOffError, ReplicaError, ResponseReader
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class Address(Frozen):
     port: int
     is_tls: bool
     path: str
+    netloc: bytes  # the value of the header Host
 
     @classmethod
     def of(cls, url: str) -> Address:
@@ -48,20 +51,16 @@ class Address(Frozen):
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
+            netloc = parts.netloc.lower()
+            host = netloc.encode("ascii" if netloc.isascii() else "idna")
         except ValueError:
             raise UsageError(wanted, field="replicas", value=repr(url)) from None
         is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
         if parts.scheme not in {"http", "https"} or not parts.hostname or not is_plain:
             raise UsageError(wanted, field="replicas", value=repr(url))
         path = parts.path.rstrip("/").removesuffix("/v1")
-        netloc = parts.netloc.lower()
         whole = f"{parts.scheme}://{netloc}{path}"
-        return cls(whole, parts.hostname, port, parts.scheme == "https", path)
-
-    @property
-    def netloc(self) -> bytes:
-        """The value of the header Host."""
-        return urlsplit(self.url).netloc.encode("idna" if not self.url.isascii() else "ascii")
+        return cls(whole, parts.hostname, port, parts.scheme == "https", path, host)
 
 
 class Connection(asyncio.Protocol):
@@ -166,6 +165,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         self._transport = cast("asyncio.Transport", transport)
+        read_less(transport)
         option = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
         if option is not None:
             own = transport.get_extra_info("socket")
@@ -295,7 +295,7 @@ class Pool:
 
     def has_heard(self) -> None:
         """Note that the replica sends."""
-        self.heard_s = asyncio.get_running_loop().time()
+        self.heard_s = time.monotonic()  # the event loop's clock
 
     def fail(self, error: Exception) -> None:
         """End all requests with an error."""

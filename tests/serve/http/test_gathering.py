@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import TYPE_CHECKING, Any
 
-from twostroke.http.gathering import Gathering
+from twostroke.http.gathering import Gathering, read_less
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,3 +69,30 @@ def test_much_is_not_held() -> None:
             transport.write(bytes(20_000))
 
     assert [len(one) for one in written(act)] == [80_000, 80_000]
+
+
+def test_asyncio_can_be_told_to_read_less() -> None:
+    sizes: list[int] = []
+
+    class Reader(asyncio.Protocol):
+        def __init__(self) -> None:
+            self.has_ended = asyncio.Event()
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            read_less(transport)
+
+        def data_received(self, data: bytes) -> None:
+            sizes.append(len(data))
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.has_ended.set()
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            theirs.send(b"x" * 150_000)
+        _, reader = await asyncio.get_running_loop().create_connection(Reader, sock=ours)
+        await reader.has_ended.wait()
+
+    asyncio.run(run())
+    assert max(sizes) == 64 * 1024
