@@ -5,11 +5,15 @@ program chooses how often each known pattern is used; its duals price each model
 dynamic program finds the pattern that is worth most at these prices (Gilmore and Gomory, 1961).
 When no better pattern exists the linear program's value is a bound that no packing passes. The
 integer program over all patterns found gives the packing.
+
+Where all load must be carried, a model needs one replica that carries all of its load, or two. The
+linear program would take 1.2 of one that carries five sixths, so it has this as rows of its own:
+they bring the bound near to what whole replicas cost.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -110,6 +114,14 @@ class Packer:
         for pattern in self._patterns:
             if pattern.place.device.name != without:
                 program.add(pattern)
+        self._find_patterns(items, program)
+        prices = program.prices()
+        if program.count_replicas():
+            self._find_patterns(items, program)
+        return program.packed(time_limit_s, prices)
+
+    def _find_patterns(self, items: Sequence[_Items], program: _Program) -> None:
+        """Add patterns to a program until none lowers its value, and solve it."""
         for _ in range(_MOST_ROUNDS):
             program.solve()
             better = [found for one in items if (found := one.best(program))]
@@ -118,7 +130,6 @@ class Packer:
             self._patterns += better
             for pattern in better:
                 program.add(pattern)
-        return program.packed(time_limit_s)
 
 
 class _Items:
@@ -139,7 +150,7 @@ class _Items:
     def best(self, program: _Program) -> Pattern | None:
         """Return the pattern that lowers the program's value most, if any does."""
         cost = program.cost(self.place)
-        worth = program.load_prices[self._models] * self._rates
+        worth = program.worth(self._models, self._rates)
         gained = cost + _LEAST_GAIN * (1 + abs(cost))
         useful = self._useful(worth, cost, gained)
         if not useful.any():
@@ -204,34 +215,49 @@ class _Items:
         return float(table[units, cells] + worth[index]) if min(units, cells) >= 0 else -np.inf
 
 
+class _Prices(NamedTuple):
+    """Duals: by how much a request per second, a device of the stock or a $ changes the value."""
+
+    loads: tuple[float, ...]
+    stock: dict[str, float]
+    budget: float
+
+
 class _Program:
-    """The program over known patterns: columns are missing loads, then patterns."""
+    """The program over known patterns: columns are missing loads, then patterns.
+
+    Rows are loads, replicas of models (free until `count_replicas`), stocks and the budget.
+    """
 
     def __init__(self, highs: Any, demand: Demand) -> None:
         self._highs, self._demand = highs, demand
         self._solver = highs.Highs()
         self._solver.setOptionValue("output_flag", False)  # noqa: FBT003 - takes no names
         self._columns: list[Pattern] = []
-        self._stocks = {name: len(demand.loads) + i for i, name in enumerate(demand.stock)}
-        self._budget_row = len(demand.loads) + len(self._stocks)
+        num_models = len(demand.loads)
+        self._stocks = {name: 2 * num_models + i for i, name in enumerate(demand.stock)}
+        self._budget_row = 2 * num_models + len(self._stocks)
         infinite = highs.kHighsInf
         self._loads = np.array(demand.loads)
         for _ in demand.loads:  # a row counts whole loads
             self._solver.addRow(1.0, infinite, 0, [], [])
+        for _ in demand.loads:
+            self._solver.addRow(-infinite, infinite, 0, [], [])
         for most in demand.stock.values():
             self._solver.addRow(-infinite, most, 0, [], [])
         budget = infinite if demand.budget is None else demand.budget
         self._solver.addRow(-infinite, budget, 0, [], [])
         for row, (load, penalty) in enumerate(zip(demand.loads, demand.penalties, strict=True)):
-            self._solver.addCol(penalty * load, 0, 1, 1, [row], [1.0])
+            rows = [row, num_models + row]
+            self._solver.addCol(penalty * load, 0, 1, 2, rows, [1.0, 2.0])
 
     def add(self, pattern: Pattern) -> None:
         """Add a column."""
         place, entries = pattern.place, dict[int, float]()
-        for one in pattern.replicas:
-            entries[one.model] = (
-                entries.get(one.model, 0.0) + one.requests_per_s / self._loads[one.model]
-            )
+        for one in pattern.replicas:  # at most one of a model
+            share = one.requests_per_s / self._loads[one.model]
+            entries[one.model] = share
+            entries[len(self._loads) + one.model] = float(_counted(share))
         if (row := self._stocks.get(place.stock)) is not None:
             entries[row] = place.count
         entries[self._budget_row] = place.usd_per_hour
@@ -244,7 +270,35 @@ class _Program:
         """Solve the linear program."""
         self._solver.run()
         self._duals = np.array(self._solver.getSolution().row_dual)
-        self.load_prices = np.maximum(self._duals[: len(self._loads)], 0) / self._loads
+
+    def count_replicas(self) -> bool:
+        """Demand one whole replica or two of each model, if all load can and must be carried."""
+        self._is_possible = max(self._missing()) <= 1 - _LOADED
+        if not (self._demand.must_serve and self._is_possible):
+            return False
+        self._bound_replicas(2.0)
+        return True
+
+    def _bound_replicas(self, least: float) -> None:
+        for row in range(len(self._loads), 2 * len(self._loads)):
+            self._solver.changeRowBounds(row, least, self._highs.kHighsInf)
+
+    def _missing(self) -> list[float]:
+        return list(self._solver.getSolution().col_value[: len(self._loads)])
+
+    def prices(self) -> _Prices:
+        """Return what the limits cost; before replicas are counted, which have prices, too."""
+        return _Prices(
+            tuple(map(float, self._duals[: len(self._loads)].clip(0) / self._loads)),
+            {name: float(-self._duals[row]) for name, row in self._stocks.items()},
+            float(-self._duals[self._budget_row]),
+        )
+
+    def worth(self, models: NDArray[Any], rates: NDArray[Any]) -> NDArray[Any]:
+        """Return what replicas of models are worth that carry so many requests per second."""
+        shares = rates / self._loads[models]
+        of_load, of_replica = self._duals[: 2 * len(self._loads)].clip(0).reshape(2, -1)
+        return np.asarray(of_load[models] * shares + of_replica[models] * _counted(shares))
 
     def cost(self, place: Place) -> float:
         """Return what a place costs at the prices of stock and budget."""
@@ -252,18 +306,18 @@ class _Program:
         row = self._stocks.get(place.stock)
         return float(cost if row is None else cost - self._duals[row] * place.count)
 
-    def packed(self, time_limit_s: float) -> Packed:
-        """Return the best packing with the known patterns."""
+    def packed(self, time_limit_s: float, prices: _Prices) -> Packed:
+        """Return the best packing with the known patterns; `prices` are shown with it."""
         demand, solver = self._demand, self._solver
         bound, num_models = float(solver.getInfo().objective_function_value), len(demand.loads)
-        possible = max(solver.getSolution().col_value[:num_models]) <= 1 - _LOADED
         columns = range(num_models, num_models + len(self._columns))
         for column in columns:
             solver.changeColIntegrality(column, self._highs.HighsVarType.kInteger)
         solver.setOptionValue("time_limit", time_limit_s)
         solver.setOptionValue("mip_rel_gap", _GAP)
-        values = self._integers(0.0) if demand.must_serve and possible else None
+        values = self._integers(0.0) if demand.must_serve and self._is_possible else None
         if values is None:
+            self._bound_replicas(-self._highs.kHighsInf)
             values = self._integers(1.0) or [*(1.0 for _ in demand.loads), *(0.0 for _ in columns)]
         times = [round(value) for value in values[num_models:]]
         pairs_used = zip(self._columns, times, strict=True)
@@ -277,9 +331,7 @@ class _Program:
             lacking,
             demand.usd_weight * usd + lost,
             bound,
-            tuple(map(float, self.load_prices)),
-            {name: float(-self._duals[row]) for name, row in self._stocks.items()},
-            float(-self._duals[self._budget_row]),
+            *prices,
         )
 
     def _integers(self, share_missing: float) -> list[float] | None:
@@ -289,3 +341,8 @@ class _Program:
         self._solver.run()
         solution = self._solver.getSolution()
         return list(solution.col_value) if solution.value_valid else None
+
+
+def _counted(share: Any) -> Any:
+    """Return as how many of two replicas one counts that carries so much of a model's load."""
+    return 1 + (share >= _LOADED)
