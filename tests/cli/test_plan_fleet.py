@@ -34,6 +34,22 @@ def test_a_fleet_is_another_command_of_two_words(cli, config, tmp_path):
     assert "cannot be read" in cli("plan", "fleet", str(tmp_path / "none.yaml")).err
 
 
+def test_sizes_that_a_configuration_leaves_out_are_named_by_every_command(cli, tmp_path):
+    pytest.importorskip("highspy", reason="the extra [plan] is not installed")
+    path, fleet = tmp_path / "bare.json", tmp_path / "fleet.yaml"
+    path.write_text('{"model_type": "llama", "num_hidden_layers": 9, "intermediate_size": 64}')
+    fleet.write_text(f"models:\n- model: {path}\n  requests_per_s: 2\ndevices: [L4]\n")
+    keys = ["hidden_size", "num_attention_heads"]
+    for given, expected in (
+        (("plan", str(path), "--on", "L4"), keys),
+        (("plan", "fleet", str(fleet)), {"bare": keys}),
+        (("plan", "buy", str(path), "--on", "L4", "--requests-per-day", "9"), keys),
+        (("simulate", str(path), "--on", "L4", "--rate", "1", "--requests", "3"), keys),
+    ):
+        assert f"of bare leaves out {', '.join(keys)}: transformers'" in cli(*given).out
+        assert json.loads(cli(*given, "--json").out)["assumed"] == expected
+
+
 def test_hosting_is_compared_with_apis(cli, config):
     given = ("plan", "buy", config, "--on", "H100-SXM", "--requests-per-day", "100000")
     lines = cli(*given, "--hours", "office", "--cached", "0.5").out.splitlines()

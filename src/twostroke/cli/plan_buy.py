@@ -137,6 +137,8 @@ def _take(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _costs(found: Buy, case: Case) -> Iterator[str]:
+    from twostroke.planner.words import left_out
+
     costs, replica, count = found.costs, found.replica, case.question.count
     devices = f"{count} x {found.device}" if count > 1 else found.device
     least, most = min(costs.replicas), max(costs.replicas)
@@ -149,6 +151,8 @@ def _costs(found: Buy, case: Case) -> Iterator[str]:
         f"A replica serves {replica.requests_per_s:.3g} requests/s, {replica.streams:,} at once "
         f"(bound by {replica.bound}); devices are busy {costs.busy_share:.0%} of the time."
     )
+    if found.assumed:
+        yield left_out(found.assumed, found.model)
 
 
 def _api(one: Comparison, today: str) -> tuple[str, ...]:

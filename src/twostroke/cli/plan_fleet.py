@@ -34,6 +34,7 @@ def command(file: Path, as_json: bool) -> None:
     from twostroke.core.errors import TwostrokeError, UnreachableError
     from twostroke.planner.fleet import make_fleet
     from twostroke.planner.fleet_file import at_line, read_fleet
+    from twostroke.planner.words import left_out
 
     question = read_fleet(file)
     try:
@@ -47,6 +48,8 @@ def command(file: Path, as_json: bool) -> None:
     if as_json:
         return
     click.echo(printable(_price(fleet)))
+    for name, keys in fleet.assumed.items():
+        click.echo(printable(left_out(keys, name)))
     click.echo()
     show_table([_HEADINGS, *_groups(fleet)], {3, 4, 5, 6, 7, 8, 9})
     click.echo()

@@ -225,6 +225,7 @@ def _progress(probe: Probe) -> None:
 
 def _facts(setup: Setup, load: Load) -> Iterator[str]:
     from twostroke.planner.served import on_threads
+    from twostroke.planner.words import left_out
 
     asked, count = setup.question, len(load.arrivals)
     devices = f"{asked.count} x {setup.device.name}" if asked.count > 1 else setup.device.name
@@ -239,6 +240,8 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
         f"{load.name}: {count:,} requests, {load.rate:.3g} a second, of {mean[0]:,.0f} tokens and "
         f"{mean[1]:,.0f} for the answer (means)"
     )
+    if setup.model.assumed:
+        yield left_out(setup.model.assumed, setup.model.name)
     if setup.calibration is not None:
         known = setup.calibration
         told = f"{known.num_steps} steps measured {on_threads(known.num_threads)} on {known.date}"

@@ -148,6 +148,7 @@ class Buy(Frozen):
     against: str
     swings: tuple[Swing, ...]
     peak_availability: float
+    assumed: tuple[str, ...] = ()  # as a plan's
 
 
 def compare(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
@@ -172,6 +173,7 @@ def compare(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
         peak_availability=_availability(
             max(costs.replicas), case.hosting.spare, case.hosting.availability
         ),
+        assumed=case.model.assumed,
     )
 
 

@@ -95,6 +95,7 @@ class Fleet(Frozen):
     binding: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
     verdict: str = ""
+    assumed: dict[str, tuple[str, ...]] = {}  # by model, as a plan's
 
 
 def make_fleet(question: FleetQuestion) -> Fleet:
@@ -149,6 +150,11 @@ class _Choice:
             models=tuple(self._served(packed)),
             binding=tuple(self._binding(demand, packed)),
             alternatives=tuple(others),
+            assumed={
+                self._names[index]: maker.model.assumed
+                for index, maker in self._makers
+                if maker.model.assumed
+            },
         )
 
     def _none(self, verdict: str) -> Fleet:

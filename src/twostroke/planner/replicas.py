@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.planner.devices import Device
+    from twostroke.planner.models import PlannedModel
     from twostroke.planner.planner import Planner
 
 UNITS: Final = 24  # into which the time of a place is divided
@@ -83,6 +84,11 @@ class Replicas:
         self._index, self._planner = index, planner
         self._load, self._utilization = load, utilization
         self._request_bytes: dict[int, float] = {}  # by devices of a place
+
+    @property
+    def model(self) -> PlannedModel:
+        """The model."""
+        return self._planner.model
 
     def on(self, place: Place) -> list[Replica]:
         """Return the replicas that a place can hold and that meet the objectives."""

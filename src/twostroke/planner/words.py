@@ -9,7 +9,7 @@ from twostroke.planner.chunks import num_chunks
 from twostroke.planner.served import on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from twostroke.planner.plan import Plan
     from twostroke.planner.planner import Memory, Row
@@ -59,8 +59,7 @@ def facts(plan: Plan) -> Iterator[str]:
         "streams."
     )
     if plan.assumed:
-        keys = ", ".join(plan.assumed)
-        yield f"The configuration leaves out {keys}: transformers' defaults count."
+        yield left_out(plan.assumed, plan.model)
     if plan.roof.usd_per_hour is not None:
         yield f"Price: {plan.roof.usd_per_hour:.4g} $ an hour, {plan.roof.price_source}."
     if (one := plan.calibrated) is not None:
@@ -74,6 +73,13 @@ def facts(plan: Plan) -> Iterator[str]:
         yield _shares(asked)
     if asked.count > 1 and plan.roof.link is None:
         yield f"The speed of {plan.device}'s links is not known: exchanges take no time here."
+
+
+def left_out(keys: Sequence[str], model: str) -> str:
+    """Return what tells that a model's configuration leaves out sizes."""
+    return (
+        f"The configuration of {model} leaves out {', '.join(keys)}: transformers' defaults count."
+    )
 
 
 def _tokens(count: int) -> str:

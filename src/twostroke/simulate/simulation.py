@@ -174,6 +174,7 @@ class Simulation(Frozen):
     refusal: str
     logs: tuple[RequestLog, ...]
     decisions: dict[str, int]
+    assumed: tuple[str, ...] = ()  # as a plan's
 
 
 def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> Simulation:
@@ -214,6 +215,7 @@ def simulate(setup: Setup, load: Load, objectives: Objectives | None = None) -> 
         refusal=refusal,
         logs=logs,
         decisions=fleet.decisions,
+        assumed=setup.model.assumed,
     )
 
 
