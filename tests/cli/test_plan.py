@@ -52,7 +52,10 @@ def test_json_holds_what_the_tables_show(cli, config):
 
 def test_a_file_is_planned_on_this_machine(cli, tiny):
     out = cli("plan", str(tiny), "--prompt", "16", "--output", "8").out
-    assert "F32" in out.splitlines()[0]
+    first = out.splitlines()[0]
+    assert "F32" in first
+    peak_kind = json.loads(cli("doctor", "--json").out)["measured"]["peak_kind"]
+    assert first.endswith(f"arithmetic {peak_kind}")
     assert "links" not in out.partition("WHAT IF")[0]
     out = cli("plan", str(tiny), "--prompt", "1", "--output", "8", "--devices", "2").out
     assert "First token of a prompt of 1 token:" in out

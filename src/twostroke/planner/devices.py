@@ -34,7 +34,8 @@ _EXAMPLE: Final = 'name = "mine", memory_gb = 48, bandwidth_gb_s = 900, bf16_tfl
 class Device(Frozen):
     """A device as its maker describes it.
 
-    `peaks` are dense operations/s (one multiply-add is two) by arithmetic: bf16, fp8, int8, fp4.
+    `peaks` are dense operations/s (one multiply-add is two) by arithmetic: bf16, fp8, int8, fp4,
+    or the only one that this machine's kernels use.
     `memory_bytes` is None where it depends on the machine. `bandwidth` is that of its memory and
     `link` that to other devices, in bytes/s and one direction. `source` says where figures come
     from, `price_source` the price with its date.
@@ -51,8 +52,8 @@ class Device(Frozen):
     price_source: str = ""
 
     def arithmetic(self, wanted: str) -> str:
-        """Return the arithmetic that stands for `wanted` here: bf16 where there is none such."""
-        return wanted if wanted in self.peaks else "bf16"
+        """Return the arithmetic that stands for `wanted` here: the first where there is none."""
+        return wanted if wanted in self.peaks else next(iter(self.peaks))
 
 
 class _Row(Frozen, forbid_unknown_fields=True):
@@ -148,8 +149,8 @@ def device_of(limits: Hardware) -> Device:
         name=limits.name,
         memory_bytes=limits.memory_bytes,
         bandwidth=limits.bandwidth,
-        peaks={"bf16": limits.peak},
-        source=f"measured here ({limits.peak_kind}, {on_threads(limits.num_threads)})",
+        peaks={limits.peak_kind: limits.peak},
+        source=f"measured here ({on_threads(limits.num_threads)})",
     )
 
 

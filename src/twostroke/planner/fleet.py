@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec import field
 from msgspec.structs import replace
 
 from twostroke.core.errors import TwostrokeError, UsageError
@@ -95,7 +96,7 @@ class Fleet(Frozen):
     binding: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
     verdict: str = ""
-    assumed: dict[str, tuple[str, ...]] = {}  # by model, as a plan's
+    assumed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by model, as a plan's
 
 
 def make_fleet(question: FleetQuestion) -> Fleet:
