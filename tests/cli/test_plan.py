@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from support.configs import write_config
 from support.native import native_dir
 from twostroke.measure.single_step import Shape
 from twostroke.planner import planned_model
@@ -39,6 +40,20 @@ def test_the_command_that_a_plan_prints_simulates_its_load(cli, config):
     assert report["latencies"]["tpot"]["mean"] == pytest.approx(load["tpot_s"], rel=0.1)
     assert report["concurrency"] == pytest.approx(load["at_work"], rel=0.1)
     assert report["hit_rate"] == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_context_that_does_not_fit_is_made_shorter(cli, tmp_path):
+    """131,072 tokens of an 8B model take 17.2 GB, and an L4 has 5.5 GB beside its weights."""
+    config = write_config(tmp_path / "8b.json", "8B", max_position_embeddings=131072)
+    printed = cli("plan", config, "--on", "L4").out.splitlines()
+    (command,) = (line for line in printed if line.startswith("  twostroke simulate"))
+    ran = cli(*shlex.split(command)[1:], "--requests", "20", "--json")
+    assert json.loads(ran.out)["report"]["num_completed"] == 20
+    ran = cli("simulate", config, "--on", "L4", "--rate", "1")
+    assert (ran.code, ran.out) == (6, "")
+    length = re.search(r"use --context-length (\d+)", ran.err)[1]
+    assert f"--context-length {length}" in command
+    assert cli("plan", config, "--on", "H200").out.count("--context-length") == 0
 
 
 def test_json_holds_what_the_tables_show(cli, config):

@@ -136,13 +136,14 @@ def command(
     if found is None:
         found = planner.this_machine(num_threads)
         known = None if shares else _known(planned, num_threads)
-    plan = planner.make_plan(planned.as_(weights) if weights else planned, found, question, known)
+    planned = planned.as_(weights) if weights else planned
+    plan = planner.make_plan(planned, found, question, known)
     if plan.fits and (plot is not None or html is not None):
         _draw(plan, plot, html)
     if as_json:
         click.echo(msgspec.json.encode(plan).decode())
     elif plan.fits:
-        _show(plan, _simulation(plan, model, device), explained=explained)
+        _show(plan, _simulation(plan, planned, model, device), explained=explained)
     if plan.chosen is None:
         raise UnreachableError(plan.verdict)
 
@@ -175,8 +176,10 @@ def _calibrate(
     return planner.calibrate_from(server, env.api_key(), planned, notice)
 
 
-def _simulation(plan: Plan, model: str, device: str) -> str:
+def _simulation(plan: Plan, planned: PlannedModel, model: str, device: str) -> str:
     """Return the command that simulates the largest load of the plan."""
+    from twostroke.planner.planner import fitting_context
+
     if plan.chosen is None:
         return ""
     params, asked = click.get_current_context().params, plan.question
@@ -200,6 +203,10 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
         options["shared"] = asked.num_cached
     options["max-running"] = plan.chosen.streams
     options["token-budget"] = asked.token_budget
+    if plan.memory.usable is not None:
+        free = plan.memory.usable - plan.memory.weights
+        if (most := fitting_context(planned, asked, free)) < planned.program.context_length:
+            options["context-length"] = max(most, asked.prompt + asked.output)
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items()]
     return " ".join(["twostroke simulate", shlex.quote(model), *words])
 

@@ -18,6 +18,7 @@ from twostroke.planner.roofline import Roofline, is_attention, kv_bytes, layers_
 from twostroke.program.batch import BatchShape
 
 _KNEE_ROUNDS, _MOST_ROWS = 32, 1 << 24
+_PAGES = 256  # tokens of some pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -251,6 +252,16 @@ class Planner:
             if abs(knee - before) < 0.001 * knee:
                 break
         return knee
+
+
+def fitting_context(model: PlannedModel, question: Question, num_bytes: float) -> int:
+    """Return the tokens of the longest request whose keys and values take at most `num_bytes`.
+
+    They are whole pages if they are fewer than the model's context.
+    """
+    whole = model.program.context_length
+    most = last_that(lambda count: kv_bytes(model, question, count) <= num_bytes, whole)
+    return most if most == whole else most // _PAGES * _PAGES
 
 
 def last_that(holds: Callable[[int], bool], most: int) -> int:

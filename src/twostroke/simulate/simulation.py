@@ -19,6 +19,7 @@ from twostroke.engine.collector import paused_collector
 from twostroke.engine.sizing import WORKING_BYTES, size_cache
 from twostroke.measure.requests import Objectives, Report, make_report
 from twostroke.planner.formulas import usd_per_million
+from twostroke.planner.planner import fitting_context
 from twostroke.planner.question import MEMORY_SHARE, Question
 from twostroke.planner.roofline import Roofline, kv_bytes
 from twostroke.program.cost import CostModel
@@ -120,6 +121,8 @@ class Setup(Frozen):
         model, asked, cache = self.model, self.question, self.cache
         available = memory_available()
         if not self.is_here:
+            if cache.context_length is None and cache.memory_bytes is None:
+                self._check_context()
             copies = kv_bytes(model, asked, 1) / kv_bytes(model, replace(asked, count=1), 1)
             cache = replace(cache, memory_bytes=int(self._kv_memory() / copies))
             available = model.all_bytes + WORKING_BYTES + (cache.memory_bytes or 0)
@@ -132,6 +135,17 @@ class Setup(Frozen):
             most_running=self.batch.most_running,
             auto_format=asked.kv_format,
         )
+
+    def _check_context(self) -> None:
+        """Refuse the model's whole context where the device has no room for it."""
+        whole, room = self.model.program.context_length, self._kv_memory()
+        if 0 < (most := fitting_context(self.model, self.question, room)) < whole:
+            raise MemoryLimitError(
+                f"One request of the whole context, {whole:,} tokens, takes "
+                f"{kv_bytes(self.model, self.question, whole) / 1e9:,.1f} GB, and "
+                f"{self.question.count} x {self.device.name} has {room / 1e9:,.1f} GB for keys and "
+                f"values: use --context-length {most}, or more devices for each replica."
+            )
 
     def _kv_memory(self) -> float:
         """Return the bytes for keys and values on a replica's devices."""
