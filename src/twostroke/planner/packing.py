@@ -133,17 +133,24 @@ class Packer:
 
 
 class _Items:
-    """The possible replicas of a place as arrays: units of time, cells of memory."""
+    """The replicas of a place that may be worth it as arrays: units of time, cells of memory."""
 
     def __init__(self, place: Place, replicas: Sequence[Replica]) -> None:
         self.place, self._replicas = place, list(replicas)
+        self._arrange()
+        kept = [self._undominated(group, self._rates) for group in self._groups]
+        self._replicas = [self._replicas[index] for group in kept for index in sorted(group)]
+        self._arrange()
+
+    def _arrange(self) -> None:
+        replicas = self._replicas
         self._models = np.array([one.model for one in replicas])
         self._starts = np.flatnonzero(np.diff(self._models, prepend=-1))
         self._group_of = np.cumsum(np.diff(self._models, prepend=-1) > 0) - 1
         self._groups = [np.flatnonzero(self._models == one) for one in np.unique(self._models)]
         self._rates = np.array([one.requests_per_s for one in replicas])
         self._units = np.array([one.share for one in replicas])
-        cells = np.array([one.memory_bytes for one in replicas]) / place.memory_bytes * _CELLS
+        cells = np.array([one.memory_bytes for one in replicas]) / self.place.memory_bytes * _CELLS
         self._cells = np.ceil(cells - 1e-9).astype(int)
         self._sizes = _BLENDS * (self._units / UNITS) + (1 - _BLENDS) * (self._cells / _CELLS)
 
