@@ -11,6 +11,9 @@ from support.replicas import FakeReplica, Loop, live_router
 from support.servers import LiveServer, live_server, wait_for
 from twostroke.core.errors import UsageError
 from twostroke.http.keys import ApiKeys
+from twostroke.router.fleet import Fleet, State
+from twostroke.router.options import RouteOptions
+from twostroke.router.upstream import Address
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -183,3 +186,16 @@ def test_a_replica_that_would_answer_otherwise_is_refused(fakes: Loop) -> None:
         wait_for(lambda: any("another version" in one.reason for one in replicas.values()))
     with live_router(*urls, mixed=True) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 3)
+
+
+def test_what_a_replica_stores_is_found_when_it_is_listed_again() -> None:
+    address = Address.of("http://127.0.0.1:1")
+    fleet = Fleet(RouteOptions(replicas=(address.url,)))
+    before = fleet.add(address)
+    fleet.store("resp_1", before)
+    fleet.set(before, State.DOWN)
+    fleet.drop(before)
+    assert fleet.storing("resp_1") is None
+    after = fleet.add(address)
+    assert after is not before
+    assert fleet.storing("resp_1") is after

@@ -132,7 +132,7 @@ class Fleet:
         self._places: list[Replica] = []
         self._free: list[int] = []
         self._changed = asyncio.Event()
-        self._stored: OrderedDict[str, Replica] = OrderedDict()  # by the id of an answer
+        self._stored: OrderedDict[str, str] = OrderedDict()  # URLs by the id of an answer
         self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}
         self.context_length = _CONTEXT_LENGTH  # the longest of any replica
 
@@ -269,15 +269,14 @@ class Fleet:
 
     def store(self, id_: str, replica: Replica) -> None:
         """Note which replica stores an answer."""
-        self._stored[id_] = replica
+        self._stored[id_] = replica.url
         self._stored.move_to_end(id_)
         if len(self._stored) > _MOST_IDS:
             self._stored.popitem(last=False)
 
     def storing(self, id_: str) -> Replica | None:
         """Return the replica that stores an answer; None if it is not known."""
-        found = self._stored.get(id_)
-        return found if found is not None and found.url in self.replicas else None
+        return self.replicas.get(self._stored.get(id_, ""))
 
     def home(self, affinity: int, *, is_ours: bool) -> Replica | None:
         """Return the replica for a tenant's files: the same one as long as it is there.
