@@ -119,6 +119,7 @@ def test_a_mix_is_chosen_for_a_goal_and_measured_once(
         ran = mixed(*goal)
         assert (ran.code, ran.err.count("twostroke: ")) == (2, 1), ran.err
         assert sentence in ran.err
+        assert "--kl" in goal or "known from before" not in ran.err  # before any other work
 
 
 def test_a_model_calibrates_itself_on_the_same_pieces_each_time(tiny: str) -> None:

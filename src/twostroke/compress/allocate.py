@@ -15,7 +15,7 @@ from twostroke.precision.allocate import Item, allocate
 from twostroke.quant import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     Measure = Mapping[str, Mapping[str, float]]  # by matrix and format
 
@@ -50,18 +50,32 @@ def within_size(
     Raises:
         UsageError: no choice is that small.
     """
-    sizes = _sizes(kl, num_values)
-    total = sum(num_values[name] for name in kl)
+    limit = size_limit(kl, num_values, goal, other_bytes)
+    return _chosen(kl, _sizes(kl, num_values), limit)
+
+
+def size_limit(
+    formats: Mapping[str, Iterable[str]],
+    num_values: Mapping[str, int],
+    goal: Goal,
+    other_bytes: int,
+) -> float:
+    """Return the bytes that matrices may have, each of which can have one of its formats.
+
+    Raises:
+        UsageError: no choice is that small.
+    """
+    total = sum(num_values[name] for name in formats)
     limit = goal.bits * total / 8 if goal.bits else (goal.num_bytes or 0) - other_bytes
-    least = sum(min(each.values()) for each in sizes.values())
+    least = sum(min(each.values()) for each in _sizes(formats, num_values).values())
     if least > limit and goal.bits is not None:
-        message = f"no mix of formats has {goal.bits:g} bits for each weight; the smallest has "
-        raise UsageError(f"{message}{8 * least / total:.2f}.", field="bits")
+        message = f"is less than any mix of formats has: the smallest has {8 * least / total:.2f}."
+        raise UsageError(message, field="bits")
     if least > limit:
         shown = megabytes(int(least) + other_bytes)
-        message = f"no mix of formats is that small; the smallest takes {shown}."
+        message = f"is less than any mix of formats takes: the smallest takes {shown}."
         raise UsageError(message, field="size")
-    return _chosen(kl, sizes, limit)
+    return limit
 
 
 def within_kl(kl: Measure, num_values: Mapping[str, int], limit: float) -> dict[str, str]:
@@ -72,15 +86,15 @@ def within_kl(kl: Measure, num_values: Mapping[str, int], limit: float) -> dict[
     """
     least = sum(min(each.values()) for each in kl.values())
     if least > limit:
-        message = f"no mix of formats is that near; the nearest has a KL of some {least:.1g}."
+        message = f"is less than any mix of formats has: the nearest has some {least:.1g}."
         raise UsageError(message, field="kl")
     return _chosen(_sizes(kl, num_values), kl, limit)
 
 
-def _sizes(kl: Measure, num_values: Mapping[str, int]) -> Measure:
+def _sizes(formats: Mapping[str, Iterable[str]], num_values: Mapping[str, int]) -> Measure:
     return {
         name: {fmt: float(FORMATS[fmt].num_bytes(num_values[name])) for fmt in each}
-        for name, each in kl.items()
+        for name, each in formats.items()
     }
 
 

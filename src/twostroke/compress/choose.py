@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Final
 
-from twostroke.compress.allocate import Goal, within_kl, within_size
+from twostroke.compress.allocate import Goal, size_limit, within_kl, within_size
 from twostroke.compress.calibrate import own_pieces, text_pieces
 from twostroke.compress.kept import Kept
 from twostroke.compress.report import TextFacts
 from twostroke.compress.round import round_matrix
-from twostroke.compress.sensitivity import Trials, sensitivity_of
+from twostroke.compress.sensitivity import Trials, formats_for, sensitivity_of
 from twostroke.compress.walk import round_products, watched
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.engine.loading import build_tokenizer
 from twostroke.quant import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from twostroke.program import Program
     from twostroke.quant import QuantTensor
@@ -82,6 +83,15 @@ def rounded_to(
     return store.all_of(watched(matrices, len(formats), notice))
 
 
+def check_size(
+    tensors: Mapping[str, QuantTensor], names: Iterable[str], goal: Goal, other_bytes: int
+) -> None:
+    """Raise UsageError, before hours of work, if no formats of these matrices are so small."""
+    shapes = {name: tensors[name].shape for name in names}
+    formats = {name: formats_for(shape[1]) for name, shape in shapes.items()}
+    size_limit(formats, {name: prod(shape) for name, shape in shapes.items()}, goal, other_bytes)
+
+
 class Chooser:
     """Finds the formats that reach a goal, by what was measured of the model."""
 
@@ -117,7 +127,7 @@ class Chooser:
         fixed = self._trials.kl(self._tensors)  # of embeddings and logits
         budget = room = goal.kl - fixed
         if room <= 0:
-            message = f"embeddings and logits alone have a KL of {fixed:.3g}."
+            message = f"is too small: embeddings and logits alone have a KL of {fixed:.3g}."
             raise UsageError(message, field="kl")
         best: tuple[float, dict[str, QuantTensor]] | None = None
         nearest = float("inf")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.compress.choose import Calibration, Chooser, rounded_to
+from twostroke.compress.choose import Calibration, Chooser, check_size, rounded_to
 from twostroke.compress.folder import FOLDER_TARGETS, write_folder
 from twostroke.compress.mixes import MIXES, file_type_of, formats_of, is_rounded
 from twostroke.compress.report import FileReport, bits_of, make_report
@@ -108,8 +108,10 @@ def _write(
         if rounded:
             tensors |= rounded_to(program, tensors, rounded, calibration, notice)
     else:
-        chooser = Chooser(program, source, tensors, list(rounded), calibration, notice)
         other_bytes = _other_bytes(source, tensors, fixed, rounded)
+        if wanted.kl is None:
+            check_size(tensors, rounded, wanted, other_bytes)
+        chooser = Chooser(program, source, tensors, list(rounded), calibration, notice)
         tensors |= chooser.reach(wanted, other_bytes)
         need(part, sum(tensor.num_bytes for tensor in tensors.values()))
         chosen = {key: tensors[key].format.name for key in rounded}

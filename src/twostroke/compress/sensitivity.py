@@ -144,15 +144,20 @@ def _losses(weight: Floats, moments: Moments) -> dict[str, float]:
     rows = np.linspace(0, len(weight) - 1, min(_SAMPLED, len(weight))).astype(np.int64)
     sample = weight[rows]
     losses: dict[str, float] = {}
-    for name in GRIDS:
-        if (
-            fitting(name, weight.shape[1]) == name
-            and weight.shape[1] % FORMATS[name].block_size == 0
-        ):
-            off = round_matrix(sample, moments, name).dequantize() - sample
-            error = np.einsum("oi,oi->", off @ moments.damped, off)
-            losses[name] = float(error) * len(weight) / len(rows)
+    for name in formats_for(weight.shape[1]):
+        off = round_matrix(sample, moments, name).dequantize() - sample
+        error = np.einsum("oi,oi->", off @ moments.damped, off)
+        losses[name] = float(error) * len(weight) / len(rows)
     return losses
+
+
+def formats_for(width: int) -> list[str]:
+    """Return the formats from which one is chosen for a matrix with rows of `width` values."""
+    return [
+        name
+        for name in GRIDS
+        if fitting(name, width) == name and width % FORMATS[name].block_size == 0
+    ]
 
 
 def _tree(
