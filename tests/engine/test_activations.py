@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from support.tiny import Tiny, write_tiny_gguf
@@ -12,6 +14,7 @@ from twostroke.core.precision import ActivationBits
 from twostroke.engine import activations
 from twostroke.engine.activations import with_known_bits
 from twostroke.models import build_program
+from twostroke.precision import METHOD
 from twostroke.weights import load_path
 
 if TYPE_CHECKING:
@@ -42,6 +45,16 @@ def test_a_choice_is_made_once_and_a_damaged_one_again(model, tmp_path, monkeypa
         kept.write_text(damaged)
         assert with_known_bits(AUTO, *model, said.append).activation_bits == first
     assert len(said) == 6
+
+
+def test_choices_in_the_package_are_of_this_method():
+    file = resources.files("twostroke.precision").joinpath("shipped.json")
+    shipped = msgspec.json.decode(file.read_bytes(), type=list[ActivationBits])
+    assert {choice.version for choice in shipped} == {METHOD}
+    for choice in shipped:
+        assert activations._shipped(choice.model_id) == choice
+        assert set(choice.bits.values()) <= {8, 9}
+    assert activations._shipped("another") is None
 
 
 def test_nothing_is_chosen_for_small_models_other_backends_and_given_bits(model):

@@ -20,12 +20,23 @@ from twostroke.core.hardware import give_back_memory, resolve_num_threads
 from twostroke.core.precision import ActivationBits
 from twostroke.engine.compute import is_native
 from twostroke.engine.loading import build_tokenizer
-from twostroke.precision import METHOD, MIN_WEIGHTS, choose, choosing_text, products_of
+from twostroke.precision import (
+    METHOD,
+    MIN_WEIGHTS,
+    RightAnswers,
+    checking_text,
+    choose,
+    choosing_text,
+    products_of,
+)
 from twostroke.weights import weights_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from twostroke.core.config import ComputeOptions
     from twostroke.precision import Product
@@ -76,8 +87,10 @@ def _choose(
     products: list[Product],
     model_id: str,
 ) -> ActivationBits:
-    tokens = build_tokenizer(loaded).encode(choosing_text())
-    tokens = tokens[: min(_NUM_TOKENS, program.context_length)]
+    tokenizer, length = build_tokenizer(loaded), min(_NUM_TOKENS, program.context_length)
+    tokens = tokenizer.encode(choosing_text())[:length]
+    others = tokenizer.encode(checking_text())
+    pieces = [others[start : start + length] for start in range(0, len(others), length)]
     backend = CpuBackend(
         program,
         loaded.tensors,
@@ -87,8 +100,19 @@ def _choose(
         level=compute.level,
         release=loaded.release,
     )
+
+    def score(bits: Mapping[str, int]) -> NDArray[np.float32]:
+        return backend.score_with(bits, tokens)
+
+    def check(bits: Mapping[str, int]) -> float:
+        total = 0.0
+        for piece in pieces:  # the logits of one at a time are in memory
+            right = RightAnswers(backend.score_with({}, piece))
+            total += len(piece) * right.divergence(backend.score_with(bits, piece))
+        return total / len(others)
+
     try:
-        return choose(products, lambda bits: backend.score_with(bits, tokens), model_id)
+        return choose(products, score, check, model_id)
     finally:
         backend.close()
         give_back_memory()

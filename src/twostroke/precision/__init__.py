@@ -1,14 +1,23 @@
 """Which precision each part of a model needs: measured by a tree, chosen by a knapsack."""
 
 from twostroke.precision.allocate import allocate
-from twostroke.precision.choice import METHOD, MIN_WEIGHTS, choose, choosing_text
+from twostroke.precision.choice import (
+    METHOD,
+    MIN_WEIGHTS,
+    RightAnswers,
+    checking_text,
+    choose,
+    choosing_text,
+)
 from twostroke.precision.products import Product, products_of
 
 __all__ = [
     "METHOD",
     "MIN_WEIGHTS",
     "Product",
+    "RightAnswers",
     "allocate",
+    "checking_text",
     "choose",
     "choosing_text",
     "products_of",
