@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import json
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ from twostroke.compress.calibrate import own_pieces
 from twostroke.compress.mixes import MIXES, formats_of, is_rounded
 from twostroke.compress.quantize import quantize
 from twostroke.compress.report import bits_of
+from twostroke.compress.threads import own_threads
 from twostroke.compress.walk import Stream
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.engine.loading import build_tokenizer, load
@@ -47,11 +49,10 @@ if TYPE_CHECKING:
 
     from twostroke.compress.mixes import Mix
     from twostroke.quant import Floats
-    from twostroke.weights import LoadedModel
 
     Rounder = Callable[[str, Floats, str], QuantTensor]  # name, weight and format of a product
 
-_FOLDER = ROOT / "build" / "compress"
+FOLDER = ROOT / "build" / "compress"
 _COLUMNS = ("file", "bits", "KL", "largest KL", "same top", "llama.cpp reads", "seconds", "ratio")
 _MAKERS = ("plain", "llama.cpp", "twostroke")
 _ROOM = 0.1  # bits that llama.cpp's file may have more
@@ -79,15 +80,8 @@ def main() -> None:
 
 
 def _measure(model: str, given: argparse.Namespace) -> list[tuple[str, ...]]:
-    folder, num_tokens = _FOLDER / model, given.tokens
-    folder.mkdir(parents=True, exist_ok=True)
-    source = folder / "twin.gguf"
-    if not source.exists():
-        twin.main(model, str(source))
-    loaded = load(str(source))
-    pieces = _kept_pieces(folder / f"{num_tokens} tokens.json", loaded, num_tokens)
-    text = "\n".join(map(build_tokenizer(loaded).decode, pieces))
-    _check_differ(text, choosing_text(), held_out_text())
+    folder, num_tokens = FOLDER / model, given.tokens
+    source, pieces = twin_and_pieces(model, num_tokens)
     llama = _Llama(source, pieces)
     made: dict[Path, float] = {}  # files, and the seconds that each took
     for name in given.formats:
@@ -128,12 +122,20 @@ def _with_ratios(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return found
 
 
-def _kept_pieces(path: Path, loaded: LoadedModel, num_tokens: int) -> list[list[int]]:
-    """Return the model's own answers, asked for once."""
+def twin_and_pieces(model: str, num_tokens: int) -> tuple[Path, list[list[int]]]:
+    """Return a model's twin and its own answers, made once, to calibrate on."""
+    folder = FOLDER / model
+    folder.mkdir(parents=True, exist_ok=True)
+    source, path = folder / "twin.gguf", folder / f"{num_tokens} tokens.json"
+    if not source.exists():
+        twin.main(model, str(source))
+    loaded = load(str(source))
     if not path.exists():
         path.write_text(json.dumps(own_pieces(loaded, num_tokens)))
     pieces: list[list[int]] = json.loads(path.read_text())
-    return pieces
+    text = "\n".join(map(build_tokenizer(loaded).decode, pieces))
+    _check_differ(text, choosing_text(), held_out_text())
+    return source, pieces
 
 
 def _check_differ(*texts: str) -> None:
@@ -197,14 +199,16 @@ def _mean_squares(source: Path, pieces: list[list[int]]) -> dict[str, Floats]:
     """Return the mean square of each input of each product."""
     loaded = load(str(source))
     program, found = build_program(loaded.spec), dict[str, "Floats"]()
-    stream = Stream(program, pieces)
-    for op in program.ops:
-        if isinstance(op, ops.Logits):
-            break
-        if isinstance(op, ops.Linear):
-            found[op.weight] = np.square(stream.values[op.x]).mean(axis=0)
-        weights = {weight.name: loaded.tensors[weight.name].dequantize() for weight in op.weights}
-        stream.run(op, weights)
+    with own_threads() as pool:
+        streams = [Stream(program, pieces[i::4]) for i in range(4)]
+        for op in program.ops:
+            if isinstance(op, ops.Logits):
+                break
+            if isinstance(op, ops.Linear):
+                rows = np.concatenate([stream.values[op.x] for stream in streams])
+                found[op.weight] = np.square(rows).mean(axis=0)
+            weights = {w.name: loaded.tensors[w.name].dequantize() for w in op.weights}
+            list(pool.map(partial(Stream.run, op=op, weights=weights), streams))
     return found
 
 

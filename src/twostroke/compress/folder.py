@@ -53,7 +53,7 @@ def write_folder(
         QualityError: the written model writes garbage.
     """
     config = config_of(source)
-    names = _published_names(source)
+    names = published_names(source)
     write_tokenizer(source, part)
     program = build_program(source.spec)
     products = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
@@ -76,7 +76,7 @@ def write_folder(
         lambda name: store.get(name, tensors[name].shape, fmt),
     )
     tensors |= store.all_of(watched(matrices, len(products), notice))
-    tensors = {key: _reordered(source, key, tensor) for key, tensor in tensors.items()}
+    tensors = {key: reordered(source, key, tensor) for key, tensor in tensors.items()}
     stored: dict[str, QuantTensor | StoredArray] = {}
     for key, tensor in tensors.items():
         stored |= _parts(names[key], tensor, dtype) if key in products else {names[key]: tensor}
@@ -92,7 +92,12 @@ def write_folder(
     return report
 
 
-def _published_names(source: LoadedModel) -> dict[str, str]:
+def published_names(source: LoadedModel) -> dict[str, str]:
+    """Return the names of a model's tensors in such a folder.
+
+    Raises:
+        TwostrokeError: it has stacked weights.
+    """
     family = ARCHITECTURES[source.spec.architecture]
     if family.fused or source.spec.experts is not None:
         raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
@@ -108,7 +113,7 @@ def _group(source: LoadedModel, products: list[str]) -> int:
     raise TwostrokeError(f"{source.name} has rows that are not a multiple of {_GROUPS[-1]} values.")
 
 
-def _reordered(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor:
+def reordered(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor:
     """Undo the order that GGUF files have for rotation in neighbouring pairs."""
     kind = key.split(".")[-2]
     if not source.spec.rope.interleaved or kind not in {"attn_q", "attn_k"}:
