@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,11 +22,23 @@ from published import answer_times, fleet_time, published_points
 from report import caption, machine_facts, save, table
 from twostroke.core.hardware import resolve_num_threads
 from twostroke.engine.loading import build_tokenizer, load
-from twostroke.measure.profile import Wanted, profile
 from twostroke.measure.single_step import Shape
-from twostroke.planner import Calibration, Question, make_plan, planned_model, this_machine
-from twostroke.planner.calibration import Point, usual_shapes
+from twostroke.planner import (
+    Calibration,
+    Question,
+    make_plan,
+    planned_model,
+    this_machine,
+    usual,
+)
+from twostroke.planner.calibration import measured_points, usual_shapes
 from twostroke.planner.roofline import Roofline, kv_bytes
+from twostroke.planner.usual import MEASURED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.planner.calibration import Point
 
 MODELS = ("smollm2", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 OTHERS = (
@@ -35,7 +48,10 @@ OTHERS = (
 PARTS = ("steps", "memory", "published", "answers", "fleet")
 MEMORY_TOKENS = (512, 1024, 2048, 4096)  # that a process holds; the first tells its runtime
 MEMORY_HEADER = ("tokens", "measured, MB", "weights and KV, MB", "with the runtime, MB", "error")
-HEADER = ("step", "measured, ms", "limit, ms", "error", "corrected, ms", "error")
+HEADER = (
+    "step", "measured, ms", "limit, ms", "error", "before calibration, ms", "error", "after, ms",
+    "error",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -105,31 +121,32 @@ def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
     return text, found
 
 
-def _measured(model: str, num_steps: int | None) -> tuple[str, list[Point]]:
+def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[Point]]:
     """Return the table of one model with its errors, and what was measured."""
     planned, question = planned_model(model), Question()
     calibrating = usual_shapes(planned.program.context_length)
-    wanted = Wanted((*calibrating, *OTHERS), num_steps)
-    points = [Point.of(one) for one in profile(model, wanted, lambda _: None)]
+    points = measured_points(model, (*calibrating, *OTHERS), lambda _: None, num_steps)
     device = this_machine()
-    known = Calibration(tuple(points[: len(calibrating)]), "", resolve_num_threads(None))
+    known = Calibration(points[: len(calibrating)], "", resolve_num_threads(None))
     roofline = Roofline(planned, device, question)
-    rows, before, after = [], [], []
+    roofs = roofline, *(Roofline(planned, device, question, one) for one in (usual(device), known))
+    rows, errors = [], []
     for one in points[len(calibrating) :]:
-        limit_s = roofline.least(one.batch).seconds
-        corrected_s = known.seconds(roofline, one.batch)
-        before.append(abs(limit_s / one.seconds - 1))
-        after.append(abs(corrected_s / one.seconds - 1))
-        cells = [f"{seconds * 1e3:,.2f}" for seconds in (one.seconds, limit_s, corrected_s)]
-        rows.append((one.name, *cells[:2], f"{before[-1]:.0%}", cells[2], f"{after[-1]:.0%}"))
+        found = [roof.step(one.batch).seconds for roof in roofs]
+        errors.append([abs(seconds / one.seconds - 1) for seconds in found])
+        pairs = zip(found, errors[-1], strict=True)
+        cells = [cell for s, error in pairs for cell in (f"{s * 1e3:,.2f}", f"{error:.0%}")]
+        rows.append((one.name, f"{one.seconds * 1e3:,.2f}", *cells))
     began_s = time.perf_counter()
     make_plan(planned, device, question, known)
     planned_s = time.perf_counter() - began_s
     told = known.error(roofline)
+    limits, before, after = [median(column) for column in zip(*errors, strict=True)]
     text = (
-        f"## {model}\n\n{table(HEADER, rows)}\n\nMedian error: {median(before):.1%} as limits, "
-        f"{median(after):.1%} corrected by {len(calibrating)} other steps, which say {told:.1%} of "
-        f"each other. A plan takes {planned_s:.2f} s.\n"
+        f"## {model}\n\n{table(HEADER, rows)}\n\nMedian error: {limits:.1%} as limits; "
+        f"{before:.1%} before calibration, by steps of {MEASURED}; {after:.1%} after it, by "
+        f"{len(calibrating)} other steps, which say {told:.1%} of each other. A plan takes "
+        f"{planned_s:.2f} s.\n"
     )
     return text, points
 

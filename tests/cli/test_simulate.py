@@ -69,7 +69,7 @@ def test_prompts_are_read_apart_as_asked(cli, config):
 
 def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
     given = ("--rate", "5", "--requests", "10", "--prompt", "20", "--output", "5")
-    ran = cli("simulate", tiny, *given)
+    ran = cli("simulate", tiny, *given, "--mbu", "1")
     assert ran.code == 0
     assert "10 requests" in ran.out
     assert "no engine is that fast" in ran.out

@@ -124,6 +124,12 @@ def test_rows_of_layers_are_the_rows_of_all_taken_apart(path: Path) -> None:
         assert sum((part.cost for part in parts), Cost(0, 0, 0)) == row.cost
 
 
+def test_rounds_go_through_all_shapes_and_share_the_steps(path: Path) -> None:
+    found = profiles_of(path, Wanted(SHAPES[:2], num_steps=5, rounds=3))
+    assert [one.shape for one in found] == [*SHAPES[:2]] * 3
+    assert {one.num_steps for one in found} == {2}
+
+
 def test_what_to_mend_is_farthest_above_its_floor(path: Path) -> None:
     for one in profiles_of(path, Wanted(SHAPES[:1], num_steps=1)):
         assert one.worst.above_s == max(row.above_s for row in one.operations)

@@ -54,6 +54,20 @@ def test_steps_take_what_was_measured_of_steps_like_them(model):
     assert other.factors(roofline, SHAPES[0].batch).nearest == SHAPES[0].name
 
 
+def test_contexts_tell_nothing_about_products(model):
+    """A step takes from those of as many rows what their products took, whatever their context."""
+    planned, device = planned_model(model), find_device("L4")
+    roofline = Roofline(planned, device, Question())
+    shapes = (Shape.decode(2, 20), Shape.decode(2, 900), Shape.decode(8, 900))
+    times = zip(shapes, (2, 8, 50), strict=True)
+    known = Calibration(
+        tuple(slower(roofline, one, 3, p, 0.1) for one, p in times), "2026-01-01", 1
+    )
+    found = known.factors(roofline, Shape.decode(2, 900).batch)
+    assert found.products == pytest.approx(4, rel=1e-3)  # the geometric mean of both
+    assert found.nearest == shapes[1].name
+
+
 def test_other_choices_change_corrected_times_as_limits(model):
     planned, device = planned_model(model), find_device("L4")
     roofline = Roofline(planned, device, Question())

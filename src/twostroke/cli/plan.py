@@ -104,8 +104,8 @@ def command(
 
     MODEL is a name, a GGUF file, or a config.json (or its folder), whose weights need not be here.
     With --mfu 1 and --mbu 1 times are limits that no engine passes. On this machine they are
-    corrected by measured steps of MODEL, if there are any (--calibrate) and neither is given. The
-    exit code is 9 if what is asked cannot be.
+    corrected by measured steps of MODEL (--calibrate), or else of another model, if neither is
+    given. The exit code is 9 if what is asked cannot be.
     """
     from twostroke import planner
 
@@ -135,7 +135,7 @@ def command(
     known = None
     if found is None:
         found = planner.this_machine(num_threads)
-        known = None if shares else _known(planned, num_threads)
+        known = None if shares else _known(planned, num_threads) or planner.usual(found)
     planned = planned.as_(weights) if weights else planned
     plan = planner.make_plan(planned, found, question, known)
     if plan.fits and (plot is not None or html is not None):

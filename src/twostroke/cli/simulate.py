@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.measure.requests import Objectives
+    from twostroke.planner import Calibration, Device, PlannedModel
+    from twostroke.planner.usual import Usual
     from twostroke.simulate import Load, Probe, Setup, Simulation
 
 _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "shared")
@@ -210,11 +212,19 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
         question=question,
         cache=options.cache,
         batch=options.batch,
-        calibration=None if is_ideal else planner.known_calibration(planned.identity, threads),
+        calibration=None if is_ideal else _correction(planned, found, threads),
         is_here=is_here,
         disaggregate=disaggregate,
         **given,
     )
+
+
+def _correction(
+    planned: PlannedModel, device: Device, threads: int | None
+) -> Calibration | Usual | None:
+    from twostroke import planner
+
+    return planner.known_calibration(planned.identity, threads) or planner.usual(device)
 
 
 def _progress(probe: Probe) -> None:
@@ -225,7 +235,8 @@ def _progress(probe: Probe) -> None:
 
 def _facts(setup: Setup, load: Load) -> Iterator[str]:
     from twostroke.planner.served import on_threads
-    from twostroke.planner.words import left_out
+    from twostroke.planner.usual import MEASURED, Usual
+    from twostroke.planner.words import about_usual, left_out
 
     asked, count = setup.question, len(load.arrivals)
     devices = f"{asked.count} x {setup.device.name}" if asked.count > 1 else setup.device.name
@@ -242,7 +253,9 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
     )
     if setup.model.assumed:
         yield left_out(setup.model.assumed, setup.model.name)
-    if setup.calibration is not None:
+    if isinstance(setup.calibration, Usual):
+        yield about_usual(MEASURED)
+    elif setup.calibration is not None:
         known = setup.calibration
         told = f"{known.num_steps} steps measured {on_threads(known.num_threads)} on {known.date}"
         yield f"Steps take what {told} say."

@@ -54,13 +54,17 @@ MOST_STEPS: Final = 200
 
 
 class Wanted(Frozen):
-    """What to measure: each shape for `num_steps` steps (None: about two seconds)."""
+    """What to measure: each shape for `num_steps` steps (None: about two seconds).
+
+    In several `rounds` through all shapes, each takes its part of these in every one.
+    """
 
     shapes: tuple[Shape, ...]
     num_steps: int | None = None
     by_layer: bool = False
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         """Refuse backends that do not time their operations."""
@@ -170,7 +174,7 @@ class StepProfile(Frozen):
 
 
 def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterator[StepProfile]:
-    """Yield a profile for each shape. `notice(text)` is called before what takes time.
+    """Yield a profile for each shape in each round. `notice(text)` is called before long parts.
 
     The machine's limits are measured again first; the best of all measurements counts.
 
@@ -199,7 +203,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
     )
     backend = cast("TimedBackend", made)
     try:
-        for shape in wanted.shapes:
+        for shape in wanted.shapes * wanted.rounds:
             notice(f"Measuring {shape.name}")
             yield _profile(shape, backend, cost, hardware, wanted)
     finally:
@@ -242,7 +246,7 @@ def _profile(
     single = SingleStep(backend, cost.program, shape)
     try:
         watch = OtherPrograms()
-        runs_s, times = _measure(backend, single, wanted.num_steps)
+        runs_s, times = _measure(backend, single, wanted)
         others_share = watch.share()
         scheduler_s = statistics.median(single.scheduler_times())
     finally:
@@ -287,7 +291,7 @@ def _profile(
 
 
 def _measure(
-    backend: TimedBackend, single: SingleStep, num_steps: int | None
+    backend: TimedBackend, single: SingleStep, wanted: Wanted
 ) -> tuple[list[float], list[list[OpTime]]]:
     """Compute the step once to warm up, then as often as wanted.
 
@@ -297,10 +301,10 @@ def _measure(
     backend.times()
     runs_s: list[float] = []
     times: list[list[OpTime]] = []
-    began = time.monotonic()
-    while len(runs_s) < (num_steps or MOST_STEPS):
-        is_long = time.monotonic() - began > MEASURED_S
-        if num_steps is None and is_long and len(runs_s) >= FEWEST_STEPS:
+    began, rounds = time.monotonic(), wanted.rounds
+    while len(runs_s) * rounds < (wanted.num_steps or MOST_STEPS):
+        is_long = (time.monotonic() - began) * rounds > MEASURED_S
+        if wanted.num_steps is None and is_long and len(runs_s) * rounds >= FEWEST_STEPS:
             break
         runs_s.append(single.run().elapsed_s)
         times.append(backend.times())

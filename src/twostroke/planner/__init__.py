@@ -12,6 +12,7 @@ from twostroke.planner.models import PlannedModel, planned_model
 from twostroke.planner.plan import Plan, WhatIf, make_plan
 from twostroke.planner.planner import Memory, Row
 from twostroke.planner.question import Question, usual_budget
+from twostroke.planner.usual import usual
 from twostroke.program.storage import WEIGHTS
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "make_plan",
     "planned_model",
     "this_machine",
+    "usual",
     "usual_budget",
 ]

@@ -20,11 +20,20 @@ from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import num_cores, processor_name, resolve_num_threads
 from twostroke.measure.single_step import Shape
+from twostroke.planner.nearness import (
+    OverLeast,
+    cell_of,
+    factors_at,
+    mean_near,
+    middle_of,
+    nearness,
+    place_of,
+)
 from twostroke.planner.roofline import Factors, is_attention
 from twostroke.planner.served import ServedStep, merged, on_threads, threads_of, watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from twostroke.measure.profile import StepProfile
@@ -36,6 +45,7 @@ _VERSION: Final = 2
 _CONTEXTS: Final = (128, 1024, 4096)
 _STREAMS: Final = (1, 4, 16, 32)
 _PROMPTS: Final = (64, 256, 1024)
+_ROUNDS: Final = 3  # through all shapes: what disturbs a machine for seconds counts in one alone
 WATCH_S: Final = 30.0
 
 
@@ -53,15 +63,11 @@ class Point(Frozen):
     rest_s: float
 
     @classmethod
-    def of(cls, one: StepProfile) -> Point:
-        """Return the point of a profile."""
-        seconds = {True: 0.0, False: 0.0}
-        for op in one.operations:
-            seconds[is_attention(op.label.name)] += op.time_s.median
-        shape = one.shape
-        rest_s = max(0.0, one.step_s - sum(seconds.values()))
+    def of(cls, profiles: Sequence[StepProfile]) -> Point:
+        """Return the point of one shape's profiles: medians."""
+        shape = profiles[0].shape
         sizes = (shape.num_streams, shape.context, shape.num_prompt)
-        return cls(*sizes, seconds[True], seconds[False], rest_s)
+        return cls(*sizes, *map(median, zip(*map(_parts, profiles), strict=True)))
 
     @property
     def batch(self) -> BatchShape:
@@ -77,6 +83,14 @@ class Point(Frozen):
     def seconds(self) -> float:
         """The whole step."""
         return self.attention_s + self.products_s + self.rest_s
+
+
+def _parts(one: StepProfile) -> tuple[float, float, float]:
+    """Return seconds of attention, of other operations, and of what is around them."""
+    seconds = {True: 0.0, False: 0.0}
+    for op in one.operations:
+        seconds[is_attention(op.label.name)] += op.time_s.median
+    return seconds[True], seconds[False], max(0.0, one.step_s - sum(seconds.values()))
 
 
 class Calibration(Frozen):
@@ -100,52 +114,46 @@ class Calibration(Frozen):
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
         """Return how a step like `batch` is corrected: as the measured ones near it.
 
-        Logarithms of rows, requests and context are coordinates; a point counts by the inverse
-        fourth power of its distance. `roofline` gives the least times.
+        Logarithms of rows, rows of a request and context are coordinates; a point counts by the
+        inverse fourth power of its distance. Contexts matter to attention alone. `roofline` gives
+        the least times.
         """
-        return self._factors_at(roofline, _place(batch))
+        return self._factors_at(roofline, place_of(batch))
 
     def _factors_at(self, roofline: Roofline, place: Sequence[float]) -> Factors:
         factors = self._computed_at(roofline, place)
         if not self.served:
             return factors
         ratios = _ratios(self, roofline)
-        longer = math.exp(_mean_near(place, ratios))
-        nearest = max(range(len(ratios)), key=lambda n: _nearness(place, ratios[n][0]))
+        longer = math.exp(mean_near(place, ratios))
+        nearest = max(range(len(ratios)), key=lambda n: nearness(place, ratios[n][0]))
         return Factors(
             attention=longer * factors.attention,
             products=longer * factors.products,
             rest_s=longer * factors.rest_s,
             nearest=self.served[nearest].name,
+            between=mean_near(
+                place,
+                [
+                    (there, one.between_s / one.seconds)
+                    for (there, _), one in zip(ratios, self.served, strict=True)
+                ],
+            ),
         )
 
     def _computed_at(self, roofline: Roofline, place: Sequence[float]) -> Factors:
         """Return the factors for the engine alone, without a server's loop."""
         if not self.points:
             return Factors(attention=1.0, products=1.0, rest_s=0.0, nearest="")
-        weights = [_nearness(place, _place(one.batch)) for one in self.points]
-        total = sum(weights)
-        shares = [weight / total for weight in weights]
-        least = [roofline.least(one.batch) for one in self.points]
-
-        def mean(values: Iterable[float]) -> float:
-            return math.exp(sum(s * math.log(v) for s, v in zip(shares, values, strict=True)))
-
-        pairs = list(zip(self.points, least, strict=True))
-        return Factors(
-            attention=mean(one.attention_s / floor.attention_s for one, floor in pairs),
-            products=mean(one.products_s / floor.products_s for one, floor in pairs),
-            rest_s=mean(max(one.rest_s, 1e-7) for one in self.points),
-            nearest=self.points[max(range(len(weights)), key=weights.__getitem__)].name,
-        )
+        return factors_at(place, _over_least(self, roofline))
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
         """Return the coordinates of a step, as multiples of an eighth of a doubling."""
-        return tuple([round(8 * one) for one in _place(batch)])
+        return cell_of(batch)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
         """Return how a step in the middle of a cell is corrected."""
-        return self._factors_at(roofline, [one / 8 for one in cell])
+        return self._factors_at(roofline, middle_of(cell))
 
     def errors(self, roofline: Roofline) -> list[float]:
         """Return for each measured step the error of what the others say of it, as a share.
@@ -159,8 +167,7 @@ class Calibration(Frozen):
             ]
         ratios = _ratios(self, roofline)
         told = [
-            _mean_near(place, [*ratios[:n], *ratios[n + 1 :]])
-            for n, (place, _) in enumerate(ratios)
+            mean_near(place, [*ratios[:n], *ratios[n + 1 :]]) for n, (place, _) in enumerate(ratios)
         ]
         return [abs(math.expm1(t - own)) for t, (_, own) in zip(told, ratios, strict=True)]
 
@@ -180,6 +187,16 @@ class Calibration(Frozen):
 
 
 @lru_cache(maxsize=4)
+def _over_least(calibration: Calibration, roofline: Roofline) -> tuple[OverLeast, ...]:
+    found = []
+    for one in calibration.points:
+        floor = roofline.least(one.batch)
+        factors = one.attention_s / floor.attention_s, one.products_s / floor.products_s
+        found.append(OverLeast(place_of(one.batch), one.name, *factors, one.rest_s))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4)
 def _ratios(
     calibration: Calibration, roofline: Roofline
 ) -> tuple[tuple[tuple[float, ...], float], ...]:
@@ -188,7 +205,7 @@ def _ratios(
     found = []
     for one in calibration.served:
         batch = one.batch
-        found.append((_place(batch), math.log(one.seconds / alone.seconds(roofline, batch))))
+        found.append((place_of(batch), math.log(one.seconds / alone.seconds(roofline, batch))))
     return tuple(found)
 
 
@@ -228,12 +245,25 @@ def measure(
     num_threads: int | None = None,
 ) -> Calibration:
     """Measure steps of these shapes, and keep them; `num_steps` as in `Wanted`."""
+    num_threads = resolve_num_threads(num_threads)
+    points = measured_points(model, shapes, notice, num_steps, num_threads)
+    return _keep(identity, Calibration(points, _today(), num_threads))
+
+
+def measured_points(
+    model: str,
+    shapes: Sequence[Shape],
+    notice: Callable[[str], None],
+    num_steps: int | None = None,
+    num_threads: int | None = None,
+) -> tuple[Point, ...]:
+    """Measure a step of each shape, in several rounds through all; see `measure`."""
     from twostroke.measure.profile import Wanted, profile  # plans need none of it
 
-    num_threads = resolve_num_threads(num_threads)
-    wanted = Wanted(tuple(shapes), num_steps, compute=ComputeOptions(num_threads=num_threads))
-    points = tuple(Point.of(one) for one in profile(model, wanted, notice))
-    return _keep(identity, Calibration(points, _today(), num_threads))
+    compute = ComputeOptions(num_threads=num_threads)
+    wanted = Wanted(tuple(shapes), num_steps, compute=compute, rounds=_ROUNDS)
+    profiles = list(profile(model, wanted, notice))
+    return tuple([Point.of(profiles[n :: len(shapes)]) for n in range(len(shapes))])
 
 
 def calibrate_from(
@@ -293,19 +323,3 @@ def _path(identity: str, num_threads: int) -> Path:
     key = f"{processor_name()}|{num_threads}|{identity}"
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     return env.cache_dir() / "calibrations" / f"{name}.json"
-
-
-def _mean_near(place: Sequence[float], known: Sequence[tuple[Sequence[float], float]]) -> float:
-    """Return the mean of the values known at places, by their nearness to `place`."""
-    weights = [_nearness(place, there) for there, _ in known]
-    return sum(w * value for w, (_, value) in zip(weights, known, strict=True)) / sum(weights)
-
-
-def _place(batch: BatchShape) -> tuple[float, ...]:
-    requests = len(batch.starts)
-    sizes = batch.num_rows, batch.num_rows / requests, 64 + batch.num_attended() / batch.num_rows
-    return tuple(map(math.log2, sizes))
-
-
-def _nearness(one: Sequence[float], other: Sequence[float]) -> float:
-    return 1 / (math.dist(one, other) ** 4 + 1e-9)

@@ -15,6 +15,7 @@ from twostroke.planner.planner import Planner, last_that
 from twostroke.planner.question import MAX_DEVICES, MOST_UNASKED
 from twostroke.planner.queueing import loads
 from twostroke.planner.roofline import kv_bytes
+from twostroke.planner.usual import MEASURED, Usual
 from twostroke.program.batch import BatchShape
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Plan(Frozen):
     steps: tuple[str, ...]
     calibrated: Calibrated | None = None
     assumed: tuple[str, ...] = ()  # sizes that the model's configuration leaves out
+    usual: str = ""  # of which model, on which machine, the steps are by which times are corrected
 
     @property
     def fits(self) -> bool:
@@ -116,11 +118,11 @@ def make_plan(
     model: PlannedModel,
     device: Device,
     question: Question,
-    calibration: Calibration | None = None,
+    calibration: Calibration | Usual | None = None,
 ) -> Plan:
     """Return the answer to `question` for a model on devices of one kind.
 
-    `calibration` corrects times: that of the model on this machine.
+    `calibration` corrects times: that of the model on this machine, or of another model.
     """
     planner = Planner(model, device, question, calibration)
     memory, prefill = planner.memory(), planner.prefill()
@@ -160,6 +162,7 @@ def make_plan(
         what_ifs=tuple(_what_ifs(planner, shown)),
         steps=tuple(explain(planner, memory, shown)),
         calibrated=_calibrated(planner, shown),
+        usual=MEASURED if isinstance(calibration, Usual) else "",
         assumed=model.assumed,
     )
 
@@ -172,7 +175,7 @@ def _roof(planner: Planner) -> Roof:
 
 def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
     known = planner.calibration
-    if known is None:
+    if known is None or isinstance(known, Usual):
         return None
     nearest = planner.decode(streams).nearest
     error = known.error(planner.roofline.measured)

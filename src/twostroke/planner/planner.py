@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.planner.models import PlannedModel
     from twostroke.planner.question import Question
     from twostroke.planner.roofline import StepTime, Work
+    from twostroke.planner.usual import Usual
 
 
 class Memory(Frozen):
@@ -74,7 +75,7 @@ class Planner:
         model: PlannedModel,
         device: Device,
         question: Question,
-        calibration: Calibration | None = None,
+        calibration: Calibration | Usual | None = None,
     ) -> None:
         self.model, self.device, self.question = model, device, question
         self.calibration = calibration

@@ -48,6 +48,7 @@ class Factors(Frozen):
     products: float
     rest_s: float
     nearest: str  # the name of the measured step that counts most
+    between: float = 0.0  # the share of the time that lies between two steps
 
 
 class Correction(Protocol):
@@ -129,11 +130,12 @@ class StepTime(Frozen):
 
 
 class Totals(NamedTuple):
-    """A step's time, operations and bytes."""
+    """A step's time, operations and bytes; `between_s` of the time is after the step before it."""
 
     seconds: float
     flops: float
     bytes: float
+    between_s: float = 0.0
 
 
 class Roofline:
@@ -170,7 +172,8 @@ class Roofline:
                 self._by_samples.append(one)
             else:
                 self._by_rows.append(one)
-        self._exchanged = 2 * len(model.program.layer_outputs) * model.hidden_size * _VALUE_BYTES
+        self.num_layers = len(model.program.layer_outputs)
+        self._exchanged = 2 * self.num_layers * model.hidden_size * _VALUE_BYTES
         self._place(device, question)
 
     def on(self, device: Device, question: Question) -> Roofline:
@@ -263,7 +266,8 @@ class Roofline:
         if factors is None:
             factors = self._factors[cell] = self._correction.factors_in(self.measured, cell)
         seconds = factors.products * products.seconds + factors.attention * attention.seconds
-        return Totals(seconds + moving_s + factors.rest_s, flops, moved)
+        seconds += moving_s + factors.rest_s
+        return Totals(seconds, flops, moved, factors.between * seconds)
 
     def _sum(self, batch: BatchShape, costs: Iterable[tuple[int, StepCost, int | None]]) -> Totals:
         seconds = flops = moved = 0.0

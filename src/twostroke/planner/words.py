@@ -69,10 +69,20 @@ def facts(plan: Plan) -> Iterator[str]:
             told = f"{one.num_steps} steps measured {threads} on {one.date}; each of these "
             told += f"follows from the others with an error of {one.error:.0%} (median)"
         yield f"Times are corrected by {told}. Nearest: {one.nearest}."
+    elif plan.usual:
+        yield about_usual(plan.usual)
     else:
         yield _shares(asked)
     if asked.count > 1 and plan.roof.link is None:
         yield f"The speed of {plan.device}'s links is not known: exchanges take no time here."
+
+
+def about_usual(measured: str) -> str:
+    """Return by which steps of another model times are corrected."""
+    return (
+        f"Times are what this engine's kernels took over the least for {measured}: --calibrate "
+        "measures this model here, --mfu 1 --mbu 1 shows the least."
+    )
 
 
 def left_out(keys: Sequence[str], model: str) -> str:

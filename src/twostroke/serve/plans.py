@@ -177,7 +177,14 @@ class Plans:
 
     def _plan(self, asked: PlanRequest) -> Plan:
         from twostroke.cache import FORMATS
-        from twostroke.planner import WEIGHTS, Question, known_calibration, make_plan, usual_budget
+        from twostroke.planner import (
+            WEIGHTS,
+            Question,
+            known_calibration,
+            make_plan,
+            usual,
+            usual_budget,
+        )
         from twostroke.planner.devices import device_of
 
         names = set(Question.__struct_fields__) & set(PlanRequest.__struct_fields__)
@@ -196,7 +203,8 @@ class Plans:
             raise RequestError(reason, field="device")
         else:
             device = device_of(hardware)
-            calibration = known_calibration(self._card.identity, hardware.num_threads)
+            known = known_calibration(self._card.identity, hardware.num_threads)
+            calibration = known or usual(device)
         return make_plan(model, device, question, calibration)
 
     @cached_property

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from twostroke.engine.sizing import CacheSize
     from twostroke.measure.requests import RequestLog
     from twostroke.planner import Calibration, Device, PlannedModel
+    from twostroke.planner.usual import Usual
     from twostroke.program.cost import StepCost
     from twostroke.simulate.load import Load
 
@@ -63,7 +64,7 @@ class Setup(Frozen):
     batch: BatchOptions = BatchOptions()
     replicas: int = 1
     routing: str = "round-robin"
-    calibration: Calibration | None = None
+    calibration: Calibration | Usual | None = None
     is_here: bool = False
     acceptance: float | None = None
     draft_cost: float = 0.0

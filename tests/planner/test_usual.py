@@ -1,0 +1,35 @@
+"""Plans of models of which no step was measured, corrected by those of another model."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from support.configs import write_config
+from twostroke.measure.single_step import Shape
+from twostroke.planner import Question, find_device, make_plan, planned_model, usual
+from twostroke.planner.roofline import Roofline
+from twostroke.planner.words import facts
+
+DEVICE = replace(find_device("L4"), peaks={"int8 VNNI": 9e11}, bandwidth=4e10)
+
+
+def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
+    model = planned_model(write_config(tmp_path / "8b.json", "8B")).as_("w4a16")
+    found = usual(DEVICE)
+    least, told = (Roofline(model, DEVICE, Question(), one) for one in (None, found))
+    for shape in (Shape.decode(1, 1024), Shape.decode(16, 128), Shape.prefill(256)):
+        floor, step = least.step(shape.batch), told.step(shape.batch)
+        assert step.nearest == shape.name
+        for part in ("attention_s", "products_s"):
+            assert 1 < getattr(step, part) / getattr(floor, part) < 100
+        assert 1e-6 < step.rest_s / len(model.program.layer_outputs) < 1e-3
+    asked = Question(prompt=64, output=8, streams=4, token_budget=256)
+    plan = make_plan(model, DEVICE, asked, found)
+    assert plan.calibrated is None
+    assert any(f"for {plan.usual}: --calibrate" in line for line in facts(plan))
+    assert plan.ttft_s > 2 * make_plan(model, DEVICE, asked).ttft_s
+
+
+def test_of_other_kernels_nothing_is_known():
+    assert usual(find_device("H100-SXM")) is None
+    assert usual(replace(DEVICE, peaks={"float32 multiply and add": 9e10})) is None
