@@ -2,9 +2,11 @@
 
 The same requests, a published trace scaled to this machine, are sent to the server at the same
 times and simulated. Steps of the simulation take what measured steps of the model say (`plan
---calibrate`), and steps of the server under other requests (`plan --calibrate --server`). Loads
-are shares of the rate at which the server answers requests that come all at once. The Mooncake
-trace, whose prompts share beginnings, compares hits of the prefix cache.
+--calibrate`), and steps of the server under other requests (`plan --calibrate --server`). As the
+speed of a machine drifts, a load is sent in blocks, and such other requests come between them: a
+block is simulated with the steps seen just before and just after it. Loads are shares of the rate
+at which the server answers requests that come all at once. The Mooncake trace, whose prompts share
+beginnings, compares hits of the prefix cache.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -26,14 +30,13 @@ from quiet import MAX_SHARE, Watch
 from report import caption, machine_facts, note, positive, save, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
-from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.config import CacheOptions
 from twostroke.engine.loading import load as load_model
 from twostroke.engine.output import Timings
-from twostroke.measure.profile import Wanted, profile
 from twostroke.measure.requests import Objectives, RequestLog, make_report
 from twostroke.measure.single_step import Shape
 from twostroke.planner import Calibration, find_device, planned_model, this_machine
-from twostroke.planner.calibration import Point
+from twostroke.planner.calibration import measured_points
 from twostroke.planner.question import Question
 from twostroke.planner.served import grouped, look
 from twostroke.simulate import Arrival, Load, Setup, read_trace, simulate
@@ -43,19 +46,21 @@ if TYPE_CHECKING:
 
     from twostroke.measure.requests import Report
 
+    Steps = Sequence[Sequence[Any]]
+
 _HERE = Path(__file__).parent
 _KV_BYTES = 256 << 20
 _FIGURES = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"))
 _LIMITS = {"p50": 0.15, "p99": 0.25}
 _REQUESTS = 550  # of which some 20 have a single token, and so no TPOT
 _SPEED_REQUESTS, _SPEED_REPLICAS = 4000, 8
-STEPS = Wanted(
-    (
-        *(Shape.decode(count, context) for context in (64, 384) for count in (1, 4, 16)),
-        *map(Shape.prefill, (16, 64, 256)),
-    )
+STEPS = (
+    *(Shape.decode(count, context) for context in (64, 384) for count in (1, 4, 16)),
+    *map(Shape.prefill, (16, 64, 256)),
 )
-_WATCHED_LOADS = (0.6, 0.9)  # of the knee, while steps of the server are watched
+_BLOCKS = 8  # of a load
+_WATCHED = 2  # requests of a block for each one that is watched before it
+_LOOK_S = 0.7  # between looks at the server's last steps, while it is watched
 _ALONE = 20  # requests one after another, for the time outside the engine
 HEADER = ("load", "figure", "measured", "simulated", "error", "limit")
 
@@ -103,8 +108,7 @@ class _Pair:
     ) -> None:
         planned = planned_model(given.model)
         note("Measuring steps")
-        wanted = replace(STEPS, compute=ComputeOptions(num_threads=given.threads))
-        points = tuple(Point.of(one) for one in profile(given.model, wanted, lambda _: None))
+        points = measured_points(given.model, STEPS, note, num_threads=given.threads)
         self.setup = Setup(
             planned,
             this_machine(given.threads),
@@ -117,31 +121,35 @@ class _Pair:
         command = (*our_command(given.model, given.threads), "--kv-memory", str(_KV_BYTES))
         self._server = Server("Twostroke", command, folder, stack)
         path = [sys.executable, str(_HERE / "load.py")]
-        self._steps: list[Any] = []
         self._clients = Worker("clients", path, folder / "load.log")
         stack.callback(self._clients.close)
         self.others_share: list[float] = []
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Correct the simulation's steps by what the server takes for its own meanwhile."""
+    def watched(self, load: Load, prompts: Sequence[list[int]]) -> tuple[list[RequestLog], Steps]:
+        """Send the requests of a load; return what became of them and the server's steps."""
         ended = threading.Event()
+        steps: list[Sequence[Any]] = []
         url = f"http://127.0.0.1:{self._server.port}"
 
         def watch() -> None:
-            while not ended.wait(1.0):
-                self._steps += look(url, None, self.setup.model)
+            while not ended.wait(_LOOK_S):
+                steps.extend(look(url, None, self.setup.model))
 
         thread = threading.Thread(target=watch)
+        before = set(map(tuple, look(url, None, self.setup.model)))
         thread.start()
         try:
-            yield
+            logs = self.measure(load, prompts)
         finally:
             ended.set()
             thread.join()
-        known = self.setup.calibration
-        assert known is not None
-        self.setup = replace(self.setup, calibration=replace(known, served=grouped(self._steps)))
+        return logs, [one for one in steps if tuple(one) not in before]
+
+    def simulate(self, load: Load, steps: Steps) -> Sequence[RequestLog]:
+        """Simulate a load on a server that took these steps."""
+        assert self.setup.calibration is not None
+        known = replace(self.setup.calibration, served=grouped(steps))
+        return simulate(replace(self.setup, calibration=known), load).logs
 
     def measure(self, load: Load, prompts: Sequence[list[int]]) -> list[RequestLog]:
         """Send the requests of a load to the server.
@@ -176,63 +184,97 @@ class _Pair:
 
 def _latency(given: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
     """Compare latencies at shares of the knee."""
+    trace = read_trace(given.trace).changed(scale=given.scale)
+    requests = _Requests(trace.first(given.requests), trace.arrivals[given.requests :])
     fresh = FreshPrompts(heldout_tokens(load_model(given.model)))
-    load = read_trace(given.trace).first(given.requests).changed(scale=given.scale)
     overhead_s = _find_overhead(pair, fresh)
-    burst = load.first(given.requests // 3).changed(speed=1e6)
-    rates = []
-    for logs in (pair.measure(burst, _texts(fresh, burst)), simulate(pair.setup, burst).logs):
-        report = make_report(logs, Objectives())
-        rates.append(report.num_requests / report.duration_s)
+    burst, other = (one.changed(speed=1e6) for one in requests.halves(given.requests // 3))
+    _, steps = pair.watched(other, _texts(fresh, other))
+    both = pair.measure(burst, _texts(fresh, burst)), pair.simulate(burst, steps)
+    rates = [one.num_requests / one.duration_s for one in map(_report, both)]
     rows = [("all at once", "requests/s", *(f"{r:.2f}" for r in rates), _error(*rates[::-1]), "")]
     note(" ".join(rows[0]))
-    note("Watching steps of the server under other requests")
-    trace, count = read_trace(given.trace), given.requests
-    for number, share in enumerate(_WATCHED_LOADS):
-        later = trace.arrivals[count + number * count // 3 :][: count // 3]
-        arrivals = tuple(replace(one, at_s=one.at_s - later[0].at_s) for one in later)
-        other = Load("later requests", arrivals).changed(scale=given.scale)
-        other = other.changed(speed=share * rates[0] / other.rate)
-        with pair.watched():
-            logs = pair.measure(other, _texts(fresh, other))
-        seen = make_report(logs, Objectives()), simulate(pair.setup, other).report
-        found = list(_compared(f"{share:.0%}, watched", *seen))
-        note("\n".join(map(" ".join, found)))
-        rows += found
     kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
     for percent in given.loads:
-        changed = load.changed(speed=percent / 100 * rates[0] / load.rate)
-        note(f"Load of {percent}%: {changed.rate:.2f} requests/s")
         try:
-            logs = pair.measure(changed, _texts(fresh, changed))
+            found = _in_blocks(pair, fresh, requests, percent / 100 * rates[0])
         except SystemExit as error:  # what was measured before is kept
             result.setdefault("failures", []).append(f"Load of {percent}%: {error}")
             break
-        measured = make_report(logs, Objectives())
-        simulated = simulate(pair.setup, changed).report
-        found = list(_compared(f"{percent}%", measured, simulated))
-        note("\n".join(map(" ".join, found)))
-        rows += found
-        both = {"measured": measured, "simulated": simulated}
-        kept["loads"][percent] = {**both, "requests": logs}
+        reports = [*map(_report, found)]
+        compared = list(_compared(f"{percent}%", *reports))
+        note("\n".join(map(" ".join, compared)))
+        rows += compared
+        names = ("measured", "simulated", "requests")
+        kept["loads"][percent] = dict(zip(names, [*reports, found[0]], strict=True))
     result["latency"] = msgspec.to_builtins(kept)
     disturbed = sum(share > MAX_SHARE for share in pair.others_share)
     text = (
-        f"{given.requests} requests of {load.name}, lengths times {given.scale:g}: "
+        f"{given.requests} requests of {given.trace}, lengths times {given.scale:g}: "
         f"{disturbed} of {len(pair.others_share)} runs were disturbed. A request takes "
         f"{overhead_s * 1e3:.1f} ms outside the engine."
     )
     return f"## Simulated and measured latencies\n\n{table(HEADER, rows)}\n\n{text}"
 
 
+class _Requests(NamedTuple):
+    """The requests that are compared, and others."""
+
+    load: Load
+    others: Sequence[Arrival]
+
+    def halves(self, count: int) -> tuple[Load, Load]:
+        """Return the first `count` of both."""
+        return self.load.first(count), _begun("others", self.others[:count])
+
+    def blocks(self, per_s: float) -> Iterator[tuple[Load, Load]]:
+        """Yield others, and a block of the load, both at this rate."""
+        arrivals, speed = self.load.arrivals, per_s / self.load.rate
+        size = -(-len(arrivals) // _BLOCKS)
+        for first in range(0, len(arrivals), size):
+            own = _begun(self.load.name, arrivals[first : first + size])
+            at = first // _WATCHED
+            other = _begun("others", self.others[at : at + max(2, size // _WATCHED)])
+            yield other.changed(speed=per_s / other.rate), own.changed(speed=speed)
+
+
+def _begun(name: str, arrivals: Sequence[Arrival]) -> Load:
+    """Return a load whose first request comes at once."""
+    moved = [replace(one, at_s=one.at_s - arrivals[0].at_s) for one in arrivals]
+    return Load(name, tuple(moved))
+
+
+def _in_blocks(
+    pair: _Pair, fresh: FreshPrompts, requests: _Requests, per_s: float
+) -> tuple[list[RequestLog], list[RequestLog]]:
+    """Return what became of the load's requests at this rate, measured and simulated."""
+    note(f"Load of {per_s:.2f} requests/s")
+    watched: list[Steps] = []
+    measured: list[Sequence[RequestLog]] = []
+    blocks = list(requests.blocks(per_s))
+    for other, block in [*blocks, (blocks[0][0], None)]:
+        watched.append(pair.watched(other, _texts(fresh, other))[1])
+        if block is not None:
+            measured.append(pair.measure(block, _texts(fresh, block)))
+    simulated = [
+        pair.simulate(block, [*before, *after])
+        for (_, block), (before, after) in zip(blocks, pairwise(watched), strict=True)
+    ]
+    return [*chain.from_iterable(measured)], [*chain.from_iterable(simulated)]
+
+
+def _report(logs: Sequence[RequestLog]) -> Report:
+    return make_report(logs, Objectives())
+
+
 def _find_overhead(pair: _Pair, fresh: FreshPrompts) -> float:
-    """Measure requests one after another, and note what a first token takes beyond its step."""
+    """Measure requests one after another; a first token's time beyond its step is the overhead."""
     load = Load("alone", tuple(Arrival(0.5 * n, 64, 4) for n in range(_ALONE)))
     pair.measure(load, _texts(fresh, load))  # the server's first requests warm it up
-    measured = make_report(pair.measure(load, _texts(fresh, load)), Objectives())
-    simulated = simulate(pair.setup, load).report
-    both = [one.latencies["ttft"].percentiles["p50"].value for one in (measured, simulated)]
-    overhead_s = max(0.0, both[0] - both[1])
+    logs, steps = pair.watched(load, _texts(fresh, load))
+    seen = [step_s for _, prompt, _, step_s, *_ in dict.fromkeys(map(tuple, steps)) if prompt]
+    ttft_s = [one.timings.ttft_s for one in logs]
+    overhead_s = max(0.0, median(ttft_s) - float(median(seen)))
     pair.setup = replace(pair.setup, overhead_s=overhead_s)
     return overhead_s
 

@@ -44,7 +44,7 @@ def test_the_median_of_steps_of_like_shapes_counts():
     steps += [(8, 0, 8, 0.1, 808, 9.0), (8, 0, 8, 0.1, 808, 0.0)]  # disturbed, after a pause
     steps += [(40, 33, 8, 0.1, 900, 0.5)] * 2  # too few
     steps += [(9, 0, 3, 0.1, 900, 0.5)] * 5  # guesses
-    assert grouped(steps) == (ServedStep(8, 0, 8, 808, 0.2),)
+    assert grouped(steps) == (ServedStep(8, 0, 8, 808, 0.2, between_s=0.1),)
     assert grouped([]) == ()
     newer = ServedStep(8, 0, 8, 820, 0.3)
     far = ServedStep(32, 0, 32, 3200, 0.4)
@@ -89,7 +89,8 @@ def test_a_step_that_is_seen_often_counts_once():
     one = [8, 0, 8, 0.1, 808, 0.2]
     assert grouped([one] * 9) == ()
     others = [[8, 0, 8, 0.1, 808, seconds] for seconds in (0.3, 0.4)]
-    assert grouped([one] * 9 + others) == (ServedStep(8, 0, 8, 808, 0.3),)
+    (found,) = grouped([one] * 9 + others)
+    assert (found.seconds, found.between_s) == pytest.approx((0.3, 0.2))
 
 
 def test_a_server_that_does_not_say_its_threads_is_refused(tmp_path, monkeypatch):

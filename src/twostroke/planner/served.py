@@ -28,7 +28,8 @@ _FIELDS: Final = ("rows", "prompt_rows", "requests", "step_s", "attended", "turn
 class ServedStep(Frozen):
     """What the steps of one shape took in a server's loop, with all that it does between two.
 
-    `attended` counts pairs of a row and a position before it or its own; `seconds` is the median.
+    `attended` counts pairs of a row and a position before it or its own; `seconds` is the median,
+    and `between_s` that of what lies outside the step itself: a loop that has paused did it before.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class ServedStep(Frozen):
     requests: int
     attended: int
     seconds: float
+    between_s: float = 0.0
 
     @property
     def batch(self) -> BatchShape:
@@ -64,16 +66,16 @@ def grouped(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
     loop began after a pause are left out, and those with guesses.
     """
     cells: dict[tuple[int, ...], list[ServedStep]] = {}
-    for rows, prompt_rows, requests, _, attended, turn_s in dict.fromkeys(map(tuple, steps)):
-        one = ServedStep(rows, prompt_rows, requests, attended, turn_s)
+    for rows, prompt_rows, requests, step_s, attended, turn_s in dict.fromkeys(map(tuple, steps)):
+        one = ServedStep(rows, prompt_rows, requests, attended, turn_s, max(0.0, turn_s - step_s))
         if turn_s > 0 and _is_plain(one):
             cells.setdefault(cell_of(one), []).append(one)
     found = []
     for alike in cells.values():
         if len(alike) >= _FEWEST:
             middle = sorted(alike, key=lambda one: one.attended)[len(alike) // 2]
-            seconds = median(one.seconds for one in alike)
-            found.append(ServedStep(*_counts(middle), seconds))
+            times = (one.seconds for one in alike), (one.between_s for one in alike)
+            found.append(ServedStep(*_counts(middle), *map(median, times)))
     return tuple(found)
 
 

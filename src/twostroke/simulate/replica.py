@@ -78,6 +78,7 @@ class Replica:
         self.num_requests = self._num_tokens = self.num_steps = 0
         self.busy_s = self.flops = self.bytes = 0.0
         self.ends_s: float | None = None
+        self._ended_s = 0.0  # the last step
         self._totals, self._clock, self._vocab_size = totals, clock, vocab_size
         self._speculator = speculator
         self._fresh: list[Request] = []  # without a token yet
@@ -132,6 +133,8 @@ class Replica:
         batch = BatchShape.of(plan)
         totals = self._totals(batch)
         self.ends_s = asked_s + totals.seconds
+        if self._ended_s < began_s:  # the loop has paused
+            self.ends_s -= totals.between_s
         self._flight = plan, batch, guesses, began_s
         self._count(began_s, self.ends_s, totals.flops, totals.bytes)
         if self.notes_pace and 2 * plan.num_prompt_rows > batch.num_rows:
@@ -141,7 +144,7 @@ class Replica:
     def _start_quiet(self, requests: list[Request], num_steps: int) -> float:
         starts = tuple([request.num_computed for request in requests])
         totals = self._totals(DecodeRun.of_steps(starts, num_steps))
-        seconds, *work = [np.full(num_steps, values).tolist() for values in totals]
+        seconds, *work = [np.full(num_steps, values).tolist() for values in totals[:3]]
         times_s = list(accumulate(seconds, initial=self._clock.now_s))
         self._quiet = _Quiet(requests, times_s, *work)
         self.ends_s = times_s[-1]
@@ -181,6 +184,7 @@ class Replica:
         quiet, size = self._quiet, self._vocab_size
         assert quiet is not None
         self._quiet = self.ends_s = None
+        self._ended_s = quiet.times_s[num_steps]
         if not num_steps:
             return
         tokens = [
@@ -205,6 +209,7 @@ class Replica:
     def finish(self) -> tuple[list[Request], list[Request]]:
         """Take in the step in flight, at its end; return requests that have begun, and ended."""
         begun: list[Request] = []
+        self._ended_s = self._clock.now_s
         if self._quiet is not None:
             self._do_quiet(len(self._quiet.times_s) - 1)
             return [], []
