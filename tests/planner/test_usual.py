@@ -26,7 +26,7 @@ def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
     asked = Question(prompt=64, output=8, streams=4, token_budget=256)
     plan = make_plan(model, DEVICE, asked, found)
     assert plan.calibrated is None
-    assert any(f"for {plan.usual}: --calibrate" in line for line in facts(plan))
+    assert any(f"limits as those of {plan.usual}." in line for line in facts(plan))
     assert plan.ttft_s > 2 * make_plan(model, DEVICE, asked).ttft_s
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from twostroke.planner.roofline import Factors, Roofline
     from twostroke.program.batch import BatchShape
 
-MEASURED: Final = "gemma3-270m on an AMD EPYC, two threads"
+MEASURED: Final = "gemma3-270m on two threads of an AMD EPYC"
 
 
 class Usual(Frozen):

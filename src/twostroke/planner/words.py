@@ -80,8 +80,8 @@ def facts(plan: Plan) -> Iterator[str]:
 def about_usual(measured: str) -> str:
     """Return by which steps of another model times are corrected."""
     return (
-        f"Times are what this engine's kernels took over the least for {measured}: --calibrate "
-        "measures this model here, --mfu 1 --mbu 1 shows the least."
+        "No step of this model was measured here (--calibrate does it): times are as far above the "
+        f"limits as those of {measured}. --mfu 1 --mbu 1 shows the limits."
     )
 
 

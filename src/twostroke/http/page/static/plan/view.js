@@ -112,7 +112,7 @@ function aboutOf({ model, device, question, stored, calibrated, usual, roof }) {
   const devices = question.count > 1 ? `${question.count} × ${device}` : device;
   const parts = [`${model} (${stored}) on ${devices}`];
   if (calibrated) parts.push(`corrected by ${calibrated.num_steps} steps measured on ${counted(calibrated.num_threads, "thread")} on ${calibrated.date}${calibrated.error === null ? "" : `, median error ${Math.round(calibrated.error * 100)} %`}`);
-  else if (usual) parts.push(`times are what kernels took over the least for ${usual}`);
+  else if (usual) parts.push(`times are as far above the limits as those of ${usual}`);
   else parts.push("times are limits that no engine passes");
   if (roof.source) parts.push(roof.source);
   if (roof.price_source) parts.push(`price: ${roof.price_source}`);
