@@ -11,6 +11,7 @@ import pytest
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.config import CacheOptions, ComputeOptions, ParallelOptions
 from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.engine.loading import build_tokenizer, load
 from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
 
 
@@ -34,6 +35,15 @@ def test_the_text_is_cut_into_pieces_of_which_none_is_a_single_token(tiny: str) 
     assert len(whole) == 1
     assert len(whole[0]) > 2000
     assert whole[0][:300] == [token for piece in pieces for token in piece]
+
+
+def test_each_piece_begins_as_prompts_of_the_model_do(tmp_path: Path) -> None:
+    extra = {"tokenizer.ggml.add_bos_token": True}
+    model = str(write_tiny_gguf(tmp_path / "begins.gguf", metadata=extra))
+    tokenizer = build_tokenizer(load(model))
+    (begin,), text = tokenizer.prefix_ids, tokenizer.encode(held_out_text())
+    pieces = pieces_of(held_out_text(), [model], 100, 298)
+    assert pieces == [[begin, *text[start : start + 99]] for start in (0, 99, 198)]
 
 
 def test_a_full_disk_is_said_with_what_is_needed(

@@ -88,9 +88,12 @@ def _choose(
     model_id: str,
 ) -> ActivationBits:
     tokenizer, length = build_tokenizer(loaded), min(_NUM_TOKENS, program.context_length)
-    tokens = tokenizer.encode(choosing_text())[:length]
-    others = tokenizer.encode(checking_text())
-    pieces = [others[start : start + length] for start in range(0, len(others), length)]
+    begin = list(tokenizer.prefix_ids)  # as prompts have it
+    tokens = [*begin, *tokenizer.encode(choosing_text())][:length]
+    others, num_own = tokenizer.encode(checking_text()), max(length - len(begin), 1)
+    pieces = [
+        [*begin, *others[start : start + num_own]] for start in range(0, len(others), num_own)
+    ]
     backend = CpuBackend(
         program,
         loaded.tensors,
@@ -109,7 +112,7 @@ def _choose(
         for piece in pieces:  # the logits of one at a time are in memory
             right = RightAnswers(backend.score_with({}, piece))
             total += len(piece) * right.divergence(backend.score_with(bits, piece))
-        return total / len(others)
+        return total / sum(map(len, pieces))
 
     try:
         return choose(products, score, check, model_id)

@@ -89,15 +89,19 @@ def held_out_text() -> str:
 def pieces_of(
     text: str, models: Sequence[str], length: int | None = None, most: int | None = None
 ) -> list[list[int]]:
-    """Return the text as token ids in pieces of `length`, at most `most` tokens in all.
+    """Return the text as token ids in pieces of `length`, at most `most` tokens of it in all.
 
-    Without a `length` pieces are as long as the models' contexts allow, up to 1,024 tokens.
+    Without a `length` pieces are as long as the models' contexts allow, up to 1,024 tokens. Each
+    piece begins with what the first model's prompts begin with: Gemma without its <bos> is another
+    model.
 
     Raises:
         UsageError: the models cut the text into different tokens, or it has fewer than two.
     """
     loaded = [load(model) for model in models]
-    first, *others = (build_tokenizer(model).encode(text) for model in loaded)
+    tokenizers = [build_tokenizer(model) for model in loaded]
+    first, *others = (tokenizer.encode(text) for tokenizer in tokenizers)
+    begin = tokenizers[0].prefix_ids
     length = length or min(_PIECE, *(model.spec.context_length for model in loaded))
     for model, tokens in zip(models[1:], others, strict=True):
         if tokens != first:
@@ -106,8 +110,9 @@ def pieces_of(
                 "same vocabulary can be compared."
             )
     tokens = first[:most]
-    cut = [tokens[i : i + length] for i in range(0, len(tokens), length)]
-    kept = [piece for piece in cut if len(piece) > 1]
+    num_own = max(length - len(begin), 1)
+    cut = [tokens[i : i + num_own] for i in range(0, len(tokens), num_own)]
+    kept = [[*begin, *piece] for piece in cut if len(piece) > 1]
     if not kept:
         raise UsageError(f"The text has {len(tokens)} tokens, too few to compare anything.")
     return kept
