@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 @option(
     "--calibrate",
     is_flag=True,
-    help="First measure steps of MODEL on this machine (a minute); later plans use them, too.",
+    help="First measure steps of MODEL on this machine (minutes); later plans use them, too.",
 )
 @option(
     "--server",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import product
 from typing import TYPE_CHECKING, Final, Self, cast
 
 from msgspec import field
@@ -203,8 +204,9 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
     )
     backend = cast("TimedBackend", made)
     try:
-        for shape in wanted.shapes * wanted.rounds:
-            notice(f"Measuring {shape.name}")
+        for number, shape in product(range(wanted.rounds), wanted.shapes):
+            part = f" ({number + 1} of {wanted.rounds})" if wanted.rounds > 1 else ""
+            notice(f"Measuring {shape.name}{part}")
             yield _profile(shape, backend, cost, hardware, wanted)
     finally:
         backend.close()
