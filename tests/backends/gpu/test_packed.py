@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
-from twostroke.backends.gpu.kernels import products_packed, take_packed  # noqa: E402
+from twostroke.backends.gpu.kernels import packed, products_packed, take_packed  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
@@ -85,3 +85,14 @@ def test_products_of_few_and_of_more_rows(fmt) -> None:
         np.testing.assert_allclose(got[:rows, 8:], expected, rtol=3e-3, atol=0.06)
         assert not got[rows].any()
         assert not got[:, :8].any()
+
+
+@pytest.mark.parametrize("fmt", FORMS[3:7], ids=lambda fmt: fmt.name)
+def test_a_large_matrix_is_packed_in_parts(fmt, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = random_matrix(np.random.default_rng(4), fmt, (200, 512))
+    whole = pack(tensor, CPU)
+    monkeypatch.setattr(packed, "_CODES_AT_ONCE", 70 * 512)
+    for right, found in zip(whole.pointers, pack(tensor, CPU).pointers, strict=True):
+        assert found.is_contiguous()
+        assert found.shape == right.shape
+        assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))

@@ -11,25 +11,25 @@ large, for its numbers are made 256 times too small.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS, Layout, grouped_of, layout_of
 from twostroke.core.frozen import Frozen
-from twostroke.quant.floats import decode_bfloat
-from twostroke.quant.planes import unpack_planes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from twostroke.quant import Bytes, Format, QuantTensor
 
-    Parts = tuple[Bytes, NDArray[Any], NDArray[Any] | None]
+    Parts = tuple[Tensor, Tensor, Tensor | None]
+
+_CODES_AT_ONCE: Final = 1 << 25
 
 
 class Packed(Frozen, eq=False):
@@ -66,30 +66,44 @@ class Packed(Frozen, eq=False):
 
 
 def pack(tensor: QuantTensor, device: torch.device) -> Packed:
-    """Bring a matrix (width, depth), or a stack (matrices, width, depth), into its layout."""
-    width, depth = tensor.shape[-2:]
+    """Bring a matrix (width, depth) into its layout, on the device: its bytes go there as they are.
+
+    A large one goes in parts, so that their codes, a byte each, need little memory.
+    """
+    width, depth = tensor.shape
     layout = layout_of(tensor.format, depth)
     assert layout is not None, f"{tensor.format.name} has no kernels"
-    blocks = np.ascontiguousarray(tensor.data).reshape(-1, tensor.format.block_bytes)
-    reader = _READERS.get(tensor.format.name, _read_e4m3 if layout.table else _read_grouped)
-    codes, scales, offsets = reader(tensor.format, blocks)
-    stack = tensor.num_rows // width
-    tiles = _tiles(codes.reshape(stack, width, depth), layout)
-    words, high = _words(tiles, layout)
+    data = tensor.data.reshape(width, -1)
+    grain = max(TILE_OUTPUTS, _CODES_AT_ONCE // depth // TILE_OUTPUTS * TILE_OUTPUTS)
+    parts = [
+        _pack_rows(tensor.format, data[start : start + grain], depth, device)
+        for start in range(0, width, grain)
+    ]
 
-    def put(array: NDArray[Any] | None) -> Tensor | None:
-        return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    def joined(index: int, dim: int) -> Tensor | None:
+        arrays = [array for part in parts if (array := part[index]) is not None]
+        return torch.cat(arrays, dim) if len(arrays) > 1 else arrays[0] if arrays else None
 
-    def groups(array: NDArray[Any] | None) -> NDArray[Any] | None:
-        return None if array is None else _groups(array, (stack, width, depth), layout)
+    codes, scales = joined(0, 1), joined(1, -1)
+    assert codes is not None
+    assert scales is not None
+    return Packed(layout, width, depth, codes, scales, joined(2, 1), joined(3, -1))
 
-    own = groups(scales)
-    device_scales = torch.from_numpy(np.ascontiguousarray(own)).to(device)
-    if scales.dtype == np.uint16:  # bfloat16, which NumPy does not have
-        device_scales = device_scales.view(torch.bfloat16)
-    codes_on, high_on, offsets_on = put(words), put(high), put(groups(offsets))
-    assert codes_on is not None
-    return Packed(layout, width, depth, codes_on, device_scales, high_on, offsets_on)
+
+def _pack_rows(
+    fmt: Format, rows: Bytes, depth: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return codes, scales, upper bits and offsets of some rows, which begin a tile."""
+    layout = layout_of(fmt, depth)
+    assert layout is not None
+    given = torch.from_numpy(np.array(rows)).to(device)  # a copy: a file's pages are read-only
+    blocks = given.view(-1, fmt.block_bytes)
+    reader = _READERS.get(fmt.name, _read_e4m3 if layout.table else _read_grouped)
+    codes, scales, offsets = reader(fmt, blocks)
+    words, high = _words(_tiles(codes.reshape(1, len(rows), depth), layout), layout)
+    shape = len(rows), depth
+    found = None if offsets is None else _groups(offsets, shape, layout)
+    return words, _groups(scales, shape, layout), high, found
 
 
 def pack_stack(matrices: Iterable[QuantTensor], count: int, device: torch.device) -> Packed:
@@ -108,107 +122,112 @@ def pack_stack(matrices: Iterable[QuantTensor], count: int, device: torch.device
     return whole
 
 
-def _tiles(codes: Bytes, layout: Layout) -> Bytes:
+def _tiles(codes: Tensor, layout: Layout) -> Tensor:
     """Return codes (stack, width, depth) as (stack, tiles, tiles, steps, 64, planes, columns)."""
     stack, width, depth = codes.shape
     rows, inputs = -(-width // TILE_OUTPUTS), -(-depth // TILE_INPUTS)
     padding = rows * TILE_OUTPUTS - width, inputs * TILE_INPUTS - depth
     if any(padding):
-        codes = np.pad(codes, ((0, 0), (0, padding[0]), (0, padding[1])))
+        codes = pad(codes, (0, padding[1], 0, padding[0]))
     shape = stack, rows, TILE_OUTPUTS, inputs, layout.steps, layout.planes, layout.columns
-    return codes.reshape(shape).transpose(0, 1, 3, 4, 2, 5, 6)
+    return codes.reshape(shape).permute(0, 1, 3, 4, 2, 5, 6)
 
 
-def _words(tiles: Bytes, layout: Layout) -> tuple[NDArray[np.int16], NDArray[Any] | None]:
+def _words(tiles: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
     """Return the words of codes, and those of their upper bits."""
-    bits = 16 // layout.planes
-    words = np.zeros((*tiles.shape[:-2], layout.columns), np.uint16)
-    for plane in range(layout.planes):
-        low = tiles[..., plane, :] & np.uint8((1 << bits) - 1)
-        words |= low.astype(np.uint16) << np.uint16(bits * plane)
-    if layout.bits in (4, 8):
-        return words.view(np.int16), None
-    num_high = layout.bits - 4
-    kind: Any = np.uint8 if num_high == 1 else np.uint16
-    steps = 8 * kind().itemsize // (num_high * layout.planes)  # of a word
-    high = np.zeros((*tiles.shape[:3], layout.steps // steps, TILE_OUTPUTS, layout.columns), kind)
-    for step in range(layout.steps):
-        for plane in range(layout.planes):
-            shift = num_high * (step % steps * layout.planes + plane)
-            own = (tiles[:, :, :, step, :, plane] >> np.uint8(4)).astype(kind)
-            high[:, :, :, step // steps] |= own << kind(shift)
-    return words.view(np.int16), high if kind is np.uint8 else high.view(np.int16)
+    if layout.planes == 2:
+        return _in_words(tiles[..., 0, :], tiles[..., 1, :]), None
+    low = tiles & 0xF
+    first, second = (low[..., plane, :] | low[..., plane + 1, :] << 4 for plane in (0, 2))
+    words, num_high = _in_words(first, second), layout.bits - 4
+    if not num_high:
+        return words, None
+    upper = tiles >> 4
+    own = upper[..., 0, :]
+    for plane in range(1, layout.planes):
+        own = own | upper[..., plane, :] << num_high * plane
+    even, odd = own[:, :, :, 0::2], own[:, :, :, 1::2]  # steps
+    return words, (even | odd << 4).contiguous() if num_high == 1 else _in_words(even, odd)
 
 
-def _groups(values: NDArray[Any], shape: tuple[int, int, int], layout: Layout) -> NDArray[Any]:
-    """Return values of blocks (rows * blocks, words) as (stack, groups, words, outputs)."""
-    stack, width, depth = shape
+def _in_words(low: Tensor, high: Tensor) -> Tensor:
+    """Return words of 16 bits of their two bytes."""
+    return torch.stack([low, high], -1).view(torch.int16).squeeze(-1)
+
+
+def _groups(values: Tensor, shape: tuple[int, int], layout: Layout) -> Tensor:
+    """Return values of blocks (rows * blocks, words) as (1, groups, words, outputs)."""
+    width, depth = shape
     size = TILE_INPUTS if layout.scales != "plain" else layout.group
     rows, groups = -(-width // TILE_OUTPUTS) * TILE_OUTPUTS, -(-depth // TILE_INPUTS) * TILE_INPUTS
-    values = values.reshape(stack, width, -1, values.shape[-1])
-    values = np.repeat(values, -(-depth // values.shape[2] // size), axis=2)
-    padding = rows - width, groups // size - values.shape[2]
-    values = np.pad(values, ((0, 0), (0, padding[0]), (0, padding[1]), (0, 0)))
-    return values.transpose(0, 2, 3, 1)
+    values = values.reshape(width, -1, values.shape[-1])
+    values = values.repeat_interleave(-(-depth // values.shape[1] // size), 1)
+    values = pad(values, (0, 0, 0, groups // size - values.shape[1], 0, rows - width))
+    return values.permute(1, 2, 0)[None].contiguous()
 
 
-def _halves(blocks: Bytes, first: int) -> NDArray[np.float16]:
-    return np.ascontiguousarray(blocks[:, first : first + 2]).view(np.float16)
+def _unpacked(packed: Tensor, bits: int, run: int) -> Tensor:
+    """Unpack (blocks, bytes) as `quant.planes.unpack_planes` does."""
+    runs = packed.reshape(len(packed), -1, 1, run)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (runs >> shifts[:, None] & (1 << bits) - 1).reshape(len(packed), -1)
 
 
-def _read_q4_0(_: Format, blocks: Bytes) -> Parts:
-    return unpack_planes(blocks[:, 2:], 4, run=16), _halves(blocks, 0), None
+def _numbers(blocks: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    return blocks[:, first:last].contiguous().view(dtype)
 
 
-def _read_q4_1(_: Format, blocks: Bytes) -> Parts:
-    return unpack_planes(blocks[:, 4:], 4, run=16), _halves(blocks, 0), _halves(blocks, 2)
+def _halves(blocks: Tensor, first: int) -> Tensor:
+    return _numbers(blocks, first, first + 2, torch.float16)
 
 
-def _read_q8_0(_: Format, blocks: Bytes) -> Parts:
+def _read_q4_0(_: Format, blocks: Tensor) -> Parts:
+    return _unpacked(blocks[:, 2:], 4, run=16), _halves(blocks, 0), None
+
+
+def _read_q4_1(_: Format, blocks: Tensor) -> Parts:
+    return _unpacked(blocks[:, 4:], 4, run=16), _halves(blocks, 0), _halves(blocks, 2)
+
+
+def _read_q8_0(_: Format, blocks: Tensor) -> Parts:
     return blocks[:, 2:], _halves(blocks, 0), None
 
 
-def _header_words(header: Bytes) -> NDArray[np.int32]:
-    return np.ascontiguousarray(header).view("<i4")
+def _read_q4_k(_: Format, blocks: Tensor) -> Parts:
+    return _unpacked(blocks[:, 16:], 4, run=32), _numbers(blocks, 0, 16, torch.int32), None
 
 
-def _read_q4_k(_: Format, blocks: Bytes) -> Parts:
-    return unpack_planes(blocks[:, 16:], 4, run=32), _header_words(blocks[:, :16]), None
+def _read_q5_k(_: Format, blocks: Tensor) -> Parts:
+    codes = _unpacked(blocks[:, 48:], 4, run=32)
+    codes |= _unpacked(blocks[:, 16:48], 1, run=32) << 4
+    return codes, _numbers(blocks, 0, 16, torch.int32), None
 
 
-def _read_q5_k(_: Format, blocks: Bytes) -> Parts:
-    codes = unpack_planes(blocks[:, 48:], 4, run=32)
-    codes |= unpack_planes(blocks[:, 16:48], 1, run=32) << np.uint8(4)
-    return codes, _header_words(blocks[:, :16]), None
+def _read_q6_k(_: Format, blocks: Tensor) -> Parts:
+    codes = _unpacked(blocks[:, :128], 4, run=64)
+    codes |= _unpacked(blocks[:, 128:192], 2, run=32) << 4
+    return codes, _numbers(blocks, 192, 208, torch.int32), _halves(blocks, 208)
 
 
-def _read_q6_k(_: Format, blocks: Bytes) -> Parts:
-    codes = unpack_planes(blocks[:, :128], 4, run=64)
-    codes |= unpack_planes(blocks[:, 128:192], 2, run=32) << np.uint8(4)
-    return codes, _header_words(blocks[:, 192:208]), _halves(blocks, 208)
-
-
-def _read_grouped(fmt: Format, blocks: Bytes) -> Parts:
+def _read_grouped(fmt: Format, blocks: Tensor) -> Parts:
     """Read the blocks of `quant.grouped`: the scale, perhaps a zero point, codes."""
     bits, has_zero = grouped_of(fmt) or (0, False)
     code_bytes = fmt.block_size * bits // 8
     head = fmt.block_bytes - code_bytes
-    size = head - has_zero
-    raw = np.ascontiguousarray(blocks[:, :size])
-    scales = raw.view(_SCALES[fmt.name.split("_")[2]])
+    scales = _numbers(blocks, 0, head - has_zero, _SCALES[fmt.name.split("_")[2]])
     codes = blocks[:, head:]
-    codes = unpack_planes(codes, 4, run=1) if bits == 4 else codes ^ np.uint8(0x80)
+    codes = _unpacked(codes, 4, run=1) if bits == 4 else codes ^ 0x80
     return codes, scales, blocks[:, head - 1 : head] if has_zero else None
 
 
-def _read_e4m3(fmt: Format, blocks: Bytes) -> Parts:
-    raw = np.ascontiguousarray(blocks[:, : fmt.block_bytes - fmt.block_size])
-    scales = raw.view(np.float32) if raw.shape[1] == 4 else decode_bfloat(raw)
-    return blocks[:, raw.shape[1] :], scales * np.float32(256), None
+def _read_e4m3(fmt: Format, blocks: Tensor) -> Parts:
+    head = fmt.block_bytes - fmt.block_size
+    scales = _numbers(blocks, 0, head, torch.float32 if head == 4 else torch.bfloat16)
+    return blocks[:, head:], scales.float() * 256, None
 
 
-_SCALES: Final = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32}
-_READERS: Final[dict[str, Callable[[Format, Bytes], Parts]]] = {
+_SCALES: Final = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_READERS: Final[dict[str, Callable[[Format, Tensor], Parts]]] = {
     "Q4_0": _read_q4_0,
     "Q4_1": _read_q4_1,
     "Q8_0": _read_q8_0,
