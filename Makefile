@@ -143,12 +143,12 @@ test-gpu: $(READY) ## Run the kernels for GPUs in Triton's interpreter; needs no
 	@PYTHONPATH=src .venv-gpu/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) \
 	  $(if $(filter tests,$(TESTS)),tests/backends/gpu,$(TESTS))
 
-gpu-compile: $(READY) ## Compile the kernels for four GPU architectures; needs no GPU (GPU_ARGS="--cases Q4_K").
+gpu-compile: $(READY) ## Compile the kernels for five GPU architectures; needs no GPU (GPU_ARGS="--cases Q4_K").
 	@$(MAKE) --no-print-directory .venv-gpu-oldest/.ready .venv-gpu/.ready
 	@for venv in .venv-gpu-oldest .venv-gpu; do \
 	  PYTHONPATH=src $$venv/bin/python tests/gpu/compile.py $(GPU_ARGS) || exit 1; done
 
-gpu-campaign: native ## Measure the gpu backend on this machine's GPU (GPU_ARGS="--row ...", "--dry-run").
+gpu-campaign: native ## Measure the gpu backend on this machine's GPU (GPU_ARGS="--minutes 9", "--dry-run").
 	@$(MAKE) --no-print-directory .venv-gpu/.ready
 	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 

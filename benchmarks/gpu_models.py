@@ -101,3 +101,13 @@ def random_tensors(program: Program, fmt: str, rng: np.random.Generator) -> dict
         )
         for name, shape in program.weight_shapes.items()
     }
+
+
+def stored_bytes(program: Program, fmt: str) -> dict[str, int]:
+    """Return the bytes of each weight in a format."""
+    return {
+        name: shape[0] * format_of(fmt, name, shape[1]).num_bytes(shape[1])
+        if len(shape) > 1
+        else 4 * shape[0]
+        for name, shape in program.weight_shapes.items()
+    }

@@ -87,6 +87,15 @@ def test_products_of_few_and_of_more_rows(fmt) -> None:
         assert not got[:, :8].any()
 
 
+def test_rows_that_repeat_without_memory_are_packed() -> None:
+    """As benchmarks make weights of real shapes."""
+    tensor = random_matrix(np.random.default_rng(5), FORMS[0], (1, 512))
+    data = np.broadcast_to(tensor.data, (64, tensor.data.shape[1]))
+    found = pack(QuantTensor(tensor.format, (64, 512), data), CPU)
+    right = pack(QuantTensor(tensor.format, (64, 512), data.copy()), CPU)
+    assert torch.equal(found.codes, right.codes)
+
+
 @pytest.mark.parametrize("fmt", FORMS[3:7], ids=lambda fmt: fmt.name)
 def test_a_large_matrix_is_packed_in_parts(fmt, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random_matrix(np.random.default_rng(4), fmt, (200, 512))

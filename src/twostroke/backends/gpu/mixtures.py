@@ -84,9 +84,10 @@ def launch(
     values: Values,
 ) -> None:
     """Write the terms of `num_rows` rows; their reader adds up those of a row."""
-    are_packed = [isinstance(stack, Packed) for stack in weights.stacks]
-    most = products_packed.most_rows(gpu) if any(are_packed) else _MOST_ROWS
-    limits = (8 if all(are_packed) else 16), most
+    packed = [stack for stack in weights.stacks if isinstance(stack, Packed)]
+    most = [products_packed.most_rows(gpu, stack.layout.bits) for stack in packed]
+    least = 8 if len(packed) == len(weights.stacks) else 16
+    limits = least, min(most, default=_MOST_ROWS)
     routes = routing.routes_in(values.routes, num_rows, len(op.experts), op.num_used, limits)
     routing.launch(gpu, header, num_rows, *values.scores, routes, normalize=op.normalize)
     first = 0

@@ -96,7 +96,8 @@ def _pack_rows(
     """Return codes, scales, upper bits and offsets of some rows, which begin a tile."""
     layout = layout_of(fmt, depth)
     assert layout is not None
-    given = torch.from_numpy(np.array(rows)).to(device)  # a copy: a file's pages are read-only
+    copied = np.array(rows, order="C")  # a file's pages are read-only
+    given = torch.from_numpy(copied).to(device)
     blocks = given.view(-1, fmt.block_bytes)
     reader = _READERS.get(fmt.name, _read_e4m3 if layout.table else _read_grouped)
     codes, scales, offsets = reader(fmt, blocks)

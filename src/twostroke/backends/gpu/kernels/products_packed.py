@@ -23,7 +23,7 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     upper_of,
     weight_of,
 )
-from twostroke.backends.gpu.kernels.routing import rows_of
+from twostroke.backends.gpu.kernels.routing import rows_again, rows_of
 from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 FEW_ROWS: Final = 16  # up to which sums are scaled, not weights
 MANY_ROWS: Final = 512  # from which a matrix is written out
 _SAME_ROWS: Final = 32  # of each tile, for the same tokens
+_GROUPED_STAGES: Final = {5: 1, 6: 3}  # by bits of codes
 
 
 def is_written_out(gpu: Gpu, num_rows: int, output: Parts) -> bool:
@@ -70,7 +71,7 @@ def launch(
         out = torch.as_strided(output.values, shape, (output.row_stride, 1))
         torch.mm(x[:num_rows], matrix.T, out=out)
         return
-    most = most_rows(gpu)
+    most = most_rows(gpu, weight.layout.bits)
     block_m = 8 if num_rows <= 8 else min(most, max(16, triton.next_power_of_2(num_rows)))
     _start(gpu, header, -(-num_rows // block_m), x, weight, output, block_m, None)
 
@@ -82,9 +83,15 @@ def launch_grouped(gpu: Gpu, x: Tensor, weight: Packed, output: Parts, rows: Gro
     _start(gpu, routes.header, *given)
 
 
-def most_rows(gpu: Gpu) -> int:
-    """Return how many rows a block has at most: of more, sm_120 cannot hold two stages of x."""
-    return 64 if gpu.architecture >= 120 else 128
+def most_rows(gpu: Gpu, bits: int) -> int:
+    """Return how many rows a block has at most, for codes of so many bits.
+
+    Of more, sm_89 and sm_120 cannot hold two stages of x; for sm_100, Triton up to 3.8 makes a trap
+    of blocks of more than 64 by 64, or 32 by 64 where planes have 16 inputs.
+    """
+    if gpu.architecture in {80, 90}:
+        return 128
+    return 32 if bits == 6 and gpu.architecture // 10 == 10 else 64
 
 
 def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
@@ -113,7 +120,9 @@ def _start(
 ) -> None:
     layout, unused = weight.layout, header
     scales_sums = block_m <= FEW_ROWS
-    block_n = 128 if block_m >= 64 else 64
+    # Of mixtures, one more or one less would spill registers on some architecture.
+    num_stages = 3 if rows is None else _GROUPED_STAGES.get(layout.bits, 2)
+    block_n = 128 if block_m >= 64 and gpu.architecture // 10 != 10 else 64
     blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // block_n)
     gpu.launch(
         _product_packed,
@@ -127,8 +136,9 @@ def _start(
         unused if rows is None else rows.routes.shares,
         output.part_stride,
         # Two warps keep to mma.sync, whose operands come from registers; four make a warp group.
-        num_warps=2 if scales_sums else block_n // 16,
-        num_stages=3 if block_n == 64 else 2,
+        # Of a mixture, whose pointers take more registers, two would spill some.
+        num_warps=2 if scales_sums and rows is None else block_n // 16,
+        num_stages=num_stages if block_n == 64 else 2,
         WIDTH=weight.width,
         DEPTH=weight.depth,
         PART_BLOCKS=-(-blocks // output.count),
@@ -171,7 +181,7 @@ def _product_packed(
     count, rows, x_rows, expert, column = rows_of(header, items, order, BLOCK_M, LINES)
     if count <= 0:
         return
-    is_row = tl.arange(0, BLOCK_M) < count
+    is_row, part = tl.arange(0, BLOCK_M) < count, tl.program_id(1)
     outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(outputs // 64, TILES - 1) * 64 + outputs % 64  # the last block may be half
     columns = tl.arange(0, COLUMNS)
@@ -184,7 +194,6 @@ def _product_packed(
     offsets_at = offsets + expert * OFFSET_STRIDE + own
     ones = tl.full((BLOCK_N, COLUMNS), 1, element)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    part = tl.program_id(1)
     for block in range(part * PART_BLOCKS, tl.minimum((part + 1) * PART_BLOCKS, BLOCKS)):
         headers = headers_of(scales_at + block * (4 * TILES * 64), SCALES, TILES * 64)
         for index in tl.static_range(STEPS * PLANES):
@@ -209,6 +218,7 @@ def _product_packed(
             else:
                 weight = weight_of(values[index % PLANES], scale, offset, HAS_OFFSET)
                 total = tl.dot(weight.to(element), inputs, total, input_precision="ieee")
+    rows = rows_again(rows, items, order, BLOCK_M, LINES)
     if IS_SHARED:
         total *= tl.load(shares + rows, is_row, 0.0)[None, :]
     at = output + part * part_stride + rows[None, :] * ROW_STRIDE + outputs[:, None]

@@ -147,6 +147,19 @@ def rows_of(header, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
+def rows_again(rows, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
+    """Return the rows of a mixture's program again, which take no registers in its loop."""
+    if LINES == 0:
+        return rows
+    else:
+        item = items + tl.program_id(0) * 4
+        places = tl.arange(0, BLOCK_M)
+        is_own = places < tl.load(item + 2, volatile=True)
+        first = tl.load(item + 1, volatile=True)
+        return tl.load(order + first + places, is_own, 0, volatile=True).to(tl.int64)
+
+
+@triton.jit
 def _rank_of(score, expert):
     """Return numbers that grow with the score, and for equal ones with an earlier place."""
     score = tl.where(score == 0, 0.0, score)  # -0

@@ -1,0 +1,160 @@
+"""The GPU campaign with interpreted kernels: its times say nothing, all else does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+import gpu  # noqa: E402
+import gpu_measure  # noqa: E402
+import gpu_models  # noqa: E402
+import gpu_rows  # noqa: E402
+from gpu_rows import Row  # noqa: E402
+from twostroke.backends.gpu import backend as module  # noqa: E402
+from twostroke.core.errors import DeviceLostError, MemoryLimitError  # noqa: E402
+from twostroke.measure.single_step import Shape  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FEW, MANY = Shape.decode(1, 20), Shape.decode(3, 20)
+ROWS = {
+    "few": Row("tiny", "F16", FEW),
+    "eager": Row("tiny", "F16", FEW, has_graphs=False),
+    "drafts": Row("tiny", "F16", FEW, drafts=2, accepted=0.5),
+    "attention": Row("tiny", "F16", MANY, less="few"),
+    "other": Row("tiny", "F16", Shape.prefill(24), kv="bf16"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_measure, "MEASURED_S", 0.0)
+    monkeypatch.setattr(gpu_measure, "_PROFILES", 1)
+    monkeypatch.setattr(gpu_measure, "_MOST_STEPS", 1)
+    monkeypatch.setattr(gpu_rows, "_LEAST_ROWS", 24)
+    monkeypatch.setitem(gpu_models._SHAPES, "tiny", (64, 1, 1, 1, 64, 256))
+    monkeypatch.setattr(gpu, "ROWS", ROWS)
+    monkeypatch.setattr(gpu, "ORDER", ("right", *ROWS))
+    monkeypatch.setattr(gpu, "CHECKS", {"right": lambda: {"differ": 0}})
+
+
+class Started:
+    """Notes engines that are started; the first `num_refused` find too little memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_refused: int = 0) -> None:
+        self.rooms: list[int] = []
+        made, num_left = module.GpuBackend, [num_refused]
+
+        def make(*given: Any, **options: Any) -> Any:
+            self.rooms.append(given[2])
+            num_left[0] -= 1
+            if num_left[0] >= 0:
+                raise MemoryLimitError("too little")
+            return made(*given, **options)
+
+        monkeypatch.setattr(module, "GpuBackend", make)
+
+
+@pytest.fixture
+def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"ms": 2.0, "gpu_ms": 1.0, "detail": ""}
+    monkeypatch.setattr(gpu_measure.Engines, "measured", lambda *_: {**found})
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), *options])
+    gpu.main()
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_rows_share_an_engine_and_each_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = Started(monkeypatch)
+    found = run(monkeypatch, tmp_path / "out.json")["rows"]
+    assert list(found) == ["right", *ROWS]
+    assert len(started.rooms) == 2
+    assert [name for name in ROWS if "ready_s" in found[name]] == ["few", "other"]
+    for name in ("few", "eager", "drafts", "other"):
+        row = found[name]
+        assert row["ms"] > 0
+        assert row["compiled_late"] == 0
+        kernels = row["kernels"]
+        assert kernels["add norm"]["calls"] == 2
+        assert row["gpu_ms"] == pytest.approx(
+            sum(k["us"] for k in kernels.values()) / 1e3, rel=0.01
+        )
+    drafts, tokens = found["drafts"], 1 + 0.5 + 0.5**2
+    assert drafts["tokens_s"] == pytest.approx(1e3 * tokens / drafts["ms"], abs=0.06)
+    assert found["attention"]["step"].endswith(": attention")
+    assert "ms" in found["attention"]
+    printed = capsys.readouterr().out
+    assert '| right | {"differ": 0' in printed
+    assert "Predictions are" in printed
+
+
+def test_too_little_memory_for_all_rows_is_enough_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Started(monkeypatch, num_refused=1)
+    found = run(monkeypatch, tmp_path / "out.json", "--row", "few")["rows"]
+    assert found["few"]["ms"]
+    assert started.rooms[1] < started.rooms[0]
+    Started(monkeypatch, num_refused=9)
+    found = run(monkeypatch, tmp_path / "out.json", "--row", "other")["rows"]
+    assert found["other"]["refused"] == "too little"
+
+
+@pytest.mark.usefixtures("_nothing_is_measured")
+def test_what_there_is_no_time_for_is_left_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert run(monkeypatch, out, "--minutes", "0.1")["rows"] == {}
+    assert "6 parts are left, from right on: go on with --continue." in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "_CHECK_S", 0.0)
+    assert list(run(monkeypatch, out, "--minutes", "0.1")["rows"]) == ["right"]
+    found = run(monkeypatch, out, "--continue", "--row", "right", "--row", "few")["rows"]
+    assert list(found) == ["right", "few"]
+
+
+@pytest.mark.usefixtures("_nothing_is_measured")
+def test_a_part_that_fails_does_not_end_the_campaign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of a kernel needs a new process; what it began is not tried again."""
+    out, began = tmp_path / "out.json", list[list[str]]()
+
+    def fail(kind: type[Exception]) -> None:
+        def check() -> dict[str, Any]:
+            raise kind("The GPU failed: illegal address.")
+
+        monkeypatch.setattr(gpu, "CHECKS", {"right": check})
+
+    fail(ValueError)
+    found = run(monkeypatch, out, "--row", "right", "--row", "few")["rows"]
+    assert found["right"]["failed"] == "ValueError: The GPU failed: illegal address."
+    assert found["few"]["ms"]
+    fail(DeviceLostError)
+    monkeypatch.setattr(gpu, "_is_alive", lambda: False)
+
+    def replaced(_: str, words: list[str]) -> None:
+        began.append(words)
+        raise SystemExit
+
+    monkeypatch.setattr(gpu.os, "execv", replaced)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, out, "--row", "right", "--minutes", "5")
+    assert began[0][-1] == "--continue"
+    assert 4 < float(began[0][-2]) <= 5
+    out.write_text(json.dumps({"rows": {}, "running": "few"}))
+    found = run(monkeypatch, out, "--continue", "--row", "few")["rows"]
+    assert found["few"] == {"failed": "It did not end."}
