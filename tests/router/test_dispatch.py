@@ -127,6 +127,15 @@ def test_the_first_token_of_one_replica_leaves_no_other_with_the_pace_of_whole_a
     assert one == pytest.approx(other)
 
 
+def test_a_replica_that_was_slow_once_gets_its_part_of_short_prompts() -> None:
+    fleet = Fleet(count=2)
+    for number in range(16):
+        fleet.dispatcher.pace_s = [1.0, 1.3]  # which nothing corrects that is not sent there
+        ticket = fleet.ask(*range(100 * number, 100 * number + 11))
+        fleet.dispatcher.begin(ticket)
+    assert min(map(fleet.dispatcher.num_open, (0, 1))) >= 6
+
+
 def test_what_is_sent_is_charged_at_once() -> None:
     fleet = Fleet("least-work")
     assert sorted(fleet.ask(*range(10 * n, 10 * n + 9)).place for n in range(4)) == [0, 1, 2, 3]

@@ -26,6 +26,7 @@ _PRIOR: Final = 20_000  # units of the fleet's mean pace that each replica's beg
 _OVERHEAD: Final = 2000  # units that the rest of a first token counts as
 _TIE_S: Final = 1e-9  # for each request: less than waits differ
 _RISE: Final = 1.02  # of a pace, with each whole answer that is slower
+_WRITING: Final = 32  # units that a request counts as, as long as its answer is written
 _LATE: Final = 0.5  # of the work that should be done by now and is not
 
 
@@ -157,7 +158,10 @@ class Dispatcher:
             path = self.known.find(asked.keys)
             longest, held = self._candidates(path, asked.affinity, wait_s, nearest)
         extent, total, pace_s = self._extent, asked.num_units, self.pace_s
-        missing_s = {place: (total - extent(num)) * pace_s[place] for place, num in held.items()}
+        missing_s = {
+            place: (total - extent(num) + _WRITING * self._num_open.item(place)) * pace_s[place]
+            for place, num in held.items()
+        }
         place = self._decide(View(self._number, wait_s, self._num_open, missing_s))
         hit = extent(held.get(place, 0))
         ticket = Ticket(place, now_s, hit, extent(longest), total - hit)

@@ -28,8 +28,9 @@ class View(Frozen):
             least one is finite. Of those that wait for nothing, the one with the fewest requests
             has the least.
         num_open: (replicas,) requests that have not ended.
-        missing_s: seconds for the part of the prompt that a replica must compute, by place, of the
-            candidates; empty unless the policy is one of `LOOKS_AT_PREFIXES`.
+        missing_s: seconds for the part of the prompt that a replica must compute, and for tokens of
+            answers beside it, by place, of the candidates; empty unless the policy is one of
+            `LOOKS_AT_PREFIXES`.
     """
 
     number: int
