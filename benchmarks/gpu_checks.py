@@ -91,9 +91,10 @@ def same_tokens(count: int = _SEQUENCES) -> dict[str, Any]:
     from twostroke.backends.gpu.backend import GpuBackend
     from twostroke.backends.gpu.device import find
 
-    program, rng, found = program_of("small"), np.random.default_rng(2), {}
+    rng, found = np.random.default_rng(2), {}
     params = SamplingParams(temperature=0, logprobs=5)
-    for fmt in ("BF16", "Q4_K"):
+    for model, fmt in (("small", "BF16"), ("small", "Q4_K"), ("small-experts", "Q4_K")):
+        program = program_of(model)
         given = program, random_tensors(program, fmt, rng), 16 * 20, _PAGE, find()
         backend: Any = GpuBackend(*given, max_rows=1024, same_tokens=True)
         known, differ = [], {"batched": 0, "chunked": 0, "drafted": 0}
@@ -120,7 +121,7 @@ def same_tokens(count: int = _SEQUENCES) -> dict[str, Any]:
             differ["drafted"] += backend.run(StepPlan((part,))).logprobs[-1:] != right
             backend.forget(request)
         backend.close()
-        found[fmt] = {"sequences": count, "differ": differ}
+        found[f"{model} {fmt}"] = {"sequences": count, "differ": differ}
     return found
 
 

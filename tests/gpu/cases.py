@@ -144,10 +144,10 @@ def table_rows(fmt: Format, architecture: int) -> Case:
     return Case(launches)
 
 
-def experts(fmt: Format, rows: int, architecture: int) -> Case:
+def experts(fmt: Format, rows: int, architecture: int, *, same_tokens: bool = False) -> Case:
     """Return a mixture of Qwen3-30B-A3B's shape; of many rows, only its products."""
     launches: list[Launch] = []
-    gpu = listing(launches, architecture)
+    gpu = replace(listing(launches, architecture), same_tokens=same_tokens)
     count, used, width, ffn = 128, 8, 2048, 768
     op = MixtureOfExperts("y", "x", "s", (Expert("g", "u", "d"),) * count, width, ffn, used, True)
 
@@ -156,7 +156,7 @@ def experts(fmt: Format, rows: int, architecture: int) -> Case:
             return _empty(count, outputs, inputs, dtype=torch.bfloat16)
         return _packed(fmt, outputs, inputs, count)
 
-    dtype = torch.float32 if rows <= product.FEW_ROWS else gpu.element
+    dtype = torch.float32 if rows <= product.FEW_ROWS or same_tokens else gpu.element
     pairs = rows * used
     values = Values(
         _empty(rows, width, dtype=gpu.element),
@@ -168,14 +168,14 @@ def experts(fmt: Format, rows: int, architecture: int) -> Case:
     )
     weights = ExpertWeights((stack(2 * ffn, width),), stack(width, ffn))
     mixtures.launch(gpu, _empty(4), rows, op, weights, values)
-    is_matrix = rows > product.FEW_ROWS
-    if is_matrix:
+    is_many = rows > product.FEW_ROWS
+    if is_many:
         launches = [launch for launch in launches if "LINES" in launch.constants]
     return Case(
         launches,
         weights.num_bytes * min(1, pairs / count),
         pairs * 6 * width * ffn,
-        is_matrix=is_matrix,
+        is_matrix=is_many and not same_tokens,
     )
 
 
@@ -321,6 +321,10 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
         f"{fmt.name} experts {rows} rows": partial(experts, fmt, rows)
         for fmt in (FORMATS["BF16"], *_FORMATS)
         for rows in (1, 2048)
+    },
+    **{
+        f"{fmt.name} experts same tokens": partial(experts, fmt, 2048, same_tokens=True)
+        for fmt in (FORMATS["BF16"], *_FORMATS)
     },
     **{
         f"{step} with {kv_format} pages": partial(paged, kv_format, step)

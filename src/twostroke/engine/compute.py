@@ -15,7 +15,6 @@ from twostroke.core.errors import BackendError
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
-from twostroke.program.experts import MixtureOfExperts
 from twostroke.program.mesh import ONE_RANK
 
 if TYPE_CHECKING:
@@ -63,9 +62,6 @@ def check_backend(options: EngineOptions, program: Program, say: Callable[[str],
 def check_gpu(program: Program, compute: ComputeOptions) -> None:
     """Raise BackendError if the gpu backend cannot run a Program here."""
     gpu_device(compute)
-    if compute.same_tokens and any(isinstance(op, MixtureOfExperts) for op in program.ops):
-        message = "With --same-tokens the gpu backend does not run mixtures of experts yet"
-        raise BackendError(f"{message}: leave --same-tokens out, or use --backend cpu.")
     from twostroke.backends.gpu.lower import lower
 
     lower(program)

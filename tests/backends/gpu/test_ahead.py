@@ -149,7 +149,8 @@ def test_steps_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "same_tokens"), [("biases", False), ("biases", True), ("many experts", False)]
+    ("name", "same_tokens"),
+    [(name, same_tokens) for name in ("biases", "many experts") for same_tokens in (False, True)],
 )
 def test_no_size_of_a_step_has_kernels_that_were_not_prepared(
     name: str, *, same_tokens: bool

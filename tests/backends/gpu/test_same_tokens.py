@@ -29,13 +29,14 @@ from twostroke.core.request import Request  # noqa: E402
 from twostroke.core.sampling import SamplingParams  # noqa: E402
 from twostroke.core.step import Slice, StepPlan  # noqa: E402
 from twostroke.models import build_program  # noqa: E402
-from twostroke.models.spec import WindowSpec  # noqa: E402
+from twostroke.models.spec import ExpertSpec, WindowSpec  # noqa: E402
 from twostroke.quant import FORMATS, QuantTensor  # noqa: E402
 from twostroke.schedule.policy import Continuous  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+EXPERTS = ExpertSpec(4, 2, 256, normalize=True)
 TOKENS = [(7 * i * i + 3) % VOCAB_SIZE for i in range(70)]
 PAGES = [*range(20, 25)]
 # How the rows of a request are divided into steps, and how many other requests share each.
@@ -93,9 +94,14 @@ def is_same(right: Any, found: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(right, found, strict=True))
 
 
-@pytest.mark.parametrize(("fmt", "window"), [("F16", None), ("Q4_K", 20)])
-def test_a_row_is_the_same_in_all_steps(fmt: str, window: int | None) -> None:
-    spec = replace(SPEC, hidden_size=256, ffn_size=256, head_dim=64, num_layers=1)
+@pytest.mark.parametrize(
+    ("fmt", "window", "experts"),
+    [("F16", None, None), ("Q4_K", 20, None), ("F16", None, EXPERTS), ("Q4_0", None, EXPERTS)],
+)
+def test_a_row_is_the_same_in_all_steps(
+    fmt: str, window: int | None, experts: ExpertSpec | None
+) -> None:
+    spec = replace(SPEC, hidden_size=256, ffn_size=256, head_dim=64, num_layers=1, experts=experts)
     if window:
         spec = replace(spec, window=WindowSpec(window, (True,)))
     program = build_program(spec)

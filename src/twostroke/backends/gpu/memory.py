@@ -64,7 +64,8 @@ def _num_bytes(gpu: Gpu, buffer: Buffer, max_rows: int, depth: int) -> int:
     if buffer.kind is Kind.STREAM:
         num_bytes = 4 * max_rows * width
     elif buffer.kind is Kind.LINES:
-        num_bytes = width * buffer.lines * max(4 * min(max_rows, FEW_ROWS), size * max_rows)
+        few = max_rows if gpu.same_tokens else min(max_rows, FEW_ROWS)
+        num_bytes = width * buffer.lines * max(4 * few, size * max_rows)
     elif buffer.kind is Kind.ELEMENT:
         num_bytes = size * max_rows * width
     else:
@@ -98,7 +99,7 @@ class StepMemory:
         width, stride = found.width, num_rows * found.width
         if found.kind in {Kind.STREAM, Kind.ELEMENT}:
             return Parts(self.tensor(buffer, num_rows), width, width)
-        is_few = num_rows <= FEW_ROWS or found.kind is Kind.SCORES
+        is_few = num_rows <= FEW_ROWS or found.kind is Kind.SCORES or self._gpu.same_tokens
         dtype = torch.float32 if is_few else self._gpu.element
         if found.kind is Kind.LINES:
             values = self._view(buffer, found.lines * stride, dtype)

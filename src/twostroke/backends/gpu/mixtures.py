@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Convert = Callable[[QuantTensor, Tensor], None]
 
 _MOST_ROWS: Final = 128  # of a block of dense products
+_SAME_ROWS: Final = 32  # of each block, for the same tokens
 
 
 class ExpertWeights(Frozen, eq=False):
@@ -88,6 +89,8 @@ def launch(
     most = [products_packed.most_rows(gpu, stack.layout.bits) for stack in packed]
     least = 8 if len(packed) == len(weights.stacks) else 16
     limits = least, min(most, default=_MOST_ROWS)
+    if gpu.same_tokens:  # one block, whatever else is in the step
+        limits = (_SAME_ROWS,) * 2
     routes = routing.routes_in(values.routes, num_rows, len(op.experts), op.num_used, limits)
     routing.launch(gpu, header, num_rows, *values.scores, routes, normalize=op.normalize)
     first = 0
