@@ -70,10 +70,11 @@ class Campaign:
         with Clients(4) as clients:
             for number in range(num_kills):
                 kind = "actor" if number % 2 == 0 else "server"
-                pid = self._pid(kind)
+                server = self._server()
+                pid = server if kind == "server" else _parent(server)
                 began_s = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
-                while not self._is_replaced(kind, pid) and time.monotonic() < began_s + _BACK_S:
+                while not self._is_replaced(server, pid) and time.monotonic() < began_s + _BACK_S:
                     time.sleep(0.2)
                 took_s = time.monotonic() - began_s
                 self._say(f"{kind} {pid} killed: replaced in {took_s:.1f} s; {clients.said()}")
@@ -134,16 +135,21 @@ class Campaign:
         found: dict[str, Any] = json.loads(self.twostroke("status", "--json").stdout)
         return found
 
-    def _pid(self, kind: str) -> int:
-        server = self._status()["pools"][0]["replicas"][0]["state"]["pid"]
-        if kind == "server":
-            return int(server)
-        return int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
-
-    def _is_replaced(self, kind: str, pid: int) -> bool:
+    def _servers(self) -> list[int]:
+        """Return the processes of the replicas that are ready."""
         replicas = self._status()["pools"][0]["replicas"]
-        servers = [one["state"]["pid"] for one in replicas if one["phase"] == "ready"]
-        return len(servers) == 2 and (kind == "actor" or pid not in servers) and not _lives(pid)
+        return [one["state"]["pid"] for one in replicas if one["phase"] == "ready"]
+
+    def _server(self) -> int:
+        """Return the process of a replica; without one, 0 would mean this process and its kin."""
+        pid = next((pid for pid in self._servers() if pid), 0)
+        if pid <= 0:
+            raise SystemExit("no replica is ready")
+        return pid
+
+    def _is_replaced(self, server: int, pid: int) -> bool:
+        servers = self._servers()
+        return len(servers) == 2 and server not in servers and not _lives(pid)
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
@@ -210,6 +216,10 @@ class Clients:
             return "answered" if b"[DONE]" in got else "ended with an error"
         finally:
             connection.close()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _lives(pid: int) -> bool:
