@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from triton.runtime.errors import TritonError
 
 from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.keys import mean_keys
@@ -25,11 +26,11 @@ from twostroke.backends.gpu.ready import prepare
 from twostroke.backends.gpu.sequence import trace
 from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES, STEPS_AHEAD
 from twostroke.backends.gpu.timeline import seconds_of
-from twostroke.backends.gpu.transfers import Mark, checked, is_out_of_memory, to_host
+from twostroke.backends.gpu.transfers import Mark, checked, is_out_of_memory, lost, to_host
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
 from twostroke.backends.spans import pooled_rows
 from twostroke.cache import PageGroups
-from twostroke.core.errors import MemoryLimitError
+from twostroke.core.errors import BackendError, MemoryLimitError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.step import StepPlan, StepResult
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from twostroke.backends.frame import StepFrame
     from twostroke.backends.gpu.device import Device
     from twostroke.backends.gpu.drawing import Drawn
+    from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.weights import Progress, Release
     from twostroke.core.request import Request
     from twostroke.program import Op, Program
@@ -96,7 +98,7 @@ class GpuBackend:
         `release` and `progress` are those of `CpuBackend`.
 
         Raises:
-            BackendError: there is no kernel for something in the Program.
+            BackendError: there is no kernel for something, Triton cannot compile one, or one fails.
             MemoryLimitError: the GPU has too little memory.
         """
         chosen = element or (torch.float16 if device.is_interpreted else element_of(tensors))
@@ -125,10 +127,10 @@ class GpuBackend:
             self._drawing = Drawing(self._gpu, program.vocab_size, on_host=on_host)
             with self._here():
                 prepare(self._graphs, self._kernels, self._plan, self._drawing)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
+        except (RuntimeError, TritonError) as error:
+            if (reason := _reason(error, program, tensors, device, self._gpu)) is None:
                 raise
-            raise _too_little(program.name, tensors.values(), device) from None
+            raise reason from error
         self._kernels.only_notes = False
         self._places: dict[Request, int] = {}  # of what the last step drew, among its results
         self._in_flight: deque[_Step] = deque()
@@ -312,6 +314,27 @@ def _chunks(count: int) -> Iterator[tuple[int, int]]:
     """Yield the number of each chunk of rows that get logits, and how many it has."""
     for chunk, first in enumerate(range(0, count, LOGIT_ROWS)):
         yield chunk, min(LOGIT_ROWS, count - first)
+
+
+def _reason(
+    error: RuntimeError | TritonError,
+    program: Program,
+    tensors: Mapping[str, QuantTensor],
+    device: Device,
+    gpu: Gpu,
+) -> TwostrokeError | None:
+    """Return why a backend cannot be built, if that can be said in a sentence."""
+    if isinstance(error, TritonError):
+        return _not_compiled(error, device)
+    if is_out_of_memory(error):
+        return _too_little(program.name, tensors.values(), device)
+    return lost(gpu, error)
+
+
+def _not_compiled(error: TritonError, device: Device) -> BackendError:
+    reason = next(iter(str(error).split("\n")), "").rstrip(".") or type(error).__name__
+    message = f"Triton cannot compile the kernels for {device.name}, an sm_{device.architecture}"
+    return BackendError(f"{message}: {reason}. A newer Triton and PyTorch may know it.")
 
 
 def _too_little(name: str, tensors: Iterable[QuantTensor], device: Device) -> MemoryLimitError:

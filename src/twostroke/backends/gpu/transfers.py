@@ -47,9 +47,16 @@ def checked(gpu: Gpu) -> Iterator[None]:
         if is_out_of_memory(error):
             message = "The GPU has no memory left for this step; another process may have taken it"
             raise MemoryLimitError(f"{message}.") from None
-        if gpu.device.type == "cuda" and not _is_alive(gpu):
-            raise DeviceLostError(f"The GPU failed: {str(error).splitlines()[0]}.") from error
+        if (fault := lost(gpu, error)) is not None:
+            raise fault from error
         raise
+
+
+def lost(gpu: Gpu, error: RuntimeError) -> DeviceLostError | None:
+    """Return what to raise instead of an error that ended CUDA in this process; else None."""
+    if gpu.device.type != "cuda" or _is_alive(gpu):
+        return None
+    return DeviceLostError(f"The GPU failed: {str(error).splitlines()[0]}.")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
