@@ -8,7 +8,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 TESTS ?= tests
 GPU_ARGS ?=
-GPU_PYTHON ?= .venv-gpu/bin/python
+GPU_PYTHON ?=
 PYTEST_ARGS ?=
 WORKERS ?= 3
 BENCH_ARGS ?=
@@ -148,9 +148,11 @@ gpu-compile: $(READY) ## Compile the kernels for five GPU architectures; needs n
 	@for venv in .venv-gpu-oldest .venv-gpu; do \
 	  PYTHONPATH=src $$venv/bin/python tests/gpu/compile.py $(GPU_ARGS) || exit 1; done
 
-gpu-campaign: native ## Measure the gpu backend on this machine's GPU (GPU_ARGS="--minutes 9", "--dry-run").
-	@$(MAKE) --no-print-directory .venv-gpu/.ready
-	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(GPU_ARGS)
+# Its environment has PyTorch with CUDA; predictions need none, and GPU_PYTHON names another Python.
+IS_DRY = $(findstring --dry-run,$(GPU_ARGS))
+gpu-campaign: ## Measure the gpu backend on this machine's GPU (GPU_ARGS="--minutes 9", "--dry-run").
+	@$(if $(GPU_PYTHON),,$(MAKE) --no-print-directory $(if $(IS_DRY),$(DEV_READY),.venv-cuda/.ready))
+	@PYTHONPATH=src $(or $(GPU_PYTHON),$(if $(IS_DRY),$(BIN),.venv-cuda/bin)/python) benchmarks/gpu.py $(GPU_ARGS)
 
 test-parallel: build pull ## Compare answers of several ranks with those of one process (KILLS=100 kills ranks; EXACT_ARGS=).
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/parallel.py $(if $(KILLS),--kills $(KILLS)) $(EXACT_ARGS)

@@ -28,7 +28,7 @@ from report import machine_facts, note, table, write
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import Attend, Mix, Products
 from twostroke.cache import FORMATS as KV_FORMATS
-from twostroke.core.errors import BackendError, DeviceLostError
+from twostroke.core.errors import BackendError, DeviceLostError, UsageError
 from twostroke.program.cost import CostModel
 from twostroke.program.ops import Linear
 
@@ -67,8 +67,11 @@ def main() -> None:
     if given.plots is not None:
         from gpu_plots import draw
 
-        for path in draw(result, given.plots):
-            print(f"Drawn: {path}")
+        try:
+            for path in draw(result, given.plots):
+                print(f"Drawn: {path}")
+        except UsageError as error:
+            raise SystemExit(str(error)) from None
 
 
 def _arguments() -> argparse.Namespace:
