@@ -173,7 +173,7 @@ async def campaign(
     path = write_tiny_gguf(folder / "m.gguf", _MODEL)
     prompts = [
         [rng.randrange(3, 250) for _ in range(rng.randint(most_tokens // 2, most_tokens))]
-        for _ in range(together * len(faults))
+        for _ in range(together * len(faults[first:]))
     ]
     options = EngineOptions(
         ComputeOptions(num_threads=1),
@@ -189,8 +189,8 @@ async def campaign(
         with ExitStack() as stack:
             pair = Pair(path, stack, http)
             wrong += await _at_rest(pair)
-            for number, (side, kind) in list(enumerate(faults))[first:]:
-                print(f"\rfault {number}", end="", file=sys.stderr, flush=True)
+            for number, (side, kind) in enumerate(faults[first:]):
+                print(f"\rfault {first + number}", end="", file=sys.stderr, flush=True)
                 part = slice(number * together, (number + 1) * together)
                 seen = await _fault(pair, side, kind, prompts[part], texts[part], rng)
                 counts += seen[0]
