@@ -183,8 +183,11 @@ class Campaign:
         del result["running"]
         self._write()
         note(f"{name}: { {key: value for key, value in found.items() if key != 'kernels'} }")
-        if "failed" in found and not _is_alive():
-            self._start_again()
+        if "failed" in found:
+            if not _is_alive():
+                self._start_again()
+            self._engines.close()  # which may have steps in flight
+            self._seen.clear()
 
     def _found(self, name: str) -> dict[str, Any]:
         if name in CHECKS:

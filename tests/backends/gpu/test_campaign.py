@@ -139,10 +139,13 @@ def test_a_part_that_fails_does_not_end_the_campaign(
 
         monkeypatch.setattr(gpu, "CHECKS", {"right": check})
 
+    closed: list[bool] = []
+    monkeypatch.setattr(gpu_measure.Engines, "close", lambda _: closed.append(True))
     fail(ValueError)
     found = run(monkeypatch, out, "--row", "right", "--row", "few")["rows"]
     assert found["right"]["failed"] == "ValueError: The GPU failed: illegal address."
     assert found["few"]["ms"]
+    assert closed
     fail(DeviceLostError)
     monkeypatch.setattr(gpu, "_is_alive", lambda: False)
 
