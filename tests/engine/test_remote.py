@@ -268,6 +268,16 @@ def test_nothing_is_left_when_the_server_dies(model: str) -> None:
     assert asyncio.run(run()) == 0
 
 
+def test_a_launched_process_ends_without_a_load() -> None:
+    """Its server may end while it still imports."""
+    left, closed = launch.Launched(), launch.Launched()
+    left.socket.close()
+    closed.close()
+    closed.close()
+    assert closed.process.returncode == -signal.SIGKILL
+    assert left.process.wait(30) == 0
+
+
 def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model: str) -> None:
     async def run() -> None:
         hasty = Caller(timeout_s=0.5)
