@@ -74,6 +74,19 @@ def test_second_run_does_not_repeat_finished_lines(cli: Cli, tiny: str, tmp_path
     assert not partial.exists()
 
 
+def test_a_run_cut_after_its_errors_were_named_goes_on(cli: Cli, tiny: str, tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", line("a"), line("bad", temperature=-1))
+    out, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    (tmp_path / "out.jsonl.partial").write_text(json.dumps({"custom_id": "a"}) + "\n")
+    errors.write_text('{"custom_id": "bad", "response": "of an earlier run"}\n')
+    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL, "--errors", str(errors))
+    assert (ran.code, "is there already" in ran.err) == (2, True)  # a file that the user chose
+    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
+    assert ran.code == 1
+    assert (ids(out), ids(errors)) == (["a"], ["bad"])
+    assert "earlier" not in errors.read_text()
+
+
 def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Path) -> None:
     lines = [line("a"), line("b"), line("long", max_tokens=100_000, ignore_eos=True)]
     given, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"

@@ -224,7 +224,7 @@ async def act(raw: Raw, port: int) -> list[str]:
             received = await reader.read()
     except TimeoutError:
         return [f"{raw.name}: the connection stays open"]
-    except (ConnectionError, EOFError):  # it closed while we sent
+    except OSError:  # it closed while we sent
         pass
     finally:
         writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import socket
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,18 @@ def test_a_connection_that_stays_open_is_found(monkeypatch: pytest.MonkeyPatch) 
         raw = sockets.Raw("silent", [b"GET / HTTP/1.1\r\n"])
         found = asyncio.run(sockets.act(raw, listener.getsockname()[1]))
     assert found == ["silent: the connection stays open"]
+
+
+def test_a_connection_that_ends_while_a_client_sends_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ended(_: object) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(asyncio.StreamWriter, "write_eof", ended)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        raw = sockets.Raw("headers", [b"GET / HTTP/1.1\r\n"])
+        assert asyncio.run(sockets.act(raw, listener.getsockname()[1])) == []
 
 
 def _paths_with_bodies(document: Any) -> list[str]:

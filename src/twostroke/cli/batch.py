@@ -74,7 +74,8 @@ def command(**given: Any) -> int:
     from twostroke.serve.batches.offline import Files, Progress, Results, run
 
     path, output, model, url = (given.pop(name) for name in ("file", "output", "model", "url"))
-    errors = given.pop("errors") or output.with_suffix(f".errors{output.suffix}")
+    chosen = given.pop("errors")
+    errors = chosen or output.with_suffix(f".errors{output.suffix}")
     concurrency, quiet = given.pop("concurrency"), given.pop("quiet")
     if (model is None) == (url is None):
         raise UsageError("Give either --model, to answer here, or --url of a server.")
@@ -85,7 +86,7 @@ def command(**given: Any) -> int:
     progress = Progress(total)
     with (
         Results(output, goes_on=True) as results,
-        Results(errors, goes_on=False) as failures,
+        Results(errors, goes_on=False, replaces=results.was_begun and not chosen) as failures,
         Bar(quiet=quiet, counts=True) as bar,
     ):
         files = Files(path, results, failures)

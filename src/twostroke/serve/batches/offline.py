@@ -62,20 +62,28 @@ class Results:
     """A file of results that grows by whole lines, and gets its name when all are there.
 
     Until then it is called `NAME.partial`. Lines that it has from an earlier run stay.
+
+    Attributes:
+        was_begun: an earlier run did not end.
     """
 
-    def __init__(self, path: Path, *, goes_on: bool) -> None:
+    def __init__(self, path: Path, *, goes_on: bool, replaces: bool = False) -> None:
         """Open it; with `goes_on`, keep the lines of an earlier run, but not one that was cut.
+
+        With `replaces`, a file with the name is of an earlier run that ended before its last step.
 
         Raises:
             UsageError: a file with the name is there, or the partial one has other lines.
             OSError: it cannot be written.
         """
+        if replaces:
+            path.unlink(missing_ok=True)
         if path.exists():
             raise UsageError(f"{path} is there already: remove it, or choose another file.")
         self.path, self.partial = path, path.with_name(f"{path.name}.partial")
         self.places: dict[str, tuple[int, int]] = {}  # by custom_id: where its line is
-        self._file = self.partial.open("r+b" if goes_on and self.partial.exists() else "w+b", 0)
+        self.was_begun = self.partial.exists()
+        self._file = self.partial.open("r+b" if goes_on and self.was_begun else "w+b", 0)
         self._end = 0
         for line in self._file:
             if not line.endswith(b"\n"):
