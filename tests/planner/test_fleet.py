@@ -50,6 +50,17 @@ def test_three_small_models_or_one_large_one_fill_a_device(fleet):
         assert {one.model for one in found.models if one.carried > 0} == expected
 
 
+def test_performance_prices_only_what_others_would_lose(fleet):
+    load = {"weights": "int8", "requests_per_s": 0.05, "prompt": 128, "output": 32}
+    models = [{"model": "13B", "name": name, **load} for name in "ab"]
+    given = {"objective": "performance", "stock": {"A100-40GB": 3}, "memory_share": 1.0}
+    assert {one.next_usd for one in make_fleet(fleet(list(map(dict, models)), **given)).models} == {
+        0
+    }
+    models = [{**one, "requests_per_s": 500} for one in models]
+    assert all(one.next_usd > 0.01 for one in make_fleet(fleet(models, **given)).models)
+
+
 def test_a_fleet_carries_its_loads_within_every_limit(fleet):
     models = [
         {"model": "70B", "requests_per_s": 8, "weights": ["bf16", "fp8"], "tpot": 40, "ttft": 500},

@@ -148,7 +148,7 @@ class _Choice:
             usd_per_hour=packed.usd_per_hour,
             least_usd=packed.bound if demand.must_serve else None,
             groups=tuple(self._groups(packed)),
-            models=tuple(self._served(packed)),
+            models=tuple(self._served(demand, packed)),
             binding=tuple(self._binding(demand, packed)),
             alternatives=tuple(others),
             assumed={
@@ -274,10 +274,11 @@ class _Choice:
                 one.bound,
             )
 
-    def _served(self, packed: Packed) -> Iterator[Served]:
+    def _served(self, demand: Demand, packed: Packed) -> Iterator[Served]:
+        only_decides = 0.0 if demand.must_serve else demand.usd_weight * packed.usd_per_hour
         rows = zip(self._names, self._loads, packed.missing, packed.load_prices, strict=True)
         for name, load, missing, price in rows:
-            yield Served(name, load, load - missing, price)
+            yield Served(name, load, load - missing, price if price * load > only_decides else 0.0)
 
     def _binding(self, demand: Demand, packed: Packed) -> Iterator[str]:
         unit = "save {:,.2f} $ an hour" if demand.must_serve else "add a value of {:,.3g} a second"
