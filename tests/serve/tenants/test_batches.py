@@ -66,3 +66,19 @@ def test_paused_batch_leaves_room_to_others(tmp_path: Path) -> None:
         assert counts(server, first) == ("in_progress", 1, 0)
         assert server.http.post(f"/v1/batches/{first}/cancel").status_code == 200
         wait_for(lambda: counts(server, first)[0] == "cancelled", 20)
+
+
+def test_lines_that_are_cut_off_do_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    _, text = add(folder)
+    with keyed_server(folder, tmp_path) as server:
+        server.http.headers["x-api-key"] = text
+        server.backend.gate.clear()
+        batch = begin(server, 4)
+        wait_for(lambda: server.num_busy == 4)
+        assert server.http.post(f"/v1/batches/{batch}/cancel").status_code == 200
+        wait_for(lambda: counts(server, batch)[0] == "cancelled", 20)
+        server.backend.gate.set()
+        wait_for(lambda: server.num_busy == 0)
+    with beside(folder) as db:
+        assert amounts(db, "0000", "9999") == []

@@ -49,10 +49,11 @@ def counted(served: ServedRequest) -> Used | None:
     """Return what a request has used; None if it does not count.
 
     Counted are requests that were answered, left by their client, or stopped by its timeout. Those
-    that the server failed, and those that it refused or did not run, are not.
+    that the server failed, and those that it refused or did not run, are not. A line of a batch
+    that was cut off is not either: it runs again, or has no answer.
     """
     used = served.used
-    if used is None:
+    if used is None or (served.is_client_gone and served.service is not None):
         return None
     is_late = served.error == DeadlineError.code and used.completion_tokens > 0
     if served.error is not None and not (served.is_client_gone or is_late):
