@@ -13,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -202,6 +203,38 @@ def test_server_of_a_test_that_does_not_stop_says_what_it_waits_for() -> None:
     assert server.loop is not None
     server.loop.call_soon_threadsafe(end.set)
     server.close()
+
+
+def test_crowd_of_new_connections_is_taken_a_few_at_a_time() -> None:
+    counts: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            for kind in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{kind}.complete"})
+
+    application: Any = SimpleNamespace(options=ServeOptions(), is_draining=False)
+    server = ServerThread(app, application)
+    held = server._server.server_state.connections
+
+    async def watch() -> None:
+        time.sleep(0.3)  # noqa: ASYNC251 - the crowd comes while nothing is taken
+        while len(held) < 40:
+            counts.append(len(held))
+            await asyncio.sleep(0)
+        counts.append(len(held))
+
+    assert server.loop is not None
+    watching = asyncio.run_coroutine_threadsafe(watch(), server.loop)
+    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
+    watching.result(20)
+    for one in crowd:
+        one.close()
+    server.close()
+    steps = [now - before for before, now in pairwise(counts)]
+    assert sum(steps) == 40
+    assert max(steps) <= 8
 
 
 def test_second_signal_cuts_off_what_no_engine_has_accepted(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from twostroke.http.limits import Limits
 
 _BACKLOG = 2048
+_PER_TURN = 8  # new connections in a turn of the event loop, so that those that are there get on
 _GRACE_S = 5  # after the drain, for connections that hang
 _QUIET_S = 10.0  # between two lines of the log about connections that cannot be taken
 _FLUSH_S = 1  # to write the errors of requests that were cut off
@@ -191,6 +192,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and report it."""
         await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(_BACKLOG)  # the rest waits outside
         run_at_once()  # also where engines use all cores
         self._on_up()
 
@@ -281,6 +284,7 @@ def _config(app: ASGIApp, application: Application) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        backlog=_PER_TURN,
         timeout_keep_alive=math.ceil(limits.idle_timeout_s),
         h11_max_incomplete_event_size=limits.max_header_bytes,
         timeout_graceful_shutdown=_GRACE_S,
