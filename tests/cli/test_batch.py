@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from support.commands import started
+from twostroke.serve.batches.offline import Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,6 +86,19 @@ def test_a_run_cut_after_its_errors_were_named_goes_on(cli: Cli, tiny: str, tmp_
     assert ran.code == 1
     assert (ids(out), ids(errors)) == (["a"], ["bad"])
     assert "earlier" not in errors.read_text()
+
+
+def test_two_writers_of_one_file_are_refused(cli: Cli, tiny: str, tmp_path: Path) -> None:
+    given, out = write(tmp_path / "in.jsonl", *map(line, "ab")), tmp_path / "out.jsonl"
+    kept = json.dumps({"custom_id": "a"}) + "\n"
+    (tmp_path / "out.jsonl.partial").write_text(kept)
+    words = ("batch", given, "-o", str(out), "--model", tiny, *SMALL)
+    with Results(out, goes_on=True):
+        ran = cli(*words)
+    assert (ran.code, "is being written" in ran.err) == (2, True)
+    ran = cli(*words, "--errors", str(out))
+    assert (ran.code, "is being written" in ran.err) == (2, True)
+    assert (tmp_path / "out.jsonl.partial").read_text() == kept
 
 
 def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Path) -> None:

@@ -240,3 +240,9 @@ def test_database_of_an_older_version_is_closed_to_others(tmp_path: Path) -> Non
     with closing(Records(tmp_path)) as records:
         records.post(lambda db: db.execute("DELETE FROM files")).result(20)
         assert {one.stat().st_mode & 0o777 for one in tmp_path.glob("records.db*")} == {0o600}
+
+
+def test_empty_database_without_files_has_nothing(tmp_path: Path) -> None:
+    (tmp_path / "records.db").touch()
+    with beside(tmp_path) as db:
+        assert db.execute("SELECT * FROM files").fetchall() == []

@@ -255,7 +255,7 @@ class Supervisor:
             self.rests = True
             return
         what = "died" if has_run else "did not start"
-        while self._num_blameless <= len(BACK_OFF_S) and self._num_failures <= _MOST_DEATHS:
+        while self._num_blameless <= len(BACK_OFF_S) and self._num_failures < _MOST_DEATHS:
             pause_s = self._pause_s
             _logger.warning("The engine %s: %s It starts again in %g s.", what, why, pause_s)
             await asyncio.sleep(pause_s)

@@ -144,7 +144,7 @@ async def read_json(request: Request, limits: Limits) -> bytes:
 
 
 class Spool:
-    """Writes bytes in a thread, a mebibyte at a time, since a disk may be slow."""
+    """Writes bytes in a thread, 64 KiB at a time, since a disk may be slow."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         """Write with `write`."""

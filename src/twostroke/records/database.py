@@ -216,9 +216,10 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
     The next server would delete them, though a backup of the database may know them.
     """
     [version] = db.execute("PRAGMA user_version").fetchone()
-    if not version and any((path.parent / "files").iterdir()):
+    files = path.parent / "files"
+    if not version and files.is_dir() and any(files.iterdir()):
         raise RecordsError(
-            f"The database {path} is empty or was missing, but {path.parent / 'files'} is not "
+            f"The database {path} is empty or was missing, but {files} is not "
             "empty: restore a backup, or move the folder away."
         )
     migrate(db, path)

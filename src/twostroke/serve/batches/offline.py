@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -73,7 +74,8 @@ class Results:
         With `replaces`, a file with the name is of an earlier run that ended before its last step.
 
         Raises:
-            UsageError: a file with the name is there, or the partial one has other lines.
+            UsageError: a file with the name is there, or the partial one has other lines or is
+                another's.
             OSError: it cannot be written.
         """
         if replaces:
@@ -83,7 +85,15 @@ class Results:
         self.path, self.partial = path, path.with_name(f"{path.name}.partial")
         self.places: dict[str, tuple[int, int]] = {}  # by custom_id: where its line is
         self.was_begun = self.partial.exists()
-        self._file = self.partial.open("r+b" if goes_on and self.was_begun else "w+b", 0)
+        self._file = self.partial.open("r+b" if self.was_begun else "x+b", 0)
+        try:
+            flock(self._file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            message = "is being written: by another run, or because --errors names it, too."
+            raise UsageError(f"{self.partial} {message}") from None
+        if not goes_on:
+            self._file.truncate()
         self._end = 0
         for line in self._file:
             if not line.endswith(b"\n"):
