@@ -246,3 +246,31 @@ def test_empty_database_without_files_has_nothing(tmp_path: Path) -> None:
     (tmp_path / "records.db").touch()
     with beside(tmp_path) as db:
         assert db.execute("SELECT * FROM files").fetchall() == []
+
+
+def test_space_of_what_was_deleted_is_given_back(tmp_path: Path) -> None:
+    async def work(records: Records) -> None:
+        rows = [("a", i, bytes(1 << 20)) for i in range(20)]
+        await records.write(lambda db: db.executemany(_INSERT, rows))
+        await records.write(lambda db: db.execute("DELETE FROM results"))
+        assert await records.write(records.shrink)  # the writer is free in between
+        while await records.write(records.shrink):
+            pass
+        await records.write(lambda db: db.execute("PRAGMA freelist_count").fetchone())
+        await records.read_long(lambda db: db.execute("PRAGMA wal_checkpoint").fetchone())
+        await records.write(insert("a", 1))
+
+    with closing(Records(tmp_path)) as records:
+        asyncio.run(work(records))
+        assert (tmp_path / "records.db").stat().st_size < 1 << 20
+        assert (tmp_path / "records.db-wal").stat().st_size <= 16 << 20
+
+
+def test_old_database_keeps_its_space_and_is_not_asked_for_ever(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "records.db")) as old:
+        old.execute("CREATE TABLE before (body)")
+        old.execute("INSERT INTO before VALUES (?)", (bytes(1 << 20),))
+        old.commit()
+        old.execute("DROP TABLE before")
+    with closing(Records(tmp_path)) as records:
+        assert not asyncio.run(records.write(records.shrink))

@@ -28,7 +28,9 @@ T = TypeVar("T")
 
 _BUSY_S: Final = 5.0  # how long to wait for another program that has locked the database
 _MOST_TOGETHER: Final = 256  # writes in one transaction
+_MOST_LOG_BYTES: Final = 16 << 20  # that stay when the log was written to the database
 _MOST_WAITING: Final = 4096
+_SHRINK_PAGES: Final = 1024  # at once
 _DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError)  # of JSON in the database
 _FAULTS: Final = (sqlite3.Error, *_DAMAGE)
 
@@ -102,14 +104,32 @@ class Records:
     async def read_long(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """As `read`, for work that takes seconds: other reads do not wait for it."""
 
-        def alone() -> T:
-            with closing(_connect(self.path)) as connection:
+        def read() -> T:
+            with self.alone() as connection:
                 return work(connection)
 
+        return await asyncio.to_thread(read)
+
+    @contextmanager
+    def alone(self) -> Iterator[sqlite3.Connection]:
+        """Yield a connection of its own, for a thread that reads for seconds; raises as `read`."""
         try:
-            return await asyncio.to_thread(alone)
+            with closing(_connect(self.path)) as connection:
+                yield connection
         except _FAULTS as error:
             raise _explain(error, self.path) from None
+
+    @staticmethod
+    def shrink(db: sqlite3.Connection) -> bool:
+        """Give some unused space of a database back; return whether there may be more.
+
+        A database that was made before this was possible keeps it.
+        """
+        [before] = db.execute("PRAGMA freelist_count").fetchone()
+        for _ in range(min(before, _SHRINK_PAGES)):  # Python steps once, which is a page
+            db.execute("PRAGMA incremental_vacuum(1)")
+        [after] = db.execute("PRAGMA freelist_count").fetchone()
+        return bool(after < before and after)
 
     def close(self) -> None:
         """Finish the writes that wait, and release the folder."""
@@ -205,7 +225,9 @@ def _connect(path: Path) -> sqlite3.Connection:
                 one = path.with_name(name)
                 one.chmod(one.stat().st_mode & 0o700)
     connection = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new database
     connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA journal_size_limit = {_MOST_LOG_BYTES}")
     connection.execute("PRAGMA synchronous = FULL")
     return connection
 
