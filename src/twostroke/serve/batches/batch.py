@@ -23,6 +23,8 @@ Status = Literal[
     "cancelling",
     "cancelled",
 ]
+_MOST_DROPPED: Final = 1000  # results at once, and
+_MOST_DROPPED_BYTES: Final = 4 << 20
 ENDED: Final = frozenset(("failed", "completed", "expired", "cancelled"))
 
 
@@ -201,10 +203,29 @@ def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
     yield from db.execute(query, (id_,))
 
 
-def drop_results(db: Connection, id_: str) -> None:
-    """Drop the results of a batch, which are in its files, and what was counted of its lines."""
-    db.execute("DELETE FROM results WHERE batch = ?", (id_,))
-    db.execute("DELETE FROM deaths WHERE batch = ?", (id_,))
+def end(db: Connection, batch: Batch) -> None:
+    """Keep the last state of a batch, whose results are in its files: `drop_results` has them."""
+    update(db, batch)
+    db.execute("DELETE FROM deaths WHERE batch = ?", (batch.id,))
+
+
+def drop_results(db: Connection) -> bool:
+    """Drop some results of a batch that has ended; return whether there were any."""
+    id_ = ""
+    while True:  # one look in the index for each batch with results
+        query = "SELECT batch FROM results WHERE batch > ? ORDER BY batch LIMIT 1"
+        if (found := db.execute(query, (id_,)).fetchone()) is None:
+            return False
+        [id_] = found
+        if db.execute("SELECT 1 FROM batches WHERE id = ? AND is_open", found).fetchone() is None:
+            break
+    query = "SELECT line, length(body) FROM results WHERE batch = ? ORDER BY line LIMIT ?"
+    num_bytes = 0
+    for line, size in db.execute(query, (id_, _MOST_DROPPED)).fetchall():
+        db.execute("DELETE FROM results WHERE batch = ? AND line = ?", (id_, line))
+        if (num_bytes := num_bytes + size) >= _MOST_DROPPED_BYTES:
+            break
+    return True
 
 
 def _decode(body: bytes) -> Batch:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from twostroke.http.limits import Limits
     from twostroke.http.served import ServedRequest
     from twostroke.records import Records, Temporary
-    from twostroke.serve.batches.runner import Pace, Runner
+    from twostroke.serve.batches.pace import Pace
+    from twostroke.serve.batches.runner import Runner
 
 ENDPOINT: Final = "/v1/messages"
 PATH: Final = f"{ENDPOINT}/batches"

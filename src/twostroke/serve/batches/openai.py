@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from twostroke.http.limits import Limits
     from twostroke.http.served import ServedRequest
     from twostroke.records import Records
-    from twostroke.serve.batches.runner import Pace, Runner
+    from twostroke.serve.batches.pace import Pace
+    from twostroke.serve.batches.runner import Runner
 
 PATH: Final = "/v1/batches"
 ONE: Final = f"{PATH}/{{batch_id}}"

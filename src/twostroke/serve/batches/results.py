@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
@@ -16,15 +17,16 @@ from twostroke.serve.batches import files
 from twostroke.serve.batches.lines import parse, read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Awaitable, Callable, Iterator
     from sqlite3 import Connection
 
     from twostroke.http.inside import Answer
     from twostroke.http.limits import Limits
     from twostroke.records import Records, Temporary
     from twostroke.serve.batches.batch import Batch, Status
+    from twostroke.serve.turns import Readers
 
+_TURN_S: Final = 0.02  # of a batch, after which another tenant's has one
 _OK, _FAILED, _UNRUN = range(3)  # what became of a line
 
 
@@ -44,10 +46,42 @@ class Form(Frozen):
     purpose: str
 
 
-async def finish(records: Records, batch: Batch, form: Form, limits: Limits) -> Batch:
+class Endings:
+    """Ends batches: one of a tenant at a time. It belongs to the event loop."""
+
+    def __init__(self, records: Records, readers: Readers, limits: Limits) -> None:
+        """Have `readers` write the files, in turns of tenants."""
+        self._records, self._readers, self._limits = records, readers, limits
+        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant
+        self._ended = asyncio.Event()
+
+    async def finish(self, batch: Batch, form: Form) -> Batch:
+        """As `finish`, below."""
+        async with self._locks[batch.tenant]:
+            ended = await finish(self._records, self._readers, batch, form, self._limits)
+        self._ended.set()
+        return ended
+
+    async def drop(self, write: Callable[[Callable[[Connection], bool]], Awaitable[bool]]) -> None:
+        """Drop the results of all batches that end, few at once: others write in between.
+
+        What a stop or a crash leaves is dropped by the next server.
+        """
+        while True:
+            self._ended.clear()
+            for work in (kept.drop_results, self._records.shrink):
+                while await write(work):
+                    pass
+            await self._ended.wait()
+
+
+async def finish(
+    records: Records, readers: Readers, batch: Batch, form: Form, limits: Limits
+) -> Batch:
     """Write the files of a batch whose lines are over, and return its last state.
 
-    Safe to do again after a crash: the files replace those of an earlier try.
+    `readers` write, in the turns of tenants. Safe to do again after a crash: the files replace
+    those of an earlier try. The results stay in the database until `kept.drop_results`.
 
     Raises:
         RecordsError: a file or the database cannot be read or written.
@@ -55,22 +89,19 @@ async def finish(records: Records, batch: Batch, form: Form, limits: Limits) -> 
     ends_as, now_s = batch.ends_as, time.time()
     assert ends_as is not None
     with records.files.begin() as output, records.files.begin() as failures:
-        num_ok, num_failed, num_unrun = await records.read_long(
-            partial(
-                _write,
-                batch=batch,
-                form=form,
-                output=output,
-                failures=failures,
-                path=records.files.path(batch.input_file),
-                limits=limits,
-            )
+        outcomes = _outcomes(records, batch, form, limits)
+        counts = [0, 0, 0]
+        write = partial(
+            _write, outcomes, counts, output, failures if form.has_error_file else output
         )
+        while await readers.run(batch.tenant, write):
+            pass
+        num_lost = batch.total - sum(counts)  # with the input
         written = ((output, batch.output_file, "output"), (failures, batch.error_file, "errors"))
         bodies = []
         for file, id_, word in written:
             if file.num_bytes and id_ is not None:
-                await asyncio.to_thread(file.keep, id_)
+                await readers.run(batch.tenant, file.keep, id_)
                 name = f"{batch.id}_{word}.jsonl"
                 bodies.append(files.new_file(id_, file.num_bytes, name, form.purpose))
         ids = {body.id for body in bodies}
@@ -78,9 +109,9 @@ async def finish(records: Records, batch: Batch, form: Form, limits: Limits) -> 
             batch,
             status=ends_as,
             since={**batch.since, ends_as: now_s},
-            completed=num_ok,
-            failed=num_failed + num_unrun,
-            unrun=num_unrun,
+            completed=counts[_OK],
+            failed=counts[_FAILED] + num_lost + counts[_UNRUN],
+            unrun=counts[_UNRUN],
             output_file=batch.output_file if batch.output_file in ids else None,
             error_file=batch.error_file if batch.error_file in ids else None,
         )
@@ -88,51 +119,48 @@ async def finish(records: Records, batch: Batch, form: Form, limits: Limits) -> 
         def keep(db: Connection) -> None:
             for body in bodies:
                 files.insert(db, body, batch.tenant)
-            kept.update(db, ended)
-            kept.drop_results(db, batch.id)
+            kept.end(db, ended)
 
         await records.write(keep)
     return ended
 
 
 def _write(
-    db: Connection,
-    *,
-    batch: Batch,
-    form: Form,
+    outcomes: Iterator[tuple[int, bytes]],
+    counts: list[int],
     output: Temporary,
     failures: Temporary,
-    path: Path,
-    limits: Limits,
-) -> tuple[int, int, int]:
-    """Write a result for each line, in order; return how many succeeded, failed, were not run."""
-    counts = [0, 0, 0]
-    try:
-        for kind, body in _outcomes(db, batch, form, path, limits):
-            is_output = kind == _OK or not form.has_error_file
-            (output if is_output else failures).write(body + b"\n")
-            counts[kind] += 1
-    except OSError as error:
-        message = f"The input of {batch.id} cannot be read: {error.strerror}."
-        raise RecordsError(message) from None
-    num_lost = batch.total - sum(counts)  # with the input
-    return counts[_OK], counts[_FAILED] + num_lost, counts[_UNRUN]
+) -> bool:
+    """Write results for a short while, and count what became of lines; return whether more come."""
+    until_s = time.monotonic() + _TURN_S
+    for kind, body in outcomes:
+        (output if kind == _OK else failures).write(body + b"\n")
+        counts[kind] += 1
+        if time.monotonic() >= until_s:
+            return True
+    return False
 
 
 def _outcomes(
-    db: Connection, batch: Batch, form: Form, path: Path, limits: Limits
+    records: Records, batch: Batch, form: Form, limits: Limits
 ) -> Iterator[tuple[int, bytes]]:
     """Yield what became of each line, and its result; without the input, of those that ended."""
-    results, ends_as = kept.results(db, batch.id), batch.ends_as
+    ends_as, path = batch.ends_as, records.files.path(batch.input_file)
     assert ends_as is not None
-    if not path.is_file():
-        yield from ((_OK if is_ok else _FAILED, body) for _, is_ok, body in results)
-        return
-    following = next(results, None)
-    for number, text in read_lines(path, limits.max_body_bytes):
-        if following is not None and following[0] == number:
-            _, is_ok, body = following
-            following = next(results, None)
-            yield _OK if is_ok else _FAILED, body
-        else:
-            yield _UNRUN, form.unrun(parse(number, text, limits).custom_id, ends_as)
+    with records.alone() as db:
+        results = kept.results(db, batch.id)
+        if not path.is_file():
+            yield from ((_OK if is_ok else _FAILED, body) for _, is_ok, body in results)
+            return
+        following = next(results, None)
+        try:
+            for number, text in read_lines(path, limits.max_body_bytes):
+                if following is not None and following[0] == number:
+                    _, is_ok, body = following
+                    following = next(results, None)
+                    yield _OK if is_ok else _FAILED, body
+                else:
+                    yield _UNRUN, form.unrun(parse(number, text, limits).custom_id, ends_as)
+        except OSError as error:
+            message = f"The input of {batch.id} cannot be read: {error.strerror}."
+            raise RecordsError(message) from None

@@ -21,7 +21,8 @@ from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
 from twostroke.serve.batches.deadline import anchored, seconds_left
 from twostroke.serve.batches.lines import Place, check, next_lines
-from twostroke.serve.batches.results import finish
+from twostroke.serve.batches.pace import Pace
+from twostroke.serve.batches.results import Endings
 from twostroke.serve.batches.valve import Valve
 from twostroke.serve.turns import Readers, Turns
 
@@ -48,25 +49,6 @@ T = TypeVar("T")
 
 class _NoKeyError(Exception):
     """The tenant of a batch has no valid key any more."""
-
-
-class Pace:
-    """How far a running batch is. It belongs to the event loop."""
-
-    def __init__(self, num_done: int, num_failed: int, total: int) -> None:
-        """Begin with what an earlier process has done."""
-        self.num_failed = num_failed
-        self.num_done = num_done
-        self.total = total
-        self._began_s, self._num_before = time.monotonic(), num_done
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds to the end at the pace of this process; None before a line has ended."""
-        num_new = self.num_done - self._num_before
-        if not num_new:
-            return None
-        return (time.monotonic() - self._began_s) / num_new * (self.total - self.num_done)
 
 
 class Runner:
@@ -104,12 +86,15 @@ class Runner:
         self._disk_said_s = -_DISK_PAUSE_S  # when the log said last that a disk fails
         self._num_lines = 0  # in the engine
         self._left = asyncio.Event()  # set when a line ends
+        self._dropping: asyncio.Task[None] | None = None
         self._turns = Turns()  # of tenants whose lines wait for room
         self.readers = Readers(1)  # of whole files
+        self._endings = Endings(records, self.readers, limits)
 
     async def start(self, app: ASGIApp) -> None:
         """Go on with all open batches, through `app`."""
         self._app = app
+        self._dropping = asyncio.create_task(self._endings.drop(self._write))
         try:
             for batch in await self._records.read(kept.open_batches):
                 self._begin(batch)
@@ -118,7 +103,7 @@ class Runner:
 
     async def stop(self) -> None:
         """Stop at once; the next server runs the lines that have no result."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *filter(None, (self._dropping,))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -263,7 +248,7 @@ class Runner:
             batch = await self._move(batch, batch.status, output_file=files.new_id())
         if batch.error_file is None and self._forms[batch.protocol].has_error_file:
             batch = await self._move(batch, batch.status, error_file=files.new_id())
-        return await finish(self._records, batch, self._forms[batch.protocol], self._limits)
+        return await self._endings.finish(batch, self._forms[batch.protocol])
 
     async def _move(self, batch: Batch, status: Status, **changes: Any) -> Batch:
         """Keep a new state; a batch that a client has cancelled meanwhile can only fail or end."""
