@@ -57,6 +57,8 @@ class Limits(Frozen):
         file_timeout_s: from the headers of an upload to its end.
         max_batch_lines: lines of a batch.
         max_open_batches: batches of a tenant that have not ended.
+        max_batches: OpenAI's batches of a tenant, which it cannot delete; with one more, the oldest
+            that has ended is forgotten, and its files stay.
         max_batch_bytes: the body of Anthropic's batches, which has all their requests.
         compile_timeout_s: for a new schema or grammar (400); one is compiled at a time, and the
             time of waiting does not count.
@@ -81,6 +83,7 @@ class Limits(Frozen):
     file_timeout_s: float = 600.0
     max_batch_lines: int = 50_000
     max_open_batches: int = 100
+    max_batches: int = 10_000
     max_batch_bytes: int = 64 * 1024 * 1024
     compile_timeout_s: float = 5.0
 

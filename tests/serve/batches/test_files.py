@@ -203,6 +203,32 @@ def test_open_batches_are_bounded_and_need_room(server: LiveServer, records: Rec
     assert begin(server, file_id)["error"]["code"] == "request_too_large"
 
 
+def test_ended_batches_are_bounded_and_their_files_stay(tmp_path: Path) -> None:
+    options = ServeOptions(limits=Limits(max_batches=3))
+    with (
+        closing(Records(tmp_path / "records")) as records,
+        live_server(tmp_path, options, records=records) as server,
+    ):
+        file_id = upload(server, line(0)).json()["id"]
+        server.backend.gate.clear()
+        first = begin(server, file_id)
+        server.http.post(MESSAGES, json={"requests": [{"custom_id": "a", "params": SAID}]})
+        wrong = upload(server, "no JSON\n").json()["id"]
+        failed = [begin(server, wrong)["id"] for _ in range(2)]
+        for id_ in failed:
+            ended(server, f"/v1/batches/{id_}")
+        last = [ended(server, f"/v1/batches/{begin(server, wrong)['id']}") for _ in range(2)]
+        listed = [one["id"] for one in server.http.get("/v1/batches").json()["data"]]
+        assert listed == [last[1]["id"], last[0]["id"], first["id"]]  # the first has not ended
+        server.backend.gate.set()
+        done = ended(server, f"/v1/batches/{first['id']}")
+        ended(server, f"/v1/batches/{begin(server, wrong)['id']}")
+        assert server.http.get(f"/v1/batches/{first['id']}").status_code == 404
+        output = server.http.get(f"/v1/files/{done['output_file_id']}/content")
+        assert output.status_code == 200
+        assert len(server.http.get(MESSAGES).json()["data"]) == 1
+
+
 def test_file_whose_record_failed_goes_with_the_next_that_is_kept(
     server: LiveServer, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:

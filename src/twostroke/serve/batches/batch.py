@@ -23,7 +23,7 @@ Status = Literal[
     "cancelling",
     "cancelled",
 ]
-_MOST_DROPPED: Final = 1000  # results at once, and
+_MOST_DROPPED: Final = 1000  # results or batches at once, and
 _MOST_DROPPED_BYTES: Final = 4 << 20
 ENDED: Final = frozenset(("failed", "completed", "expired", "cancelled"))
 
@@ -174,6 +174,18 @@ def delete(db: Connection, batch: Batch) -> None:
     """Delete a batch and the records of its files."""
     db.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
     db.execute("DELETE FROM files WHERE id IN (?, ?)", (batch.input_file, batch.output_file))
+
+
+def forget_oldest(db: Connection, tenant: str, protocol: str, most: int) -> None:
+    """Delete the oldest batches of a tenant that have ended, but not their files, over `most`."""
+    query = "SELECT count(*) FROM batches WHERE tenant = ? AND protocol = ?"
+    [count] = db.execute(query, (tenant, protocol)).fetchone()
+    query = (
+        "DELETE FROM batches WHERE seq IN (SELECT seq FROM batches "
+        "WHERE tenant = ? AND protocol = ? AND NOT is_open ORDER BY seq LIMIT ?)"
+    )
+    over = min(max(0, count - most), _MOST_DROPPED)  # more may be there after an update
+    db.execute(query, (tenant, protocol, over))
 
 
 def count_results(db: Connection, id_: str) -> tuple[set[int], int, int]:

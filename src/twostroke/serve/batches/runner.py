@@ -127,6 +127,8 @@ class Runner:
             if file is None:
                 files.find(db, batch.input_file, batch.tenant)
                 files.check_room(db, batch.tenant, self._limits)
+                most = self._limits.max_batches - 1  # and this one
+                kept.forget_oldest(db, batch.tenant, batch.protocol, most)
             else:
                 files.insert_new(db, file, batch.tenant, self._limits)
             kept.insert(db, batch)
