@@ -86,6 +86,8 @@ def test_wrong_requests_are_refused_with_their_place(server: LiveServer) -> None
         ([one("")], "In requests[0]: 'custom_id' must be a text"),
         ([one("a", system="x" * 4000)], "In requests[0]: The line is larger than 4000 bytes."),
         ([one(f"{i}", messages=0) for i in range(61)], "requests has more than 60 items"),
+        ([7] * 61, "requests has more than 60 items"),  # before any is decoded
+        ([one("a"), 7], "requests[1] must be an object"),
         ([one(7)], "requests[0].custom_id must be a string"),
         ([], "requests must have at least 1 item"),
         ([{"params": {}}], "requests[0].custom_id is missing"),

@@ -48,6 +48,9 @@ NO_ROOM: Final = LineError(
 NO_INPUT: Final = LineError(
     "input_file_missing", "The input file is missing from the server's records: upload it again."
 )
+BROKEN: Final = LineError(
+    "internal_error", "The server met an error of its own, which its log has, and ended the batch."
+)
 
 
 class Batch(Frozen, kw_only=True):

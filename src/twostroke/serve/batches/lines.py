@@ -104,7 +104,7 @@ def parse(number: int, text: bytes, limits: Limits) -> Line:
     def wrong(code: str, message: str, param: str | None = None) -> WrongLineError:
         return WrongLineError(LineError(code, message, number, param))
 
-    if len(text) > limits.max_body_bytes:
+    if len(text.rstrip(b"\r\n")) > limits.max_body_bytes:
         raise wrong("line_too_large", f"The line is larger than {limits.max_body_bytes} bytes.")
     if depth_exceeds(text, limits.max_json_depth):
         raise wrong("invalid_json_line", "The line is nested too deeply.")

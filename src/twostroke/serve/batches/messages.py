@@ -7,7 +7,7 @@ import secrets
 import time
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,7 @@ from twostroke.http.limits import Spool, receive_json
 from twostroke.http.served import served_of
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
-from twostroke.serve.batches.batch import Batch, Status
+from twostroke.serve.batches.batch import Batch
 from twostroke.serve.batches.files import page_size
 from twostroke.serve.batches.lines import WrongLineError, parse
 from twostroke.serve.batches.openai import find
@@ -50,9 +50,6 @@ MAX_LISTED: Final = 1000
 LISTED: Final = 20
 _WINDOW: Final = "24h"
 _WINDOW_S: Final = 86_400
-_NO_ROOM: Final = (
-    "Not run: the batch's results do not fit beside your other files and batches. Delete some."
-)
 
 
 class BatchedMessage(msgspec.Struct, frozen=True):
@@ -117,7 +114,17 @@ class DeletedMessageBatch(msgspec.Struct, kw_only=True, frozen=True):
 
 
 BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MessageBatchRequest}
-_DECODER: Final = msgspec.json.Decoder(MessageBatchRequest)
+
+
+class _Requests(msgspec.Struct):
+    """A body whose requests are not decoded: a single step that long would hold up all threads."""
+
+    requests: Annotated[list[msgspec.Raw], Meta(min_length=1)]
+
+
+T = TypeVar("T")
+_requests: Final = msgspec.json.Decoder(_Requests)
+_one: Final = msgspec.json.Decoder(BatchedMessage)
 
 
 class MessageBatches:
@@ -200,7 +207,7 @@ class MessageBatches:
         db, runner = self._records()
         batch = await runner.cancel(await find(db, request, PROTOCOL))
         if batch.status not in {"cancelling", "cancelled"}:
-            raise RequestError("has ended.", field="batch_id")
+            raise RequestError("cannot be cancelled any more.", field="batch_id")
         return to_json(body_of(batch, runner.pace(batch), request))
 
     async def results(self, request: Request) -> Response:
@@ -260,17 +267,13 @@ def _write_lines(body: mmap, file: Temporary, limits: Limits) -> int:
         RequestError: the body is not a list of requests, or one of them is wrong.
         RecordsError: the disk fails.
     """
-    try:
-        asked = _DECODER.decode(body).requests
-    except msgspec.ValidationError as error:
-        raise explain(str(error), MessageBatchRequest, None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BodySyntaxError("The body is not valid JSON: {why}.", why=error) from None
+    asked = _decoded(_requests, body).requests
     if len(asked) > limits.max_batch_lines:
         raise RequestError(f"has more than {limits.max_batch_lines} items.", field="requests")
     places: dict[str, int] = {}  # by custom_id
-    for place, one in enumerate(asked):
+    for place, raw in enumerate(asked):
         where = f"requests[{place}]"
+        one = _decoded(_one, raw, where)
         params = msgspec.json.format(one.params, indent=-1)
         if not params.startswith(b"{"):
             raise RequestError("must be an object.", field=f"{where}.params")
@@ -286,6 +289,15 @@ def _write_lines(body: mmap, file: Temporary, limits: Limits) -> int:
             raise RequestError(f"In {where}: {wrong.args[0].message}", field=where) from None
         file.write(line + b"\n")
     return len(asked)
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], text: mmap | msgspec.Raw, where: str = "") -> T:
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise explain(str(error), decoder.type, None, where) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BodySyntaxError("The body is not valid JSON: {why}.", why=error) from None
 
 
 def _new(id_: str, served: ServedRequest, input_file: str, total: int) -> Batch:
@@ -310,11 +322,15 @@ def _result(custom_id: str, answer: Answer) -> bytes:
     return _line(custom_id, {"type": kind, name: msgspec.Raw(answer.body)})
 
 
-def _unrun(custom_id: str, status: Status) -> bytes:
-    if status == "failed":
-        error = {"type": "error", "error": {"type": "request_too_large", "message": _NO_ROOM}}
-        return _line(custom_id, {"type": "errored", "error": error})
-    return _line(custom_id, {"type": "canceled" if status == "cancelled" else status})
+def _unrun(custom_id: str, batch: Batch) -> bytes:
+    if batch.ends_as == "cancelled":
+        return _line(custom_id, {"type": "canceled"})
+    if batch.ends_as == "expired":
+        return _line(custom_id, {"type": "expired"})
+    kind = "request_too_large" if batch.errors == (kept.NO_ROOM,) else "api_error"
+    why = f"Not run: {batch.errors[0].message}" if batch.errors else "Not run."
+    error = {"type": "error", "error": {"type": kind, "message": why}}
+    return _line(custom_id, {"type": "errored", "error": error})
 
 
 def _line(custom_id: str, result: dict[str, object]) -> bytes:

@@ -181,7 +181,9 @@ def routes(
         batch = await runner.cancel(await find(db, request, PROTOCOL))
         if batch.status not in {"cancelling", "cancelled"}:
             raise RequestError(
-                "has ended: its status is {status}.", field="batch_id", status=batch.status
+                "cannot be cancelled any more: its status is {status}.",
+                field="batch_id",
+                status=batch.status,
             )
         return to_json(body_of(batch, runner.pace(batch)))
 
@@ -267,13 +269,12 @@ def _result(custom_id: str, answer: Answer) -> bytes:
     return _line(custom_id, response=response)
 
 
-def _unrun(custom_id: str, status: Status) -> bytes:
-    why = {
+def _unrun(custom_id: str, batch: Batch) -> bytes:
+    message = {
         "expired": "This request could not be executed before the completion window expired.",
         "cancelled": "This batch was cancelled before the request was executed.",
-        "failed": "This batch failed before the request was executed: see its errors.",
-    }
-    return _line(custom_id, error={"code": f"batch_{status}", "message": why[status]})
+    }.get(batch.ends_as or "", "This batch failed before the request was executed: see its errors.")
+    return _line(custom_id, error={"code": f"batch_{batch.ends_as}", "message": message})
 
 
 def _line(custom_id: str, response: object = None, error: object = None) -> bytes:

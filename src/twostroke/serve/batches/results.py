@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.http.inside import Answer
     from twostroke.http.limits import Limits
     from twostroke.records import Records, Temporary
-    from twostroke.serve.batches.batch import Batch, Status
+    from twostroke.serve.batches.batch import Batch
     from twostroke.serve.turns import Readers
 
 _TURN_S: Final = 0.02  # of a batch, after which another tenant's has one
@@ -35,13 +35,13 @@ class Form(Frozen):
 
     Attributes:
         result: from a custom_id and the response.
-        unrun: from a custom_id and how the batch ended: expired or cancelled.
+        unrun: from a custom_id and the batch, which expired, failed or was cancelled.
         has_error_file: whether failures are in a file of their own.
         purpose: of the files.
     """
 
     result: Callable[[str, Answer], bytes]
-    unrun: Callable[[str, Status], bytes]
+    unrun: Callable[[str, Batch], bytes]
     has_error_file: bool
     purpose: str
 
@@ -145,8 +145,7 @@ def _outcomes(
     records: Records, batch: Batch, form: Form, limits: Limits
 ) -> Iterator[tuple[int, bytes]]:
     """Yield what became of each line, and its result; without the input, of those that ended."""
-    ends_as, path = batch.ends_as, records.files.path(batch.input_file)
-    assert ends_as is not None
+    path = records.files.path(batch.input_file)
     with records.alone() as db:
         results = kept.results(db, batch.id)
         if not path.is_file():
@@ -160,7 +159,7 @@ def _outcomes(
                     following = next(results, None)
                     yield _OK if is_ok else _FAILED, body
                 else:
-                    yield _UNRUN, form.unrun(parse(number, text, limits).custom_id, ends_as)
+                    yield _UNRUN, form.unrun(parse(number, text, limits).custom_id, batch)
         except OSError as error:
             message = f"The input of {batch.id} cannot be read: {error.strerror}."
             raise RecordsError(message) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 from twostroke.core.errors import EngineDiedError, EngineKillerError, OverloadedError
 from twostroke.core.service import BATCH_SERVICE
 from twostroke.http import inside
-from twostroke.http.errors import BodySizeError
+from twostroke.http.errors import BodySizeError, ServerStoppingError
 from twostroke.http.served import LATER
 from twostroke.records import RecordsError
 from twostroke.serve.batches import batch as kept
@@ -23,11 +22,12 @@ from twostroke.serve.batches.deadline import anchored, seconds_left
 from twostroke.serve.batches.lines import Place, check, next_lines
 from twostroke.serve.batches.pace import Pace
 from twostroke.serve.batches.results import Endings
+from twostroke.serve.batches.room import Room
 from twostroke.serve.batches.valve import Valve
-from twostroke.serve.turns import Readers, Turns
+from twostroke.serve.turns import Readers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
     from pathlib import Path
 
     from starlette.types import ASGIApp
@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from twostroke.serve.batches.results import Form
 
 _MOST_DEATHS: Final = 3  # of engines that computed a line, which is then not run again
-_LOOK_AGAIN_S: Final = 60.0  # at the time left: no timer counts the machine's sleep
+_LOOK_AGAIN_S: Final = 1.0  # at the tenant's key, and at the time left: timers miss a sleep
 _DISK_PAUSE_S: Final = 10.0  # after records could not be written
-_LOOK_S: Final = 0.05  # how often to look whether interactive requests have left room
 _logger = logging.getLogger("twostroke.serve")
 T = TypeVar("T")
 
@@ -74,7 +73,7 @@ class Runner:
         self._records = records
         self._forms = forms
         self._limits = limits
-        self._room = room
+        self._room = Room(room)
         self._may_run = may_run
         self._app: ASGIApp | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -84,26 +83,33 @@ class Runner:
         self._shares: dict[str, files.Share] = {}
         self.rooms = files.Rooms(limits)
         self._disk_said_s = -_DISK_PAUSE_S  # when the log said last that a disk fails
-        self._num_lines = 0  # in the engine
-        self._left = asyncio.Event()  # set when a line ends
         self._dropping: asyncio.Task[None] | None = None
-        self._turns = Turns()  # of tenants whose lines wait for room
         self.readers = Readers(1)  # of whole files
         self._endings = Endings(records, self.readers, limits)
+        self._starting: asyncio.Task[None] | None = None
+        self._has_stopped = False
 
     async def start(self, app: ASGIApp) -> None:
         """Go on with all open batches, through `app`."""
         self._app = app
         self._dropping = asyncio.create_task(self._endings.drop(self._write))
-        try:
-            for batch in await self._records.read(kept.open_batches):
+        self._starting = asyncio.create_task(self._go_on())
+
+    async def _go_on(self) -> None:
+        batches: Iterable[Batch] | None = None
+        while batches is None:
+            try:
+                batches = await self._records.read(kept.open_batches)
+            except RecordsError as error:
+                await self._wait_for_disk(error)
+        for batch in batches:
+            if batch.id not in self._tasks:
                 self._begin(batch)
-        except RecordsError as error:
-            _logger.error("Batches do not run: %s", error)  # noqa: TRY400 the sentence is enough
 
     async def stop(self) -> None:
         """Stop at once; the next server runs the lines that have no result."""
-        tasks = [*self._tasks.values(), *filter(None, (self._dropping,))]
+        self._has_stopped = True
+        tasks = [*self._tasks.values(), *filter(None, (self._dropping, self._starting))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -115,8 +121,11 @@ class Runner:
             NoSuchFileError: the tenant has no such input.
             BodySizeError: files of the tenant have taken its room.
             OverloadedError: too many of its batches have not ended.
+            ServerStoppingError: the server drains.
             RecordsError: the batch could not be kept.
         """
+        if self._has_stopped:
+            raise ServerStoppingError("The server is stopping and takes no new batches.")
         batch = anchored(batch)
 
         def keep(db: Any) -> None:
@@ -134,7 +143,8 @@ class Runner:
             kept.insert(db, batch)
 
         await self._records.write(keep)
-        self._begin(batch)
+        if not self._has_stopped:  # else the next server runs it
+            self._begin(batch)
 
     async def cancel(self, batch: Batch) -> Batch:
         """Stop a batch whose lines may still run, and return its new state."""
@@ -178,14 +188,27 @@ class Runner:
                     await self._wait_for_disk(error)
                 except FileNotFoundError:
                     _logger.error("Batch %s ends: its input file is missing.", batch.id)  # noqa: TRY400
-                    end = {"ends_as": "failed", "errors": (kept.NO_INPUT,), "num_errors": 1}
-                    batch = await self._move(batch, "finalizing", **end)
-        except Exception:
-            _logger.exception("Batch %s stopped; a restart tries again.", batch.id)
+                    batch = await self._fail(batch, kept.NO_INPUT)
+                except Exception:  # else it would stay open, which nobody could change
+                    _logger.exception("Batch %s ends.", batch.id)
+                    batch = await self._fail(batch, kept.BROKEN)
         finally:
             self._end_share(batch.id)
             for table in (self._tasks, self._cancelled, self._paces, self._valves):
                 table.pop(batch.id, None)
+
+    async def _fail(self, batch: Batch, why: kept.LineError) -> Batch:
+        """End a batch with the results that are there; without, if these were being written."""
+        changes: dict[str, Any] = {"ends_as": "failed", "errors": (why,), "num_errors": 1}
+        status: Status = "finalizing"
+        if why is kept.BROKEN and batch.status in {"finalizing", "cancelling"}:
+            status, total = "failed", batch.total
+            changes |= {"failed": total, "unrun": total, "output_file": None, "error_file": None}
+        while True:
+            try:
+                return await self._move(batch, status, **changes)
+            except RecordsError as error:
+                await self._wait_for_disk(error)
 
     async def _validate(self, batch: Batch) -> Batch:
         path = self._records.files.path(batch.input_file)
@@ -216,6 +239,7 @@ class Runner:
         is_open, faults = True, list[Exception]()
         try:
             while is_open and (left_s := seconds_left(batch)) > 0:
+                self._check_key(batch)
                 ended, _ = await asyncio.wait(
                     (running, cancelled),
                     timeout=min(left_s, _LOOK_AGAIN_S),
@@ -242,7 +266,8 @@ class Runner:
             return await self._move(batch, "cancelling", ends_as="cancelled", **why)
         if self._cancelled[batch.id].is_set():
             return await self._move(batch, "cancelling", ends_as="cancelled")
-        ends_as = "expired" if running.cancelled() else "completed"
+        is_complete = not running.cancelled() and running.exception() is None
+        ends_as = "completed" if is_complete else "expired"
         return await self._move(batch, "finalizing", ends_as=ends_as)
 
     async def _finish(self, batch: Batch) -> Batch:
@@ -280,23 +305,6 @@ class Runner:
                     group.create_task(self._send(batch, line, has_room))
                     await has_room.wait()
 
-    async def _enter(self, tenant: str) -> None:
-        """Wait until there is room for a line of a tenant, and take it."""
-        turn = await self._turns.take(tenant)
-        try:
-            while self._num_lines >= self._room():
-                self._left.clear()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._left.wait(), _LOOK_S)
-            self._num_lines += 1
-        finally:
-            self._turns.end(turn)
-
-    def _leave(self) -> None:
-        """Give the room of a line to another."""
-        self._num_lines -= 1
-        self._left.set()
-
     async def _send(self, batch: Batch, line: Line, has_room: asyncio.Event) -> None:
         """Run a line and keep its result, however often the engine or the disk must be asked.
 
@@ -306,7 +314,7 @@ class Runner:
         valve = self._valves[batch.id]
         while answer is None:
             await valve.wait()
-            await self._enter(batch.tenant)
+            await self._room.enter(batch.tenant)
             try:
                 if not valve.is_open:  # others were refused while this one waited for room
                     continue
@@ -315,7 +323,7 @@ class Runner:
                 if answer is not None:
                     await self._keep(batch, line, answer)
             finally:
-                self._leave()
+                self._room.leave()
 
     async def _try(self, batch: Batch, line: Line, sent_s: float) -> inside.Answer | None:
         """Return the answer to a line; None if it has to be tried again."""
@@ -323,8 +331,7 @@ class Runner:
         sender = inside.Sender(batch.tenant, BATCH_SERVICE, batch.key)
         valve, answer, is_refused = self._valves[batch.id], None, False
         try:
-            if not self._may_run(batch.tenant):
-                raise _NoKeyError
+            self._check_key(batch)
             answer = await inside.post(self._app, line.url, line.body, sender)
             is_refused = answer.status in LATER
         finally:
@@ -336,6 +343,10 @@ class Runner:
                 request_id = answer.headers["x-request-id"]
                 return inside.refused(line.url, EngineKillerError(message), request_id)
         return None if is_refused else answer
+
+    def _check_key(self, batch: Batch) -> None:
+        if not self._may_run(batch.tenant):
+            raise _NoKeyError
 
     async def _keep(self, batch: Batch, line: Line, answer: inside.Answer) -> None:
         """Keep the result of a line; raises BodySizeError if there is no room for it."""

@@ -1,0 +1,119 @@
+"""A runner of batches whose lines a stand-in for the server answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from twostroke.http.error_forms import error_form
+from twostroke.http.errors import to_response
+from twostroke.http.limits import Limits
+from twostroke.http.served import STATE_KEY, ServedRequest
+from twostroke.serve.batches import batch as kept
+from twostroke.serve.batches import files, messages, openai
+from twostroke.serve.batches.batch import Batch
+from twostroke.serve.batches.runner import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.core.errors import TwostrokeError
+    from twostroke.records import Records
+
+FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
+URLS = {openai.PROTOCOL: "/v1/completions", messages.PROTOCOL: "/v1/messages"}
+DAY_S = 86_400.0
+
+
+class App:
+    """Answers requests, or fails as `fail` says of the line and how often it was sent."""
+
+    def __init__(self, fail: Callable[[str, int], TwostrokeError | None] | None = None) -> None:
+        self.sent: dict[str, int] = {}
+        self.fail = fail or (lambda _id, _times: None)
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        served = ServedRequest("r", error_form(scope), "POST", scope["path"])
+        scope["state"] = {STATE_KEY: served}
+        id_ = json.loads((await receive())["body"])["id"]
+        self.sent[id_] = times = self.sent.get(id_, 0) + 1
+        await asyncio.sleep(0.005)
+        await self.is_open.wait()
+        if (error := self.fail(id_, times)) is not None:
+            response = to_response(error, scope)
+            response.headers["x-request-id"] = "r"
+            await response(scope, receive, send)
+            return
+        headers = [(b"x-request-id", b"r")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+class Bench:
+    """A runner over the records in a folder, and one batch."""
+
+    def __init__(
+        self,
+        records: Records,
+        app: App,
+        may_run: Callable[[str], bool] = lambda _tenant: True,
+        num_together: int = 8,
+    ) -> None:
+        self.records, self.app = records, app
+        self.runner = Runner(records, FORMS, Limits(), lambda: num_together, may_run)
+
+    async def begin(self, num_lines: int, protocol: str = openai.PROTOCOL) -> Batch:
+        """Run lines whose custom_id is their place."""
+        await self.runner.start(self.app)
+        return await self.add(num_lines, protocol)
+
+    async def add(
+        self, num_lines: int, protocol: str = openai.PROTOCOL, id_: str = "b", tenant: str = "anna"
+    ) -> Batch:
+        with self.records.files.begin() as file:
+            for i in range(num_lines):
+                line = {"custom_id": f"{i}", "method": "POST", "url": URLS[protocol]}
+                file.write(json.dumps({**line, "body": {"id": f"{i}"}}).encode() + b"\n")
+            body = files.new_file(files.new_id(), file.num_bytes, "in.jsonl")
+            file.keep(body.id)
+        now_s = time.time()
+        batch = Batch(
+            id=id_,
+            tenant=tenant,
+            protocol=protocol,
+            endpoint=URLS[protocol],
+            input_file=body.id,
+            window="24h",
+            expires_at=now_s + DAY_S,
+            since={"validating": now_s},
+        )
+        await self.runner.add(batch, body)
+        return batch
+
+    async def found(self) -> Batch:
+        batch = await self.records.read(lambda db: kept.find(db, "b", "anna", self.protocol))
+        assert batch is not None
+        return batch
+
+    protocol = openai.PROTOCOL
+
+    async def ended(self) -> Batch:
+        for _ in range(2000):
+            if not (batch := await self.found()).is_open:
+                return batch
+            await asyncio.sleep(0.005)
+        raise AssertionError(batch)
+
+    def lines(self, file: str | None) -> dict[str, Any]:
+        text = self.records.files.path(str(file)).read_text()
+        return {line["custom_id"]: line for line in map(json.loads, text.splitlines())}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 of several tasks
+            await asyncio.sleep(0.001)
