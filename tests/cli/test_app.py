@@ -194,3 +194,33 @@ def test_help_needs_no_numpy() -> None:
         check=True,
     )
     assert done.stderr.split() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_module_is_compiled_is_not_lost(number: int) -> None:
+    source = "import os, time; os.kill(os.getpid(), {}); {}"
+    program = f"""
+import signal
+from twostroke.cli import app
+signal.signal({int(number)}, app._end)
+try:
+    exec(compile({source.format(int(number), "1")!r}, "<frozen importlib._bootstrap>", "exec"))
+except SystemExit:
+    print("could be lost")
+import time
+time.sleep(20)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (128 + number, b"")
+
+
+def test_nohup_keeps_a_command_running() -> None:
+    program = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from twostroke.cli import app
+app.run = lambda _: os.kill(os.getpid(), signal.SIGHUP) or 7
+sys.exit(app.main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 7

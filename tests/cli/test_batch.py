@@ -70,6 +70,7 @@ def test_second_run_does_not_repeat_finished_lines(cli: Cli, tiny: str, tmp_path
     ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
     assert ran.code == 0
     assert "2 lines in" in ran.err
+    assert "; 1 were there from an earlier run" in ran.err
     assert ids(out) == ["a", "b", "c"]
     assert json.loads(out.read_text().splitlines()[1]) == kept
     assert not partial.exists()

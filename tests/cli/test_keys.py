@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from twostroke.http.keys import ApiKeys
-from twostroke.records import Records
+from twostroke.records import Records, RecordsError, beside
 from twostroke.serve.batches.batch import Batch, insert
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from conftest import Ran
@@ -51,6 +51,27 @@ def test_key_is_printed_once_and_never_listed(keys: Callable[..., Ran], tmp_path
     assert "digest" not in listed
     made = json.loads(keys("add", "other", "--json").out)
     assert (made["tenant"], made["key"][:12]) == ("other", f"ts-{made['id']}-")
+
+
+def test_key_that_was_not_kept_leaves_no_mark(
+    keys: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def full(*given: Any, **options: Any) -> Iterator[Any]:
+        with beside(*given, **options) as db:
+            yield db
+            raise RecordsError("The database cannot be written: the disk is full.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("twostroke.cli.keys.beside", full)
+        assert keys("add", "app").code == 1
+    mark = tmp_path / "records" / "has-keys"
+    assert not mark.exists()
+    assert keys("add", "app").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("twostroke.cli.keys.beside", full)
+        assert keys("add", "other").code == 1
+    assert mark.exists()
 
 
 def test_first_key_says_which_batches_end(keys: Callable[..., Ran], tmp_path: Path) -> None:

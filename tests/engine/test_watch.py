@@ -61,3 +61,14 @@ def test_a_server_that_did_not_run_itself_does_not_blame_the_engine() -> None:
     assert watch.fault(0.25) is None
     assert watch.fault(100.0) is None
     assert pulses(watch, 10) is None
+
+
+def test_a_pause_of_all_processes_is_no_long_step() -> None:
+    watch = Watch(0.1, 0.0)
+    assert pulses(watch, 1, step_s=0.1, steps=1) is None
+    assert watch.fault(9.0) is None  # both were stopped at 1.0
+    watch.hear(9.01, Progress(1, 8.9))
+    assert watch.fault(9.25) is None
+    fault = pulses(watch, 60, step_s=9.2, steps=1)
+    assert fault is not None
+    assert watch._looked_s < 14.5

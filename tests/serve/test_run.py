@@ -80,7 +80,7 @@ def test_taken_port_ends_the_process(tmp_path: Path) -> None:
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> None:
     with served(tmp_path, "20") as (process, url):
         body = chat_body(

@@ -140,7 +140,8 @@ def main() -> int:
         if hasattr(stream, "reconfigure"):  # a terminal may lack characters of an answer
             stream.reconfigure(errors="replace")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _end)
     sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # silent while the interpreter ends
@@ -232,6 +233,14 @@ def _drop_output() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Exit through an exception, so that unfinished work is cleaned up."""
-    del frame
+    """Exit through an exception, so that unfinished work is cleaned up.
+
+    Python loses one that is raised while it compiles a module or frees its lock: a moment later it
+    does not.
+    """
+    if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        soon = threading.Timer(0.02, _thread.interrupt_main, (number,))
+        soon.daemon = True
+        soon.start()
+        return
     sys.exit(128 + number)

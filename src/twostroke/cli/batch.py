@@ -44,7 +44,7 @@ _SHOWN: Final = 20  # wrong lines
 @option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, dir_okay=False),
     required=True,
     metavar="FILE",
     help="Where results go, in the order of INPUT.",
@@ -53,7 +53,7 @@ _SHOWN: Final = 20  # wrong lines
 @option("--url", help="Send the lines to this server; the key in TWOSTROKE_API_KEY is sent, too.")
 @option(
     "--errors",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Where failed lines go [default: OUTPUT with .errors before its suffix].",
 )
@@ -188,4 +188,5 @@ def _rest(progress: Progress, partial: Path) -> str:
 def _summary(progress: Progress, elapsed_s: float) -> str:
     speed = f"{progress.num_tokens / elapsed_s:.0f} tokens/s" if elapsed_s > 0 else ""
     new = progress.num_done - progress.num_before
-    return f"{new} lines in {elapsed_s:.1f} s: {progress.num_tokens} tokens, {speed}"
+    kept = f"; {progress.num_before} were there from an earlier run" if progress.num_before else ""
+    return f"{new} lines in {elapsed_s:.1f} s: {progress.num_tokens} tokens, {speed}{kept}"

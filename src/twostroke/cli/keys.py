@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -110,13 +111,17 @@ def command() -> None:
 def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **given: Any) -> None:
     """Make a key called NAME, and print it, once."""
     facts = _facts(Key(tenant="", digest=""), given)
-    is_new = not _is_there(records)
-    with beside(records, writes=True, makes=True) as db:
-        is_first = not kept.newest_change(db)
-        made, text = kept.add(db, name, name if tenant is None else tenant, **facts)
-        keyless = "SELECT count(*) FROM batches WHERE is_open AND tenant = ''"
-        [num_keyless] = db.execute(keyless).fetchone() if is_first else [0]
-        kept.had_keys(records).make()  # if it fails, nobody would have seen the key: none is kept
+    is_new, mark = not _is_there(records), kept.had_keys(records)
+    with ExitStack() as undo:
+        with beside(records, writes=True, makes=True) as db:
+            is_first = not kept.newest_change(db)
+            made, text = kept.add(db, name, name if tenant is None else tenant, **facts)
+            keyless = "SELECT count(*) FROM batches WHERE is_open AND tenant = ''"
+            [num_keyless] = db.execute(keyless).fetchone() if is_first else [0]
+            if not mark.is_there:
+                undo.callback(mark.remove)
+            mark.make()  # if it fails, nobody would have seen the key: none is kept
+        undo.pop_all()
     if as_json:
         click.echo(json.dumps(_shown(made, None) | {"key": text}))
         return

@@ -19,7 +19,7 @@ class Watch:
         self.progress = Progress(0, 0.0)
         self._predicted_s, self._least_s = longest_s, least_s
         self._longest_s = 0.0
-        self._heard_s = self._looked_s = now_s
+        self._heard_s = self._looked_s = self._resumed_s = now_s
 
     @property
     def limit_s(self) -> float:
@@ -39,9 +39,10 @@ class Watch:
     def fault(self, now_s: float) -> str | None:
         """Return why the process is to be ended, if it is; ask this several times a second."""
         paused_s, self._looked_s = now_s - self._looked_s, now_s
-        if paused_s > 1.0:  # this process itself did not run
-            self._heard_s = max(self._heard_s, now_s - 1.0)
-        silent_s, step_s = now_s - self._heard_s, self.progress.step_s
+        if paused_s > 1.0:  # this process itself did not run, and perhaps none did
+            self._resumed_s = now_s - 1.0
+        silent_s = now_s - max(self._heard_s, self._resumed_s)
+        step_s = min(self.progress.step_s, now_s - self._resumed_s)
         if silent_s > self.limit_s:
             return f"it has said nothing for {silent_s:.1f} s"
         if step_s > self.limit_s and not self.progress.is_recovering:

@@ -122,7 +122,7 @@ async def run(
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until SIGINT or SIGTERM, and return the process's exit code.
+    """Serve until SIGINT, SIGTERM or SIGHUP, and return the process's exit code.
 
     After the first signal the application drains, and running requests have its `drain_s` seconds
     to finish. Then, or at a second signal, the rest is cut off with an error. The exit code is 0 if
@@ -148,7 +148,8 @@ async def run(
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(Faults())
     is_main = threading.current_thread() is threading.main_thread()  # only it gets signals
-    signals = [signal.SIGINT, signal.SIGTERM] if is_main else []
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # nohup ignores the last
+    signals = [one for one in ends if is_main and signal.getsignal(one) is not signal.SIG_IGN]
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal)
     application.vitals.attach(shutdown.on_end)

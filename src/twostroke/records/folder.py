@@ -134,6 +134,11 @@ class Mark:
         except OSError as error:
             raise explain(error, self.path) from None
 
+    def remove(self) -> None:
+        """Remove it, as far as the folder allows."""
+        with suppress(OSError):
+            self.path.unlink()
+
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder survive a loss of power; raises OSError."""
