@@ -50,8 +50,8 @@ class Server:
             SystemExit: it ends, or is not healthy in time.
         """
         note(f"Starting {name}")
-        self.port, log = free_port(), folder / f"{name}.log"
-        with log.open("wb") as output:
+        self.port, self._log = free_port(), folder / f"{name}.log"
+        with self._log.open("wb") as output:
             where = ("--host", "127.0.0.1", "--port", str(self.port))
             process = subprocess.Popen(
                 [*command, *where], stdin=subprocess.PIPE, stdout=output, stderr=output
@@ -61,10 +61,13 @@ class Server:
         deadline = (began_s := time.monotonic()) + _READY_WITHIN_S
         while not _is_healthy(self.port):
             if process.poll() is not None or time.monotonic() > deadline:
-                said = log.read_text(errors="replace")[-1000:]
-                raise SystemExit(f"{name} did not get ready; the end of its log:\n{said}")
+                raise SystemExit(f"{name} did not get ready; the end of its log:\n{self.tail()}")
             time.sleep(0.02)
         self.ready_s = time.monotonic() - began_s
+
+    def tail(self) -> str:
+        """Return the end of what it has said."""
+        return self._log.read_text(errors="replace")[-1000:]
 
 
 def free_port() -> int:

@@ -278,6 +278,21 @@ def test_a_launched_process_ends_without_a_load() -> None:
     assert left.process.wait(30) == 0
 
 
+def test_an_engine_that_hangs_is_read_with_the_spans_that_are_asked(model: str) -> None:
+    async def run() -> None:
+        async with started(model) as engine:
+            assert len((await engine.read([(10, 0), (60, 0)])).spans) == 2
+            os.kill(engine.life.pid, signal.SIGSTOP)
+            assert len((await engine.read([(10, 0)])).spans) == 1
+            assert len((await engine.read([(10, 0), (60, 0)])).spans) == 2
+            reading = asyncio.create_task(engine.read([(10, 0)] * 3))
+            await asyncio.sleep(0)
+            os.kill(engine.life.pid, signal.SIGKILL)
+            assert len((await reading).spans) == 3
+
+    asyncio.run(run())
+
+
 def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model: str) -> None:
     async def run() -> None:
         hasty = Caller(timeout_s=0.5)

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from malformed import sockets
 from malformed.asker import Asker, Reply
@@ -33,6 +33,9 @@ from support.remote import options
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.engine.build import build
 from twostroke.engine.process import _ready
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TINY = "tiny"
 _ROUND = 250  # cases between two good requests
@@ -236,8 +239,7 @@ def _memory(pid: int) -> int:
 async def frames(model: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
     """Send half of the frames to each end; return how they ended, and what is wrong."""
     rng, found, faults = random.Random(seed), Counter[str](), list[str]()
-    logging.disable(1 << 70)  # what the engine says of each
-    with build(model, options()) as engine:
+    with _silent(), build(model, options()) as engine:
         desk = EngineEnd(engine)
         for _ in range(count // 2):
             frame = damaged_frame(rng.choice(REQUESTS), rng)
@@ -259,6 +261,16 @@ async def frames(model: str, count: int, seed: int) -> tuple[Counter[str], list[
                 break
             await asyncio.sleep(0.05)
     return found, faults
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Drop what the engine says of each frame."""
+    logging.disable(1 << 70)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 async def requests(given: argparse.Namespace, server: Server) -> tuple[Campaign, float]:
@@ -284,6 +296,8 @@ def run(given: argparse.Namespace, folder: Path) -> int:
             server = Server("Twostroke", command, folder, stack)
             campaign, took_s = asyncio.run(requests(given, server))
         faults += campaign.faults
+        if faults:
+            print(f"The server's log ends with:\n{server.tail()}")
         print(f"{dict(sorted(campaign.counts.items()))} in {took_s:.0f} s")
         all_, late = ([f"{one / 2**20:+.1f}" for one in part] for part in campaign.growth)
         print(

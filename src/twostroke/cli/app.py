@@ -239,7 +239,8 @@ def _end(number: int, frame: FrameType | None) -> None:
     does not.
     """
     if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
-        soon = threading.Timer(0.02, _thread.interrupt_main, (number,))
+        me = threading.get_ident()
+        soon = threading.Timer(0.02, signal.pthread_kill, (me, number))
         soon.daemon = True
         soon.start()
         return

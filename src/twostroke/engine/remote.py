@@ -70,6 +70,7 @@ class RemoteEngine:
         self.draft = ready.card.draft
         self.limits = Limits.known(ready.card.hardware) if ready.card.hardware else None
         self._last: Reading = ready.reading
+        self._spans: list[tuple[int, int]] = []  # that it has
         self._ids = itertools.count(1)
         self._asked: dict[int, tuple[wire.Compile | wire.Read, asyncio.Future[Any]]] = {}
         self._compiling: set[int] = set()  # of what is asked
@@ -184,18 +185,21 @@ class RemoteEngine:
         return gaps
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> Reading:
-        """Return counts and spans; those of the last time if the engine does not answer now."""
+        """Return counts and spans; if the engine does not answer now, what it said last."""
         if self._life.is_up:
             message = wire.Read(next(self._ids), list(spans))
             try:
-                self._last = await asyncio.wait_for(self._inquire(message), _READ_S)
+                found: Reading | None = await asyncio.wait_for(self._inquire(message), _READ_S)
             except TimeoutError:
                 _logger.debug("The engine took long to say what it does.")
-        missing = len(spans) - len(self._last.spans)
-        if missing <= 0:
+            else:
+                if found is not None:
+                    self._last, self._spans = found, message.spans
+                    return found
+        if self._spans == list(spans):
             return self._last
         nothing = Span(self._last.snapshot, self._last.snapshot, 0)
-        return replace(self._last, spans=(*self._last.spans, *(nothing,) * missing))
+        return replace(self._last, spans=(nothing,) * len(spans))
 
     def flush(self) -> None:
         """Start a batch that is not full."""
@@ -293,7 +297,7 @@ class RemoteEngine:
             self._reply(id_, None, error)
         for asked, _ in list(self._asked.values()):
             if isinstance(asked, wire.Read):
-                self._reply(asked.id, self._last)
+                self._reply(asked.id, None)
         return was_busy
 
     def look(self) -> None:
