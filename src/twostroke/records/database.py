@@ -217,15 +217,18 @@ def beside(
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    is_new = False
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        is_new = True
     except OSError:  # it is there, perhaps from an older version, or cannot be made, as SQLite says
         for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
             with suppress(OSError):
                 one = path.with_name(name)
                 one.chmod(one.stat().st_mode & 0o700)
     connection = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new database
+    if is_new:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes the lock of writers
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA journal_size_limit = {_MOST_LOG_BYTES}")
     connection.execute("PRAGMA synchronous = FULL")
