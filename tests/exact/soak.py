@@ -137,6 +137,7 @@ class Soak:
             found.append(f"{state['pages']['held']} pages are held")
         if state["requests"]["running"] or state["requests"]["num_waiting"]:
             found.append(f"requests: {state['requests']}")
+        await asyncio.sleep(1)  # until the connection for that is closed, too
         now = _files(self.server.pid)
         if len(now) > len(files):
             more = Counter(now) - Counter(files)

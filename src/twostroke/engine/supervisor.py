@@ -249,6 +249,8 @@ class Supervisor:
     async def _revive(self, *, has_run: bool) -> None:
         """Start the next process, unless too many have died one after another."""
         how = await asyncio.to_thread(self._process.describe_end)
+        if self._has_ended:
+            return
         why, self._why = f"{how}. {self._why}".strip(), ""
         failure, self._failure = self._failure, None
         if not has_run and failure is not None and self._guest.failed_to_load(failure):
@@ -259,6 +261,8 @@ class Supervisor:
             pause_s = self._pause_s
             _logger.warning("The engine %s: %s It starts again in %g s.", what, why, pause_s)
             await asyncio.sleep(pause_s)
+            if self._has_ended:
+                return  # nobody would end another
             try:
                 self._process = EngineProcess(self._load)
             except TwostrokeError as error:  # the system lacks something, perhaps for a moment

@@ -138,3 +138,30 @@ def test_line_as_long_as_the_limit_is_read_with_its_end(tmp_path: Path, end: byt
     assert (len(found), place) == (2 if end else 1, None)
     with pytest.raises(lines.WrongLineError):
         lines.next_lines(path, lines.Place(), set(), Limits(max_body_bytes=len(text) - 1))
+
+
+def test_batch_that_is_made_while_others_are_read_runs_once(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.serve.batches.runner._START_S", 0.0)
+    app, read = App(), records.read
+    may_go_on = asyncio.Event()
+
+    async def slow(work: Any) -> Any:
+        if getattr(work, "__name__", "") == "open_batches":
+            await may_go_on.wait()
+        return await read(work)
+
+    async def go() -> Batch:
+        monkeypatch.setattr(records, "read", slow)
+        app.is_open.clear()
+        bench = Bench(records, app)
+        await bench.begin(3)
+        may_go_on.set()
+        await until(lambda: len(app.sent) == 3)
+        await asyncio.sleep(0.2)
+        app.is_open.set()
+        return await bench.ended()
+
+    assert asyncio.run(go()).completed == 3
+    assert set(app.sent.values()) == {1}

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _MOST_DEATHS: Final = 3  # of engines that computed a line, which is then not run again
 _LOOK_AGAIN_S: Final = 1.0  # at the tenant's key, and at the time left: timers miss a sleep
 _DISK_PAUSE_S: Final = 10.0  # after records could not be written
+_START_S: Final = 1.0  # for records that can be read
 _logger = logging.getLogger("twostroke.serve")
 T = TypeVar("T")
 
@@ -94,6 +95,7 @@ class Runner:
         self._app = app
         self._dropping = asyncio.create_task(self._endings.drop(self._write))
         self._starting = asyncio.create_task(self._go_on())
+        await asyncio.wait((self._starting,), timeout=_START_S)
 
     async def _go_on(self) -> None:
         batches: Iterable[Batch] | None = None
@@ -103,8 +105,7 @@ class Runner:
             except RecordsError as error:
                 await self._wait_for_disk(error)
         for batch in batches:
-            if batch.id not in self._tasks:
-                self._begin(batch)
+            self._begin(batch)
 
     async def stop(self) -> None:
         """Stop at once; the next server runs the lines that have no result."""
@@ -169,6 +170,8 @@ class Runner:
         return self._paces.get(batch.id)
 
     def _begin(self, batch: Batch) -> None:
+        if batch.id in self._tasks:  # it was made while those before it were read
+            return
         self._cancelled[batch.id] = asyncio.Event()
         self._tasks[batch.id] = asyncio.create_task(self._run(batch))
 
