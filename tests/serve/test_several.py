@@ -174,11 +174,13 @@ def test_timeouts_and_clients_that_leave_while_a_model_loads(
         late = server.http.post(
             "/v1/completions",
             json={"model": "a", "prompt": "hello", "max_tokens": 2},
-            headers={"x-request-timeout": "0.3"},
+            headers={"x-request-timeout": "0.05"},
         )
         assert late.status_code == 504, late.text
         with pytest.raises(httpx.ReadTimeout):
-            server.http.post("/v1/completions", json={"model": "b", "prompt": "hello"}, timeout=0.3)
+            server.http.post(
+                "/v1/completions", json={"model": "b", "prompt": "hello"}, timeout=0.05
+            )
         server.wait_until("a", "loaded")  # the loads went on
         server.wait_until("b", "loaded")
         assert server.complete("b").status_code == 200
