@@ -54,7 +54,7 @@ def test_an_interrupted_script_gets_no_half_object(endless: str, after_s: float)
         except subprocess.TimeoutExpired:  # Python can lose one while it imports: press again
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert out == b""
     assert b"Traceback" not in err
     assert b"\n" not in err.strip()  # click may begin a line before the sentence
