@@ -223,6 +223,7 @@ class _Weights:
             name: _empty(*shape, dtype=gpu.element) for name, shape in self._shapes.items()
         }
         self.packed: dict[str, Packed] = {}
+        self.shapes: dict[str, Any] = {}
         self.mean_keys: dict[int, torch.Tensor] = {}
 
     def factors(self, names: tuple[str, ...]) -> Sequence[torch.Tensor]:

@@ -56,7 +56,7 @@ def check_backend(options: EngineOptions, program: Program, say: Callable[[str],
     if options.compute.backend == "gpu":
         check_gpu(program, options.compute)
     elif options.compute.backend == "auto" and device.may_exist():
-        say("There is a GPU, which --backend gpu uses; that backend has not been measured yet.")
+        say("There is a GPU, which --backend gpu uses; that backend is young.")
 
 
 def check_gpu(program: Program, compute: ComputeOptions) -> None:

@@ -88,6 +88,19 @@ def test_tokens_drawn_on_the_device_stay_there() -> None:
     }
 
 
+def test_a_step_may_draw_nothing() -> None:
+    """A long prompt's first chunks want no token: on the device, too, nothing is drawn then."""
+    expected, ours = gpu_backend(12), gpu_backend(12, draws_on_host=False)
+    for backend in (expected, ours):
+        request = alone(0)
+        request.tokens = [*range(3, 13)]
+        assert backend.run(StepPlan((Slice(request, 0, 6, samples=False),))).tokens == []
+        (token,) = backend.run(StepPlan((Slice(request, 6, 4, samples=True),))).tokens
+        request.tokens.append(token)
+    again = expected.run(StepPlan((Slice(request, 6, 4, samples=True),)))
+    assert again.tokens == [token]
+
+
 def alone(number: int, num_pages: int = 1) -> Request:
     request = Request(f"q{number}", [5 + number, 7], 2, SamplingParams(temperature=0), seed=1)
     request.pages = [[number * num_pages + page for page in range(num_pages)]]

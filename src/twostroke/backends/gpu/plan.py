@@ -124,8 +124,7 @@ class Plan:
         self._gpu, self._lowered, self._weights = gpu, lowered, weights
         self._cache, self._tables, self.max_rows = cache, tables, max_rows
         self.memory = StepMemory(gpu, lowered, max_rows)
-        packed = {name: (x.layout, x.width, x.depth) for name, x in weights.packed.items()}
-        size = products.scratch_bytes(gpu, lowered, packed, max_rows)
+        size = products.scratch_bytes(gpu, lowered, weights.shapes, max_rows)
         self._scratch = torch.zeros(size, dtype=torch.uint8, device=gpu.device)
         self._attentions = [r.op for r in lowered.records if isinstance(r, Attend)]
         given = {} if piece is None else {"piece": piece}

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from twostroke.backends.gpu.kernels import product, products_fp8, products_packed
 from twostroke.backends.gpu.kernels.packed import Packed
 from twostroke.backends.gpu.lowered import Kind, Products
+from twostroke.backends.gpu.stored import together
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -17,21 +18,24 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.products_fp8 import RoundedRows
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered
-    from twostroke.backends.gpu.stored import Layout
-
-    Matrix = tuple[Layout, int, int]  # that is packed: outputs and inputs
+    from twostroke.backends.gpu.stored import Layout, Matrix
 
 
 def scratch_bytes(gpu: Gpu, lowered: Lowered, packed: Mapping[str, Matrix], max_rows: int) -> int:
     """Return how many bytes products of up to `max_rows` rows need besides input and output."""
     needed = [
-        _needed(gpu, packed[name], max_rows)
+        _needed(gpu, matrix, max_rows)
         for record in lowered.records
         if isinstance(record, Products) and lowered.buffers[record.output].kind is Kind.PARTS
-        for name in record.weights
-        if name in packed
+        for matrix in _joined([packed.get(name) for name in record.weights])
     ]
     return max(needed, default=0)
+
+
+def _joined(matrices: list[Matrix | None]) -> Iterator[Matrix]:
+    for run in together(matrices):
+        if (first := matrices[run[0]]) is not None:
+            yield first[0], sum(one[1] for i in run if (one := matrices[i])), first[2]
 
 
 def _needed(gpu: Gpu, matrix: Matrix, max_rows: int) -> int:

@@ -156,5 +156,5 @@ def _least(min_p: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def _put(out: Ints, place: int, values: NDArray[Any]) -> None:
-    words = np.ascontiguousarray(values).view(np.int32).reshape(len(out), -1)
+    words = np.ascontiguousarray(values)[:, None].view(np.int32)
     out[:, place : place + words.shape[1]] = words

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from twostroke.program import Program
     from twostroke.quant import Format, QuantTensor
 
+    Matrix = tuple["Layout", int, int]  # that is packed: outputs and inputs
+
 TILE_OUTPUTS: Final = 64
 TILE_INPUTS: Final = 256
 _SCALE_TYPES: Final = ("F16", "BF16", "F32")
@@ -86,6 +88,21 @@ def grouped_of(fmt: Format) -> tuple[int, bool] | None:
 def matrix_layout(tensor: QuantTensor) -> Layout | None:
     """Return how a matrix stays packed; None if it does not."""
     return None if tensor.order is not None else layout_of(tensor.format, tensor.shape[-1])
+
+
+def together(matrices: Sequence[Matrix | None]) -> list[list[int]]:
+    """Return which neighbours are multiplied as one matrix; None is one that is not packed.
+
+    They are packed alike, and each ends with a whole tile.
+    """
+    runs: list[list[int]] = []
+    for index, matrix in enumerate(matrices):
+        before = matrices[index - 1] if index else None
+        if before and matrix and before[0] == matrix[0] and before[1] % TILE_OUTPUTS == 0:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
 
 
 def stacks_of(

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int32]
 
-MOST_PIECES: Final = 33  # of one row: a context's first and last piece may be cut by a window
-_MOST_FULL_PIECES: Final = 32
+MOST_PIECES: Final = 65  # of one row: a context's first and last piece may be cut by a window
+_MOST_FULL_PIECES: Final = 64
 BLOCK: Final = 64  # tokens that attention reads at once, or half of them
 FEW_ROWS: Final = 16  # a slice of no more divides its context; one of more has tiles of many rows
 
@@ -23,7 +23,7 @@ class Tiling(Frozen):
     """How layers of one shape are divided: the window, and how many rows tiles have.
 
     A context is cut at multiples of a size that depends on its length alone: `piece` tokens, or
-    the power of two times as many that makes at most 32 pieces. For the `same_tokens`, all tiles
+    the power of two times as many that makes at most 64 pieces. For the `same_tokens`, all tiles
     have few rows, and contexts are cut as each row's own would be.
     """
 

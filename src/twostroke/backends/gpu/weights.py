@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from twostroke.backends.gpu import mixtures
-from twostroke.backends.gpu.kernels.packed import pack
+from twostroke.backends.gpu.kernels.packed import joined, pack
 from twostroke.backends.gpu.lowered import AddNorm, Embed, Mix, Products, Store
-from twostroke.backends.gpu.stored import matrix_layout
+from twostroke.backends.gpu.stored import matrix_layout, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered
     from twostroke.backends.gpu.mixtures import ExpertWeights
+    from twostroke.backends.gpu.stored import Matrix
     from twostroke.program import ops
     from twostroke.quant import QuantTensor
 
@@ -44,10 +45,10 @@ def element_of(tensors: Mapping[str, QuantTensor]) -> torch.dtype:
 
 
 class DeviceWeights:
-    """Matrices by name, those that read one input together if they are dense, and vectors.
+    """Matrices by name, and vectors; those that read one input are together if they are alike.
 
-    `packed` are those in a format that kernels read, tables too, and `matrices` others, in the
-    element type. `converted` counts the matrices of each format that was neither.
+    `packed` and `joined` are those in a format that kernels read, tables too, and `matrices`
+    others, in the element type. `converted` counts the matrices of each format that was neither.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class DeviceWeights:
         self.converted: Counter[str] = Counter()
         self.matrices: dict[str, Tensor] = {}
         self.packed: dict[str, Packed] = {}
+        self.shapes: dict[str, Matrix] = {}  # of all packed matrices
+        self.joined: dict[tuple[str, ...], Packed] = {}
         self.products: dict[tuple[str, ...], Tensor] = {}
         self.experts: dict[str, ExpertWeights] = {}  # by the mixture's output
         self.mean_keys = {k: torch.from_numpy(x).to(gpu.device) for k, x in mean_keys.items()}
@@ -80,11 +83,13 @@ class DeviceWeights:
         read = [*groups, (lowered.logits.weight,), *((name,) for name in tables)]
         for name in dict.fromkeys(name for group in read for name in group):
             if matrix_layout(tensors[name]):
-                self.packed[name] = pack(tensors[name], gpu.device)
+                packed = self.packed[name] = pack(tensors[name], gpu.device)
+                self.shapes[name] = packed.layout, packed.width, packed.depth
                 done += tensors[name].num_bytes
                 release([tensors[name]])
                 progress(min(done, total), total)
-        dense = [tuple(n for n in group if n not in self.packed) for group in read]
+        self._join([group for group in dict.fromkeys(read) if len(group) > 1])
+        dense = [tuple(n for n in group if n not in self.shapes) for group in read]
         for group in filter(None, dense):
             if group in self.products or (len(group) == 1 and group[0] in self.matrices):
                 continue
@@ -118,14 +123,38 @@ class DeviceWeights:
         """Bytes on the device."""
         held = {tensor.data_ptr(): tensor for tensor in self.products.values()}
         num_bytes: int = sum(t.nbytes for t in (*held.values(), *self._vectors.values()))
-        num_bytes += sum(packed.num_bytes for packed in self.packed.values())
+        packed = *self.packed.values(), *self.joined.values()
+        num_bytes += sum(matrix.num_bytes for matrix in packed)
         return num_bytes + sum(experts.num_bytes for experts in self.experts.values())
 
     def factors(self, names: tuple[str, ...]) -> Sequence[Tensor | Packed]:
-        """Return matrices that read one input, in order; dense ones alone are one matrix."""
+        """Return matrices that read one input, in order; neighbours of one format are one."""
         if names in self.products:
             return (self.products[names],)
-        return [self.packed[n] if n in self.packed else self.matrices[n] for n in names]
+        return [
+            self.joined[run]
+            if len(run) > 1
+            else self.packed[run[0]]
+            if run[0] in self.packed
+            else self.matrices[run[0]]
+            for run in self._runs(names)
+        ]
+
+    def _runs(self, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+        runs = together([self.shapes.get(name) for name in names])
+        return [tuple([names[index] for index in run]) for run in runs]
+
+    def _join(self, groups: Sequence[tuple[str, ...]]) -> None:
+        """Make one matrix of neighbours that are packed alike: each launch has a price."""
+        runs = [run for group in groups for run in self._runs(group) if len(run) > 1]
+        readers = Counter(name for run in runs for name in run)
+        for run in runs:
+            parts = [self.packed[name] for name in run]
+            self.joined[run] = joined(parts, sum(part.width for part in parts))
+            for name in run:
+                readers[name] -= 1
+                if not readers[name]:
+                    del self.packed[name]
 
     def vector(self, name: str, offset: float = 0.0) -> Tensor:
         """Return a weight of one dimension in float32, with an offset added."""

@@ -21,7 +21,7 @@ from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS, Layout, gro
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -79,15 +79,26 @@ def pack(tensor: QuantTensor, device: torch.device) -> Packed:
         _pack_rows(tensor.format, data[start : start + grain], depth, device)
         for start in range(0, width, grain)
     ]
+    return joined([Packed(layout, width, depth, *part) for part in parts], width)
 
-    def joined(index: int, dim: int) -> Tensor | None:
-        arrays = [array for part in parts if (array := part[index]) is not None]
-        return torch.cat(arrays, dim) if len(arrays) > 1 else arrays[0] if arrays else None
 
-    codes, scales = joined(0, 1), joined(1, -1)
+def joined(parts: Sequence[Packed], width: int) -> Packed:
+    """Return matrices of one layout and depth as one with `width` outputs in all.
+
+    All but the last end with a whole tile.
+    """
+    if len(parts) == 1:
+        return parts[0]
+
+    def whole(name: str, dim: int) -> Tensor | None:
+        arrays = [array for part in parts if (array := getattr(part, name)) is not None]
+        return torch.cat(arrays, dim) if arrays else None
+
+    first, codes, scales = parts[0], whole("codes", 1), whole("scales", -1)
     assert codes is not None
     assert scales is not None
-    return Packed(layout, width, depth, codes, scales, joined(2, 1), joined(3, -1))
+    given = first.layout, width, first.depth, codes, scales
+    return Packed(*given, whole("high", 1), whole("offsets", -1))
 
 
 def _pack_rows(

@@ -28,14 +28,14 @@ def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
     One number for all products that write into the same `Parts`: `width` is that of all. For the
     same tokens it depends on the shape alone, and is small, since many rows have parts, too.
     """
-    most = 8
+    most, per_unit = 8, 8 if num_rows <= 16 else 4
     if gpu.same_tokens:
-        num_rows, most = 1, 2
+        num_rows, most, per_unit = 1, 2, 4
     blocks = -(-width // _BLOCK_N) * -(-num_rows // FEW_ROWS)
     parts = 1
     while (
         parts < most
-        and 2 * parts * blocks <= 4 * gpu.num_units
+        and 2 * parts * blocks <= per_unit * gpu.num_units
         and depth // (2 * parts) >= _LEAST_DEPTH
     ):
         parts *= 2
@@ -93,14 +93,14 @@ def _start(
         header if rows is None else rows.routes.shares,
         output.part_stride,
         num_warps=8 if block_m > FEW_ROWS else 4,
-        num_stages=4 if block_m <= FEW_ROWS else 3,
+        num_stages=3 if block_m > FEW_ROWS else 4 if rows else 6,
         WIDTH=width,
         DEPTH=depth,
         PART_DEPTH=-(-depth // output.count // 64) * 64,
         ROW_STRIDE=output.row_stride,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=128 if depth >= 128 and block_m <= FEW_ROWS else 64,
+        BLOCK_K=128 if depth >= 128 and block_m <= FEW_ROWS and rows else 64,
         LINES=rows.lines if rows else 0,
         IS_SHARED=rows is not None and rows.is_shared,
     )

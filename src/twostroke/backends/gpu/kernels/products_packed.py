@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
 
 FEW_ROWS: Final = 16  # up to which sums are scaled, not weights
-MANY_ROWS: Final = 512  # from which a matrix is written out
+MANY_ROWS: Final = 65  # from which a matrix is written out
 _SAME_ROWS: Final = 32  # of each tile, for the same tokens
 _GROUPED_STAGES: Final = {5: 1, 6: 3}  # by bits of codes
 
@@ -135,9 +135,7 @@ def _start(
         unused if rows is None else rows.routes.order,
         unused if rows is None else rows.routes.shares,
         output.part_stride,
-        # Two warps keep to mma.sync, whose operands come from registers; four make a warp group.
-        # Of a mixture, whose pointers take more registers, two would spill some.
-        num_warps=2 if scales_sums and rows is None else block_n // 16,
+        num_warps=block_n // 16,
         num_stages=num_stages if block_n == 64 else 2,
         WIDTH=weight.width,
         DEPTH=weight.depth,
