@@ -133,7 +133,7 @@ def test_a_step_for_which_there_is_no_memory_harms_no_other(
 
 def test_steps_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their sizes: of all buckets, with passes, with draws on the device."""
-    monkeypatch.setattr(plan_module, "_DECODED_ROWS", 4)
+    monkeypatch.setattr(plan_module, "_DECODED_ROWS", 2)
     backend = gpu_backend(200, max_rows=300, draws_on_host=False)
     params = [
         SamplingParams(),

@@ -289,8 +289,8 @@ def _attention(
         at = (row + within) * (HEADS * DIM) + head * DIM
         is_query = is_pair[:, None] & is_dim[None, :]
         queries = tl.load(q + (at[:, None] + dims[None, :]), is_query, 0.0)  # (pairs, dims)
-        if KV == "":
-            queries = queries.to(cache.dtype.element_ty)  # or keys and values would go by registers
+        if cache.dtype.element_ty == tl.float16:
+            queries = queries.to(tl.float16)  # or keys and values would go by way of registers
         first = position - WINDOW + 1 if WINDOW else 0
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
