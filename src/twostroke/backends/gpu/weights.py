@@ -80,43 +80,43 @@ class DeviceWeights:
         names = {name for group in groups for name in group} | {*tables, lowered.logits.weight}
         names |= {weight.name for op in mixes for weight in op.weights}
         total, done = sum(tensors[name].num_bytes for name in names), 0
+
+        def finish(loaded: Sequence[QuantTensor]) -> None:
+            nonlocal done
+            done += sum(tensor.num_bytes for tensor in loaded)
+            release(loaded)
+            progress(min(done, total), total)
+
         read = [*groups, (lowered.logits.weight,), *((name,) for name in tables)]
         for name in dict.fromkeys(name for group in read for name in group):
             if matrix_layout(tensors[name]):
                 packed = self.packed[name] = pack(tensors[name], gpu.device)
                 self.shapes[name] = packed.layout, packed.width, packed.depth
-                done += tensors[name].num_bytes
-                release([tensors[name]])
-                progress(min(done, total), total)
+                finish([tensors[name]])
         self._join([group for group in dict.fromkeys(read) if len(group) > 1])
         dense = [tuple(n for n in group if n not in self.shapes) for group in read]
         for group in filter(None, dense):
-            if group in self.products or (len(group) == 1 and group[0] in self.matrices):
-                continue
-            shapes = [tensors[name].shape for name in group]
-            whole = torch.empty(
-                (sum(shape[0] for shape in shapes), shapes[0][1]),
-                dtype=gpu.element,
-                device=gpu.device,
-            )
-            first = 0
-            for name, shape in zip(group, shapes, strict=True):
-                self.matrices[name] = whole[first : first + shape[0]]
-                self._load(tensors[name], self.matrices[name])
-                first += shape[0]
-                done += tensors[name].num_bytes
-                release([tensors[name]])
-                progress(min(done, total), total)
-            self.products[group] = whole
+            if group not in self.products and (len(group) > 1 or group[0] not in self.matrices):
+                self._load_dense(group, finish)
         for op in mixes:
             self.experts[op.output] = mixtures.load(gpu, op, tensors, self._load)
-            own = [tensors[weight.name] for weight in op.weights]
-            done += sum(tensor.num_bytes for tensor in own)
-            release(own)
-            progress(min(done, total), total)
+            finish([tensors[weight.name] for weight in op.weights])
         for name, offset in _vectors_of(lowered):
             self.vector(name, offset)
         self._tensors = {}
+
+    def _load_dense(self, group: tuple[str, ...], finish: Release) -> None:
+        """Load matrices that read the same rows as one, [sum of widths, depth]."""
+        shapes = [self._tensors[name].shape for name in group]
+        size = sum(shape[0] for shape in shapes), shapes[0][1]
+        whole = torch.empty(size, dtype=self._gpu.element, device=self._gpu.device)
+        first = 0
+        for name, shape in zip(group, shapes, strict=True):
+            self.matrices[name] = whole[first : first + shape[0]]
+            self._load(self._tensors[name], self.matrices[name])
+            first += shape[0]
+            finish([self._tensors[name]])
+        self.products[group] = whole
 
     @property
     def num_bytes(self) -> int:
