@@ -53,9 +53,8 @@ class Engines:
         if self._ready_s is not None:
             found["ready_s"], self._ready_s = round(self._ready_s, 1), None
         graphs = self._backend._graphs  # noqa: SLF001 - what only the row without graphs wants
-        captured = graphs._graphs  # noqa: SLF001
-        if not row.has_graphs:
-            graphs._graphs = {}  # noqa: SLF001
+        were_used = graphs.is_used
+        graphs.is_used &= row.has_graphs
         single = SingleStep(self._backend, program, row.step)
         try:
             if row.drafts:
@@ -67,7 +66,7 @@ class Engines:
                 found["host_ms"] = round(found["launched_ms"] + 1e3 * host_s, 4)
         finally:
             single.close()
-            graphs._graphs = captured  # noqa: SLF001
+            graphs.is_used = were_used
         return found | {"detail": self._backend.facts.detail}
 
     def close(self) -> None:

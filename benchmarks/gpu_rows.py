@@ -101,6 +101,7 @@ def _of_8b(fmt: str, *, rows: Iterable[int] = (8, 64, 128, 512)) -> dict[str, Ro
 _BF16: Final = {
     "decode-8b-bf16": _decode("8b", "BF16"),
     "prefill-8b-bf16": _prefill("8b", "BF16"),
+    "prefill-1k-8b-bf16": _prefill("8b", "BF16", 1024),
     "streams-256-8b-bf16": _decode("8b", "BF16", 256, 1024),
     "decode-8b-bf16-32k": _decode("8b", "BF16", 1, 32_768),
     "attention-decode-32k": _decode("8b", "BF16", 1, 32_768, less="decode-8b-bf16"),

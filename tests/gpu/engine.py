@@ -3,7 +3,8 @@
 Tensors on `cuda:0` are PyTorch's `meta` ones: to read one on the processor fails, as does a launch
 with one of the processor's. Kernels go through Triton's front end, not its optimizer. Prints, as
 JSON, for each engine how many kernels were compiled ahead and late, and how many launches, captured
-graphs and replays there were.
+graphs and replays there were; with `--time`, the microseconds of a launch from Python, and of one
+from a tape.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import timeit
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -50,6 +52,10 @@ _OPTIONS: Final = (
 class OnNoGpu(TorchFunctionMode):
     """Gives tensors of `cuda:0` no memory; numbers copied from there are 1."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._memories: dict[int, int] = {}
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what PyTorch would do with a GPU, as far as the processor sees it."""
         name, given = getattr(func, "__name__", ""), {**(kwargs or {})}
@@ -60,6 +66,11 @@ class OnNoGpu(TorchFunctionMode):
         given.pop("pin_memory", None)
         if name == "copy_" and args[1].is_meta and not args[0].is_meta:
             return args[0].fill_(1)
+        if name == "data_ptr" and args[0].is_meta:  # another for each memory
+            memory = self._memories.setdefault(
+                args[0].untyped_storage()._cdata, len(self._memories)
+            )
+            return (1 + memory << 40) + args[0].storage_offset() * args[0].itemsize
         if name == "cpu" and args[0].is_meta:
             return torch.ones(args[0].shape, dtype=args[0].dtype)
         if given.get("device") == CUDA:
@@ -73,6 +84,7 @@ class Driver(NoGpu):
     def __init__(self, architecture: int) -> None:
         super().__init__()
         self.architecture = architecture
+        self.launches: list[Any] = []
 
     def get_current_target(self) -> Any:
         return GPUTarget("cuda", self.architecture, 32)
@@ -86,6 +98,8 @@ class Driver(NoGpu):
         for argument in arguments:
             is_tensor = isinstance(argument, torch.Tensor)
             assert not is_tensor or argument.device == CUDA, "a tensor of the processor"
+            self.launches.append(argument.data_ptr() if is_tensor else argument)
+        self.launches.append(grid)
         self.num_launches += 1
 
 
@@ -170,9 +184,9 @@ def weights(program: Program, fmt: str) -> dict[str, QuantTensor]:
     }
 
 
-def run(program: Program, fmt: str, kv_format: str, architecture: int) -> None:
+def run(program: Program, fmt: str, kv_format: str, driver: Driver) -> None:
     """Do all that an engine does."""
-    device, tensors = Device("none", CUDA, architecture, 132), weights(program, fmt)
+    device, tensors = Device("none", CUDA, driver.architecture, 132), weights(program, fmt)
     backend = GpuBackend(program, tensors, 64, 16, device, max_rows=640, kv_format=kv_format)
     for number, count in enumerate((1, 30, 200, 600)):
         request = Request("a", [7] * count, count, _OPTIONS[number % 2], seed=1)
@@ -185,8 +199,35 @@ def run(program: Program, fmt: str, kv_format: str, architecture: int) -> None:
         assert not any(one.num_compiled for one in results)
         assert len(backend.times()) == len(backend.fused)
         backend.forget(request)
+    check_tape(backend, driver, request)
     backend.copy_page(1, 2)
     backend.close()
+
+
+def check_tape(backend: GpuBackend, driver: Driver, request: Request) -> None:
+    """Repeat a step that is too large for a graph."""
+    backend._graphs.drop()
+    found = []
+    for _ in ("noted", "repeated"):
+        driver.launches = []
+        backend.run(StepPlan((Slice(request, 0, 600, samples=True),)))
+        found.append(driver.launches)
+    assert len(backend._graphs._kept) == 2  # tapes of the step and of its logits
+    others = [a for a, b in zip(*found, strict=True) if a != b]
+    assert len(others) <= 3, others  # what the sampler is sent
+
+
+def microseconds(program: Program, architecture: int) -> dict[str, float]:
+    """Return what a launch of a large step takes, if the driver takes nothing."""
+    device = Device("none", CUDA, architecture, 132)
+    with OnNoGpu():
+        backend = GpuBackend(program, weights(program, "Q8_0"), 64, 16, device, max_rows=640)
+        tape = backend._graphs._kept[640]
+    ways = {"from Python": lambda: backend._plan.launch(640), "from a tape": tape.replay}
+    return {
+        way: round(1e6 * min(timeit.repeat(launch, number=1, repeat=30)) / len(tape._calls), 1)
+        for way, launch in ways.items()
+    }
 
 
 def main() -> None:
@@ -209,9 +250,12 @@ def main() -> None:
             triton.runtime.driver.set_active(driver)
             compiled.clear()
             Graph.num_captured = Graph.num_replays = 0
-            run(PROGRAMS[name], *given, architecture)
+            run(PROGRAMS[name], *given, driver)
             graphs = {"captured": Graph.num_captured, "replays": Graph.num_replays}
             found.append({"launches": driver.num_launches, **compiled, **graphs})
+    if "--time" in sys.argv:
+        Driver.launch = lambda *_: None
+        found = [microseconds(PROGRAMS[name], arch) for name, *_, arch in ENGINES]
     json.dump(found, sys.stdout)
 
 

@@ -23,9 +23,10 @@ def test_an_interrupt_while_a_graph_is_captured_ends_quietly(
 ) -> None:
     """CUDA complains about the capture that did not end, which nobody needs to read."""
     from contextlib import contextmanager
+    from functools import partial
 
     from twostroke.backends.gpu.graphs import Graphs
-    from twostroke.backends.gpu.launch import interpreted
+    from twostroke.backends.gpu.launch import Kernels, interpreted
 
     @contextmanager
     def graph(_: object) -> Iterator[None]:
@@ -40,13 +41,14 @@ def test_an_interrupt_while_a_graph_is_captured_ends_quietly(
         interrupts.append(True)
 
     interrupts: list[bool] = []
-    graphs = Graphs(interpreted())
-    graphs._has_graphs = True
+    kernels = Kernels()
+    graphs = Graphs(interpreted(), kernels)
+    graphs.is_used = True
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     with pytest.raises(KeyboardInterrupt):
-        graphs.capture(1, launch)
+        graphs.capture(1, partial(kernels.call, launch))
     with pytest.raises(RuntimeError, match="would make the stream wait"):
         graphs.capture(1, lambda: None)
 

@@ -35,8 +35,8 @@ def test_launches_find_the_kernels_that_were_compiled_together(tmp_path: Path) -
 
 
 def test_engines_do_on_a_gpu_what_they_do_in_the_interpreter(tmp_path: Path) -> None:
-    """Graphs, events, copies, steps in flight and times of launches, of PyTorch's own tensors."""
+    """Graphs, tapes, events, copies, steps in flight and times, with PyTorch's tensors."""
     for engine in printed("engine.py", tmp_path):
         assert engine.pop("ahead") > 30
         assert engine.pop("launches") > 500
-        assert engine == {"captured": 22, "replays": 23}  # and nothing is compiled late
+        assert engine == {"captured": 26, "replays": 23}  # and nothing is compiled late

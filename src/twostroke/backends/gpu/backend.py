@@ -113,7 +113,7 @@ class GpuBackend:
         self._steps = StepArrays(len(windows), page_size, table_width, one_arithmetic=True)
         self._steps.tables.limit(self._max_rows)
         self._steps.tables.note_changes()
-        self._graphs = Graphs(self._gpu)
+        self._graphs = Graphs(self._gpu, self._kernels)
         on_host = device.is_interpreted if draws_on_host is None else draws_on_host
         means = mean_keys(program, tensors) if kv_format == "int8" else {}
         given = tensors, release, progress, means

@@ -38,14 +38,16 @@ class Device(Frozen, eq=False):
         """Return it as those see it who launch kernels, for products of a type of values."""
         from twostroke.backends.gpu.launch import Gpu, Kernels
 
+        kernels = Kernels() if kernels is None else kernels
         return Gpu(
             self.torch_device,
             self.architecture,
             self.num_units,
             element,
-            (Kernels() if kernels is None else kernels).start,
+            kernels.start,
             is_interpreted=self.is_interpreted,
             same_tokens=same_tokens,
+            call=kernels.call,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs, one for each bucket of rows."""
+"""Steps that are launched again: as CUDA graphs, one for each bucket of rows, or as tapes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from twostroke.backends.gpu.launch import Gpu
+    from twostroke.backends.gpu.launch import Gpu, Kernels, Tape
 
-_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 LARGEST_BUCKET: Final = _BUCKETS[-1]  # that has a graph
-_GRAIN: Final = 64  # rows of larger buckets, which are launched as they are
+_GRAIN: Final = 64  # rows of larger buckets
 
 
 def bucket_of(num_rows: int) -> int:
@@ -28,42 +28,47 @@ def buckets_up_to(num_rows: int) -> tuple[int, ...]:
 
 
 class Graphs:
-    """Replays what was launched, where there is a GPU; else launches."""
+    """Replays what was launched while it `is_used`, as on a GPU; else launches."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels) -> None:
         self.num_captured = 0
-        self._has_graphs = gpu.device.type == "cuda"
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.is_used, self._kernels = gpu.device.type == "cuda", kernels
+        self._kept: dict[Hashable, torch.cuda.CUDAGraph | Tape] = {}
 
     def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Compile the kernels of a launch, and keep it as `key`; nothing may be computed by it."""
-        launch()
-        if not self._has_graphs:
+        if not self.is_used:
+            launch()
             return
+        with self._kernels.taped() as tape:
+            launch()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                launch()
+                tape.replay()
         except Exception as error:
             if isinstance(
                 error.__context__, KeyboardInterrupt
             ):  # CUDA, about a capture without end
                 raise KeyboardInterrupt from None
             raise
-        self._graphs[key] = graph
+        self._kept[key] = graph
         self.num_captured += 1
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        """Replay `key`, or launch where it was not captured."""
-        graph = self._graphs.get(key)
-        if graph is None:
+        """Replay `key`; what was not captured is launched once, and then replayed from a tape."""
+        if not self.is_used:
             launch()
+        elif (kept := self._kept.get(key)) is not None:
+            kept.replay()
         else:
-            graph.replay()
+            with self._kernels.taped() as tape:
+                launch()
+            self._kept[key] = tape
 
     def drop(self) -> None:
         """Forget all graphs: memory that they name has moved."""
-        if self._graphs:
+        if self._kept:
             torch.cuda.synchronize()  # a step in flight replays one
-        self._graphs = {}
+        self._kept = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -63,6 +64,32 @@ class Launch(Frozen, eq=False):
         return {name: found.get(name, "constexpr") for name in names}
 
 
+class Tape:
+    """Launches that were prepared once, to be repeated: with the same memory, in the same order."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], object]] = []
+        self._used: list[Any] = []  # what the calls know by its address only
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Append what calls a library."""
+        self._calls.append(call)
+
+    def add_launch(self, launch: Launch, compiled: Any) -> None:
+        """Append a launch of a kernel that Triton compiled."""
+        one, two, three = (*launch.grid, 1, 1)[:3]
+        names = launch.kernel.arg_names[len(launch.arguments) :]
+        given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in launch.arguments]
+        self._used.append(launch.arguments)
+        constants = [launch.constants[name] for name in names]
+        self.add(partial(compiled[one, two, three], *given, *constants))
+
+    def replay(self) -> None:
+        """Launch all on the current stream."""
+        for call in self._calls:
+            call()
+
+
 class Kernels:
     """Launches kernels, and knows which variants of them there were: Triton compiles each once.
 
@@ -73,6 +100,7 @@ class Kernels:
         self.only_notes = only_notes
         self._variants: set[tuple[Any, ...]] = set()
         self._ahead: set[tuple[Any, ...]] | None = None  # what `ahead` has compiled
+        self._tape: Tape | None = None
         self._changing: dict[int, frozenset[str]] = {}
 
     def __len__(self) -> int:
@@ -87,10 +115,28 @@ class Kernels:
         if self.only_notes:
             return
         if self._ahead is None:
-            start(launch)
+            compiled = start(launch)
+            if self._tape is not None:
+                self._tape.add_launch(launch, compiled)
         elif is_new:
             options = {**launch.constants, **launch.options}
             launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)
+
+    def call(self, function: Callable[..., object], *given: Any, **options: Any) -> None:
+        """Call a library's function on the current stream."""
+        call = partial(function, *given, **options)
+        call()
+        if self._tape is not None:
+            self._tape.add(call)
+
+    @contextmanager
+    def taped(self) -> Iterator[Tape]:
+        """Let a tape, which is yielded, have what is launched; not what is interpreted."""
+        self._tape = Tape()
+        try:
+            yield self._tape
+        finally:
+            self._tape = None
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
@@ -136,7 +182,7 @@ class Gpu(Frozen, eq=False):
 
     `architecture` is 90 for sm_90, and `num_units` counts the streaming multiprocessors. Values
     that go into products have the type `element`. With `same_tokens` a row is computed by the same
-    kernels with the same tiles, whatever else is in its step.
+    kernels with the same tiles, whatever else is in its step. `call` calls a library's function.
     """
 
     device: torch.device
@@ -146,6 +192,7 @@ class Gpu(Frozen, eq=False):
     run: Callable[[Launch], None]
     is_interpreted: bool = False
     same_tokens: bool = False
+    call: Callable[..., object] = lambda function, *given, **options: function(*given, **options)
 
     def programs(self, per_unit: int) -> int:
         """Return how many programs share a step's work, of whatever size; one variant for all."""
@@ -170,9 +217,9 @@ class Gpu(Frozen, eq=False):
         self.run(Launch(kernel, grid, arguments, constants, num_warps, num_stages, may_contract))
 
 
-def start(launch: Launch) -> None:
-    """Launch without a note."""
-    launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
+def start(launch: Launch) -> Any:
+    """Launch without a note; return what was compiled."""
+    return launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
 
 
 def interpreted(element: torch.dtype = torch.float16) -> Gpu:

@@ -24,27 +24,28 @@ if TYPE_CHECKING:
 def prepare(graphs: Graphs, kernels: Kernels, plan: Plan, drawing: Drawing) -> None:
     """Launch each bucket of steps, without rows.
 
-    Larger steps have no graphs, and kernels like the smallest one of them or the next power of two,
-    at which products change. The largest one brings the libraries' memory.
+    Larger steps have no graphs but tapes, and kernels like the smallest one of them or the next
+    power of two, at which products change. The largest one brings the libraries' memory.
     """
     plan.input.clear()
     captured: dict[Hashable, Launching] = {}
+    taped: dict[Hashable, Launching] = {}
     for num_rows in buckets_up_to(plan.max_rows):
         captured[num_rows] = partial(plan.launch, num_rows)
     for bucket in buckets_up_to(min(plan.max_rows, LOGIT_ROWS)):
         captured[0, bucket] = partial(plan.launch_logits, 0, bucket)
     larger = [bucket_of(LARGEST_BUCKET + 1), *(LARGEST_BUCKET << i for i in range(1, 20))]
     sizes = {*(rows for rows in larger if rows < plan.max_rows), plan.max_rows}
-    others: list[Launching] = [
-        partial(plan.launch, num_rows) for num_rows in sorted(sizes) if num_rows > LARGEST_BUCKET
-    ]
-    others.append(partial(drawing.prepare, plan.logits, plan.results))
+    for num_rows in sorted(size for size in sizes if size > LARGEST_BUCKET):
+        taped[num_rows] = partial(plan.launch, num_rows)
+    draw: Launching = partial(drawing.prepare, plan.logits, plan.results)
     with kernels.ahead():
-        for launch in (*captured.values(), *others):
+        for launch in (*captured.values(), *taped.values(), draw):
             launch()
     for key, launch in captured.items():
         graphs.capture(key, launch)
-    for launch in others:
-        launch()
+    for key, launch in taped.items():
+        graphs.run(key, launch)
+    draw()
     if plan.input.device.device.type == "cuda":
         torch.cuda.synchronize()

@@ -49,7 +49,7 @@ def launch(
     width = len(weight)
     if num_rows > FEW_ROWS and output.values.dtype == gpu.element and not gpu.same_tokens:
         out = torch.as_strided(output.values, (num_rows, width), (output.row_stride, 1))
-        torch.mm(x[:num_rows], weight.T, out=out)
+        gpu.call(torch.mm, x[:num_rows], weight.T, out=out)
         return
     fitting = FEW_ROWS if gpu.same_tokens else triton.next_power_of_2(num_rows)
     block_m = max(16, min(FEW_ROWS, fitting))

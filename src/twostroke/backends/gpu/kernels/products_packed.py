@@ -69,7 +69,7 @@ def launch(
         write_out(gpu, weight, matrix)
         shape = (num_rows, weight.width)
         out = torch.as_strided(output.values, shape, (output.row_stride, 1))
-        torch.mm(x[:num_rows], matrix.T, out=out)
+        gpu.call(torch.mm, x[:num_rows], matrix.T, out=out)
         return
     most = most_rows(gpu, weight.layout.bits)
     block_m = 8 if num_rows <= 8 else min(most, max(16, triton.next_power_of_2(num_rows)))
