@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import tracemalloc
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,24 +39,37 @@ def test_holes_in_the_heap_are_given_back() -> None:
     assert len(kept) == 20
 
 
-def test_a_server_trims_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+class Node:
+    """What may refer to itself."""
+
+
+def test_a_server_frees_cycles_and_trims_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        times, done = [0], asyncio.Event()
+        trims, done = [], asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def trim() -> bool:
-            times[0] += 1
-            if times[0] == 3:
+            trims.append(gone())
+            if len(trims) == 3:
                 loop.call_soon_threadsafe(done.set)
             return True
 
         monkeypatch.setattr(heap, "trim", trim)
         monkeypatch.setattr(heap, "_EVERY_S", 0.001)
+        node = Node()
+        node.itself = node  # type: ignore[attr-defined]
+        gone = weakref.ref(node)
+        del node
         task = asyncio.create_task(heap.trim_regularly())
         await done.wait()
         task.cancel()
+        assert trims[:3] == [None] * 3
 
-    asyncio.run(main())
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 def test_body_that_waits_to_be_read_is_in_memory_once() -> None:
