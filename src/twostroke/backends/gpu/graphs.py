@@ -68,7 +68,7 @@ class Graphs:
             self._kept[key] = tape
 
     def drop(self) -> None:
-        """Forget all graphs: memory that they name has moved."""
+        """Forget all graphs and tapes: memory that they name has moved."""
         if self._kept:
-            torch.cuda.synchronize()  # a step in flight replays one
+            torch.cuda.synchronize()  # a step in flight may replay one
         self._kept = {}

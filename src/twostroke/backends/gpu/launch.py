@@ -16,6 +16,8 @@ from twostroke.core.hardware import num_cores
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from torch import Tensor
+
 _POINTERS: Final = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -69,7 +71,7 @@ class Tape:
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
-        self._used: list[Any] = []  # what the calls know by its address only
+        self._used: dict[int, Tensor] = {}  # one of each memory that calls know by its address
 
     def add(self, call: Callable[[], object]) -> None:
         """Append what calls a library."""
@@ -79,8 +81,9 @@ class Tape:
         """Append a launch of a kernel that Triton compiled."""
         one, two, three = (*launch.grid, 1, 1)[:3]
         names = launch.kernel.arg_names[len(launch.arguments) :]
+        tensors = [x for x in launch.arguments if isinstance(x, torch.Tensor)]
+        self._used |= {x.untyped_storage().data_ptr(): x for x in tensors}
         given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in launch.arguments]
-        self._used.append(launch.arguments)
         constants = [launch.constants[name] for name in names]
         self.add(partial(compiled[one, two, three], *given, *constants))
 
