@@ -89,6 +89,12 @@ def test_a_run_cut_after_its_errors_were_named_goes_on(cli: Cli, tiny: str, tmp_
     assert "earlier" not in errors.read_text()
 
 
+def test_a_run_without_results_leaves_no_file(cli: Cli, tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", line("a"))
+    assert cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--model", "nowhere.gguf").code
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 def test_two_writers_of_one_file_are_refused(cli: Cli, tiny: str, tmp_path: Path) -> None:
     given, out = write(tmp_path / "in.jsonl", *map(line, "ab")), tmp_path / "out.jsonl"
     kept = json.dumps({"custom_id": "a"}) + "\n"

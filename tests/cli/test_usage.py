@@ -91,7 +91,10 @@ def test_days_are_a_span_with_both_ends(usage: Callable[..., Ran]) -> None:
     ("table", "said"),
     [
         ("[models.tiny]\ninput = 1\noutput = 1", "has no model 'org/other', which was used: add"),
-        ("[models.tiny]\ninput = 1", "missing required field `output`"),
+        (
+            "[models.tiny]\ninput = 1",
+            "table at model 'tiny': Object missing required field `output`",
+        ),
         ("[models.tiny]\ninput = 1\noutput = 1\ncache = 1", "unknown field `cache`"),
         ("[models.tiny]\ninput = -1\noutput = 1", "input must be from 0 to"),
         ("[models.tiny]\ninput = nan\noutput = 1", "input must be from 0 to"),

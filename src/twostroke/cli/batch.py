@@ -181,8 +181,9 @@ def _here(model: str, given: dict[str, Any], *, quiet: bool) -> Iterator[tuple[S
 
 def _rest(progress: Progress, partial: Path) -> str:
     """Return how far it came, and how to go on."""
-    done = f"{progress.num_done - progress.num_failed} of {progress.total} lines have results"
-    return f"{done} in {partial}; the same command runs the rest."
+    num = progress.num_done - progress.num_failed
+    place = f" in {partial}" if num else ""  # an empty file does not stay
+    return f"{num} of {progress.total} lines have results{place}; the same command runs the rest."
 
 
 def _summary(progress: Progress, elapsed_s: float) -> str:

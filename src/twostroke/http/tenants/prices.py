@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -60,6 +60,10 @@ class Prices(Frozen, forbid_unknown_fields=True, kw_only=True):
         return self.models[model].cost(amount)
 
 
+class _Models(Frozen):
+    models: dict[str, Any]
+
+
 def read_prices(path: Path) -> Prices:
     """Return the prices in a file.
 
@@ -67,7 +71,14 @@ def read_prices(path: Path) -> Prices:
         UsageError: it is not TOML, or a price is missing or wrong.
         ModelFormatError: it cannot be read.
     """
+    where = ""
     try:
-        return msgspec.convert(tomllib.loads(read_small_file(path).decode()), Prices)
+        table = tomllib.loads(read_small_file(path).decode())
+        prices = {}
+        for name, price in msgspec.convert(table, _Models).models.items():
+            where = f" at model '{name}'"
+            prices[name] = msgspec.convert(price, Price)
+        where = ""
+        return msgspec.convert({**table, "models": prices}, Prices)
     except (ValueError, UsageError) as error:  # of UTF-8, TOML, msgspec and prices
-        raise UsageError(f"{path.name} is not a price table: {error}.") from None
+        raise UsageError(f"{path.name} is not a price table{where}: {error}.") from None

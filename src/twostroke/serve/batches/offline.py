@@ -114,7 +114,9 @@ class Results:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close it; what it has stays."""
+        """Close it; what it has stays, and an empty file goes."""
+        if not self._end:
+            self.partial.unlink(missing_ok=True)
         self._file.close()
 
     def add(self, id_: str, body: bytes) -> None:
