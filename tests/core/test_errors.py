@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.core.errors import nearest
+from twostroke.core.errors import Field, UsageError, nearest
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,28 @@ def test_the_nearest_word_is_named_as_it_is_known(
     word: str, known: tuple[str, ...], hint: str
 ) -> None:
     assert nearest(word, known) == hint
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        "{field!r:>9999999999}",
+        "{0}",
+        "{}",
+        "{field.__class__}",
+        "{field[0]}",
+        "{other}",
+        "{",
+        "{{x}}",
+    ],
+)
+@pytest.mark.parametrize("facts", [{}, {"most": 3}])
+def test_what_a_reason_quotes_is_not_a_format(quoted: str, facts: dict[str, int]) -> None:
+    error = UsageError(f"The path {quoted} does not exist.", field="n", **facts)
+    assert str(error) == f"The path {quoted} does not exist."
+
+
+def test_facts_are_replaced_once() -> None:
+    facts = {"own": "{other}", "other": Field("m")}
+    error = UsageError("The {field} is {own!r} or {other}; not {most}.", field="n", **facts)
+    assert error.sentence(str.upper) == "The N is '{other}' or M; not {most}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Final, Self
 
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 
     Naming = Callable[[str], str]  # from the engine's name of a field to the caller's
 
+_FACT: Final = re.compile(r"\{(\w+)(!r)?\}")
 _SAME_START_SHARE: Final = 0.7  # of the letters of both words
 _OTHER_START_SHARE: Final = 0.8
 _MAX_NAME_LENGTH: Final = 200  # longer words are cut: comparing takes time
@@ -26,8 +28,8 @@ class TwostrokeError(Exception):
 
     An error about a field has the field's name (or a path such as `messages[3].content`), and its
     reason continues the sentence: "must be at least 1, got 0.". A reason that begins with a
-    capital letter is a whole sentence. `facts` replace their names in braces in the reason, and the
-    field replaces `{field}`.
+    capital letter is a whole sentence. `facts` replace their names in braces in the reason (`{name}`,
+    or `{name!r}` as Python writes them), and the field replaces `{field}`.
 
     `exit_code` is the command line's, `http_status` the server's, and `code` a short
     machine-readable word (OpenAI's `error.code`).
@@ -51,12 +53,20 @@ class TwostrokeError(Exception):
         """Return the sentence; `naming` gives the caller's name of each field."""
         reason, field = self.reason, self.field and naming(self.field)
         is_whole = field is None or reason[:1].isupper()
-        if self.facts or "{field}" in reason:
-            facts = {
-                name: naming(fact) if isinstance(fact, Field) else fact
-                for name, fact in self.facts.items()
-            }
-            reason = reason.format(**facts, field=field)
+        facts: dict[str, object] = {
+            name: naming(fact) if isinstance(fact, Field) else fact
+            for name, fact in self.facts.items()
+        }
+        if field is not None:
+            facts["field"] = field
+
+        def fact(found: re.Match[str]) -> str:
+            if found[1] not in facts:
+                return found[0]
+            return repr(facts[found[1]]) if found[2] else str(facts[found[1]])
+
+        # Not str.format: reasons quote callers, whose "{field:>9999999999}" it would obey.
+        reason = _FACT.sub(fact, reason)
         text = reason if is_whole else f"{field} {reason}"
         return text[:-1] if text.endswith("..") and not text.endswith("...") else text
 

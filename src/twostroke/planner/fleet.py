@@ -168,7 +168,7 @@ class _Choice:
             price = self._prices.get(device.name, device.usd_per_hour)
             if price is None and (asked.objective == "cost" or asked.budget is not None):
                 reason = f"The table has no price for {device.name}: give one as prices, such as "
-                raise UsageError(f"{reason}{{{{{device.name}: 2.50}}}}.", device=device.name)
+                raise UsageError(f"{reason}{{{device.name}: 2.50}}.")
             if device.memory_bytes is None:
                 raise UsageError(f"The memory of {device.name} is not known: use a .toml file.")
             for power in range(7):
