@@ -12,9 +12,11 @@ import pytest
 
 from support.byte_tokenizer import byte_tokenizer
 from support.servers import chat_body, live_server, post_bytes, wait_for
+from twostroke import serve
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import OverloadedError, RequestError
 from twostroke.http.limits import Limits
+from twostroke.sample import grammar
 from twostroke.sample.grammar import Grammars
 from twostroke.serve.compiler import MAX_WAITING, Compiler
 from twostroke.serve.options import ServeOptions
@@ -76,6 +78,30 @@ def test_time_without_an_engine_does_not_count(grammars: SlowGrammars) -> None:
             await slow
 
     asyncio.run(ask())
+
+
+def test_an_engine_that_started_again_is_asked_again_in_turn() -> None:
+    async def ask() -> None:
+        asked, process = list[Constraint](), [object()]
+
+        async def compile_(constraint: Constraint, _: float) -> tuple[str, ...]:
+            asked.append(constraint)
+            return ()
+
+        compiler = Compiler(compile_, 1.0, started=lambda: process[0])
+        for _ in range(2):
+            await compiler.compile(SLOW)
+        assert len(asked) == 1
+        process[0] = object()
+        await compiler.compile(SLOW)
+        assert len(asked) == 2
+
+    asyncio.run(ask())
+
+
+def test_engines_keep_more_than_the_server_knows() -> None:
+    """What an engine has forgotten it compiles out of turn, while others wait."""
+    assert serve.compiler._MAX_KNOWN < grammar._MAX_KNOWN
 
 
 def test_waiting_for_others_does_not_count(grammars: SlowGrammars) -> None:

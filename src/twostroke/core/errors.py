@@ -28,8 +28,8 @@ class TwostrokeError(Exception):
 
     An error about a field has the field's name (or a path such as `messages[3].content`), and its
     reason continues the sentence: "must be at least 1, got 0.". A reason that begins with a
-    capital letter is a whole sentence. `facts` replace their names in braces in the reason (`{name}`,
-    or `{name!r}` as Python writes them), and the field replaces `{field}`.
+    capital letter is a whole sentence. `facts` replace their names in braces in the reason
+    (`{name}`, or `{name!r}` as Python writes them), and the field replaces `{field}`.
 
     `exit_code` is the command line's, `http_status` the server's, and `code` a short
     machine-readable word (OpenAI's `error.code`).

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.errors import TwostrokeError
     from twostroke.engine.client import Caller
+    from twostroke.schedule.config import SchedulerConfig
 
 _FULL_S: Final = 0.05  # that a full queue is taken to stay so
 _MOST_FULL: Final = 1000
@@ -41,6 +42,11 @@ class RemoteOutputs:
         self.has_begun = False  # some of it holds pages, or did
         self.is_cancelled = False
         self.num_open = num_open
+        if isinstance(message, wire.Embed):  # its texts are queued as there is room
+            self.num_requests, self.num_tokens = 1, sum(map(len, message.texts))
+        else:
+            self.num_requests = num_open
+            self.num_tokens = sum(map(len, message.prompts)) * message.params.n
         self._cancel = cancel
         self._unread: asyncio.Queue[Output] = asyncio.Queue()
         self._num_unread_ends = num_open
@@ -133,6 +139,31 @@ class Book:
         self.is_up = True
         self._send = send
         self._alone: RemoteOutputs | None = None  # a suspect that was sent and has no output
+
+    def check_room(self, new: RemoteOutputs, config: SchedulerConfig, room_s: float) -> None:
+        """Refuse what finds too much waiting for the process; its caller may come in `room_s`.
+
+        As in the scheduler's queue, what would be computed later does not count, up to another
+        queue of the same size.
+
+        Raises:
+            OverloadedError: too many requests or tokens wait.
+        """
+        caller, requests, tokens = new.message.caller, [0, 0], [0, 0]  # before it, and in all
+        for waits in self.unsent.values():
+            other = waits.message.caller
+            is_before = other.tenant == caller.tenant and other.priority <= caller.priority
+            for i in range(0 if is_before else 1, 2):
+                requests[i] += waits.num_requests
+                tokens[i] += waits.num_tokens
+        for i in range(2):
+            most, most_tokens = config.max_waiting_requests << i, config.max_waiting_tokens << i
+            if requests[i] >= most:
+                reason = f"{requests[i]} requests wait until the engine can take them."
+                raise OverloadedError(reason, room_s=room_s)
+            if tokens[i] and tokens[i] + new.num_tokens > most_tokens:
+                reason = f"{tokens[i]} tokens wait until the engine can take them."
+                raise OverloadedError(reason, room_s=room_s)
 
     def add(self, outputs: RemoteOutputs) -> None:
         """Open what was asked for, and send it as soon as it may go."""

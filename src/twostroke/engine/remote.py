@@ -19,7 +19,6 @@ from twostroke.core.errors import (
     EngineDiedError,
     EngineKillerError,
     EngineStoppedError,
-    OverloadedError,
     RequestError,
     TwostrokeError,
 )
@@ -231,11 +230,8 @@ class RemoteEngine:
         self._check_harmless(message)
         self._full.check(message.caller)
         _check_numbers(message)
-        waiting = len(self._book.unsent)
-        if waiting >= self.facts.config.max_waiting_requests:
-            reason = f"{waiting} requests wait until the engine can take them."
-            raise OverloadedError(reason, room_s=self._life.back_s)
         outputs = RemoteOutputs(message, num_answers, self.cancel)
+        self._book.check_room(outputs, self.facts.config, self._life.back_s)
         self._book.add(outputs)
         return outputs
 

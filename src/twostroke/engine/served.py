@@ -76,7 +76,7 @@ class ServedEngine(Protocol):
 
     @property
     def facts(self) -> EngineFacts:
-        """What stays the same as long as the engine is not started again."""
+        """What stays the same, and the same object, as long as the engine is not started again."""
 
     @property
     def health(self) -> Health:
@@ -130,14 +130,14 @@ class LocalEngine:
 
     def __init__(self, client: Client) -> None:
         """Serve through `client`."""
-        self.card = client.card
+        self.card, self._facts = client.card, facts_of(client)
         self._client, self._loop = client, client.loop
         self._compiler = ThreadPoolExecutor(1, "twostroke-compile")
 
     @property
     def facts(self) -> EngineFacts:
         """The backend's, the scheduler's and the speculator's."""
-        return facts_of(self._client)
+        return self._facts
 
     @property
     def health(self) -> Health:

@@ -28,7 +28,9 @@ class Served:
     def __init__(self, name: str, engine: ServedEngine, compile_timeout_s: float) -> None:
         """Serve the model of `engine` as `name`."""
         self.name, self.engine = name, engine
-        self.compiler = Compiler(engine.compile, compile_timeout_s, self._is_ready)
+        self.compiler = Compiler(
+            engine.compile, compile_timeout_s, self._is_ready, lambda: engine.facts
+        )
 
     @property
     def card(self) -> ModelCard:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Found = tuple[Constraint, tuple[str, ...]]
 
 MAX_WAITING: Final = 64  # requests of one tenant
-_MAX_KNOWN: Final = 256
+_MAX_KNOWN: Final = 48  # fewer than an engine keeps, which compiles what it forgot out of turn
 
 
 class Compiler:
@@ -38,13 +38,16 @@ class Compiler:
         compile_: Callable[[Constraint, float], Awaitable[tuple[str, ...]]],
         limit_s: float,
         is_ready: Callable[[], bool] = lambda: True,
+        started: Callable[[], object] = lambda: None,
     ) -> None:
         """Compile with `ServedEngine.compile`; a constraint has `limit_s` seconds in its turn.
 
-        Time in which the engine is not ready does not count.
+        Time in which the engine is not ready does not count. What `started` returns is another
+        object when the engine was started again: it then knows no constraint.
         """
         self._compile = compile_
         self._limit_s, self._is_ready = limit_s, is_ready
+        self._started, self._knowing = started, started()
         self._turns = Turns()
         # What a constraint's grammar does not hold, or why it is refused.
         self._known: OrderedDict[Constraint, tuple[str, ...] | str] = OrderedDict()
@@ -84,6 +87,9 @@ class Compiler:
             return constraint, await self._gaps(constraint, tenant)
 
     async def _gaps(self, constraint: Constraint, tenant: str) -> tuple[str, ...]:
+        if (knowing := self._started()) is not self._knowing:
+            self._knowing = knowing
+            self._known.clear()
         found = self._known.get(constraint)
         if isinstance(found, tuple):
             self._known.move_to_end(constraint)

@@ -1,0 +1,85 @@
+"""What waits for an engine's process while there is none: how much, and of whom."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from twostroke.core.embedding import EmbeddingParams
+from twostroke.core.errors import OverloadedError
+from twostroke.core.request import NO_HINTS
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine import wire
+from twostroke.engine.asked import Book, RemoteOutputs
+from twostroke.engine.client import Caller
+from twostroke.schedule.config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONFIG = SchedulerConfig(context_length=100, max_waiting_requests=4, max_waiting_tokens=100)
+
+
+def run(test: Callable[[Callable[..., None]], None]) -> None:
+    """Run `test` with a function that asks for prompts of some length, with no process."""
+
+    async def inside() -> None:
+        book = Book(lambda _: None)
+        book.is_up = False
+
+        def ask(*lengths: int, tenant: str = "a", priority: int = 0, n: int = 1) -> None:
+            caller, id_ = Caller(priority, tenant), len(book.open)
+            prompts = [[1] * length for length in lengths]
+            message: Any = wire.Generate(
+                id_, prompts, SamplingParams(n=max(n, 1)), caller, NO_HINTS
+            )
+            if n == 0:
+                message = wire.Embed(id_, prompts, EmbeddingParams(), caller)
+            outputs = RemoteOutputs(message, len(prompts) * max(n, 1), lambda _: None)
+            book.check_room(outputs, CONFIG, 1.5)
+            book.add(outputs)
+
+        test(ask)
+
+    asyncio.run(inside())
+
+
+def refused(ask: Callable[..., None], said: str, *lengths: int, **who: Any) -> None:
+    with pytest.raises(OverloadedError, match=said) as caught:
+        ask(*lengths, **who)
+    assert caught.value.facts["room_s"] == 1.5
+
+
+def test_answers_and_tokens_are_bounded() -> None:
+    def test(ask: Callable[..., None]) -> None:
+        ask(10, n=3)
+        refused(ask, "30 tokens wait", 71)
+        ask(10)
+        refused(ask, "4 requests wait", 1)
+
+    run(test)
+
+
+def test_a_prompt_alone_may_be_long_and_texts_are_many() -> None:
+    def test(ask: Callable[..., None]) -> None:
+        ask(*[1] * 20, n=0)
+        ask(1)
+        ask(150, tenant="b")
+        refused(ask, "150 tokens wait", 1, tenant="b")
+
+    run(test)
+
+
+def test_one_tenant_leaves_room_for_others_and_less_urgent_for_more() -> None:
+    def test(ask: Callable[..., None]) -> None:
+        for _ in range(4):
+            ask(1)
+        refused(ask, "4 requests wait", 1)
+        ask(1, priority=-1)
+        for _ in range(3):
+            ask(1, tenant="b")
+        refused(ask, "8 requests wait", 1, tenant="c")  # in all
+
+    run(test)
