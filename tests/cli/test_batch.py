@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
@@ -70,7 +71,7 @@ def test_second_run_does_not_repeat_finished_lines(cli: Cli, tiny: str, tmp_path
     ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
     assert ran.code == 0
     assert "2 lines in" in ran.err
-    assert "; 1 were there from an earlier run" in ran.err
+    assert "; 1 had results from an earlier run" in ran.err
     assert ids(out) == ["a", "b", "c"]
     assert json.loads(out.read_text().splitlines()[1]) == kept
     assert not partial.exists()
@@ -173,6 +174,54 @@ def test_wrong_options_are_one_sentence(
     assert ran.err.count("\n") == 1
 
 
+def test_line_that_changed_after_its_answer_is_refused(
+    cli: Cli, tmp_path: Path, busy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.serve.batches.remote._MOST_PAUSE_S", 0.01)
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    given = write(tmp_path / "in.jsonl", line("a"), line("b"))
+    assert cli("batch", given, "-o", str(out), "--url", busy, "-q").code == 0
+    first, second = out.read_text().splitlines(keepends=True)
+    assert list(json.loads(first)) == ["id", "custom_id", "response", "error"]
+    assert re.fullmatch("batch_req_[0-9a-f]{32}", json.loads(first)["id"])
+    out.unlink()
+    words = ("-o", str(out), "--url", busy, "-q")
+    for cut in range(len(first), len(first + second)):  # of a line that was cut nothing stays
+        partial.write_text((first + second)[:cut])
+        with Results(out, goes_on=True) as results:
+            assert list(results.ids) == ["a"]
+    for changed, other, said in (
+        (line("a", prompt="other"), words, "The line 'a' has"),
+        (line("a"), ("-o", str(out), "--model", "other.gguf"), "--model has"),
+    ):
+        ran = cli("batch", write(tmp_path / "in.jsonl", changed, line("b")), *other)
+        advice = f"changed since {partial} was begun: choose another output, or remove it."
+        assert (ran.code, ran.err) == (2, f"twostroke: {said} {advice}\n")
+        assert partial.read_text() == first
+    given = write(tmp_path / "in.jsonl", line("a"), line("b", prompt="other"))
+    assert cli("batch", given, *words).code == 0
+    assert out.read_text().startswith(first)
+
+
+def test_interrupt_while_the_model_is_loaded_counts_earlier_results(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("twostroke.cli.batch.open_engine", load)
+    given, partial = write(tmp_path / "in.jsonl", line("a"), line("b")), tmp_path / "o.partial"
+    partial.write_text(json.dumps({"custom_id": "a"}) + "\n")
+    ran = cli("batch", given, "-o", str(tmp_path / "o"), "--model", "any")
+    assert f"1 of 2 lines have results in {partial}; the same" in ran.err
+
+
+def test_missing_folder_of_the_output_is_named(cli: Cli, tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", line("a"))
+    ran = cli("batch", given, "-o", str(tmp_path / "no" / "out"), "--url", "http://127.0.0.1:1")
+    assert (ran.code, ran.err) == (2, f"twostroke: There is no folder {tmp_path / 'no'}.\n")
+
+
 def test_results_of_another_input_are_refused(cli: Cli, tmp_path: Path) -> None:
     given = write(tmp_path / "in.jsonl", line("a"))
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
@@ -226,6 +275,8 @@ class _Busy(BaseHTTPRequestHandler):
 @pytest.fixture
 def busy() -> Iterator[str]:
     """Yield the address of a busy server."""
+    _Busy.keys.clear()
+    _Busy.seen.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Busy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/v1/"

@@ -83,14 +83,14 @@ def command(**given: Any) -> int:
         raise UsageError("--concurrency is for --url; with --model see --max-running.")
     limits = replace(Limits(), max_batch_lines=sys.maxsize)
     total = _check(path, limits)
-    progress = Progress(total)
     with (
         Results(output, goes_on=True) as results,
         Results(errors, goes_on=False, replaces=results.was_begun and not chosen) as failures,
         Bar(quiet=quiet, counts=True) as bar,
     ):
-        files = Files(path, results, failures)
+        files = Files(path, results, failures, model)
         files.check(limits)
+        progress = Progress(total, *[len(results.places)] * 2)
 
         def show(now: Progress) -> None:
             bar.show("Running lines", now.num_done, now.total)
@@ -189,5 +189,6 @@ def _rest(progress: Progress, partial: Path) -> str:
 def _summary(progress: Progress, elapsed_s: float) -> str:
     speed = f"{progress.num_tokens / elapsed_s:.0f} tokens/s" if elapsed_s > 0 else ""
     new = progress.num_done - progress.num_before
-    kept = f"; {progress.num_before} were there from an earlier run" if progress.num_before else ""
-    return f"{new} lines in {elapsed_s:.1f} s: {progress.num_tokens} tokens, {speed}{kept}"
+    kept = f"; {progress.num_before} had results from an earlier run" if progress.num_before else ""
+    noun = "line" if new == 1 else "lines"
+    return f"{new} {noun} in {elapsed_s:.1f} s: {progress.num_tokens} tokens, {speed}{kept}"

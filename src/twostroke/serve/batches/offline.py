@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import secrets
 import time
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
@@ -14,7 +16,7 @@ import msgspec
 from twostroke.core.errors import UsageError
 from twostroke.records.folder import sync_folder
 from twostroke.serve.batches.lines import parse, read_lines
-from twostroke.serve.batches.openai import FORM
+from twostroke.serve.batches.openai import ID, result
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 
     Send = Callable[[Line], Awaitable[Answer]]
 
+# In a result's id: digests of the model and of the line, so that they are as durable as the result.
+_MODEL_LENGTH: Final = 8
+_LINE_LENGTH: Final = 16
+_RANDOM_LENGTH: Final = 8
+_ID_LENGTH: Final = len(ID) + _MODEL_LENGTH + _LINE_LENGTH + _RANDOM_LENGTH
 _SYNC_S: Final = 1.0  # a loss of power costs the lines of the last second, which are run again
 
 
@@ -43,6 +50,7 @@ class Progress(msgspec.Struct):
 
 class _Id(msgspec.Struct):
     custom_id: str
+    id: str = ""
 
 
 class _Usage(msgspec.Struct):
@@ -80,10 +88,13 @@ class Results:
         """
         if replaces:
             path.unlink(missing_ok=True)
+        if not path.parent.is_dir():
+            raise UsageError(f"There is no folder {path.parent}.")
         if path.exists():
             raise UsageError(f"{path} is there already: remove it, or choose another file.")
         self.path, self.partial = path, path.with_name(f"{path.name}.partial")
         self.places: dict[str, tuple[int, int]] = {}  # by custom_id: where its line is
+        self.ids: dict[str, str] = {}  # by custom_id: of results from an earlier run
         self.was_begun = self.partial.exists()
         self._file = self.partial.open("r+b" if self.was_begun else "x+b", 0)
         try:
@@ -99,12 +110,13 @@ class Results:
             if not line.endswith(b"\n"):
                 break
             try:
-                id_ = _id.decode(line).custom_id
+                known = _id.decode(line)
             except msgspec.MsgspecError:
                 self._file.close()
                 message = f"{self.partial} is not a file of results: remove it to begin again."
                 raise UsageError(message) from None
-            self._note(id_, line)
+            self.ids[known.custom_id] = known.id
+            self._note(known.custom_id, line)
         self._file.truncate(self._end)
         self._file.seek(self._end)
         self._synced_s = time.monotonic()
@@ -150,11 +162,15 @@ class Results:
 
 
 class Files(msgspec.Struct):
-    """The input, and where results with and without success go."""
+    """The input, and where results with and without success go.
+
+    `model` answers all lines; without it a server answers each with the model that it names.
+    """
 
     input: Path
     output: Results
     errors: Results
+    model: str | None = None
 
     def lines(self, limits: Limits) -> Iterator[Line]:
         """Yield the lines of the input, which were checked."""
@@ -162,14 +178,35 @@ class Files(msgspec.Struct):
             yield parse(number, text, limits)
 
     def check(self, limits: Limits) -> None:
-        """Raise a UsageError if the output has results of another input."""
-        known = {line.custom_id for line in self.lines(limits)}
+        """Raise a UsageError if the output has results of another input, or of another model.
+
+        Results whose ids have no digests, as other programs write them, are taken as they are.
+        """
+        known = set[str]()
+        for line in self.lines(limits):
+            known.add(line.custom_id)
+            id_ = self.output.ids.get(line.custom_id, "")
+            if len(id_) == _ID_LENGTH and not id_.startswith(self._begin_id(line)):
+                is_line = id_.startswith(ID + _digest(_MODEL_LENGTH, self.model or ""))
+                what = f"The line '{line.custom_id[:40]}'" if is_line else "--model"
+                raise UsageError(
+                    f"{what} has changed since {self.output.partial} was begun: "
+                    "choose another output, or remove it."
+                )
         strange = next((id_ for id_ in self.output.places if id_ not in known), None)
         if strange is not None:
             raise UsageError(
                 f"{self.output.partial} has a result of '{strange[:40]}', which {self.input} does "
                 f"not have: remove it to begin again, or choose another output."
             )
+
+    def id_of(self, line: Line) -> str:
+        """Return the id of a result of a line."""
+        return self._begin_id(line) + secrets.token_hex(_RANDOM_LENGTH // 2)
+
+    def _begin_id(self, line: Line) -> str:
+        model = _digest(_MODEL_LENGTH, self.model or "")
+        return f"{ID}{model}{_digest(_LINE_LENGTH, line.url, line.body)}"
 
 
 async def run(
@@ -187,7 +224,6 @@ async def run(
         TwostrokeError: from `send`; results so far are kept.
     """
     room = asyncio.Semaphore(most)
-    progress.num_before = progress.num_done = len(files.output.places)
     show(progress)
 
     async def one(line: Line) -> None:
@@ -197,7 +233,7 @@ async def run(
             room.release()
         is_ok = answer.status < 400
         target = files.output if is_ok else files.errors
-        target.add(line.custom_id, FORM.result(line.custom_id, answer))
+        target.add(line.custom_id, result(line.custom_id, answer, files.id_of(line)))
         progress.num_done += 1
         progress.num_failed += not is_ok
         progress.num_tokens += _num_tokens(answer) if is_ok else 0
@@ -213,6 +249,14 @@ async def run(
         raise failures.exceptions[0] from None
     for results in (files.errors, files.output):  # the output last: then all is there
         results.finish(line.custom_id for line in files.lines(limits))
+
+
+def _digest(length: int, *parts: str | bytes) -> str:
+    hashed = hashlib.blake2b(digest_size=length // 2)
+    for part in parts:
+        hashed.update(part.encode() if isinstance(part, str) else part)
+        hashed.update(b"\0")
+    return hashed.hexdigest()
 
 
 def _num_tokens(answer: Answer) -> int:

@@ -49,6 +49,7 @@ ENDPOINTS: Final = (
     "/v1/responses",
 )
 PROTOCOL: Final = "openai"
+ID: Final = "batch_req_"  # of results
 MAX_LISTED: Final = 100
 LISTED: Final = 20
 _WINDOW: Final = re.compile(r"([1-9]\d{0,5})([smhd])")
@@ -259,14 +260,15 @@ def _new(asked: BatchRequest, served: ServedRequest) -> Batch:
     )
 
 
-def _result(custom_id: str, answer: Answer) -> bytes:
+def result(custom_id: str, answer: Answer, id_: str | None = None) -> bytes:
+    """Return the line of a result; without `id_`, its id is random."""
     body = msgspec.Raw(answer.body)
     response = {
         "status_code": answer.status,
         "request_id": answer.headers["x-request-id"],
         "body": body,
     }
-    return _line(custom_id, response=response)
+    return _line(custom_id, response=response, id_=id_)
 
 
 def _unrun(custom_id: str, batch: Batch) -> bytes:
@@ -277,9 +279,11 @@ def _unrun(custom_id: str, batch: Batch) -> bytes:
     return _line(custom_id, error={"code": f"batch_{batch.ends_as}", "message": message})
 
 
-def _line(custom_id: str, response: object = None, error: object = None) -> bytes:
-    id_ = f"batch_req_{secrets.token_hex(12)}"
+def _line(
+    custom_id: str, response: object = None, error: object = None, id_: str | None = None
+) -> bytes:
+    id_ = id_ or f"{ID}{secrets.token_hex(12)}"
     return encode_json({"id": id_, "custom_id": custom_id, "response": response, "error": error})
 
 
-FORM: Final = Form(result=_result, unrun=_unrun, has_error_file=True, purpose=files.OUTPUT)
+FORM: Final = Form(result=result, unrun=_unrun, has_error_file=True, purpose=files.OUTPUT)
