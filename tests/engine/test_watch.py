@@ -31,6 +31,16 @@ def test_silence_is_a_fault_after_five_seconds() -> None:
     assert "said nothing for 5." in str(faults[first])
 
 
+def test_a_step_grows_older_while_the_engine_is_silent() -> None:
+    watch = Watch(0.1, 0.0)
+    watch.hear(1.0, Progress(7, 0.5))
+    assert watch.progress_at(1.25) == Progress(7, 0.5)
+    assert watch.progress_at(4.0) == Progress(7, 3.5)
+    watch.hear(5.0, Progress(8, 0.0))
+    assert watch.progress_at(5.25) == Progress(8, 0.0)
+    assert watch.progress_at(9.0) == Progress(8, 4.0)
+
+
 def test_a_step_that_does_not_end_is_a_fault() -> None:
     fault = pulses(Watch(0.1, 0.0), 60, step_s=0.1)
     assert fault is not None

@@ -88,8 +88,8 @@ class Supervisor:
 
     @property
     def progress(self) -> Progress:
-        """What the process has computed, as it said last."""
-        return self._watch.progress
+        """What the process has computed, as it said last; a step grows older while it is silent."""
+        return self._watch.progress_at(time.monotonic()) if self.is_up else self._watch.progress
 
     @property
     def back_s(self) -> float:

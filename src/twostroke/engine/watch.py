@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec.structs import replace
+
 from twostroke.engine.health import Progress
 
+_LATE_S: Final = 1.5  # of silence: some pulses are missing
 _LEAST_LIMIT_S: Final = 5.0
 _TIMES_LONGEST: Final = 2.0  # the longest step so far
 _TIMES_PREDICTED: Final = 10.0  # the longest step at the machine's limits
@@ -36,15 +39,26 @@ class Watch:
         if progress.num_steps > before.num_steps:
             self._longest_s = max(self._longest_s, before.step_s)
 
+    def progress_at(self, now_s: float) -> Progress:
+        """Return the progress; while pulses are missing, the step is older than the last one said.
+
+        Without a step, the silence itself counts as one, as a process that is stopped has none.
+        """
+        known, silent_s = self.progress, self._silent_s(now_s)
+        return replace(known, step_s=known.step_s + silent_s) if silent_s > _LATE_S else known
+
     def fault(self, now_s: float) -> str | None:
         """Return why the process is to be ended, if it is; ask this several times a second."""
         paused_s, self._looked_s = now_s - self._looked_s, now_s
         if paused_s > 1.0:  # this process itself did not run, and perhaps none did
             self._resumed_s = now_s - 1.0
-        silent_s = now_s - max(self._heard_s, self._resumed_s)
+        silent_s = self._silent_s(now_s)
         step_s = min(self.progress.step_s, now_s - self._resumed_s)
         if silent_s > self.limit_s:
             return f"it has said nothing for {silent_s:.1f} s"
         if step_s > self.limit_s and not self.progress.is_recovering:
             return f"one of its steps has run for {step_s:.1f} s"
         return None
+
+    def _silent_s(self, now_s: float) -> float:
+        return now_s - max(self._heard_s, self._resumed_s)

@@ -169,7 +169,7 @@ def test_stopping_server_does_not_wait_for_the_rest_of_a_body(
 
 @pytest.mark.parametrize("has_some", [False, True])
 def test_stopping_server_refuses_an_incomplete_body(
-    tmp_path_factory: pytest.TempPathFactory, has_some: bool
+    tmp_path_factory: pytest.TempPathFactory, has_some: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = Limits(body_timeout_s=1000)
     options = ServeOptions(drain_s=1000, limits=limits)
@@ -188,6 +188,7 @@ def test_stopping_server_refuses_an_incomplete_body(
     assert answer.startswith(b"HTTP/1.1 503")
     assert b"engine_stopped" in answer
     assert b"retry-after" in answer
+    assert [it.levelname for it in caplog.records if "is incomplete" in it.message] == ["WARNING"]
 
 
 def test_body_that_arrives_as_the_server_stops_is_read() -> None:
