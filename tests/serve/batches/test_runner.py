@@ -198,6 +198,50 @@ def test_batch_of_a_tenant_without_a_key_is_cancelled(records: Records) -> None:
     assert "no API key" in body.errors.data[0].message
 
 
+def test_batch_that_no_runner_has_can_be_cancelled(records: Records) -> None:
+    """As while a server drains, or before it has read its batches."""
+    app, next_app = App(), App()
+
+    async def first() -> None:
+        app.is_open.clear()
+        bench = Bench(records, app)
+        await bench.begin(3)
+        await until(lambda: len(app.sent) == 3)
+        await bench.runner.stop()
+        assert (await bench.runner.cancel(await bench.found())).status == "cancelling"
+
+    async def second() -> Batch:
+        bench = Bench(records, next_app)
+        await bench.runner.start(next_app)
+        return await bench.ended()
+
+    asyncio.run(first())
+    assert asyncio.run(second()).status == "cancelled"
+    assert not next_app.sent
+
+
+def test_batch_that_is_cancelled_after_it_was_read_does_not_run(records: Records) -> None:
+    app = App()
+
+    async def go() -> Batch:
+        app.is_open.clear()
+        bench = Bench(records, app)
+        await bench.begin(3)
+        await until(lambda: len(app.sent) == 3)
+        await bench.runner.stop()
+        stale = await bench.found()
+        app.sent.clear()
+        app.is_open.set()
+        bench = Bench(records, app)
+        await bench.runner.cancel(stale)
+        bench.runner._app = app
+        bench.runner._begin(stale)
+        return await bench.ended()
+
+    assert asyncio.run(go()).status == "cancelled"
+    assert not app.sent
+
+
 def test_batch_whose_lines_all_run_ends_with_its_key(records: Records) -> None:
     valid = {"anna"}
     app = App()

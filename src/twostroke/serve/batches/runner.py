@@ -148,8 +148,8 @@ class Runner:
             self._begin(batch)
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Stop a batch whose lines may still run, and return its new state."""
-        if (event := self._cancelled.get(batch.id)) is None:
+        """Stop a batch whose lines may still run, here or later, and return its new state."""
+        if not batch.is_open:
             return batch
 
         def change(db: Any) -> kept.Batch:
@@ -162,7 +162,8 @@ class Runner:
             return now
 
         found = await self._records.write(change)
-        event.set()
+        if (event := self._cancelled.get(batch.id)) is not None:  # else nothing runs it now
+            event.set()
         return found
 
     def pace(self, batch: Batch) -> Pace | None:
@@ -228,9 +229,10 @@ class Runner:
 
     async def _run_lines(self, batch: Batch) -> Batch:
         placed = anchored(batch)
-        batch = await self._move(
-            batch, batch.status, boot=placed.boot, deadline_s=placed.deadline_s
-        )
+        when = {"boot": placed.boot, "deadline_s": placed.deadline_s}
+        batch = await self._move(batch, batch.status, **when)
+        if batch.status == "cancelling":  # since it was read
+            return batch
         count = partial(kept.count_results, id_=batch.id)
         done, num_failed, num_bytes = await self._records.read(count)
         self._end_share(batch.id)
