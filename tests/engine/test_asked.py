@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from twostroke.core.embedding import EmbeddingParams
-from twostroke.core.errors import OverloadedError
+from twostroke.core.errors import DeadlineError, OverloadedError
 from twostroke.core.request import NO_HINTS
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine import wire
@@ -83,3 +83,21 @@ def test_one_tenant_leaves_room_for_others_and_less_urgent_for_more() -> None:
         refused(ask, "8 requests wait", 1, tenant="c")  # in all
 
     run(test)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_timeout_that_the_engine_did_not_keep_says_whether_anything_was_computed(
+    has_begun: bool,
+) -> None:
+    async def work() -> None:
+        book = Book(lambda _: None)
+        message = wire.Generate(1, [[1]], SamplingParams(), Caller(timeout_s=-1), NO_HINTS)
+        outputs = RemoteOutputs(message, 1, lambda _: None)
+        book.add(outputs)
+        outputs.has_begun = has_begun
+        book.end_late()
+        with pytest.raises(DeadlineError) as late:
+            await outputs.accepted
+        assert late.value.facts["is_unrun"] is not has_begun
+
+    asyncio.run(work())

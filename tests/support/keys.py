@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from support.servers import live_server
@@ -13,7 +14,7 @@ from twostroke.records import Records, beside
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from support.servers import LiveServer
@@ -32,11 +33,15 @@ def revoke(folder: Path, key: Key) -> None:
 
 @contextmanager
 def keyed_server(
-    folder: Path, tmp_path: Path, file: Path | None = None, **options: Any
+    folder: Path,
+    tmp_path: Path,
+    file: Path | None = None,
+    engine: Mapping[str, int] = MappingProxyType({}),
+    **options: Any,
 ) -> Iterator[LiveServer]:
     """A server as `serve --records` starts it."""
     with closing(Records(folder)) as records:
         keys = ApiKeys.read(file, None, folder)
         serving = ServeOptions(drain_s=1, api_keys=keys, **options)
-        with live_server(tmp_path, serving, records=records) as live:
+        with live_server(tmp_path, serving, records=records, **engine) as live:
             yield live

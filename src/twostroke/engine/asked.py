@@ -227,7 +227,9 @@ class Book:
                 if id_ not in self.unsent:
                     self._send(wire.Cancel(id_))
                 self.drop(outputs)
-                outputs.fail(DeadlineError.of_timeout(caller.timeout_s))
+                error = DeadlineError.of_timeout(caller.timeout_s)
+                error.facts["is_unrun"] = not outputs.has_begun
+                outputs.fail(error)
 
     def end_all(self, error: TwostrokeError) -> None:
         """End everything: no process follows."""

@@ -41,20 +41,25 @@ class Deadlines:
             self._turns.add(request.start_by_s, ticket, num_open)
 
     def pop(self, now_s: float) -> list[tuple[Request, DeadlineError]]:
-        """Return requests that are over, each with the error that says so; a plan follows."""
+        """Return requests that are over, each with the error that says so; a plan follows.
+
+        The fact `is_unrun` of an error says that nothing was computed for its request.
+        """
         over = []
         for ticket in self._timeouts.pop(now_s):
             request, text = ticket.request, "was stopped: it took longer than"
             if not ticket.has_started:
                 text = "was not run: its turn did not come within"
-            over.append((request, DeadlineError.of_timeout(request.timeout_s, text)))
+            error = DeadlineError.of_timeout(request.timeout_s, text)
+            error.facts["is_unrun"] = not ticket.has_started
+            over.append((request, error))
         for ticket in self._turns.pop(self._planned_s):
             request = ticket.request
             if not ticket.has_started and now_s < request.end_by_s:
                 reason = (
                     f"The request was not run: no turn came within {request.start_within_s:g} s."
                 )
-                over.append((request, DeadlineError(reason)))
+                over.append((request, DeadlineError(reason, is_unrun=True)))
         self._planned_s = now_s
         return over
 

@@ -117,6 +117,7 @@ class Answers:
         running.add(self)
         self._began_s = time.monotonic()
         self._is_over = False  # failed or cancelled
+        self._is_unrun = False
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         """Yield outputs as they come, until all choices have ended.
@@ -134,6 +135,7 @@ class Answers:
                 yield output
         except TwostrokeError as error:
             self._is_over = True
+            self._is_unrun = not self._num_tokens and _is_unrun(error)
             if not isinstance(error, RequestError):  # the engine's fault, not the constraint's
                 self._metrics.goodput.miss(self._job.caller.service, self.num_open)
             _count_failure(error, self._engine, self._metrics)
@@ -182,11 +184,14 @@ class Answers:
         )
 
     @property
-    def used(self) -> Usage:
+    def used(self) -> Usage | None:
         """The usage of all choices; while some run, what they took so far, whole prompts included.
 
-        Prompts are counted from the beginning, since they are computed before anything is seen.
+        Prompts are counted from the beginning, since they are computed before anything is seen;
+        None if the time of all was over before that.
         """
+        if self._is_unrun:
+            return None
         if not self.num_open:
             return self.usage
         return Usage(self._num_prompt, sum(self._num_cached.values()), self._num_tokens)
@@ -284,6 +289,7 @@ class Vectors:
         self.num_open = len(texts)
         self.num_tokens = sum(map(len, texts))
         self._num_cached = 0
+        self._is_unrun = False
         self._engine, self._job, self._metrics, self._outputs = engine, job, metrics, outputs
         self._running = running
         running.add(self)
@@ -305,6 +311,7 @@ class Vectors:
                 self.num_open -= 1
                 parts[embedding.index] = self._job.write(embedding)
         except TwostrokeError as error:
+            self._is_unrun = self.num_open == len(parts) and _is_unrun(error)
             _count_failure(error, self._engine, self._metrics)
             raise
         return parts
@@ -320,9 +327,9 @@ class Vectors:
         return self._job.caller.service
 
     @property
-    def used(self) -> Usage:
-        """The tokens of all texts."""
-        return Usage(self.num_tokens, self._num_cached, 0)
+    def used(self) -> Usage | None:
+        """The tokens of all texts; None if their time was over before any was computed."""
+        return None if self._is_unrun else Usage(self.num_tokens, self._num_cached, 0)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures so far for logs and traces."""
@@ -336,6 +343,11 @@ class Vectors:
 
 Running = Answers | Vectors
 Open = Running | Accepting
+
+
+def _is_unrun(error: TwostrokeError) -> bool:
+    """Return whether a request's time was over before anything was computed for it."""
+    return bool(error.facts.get("is_unrun"))
 
 
 def _count_failure(error: TwostrokeError, engine: ServedEngine, metrics: Metrics) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from support.keys import add, keyed_server
 from support.servers import LiveServer, post_bytes, wait_for
@@ -19,18 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    import pytest
-
 HELLO = [{"role": "user", "content": "hello"}]
 LONG = "hello " * 40
 
 
 @contextmanager
-def counting(tmp_path: Path) -> Iterator[LiveServer]:
+def counting(tmp_path: Path, **given: Any) -> Iterator[LiveServer]:
     """A server that keeps the usage of one key in tmp_path / "records"."""
     folder = tmp_path / "records"
     key, text = add(folder)
-    with keyed_server(folder, tmp_path) as server:
+    with keyed_server(folder, tmp_path, **given) as server:
         server.http.headers["x-api-key"] = text
         yield server
     assert [one.owner.key for one in used(tmp_path)] in ([], [key.id])
@@ -136,6 +137,36 @@ def test_request_that_its_timeout_stopped_counts_what_was_generated(tmp_path: Pa
     [amount] = used(tmp_path)
     assert amount.requests == 1
     assert 0 < amount.output < 6
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG, "max_tokens": 6}),
+        ("/v1/embeddings", {"input": LONG}),
+    ],
+)
+def test_prompt_counts_that_its_timeout_stopped_once_it_had_begun(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    narrow = {"token_budget": 8, "max_running": 8}
+    with counting(tmp_path, engine=narrow) as server, ThreadPoolExecutor(2) as threads:
+        server.backend.gate.clear()  # of a step, after which timeouts are looked at
+
+        def send(timeout_s: str) -> str:
+            headers = {"x-request-timeout": timeout_s}
+            return server.http.post(path, json=body, headers=headers).text
+
+        begun = threads.submit(send, "0.6")
+        wait_for(lambda: server.num_busy == 1)
+        unrun = threads.submit(send, "0.2")
+        time.sleep(0.8)
+        server.backend.gate.set()
+        assert "was stopped" in begun.result()
+        assert "was not run" in unrun.result()
+    [amount] = used(tmp_path)
+    assert (amount.requests, amount.output) == (1, 0)
+    assert amount.input > 20
 
 
 def test_usage_is_written_while_the_server_runs_and_added_up(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def counted(served: ServedRequest) -> Used | None:
     used = served.used
     if used is None or (served.is_client_gone and served.service is not None):
         return None
-    is_late = served.error == DeadlineError.code and used.completion_tokens > 0
+    is_late = served.error == DeadlineError.code
     if served.error is not None and not (served.is_client_gone or is_late):
         return None
     return used
