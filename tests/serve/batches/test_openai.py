@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import live_server, wait_for
+from twostroke.http.limits import Limits
 from twostroke.records import Records, RecordsError
+from twostroke.serve.batches.lines import WrongLineError, parse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,13 +118,32 @@ def test_all_odd_lines_are_named_and_none_is_run(server: LiveServer) -> None:
         (3, "duplicate_custom_id"),
         (4, "mismatched_url"),
         (5, "invalid_value"),
-        (7, "missing_required_parameter"),
+        (7, "invalid_value"),
         (8, "invalid_method"),
         (9, "missing_required_parameter"),
         (10, "invalid_json_line"),
     ]
     assert "line 1" in batch["errors"]["data"][1]["message"]
     assert batch["output_file_id"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"{bad", "The line is not valid JSON: JSON is malformed: object keys must be strings"),
+        (b"[]", "The line is not a JSON object."),
+        (
+            b'{"custom_id":"a\\ud800"}',
+            "JSON: a string has half of a surrogate pair.",
+        ),
+        (b'{"custom_id":"a\xff"}', "The line is not valid JSON: it is not UTF-8."),
+        (b'{"method":"POST"}', "'custom_id' must be a text of 1 to 512 characters."),
+        (b'{"custom_id":"a","method":"POST","url":"/","body":"x"}', "'body' is not a JSON object."),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(text: bytes, said: str) -> None:
+    with pytest.raises(WrongLineError, match=re.escape(said)):
+        parse(1, text, Limits())
 
 
 def test_empty_and_too_long_inputs_fail(server: LiveServer) -> None:

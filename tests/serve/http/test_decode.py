@@ -50,6 +50,23 @@ def test_scan_is_linear_whatever_it_reads(unit: bytes) -> None:
     assert time.perf_counter() - began < 3
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            rb'{"messages": "a\ud800"}',
+            "The body is not valid JSON: a string has half of a surrogate",
+        ),
+        (rb'{"messages": "\ud83d\ude00', "The body is not valid JSON: Input data was truncated."),
+        (b'{"temperature": 1e999}', "temperature must be a smaller number."),
+    ],
+)
+def test_error_has_the_reason_in_words(body: bytes, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        DECODER.decode(body)
+    assert str(caught.value).startswith(said)
+
+
 @pytest.mark.parametrize("unit", ["[", "]", "a.", "[a", "[a]", "."])
 def test_word_that_looks_like_a_place_is_read_in_linear_time(unit: str) -> None:
     word = "x` - at `$." + unit * (2_000_000 // len(unit))

@@ -9,7 +9,7 @@ import msgspec
 from twostroke.core.frozen import Frozen
 from twostroke.http.errors import one_line
 from twostroke.serve.batches.batch import LineError
-from twostroke.serve.body.decode import depth_exceeds
+from twostroke.serve.body.decode import depth_exceeds, not_json
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -110,21 +110,27 @@ def parse(number: int, text: bytes, limits: Limits) -> Line:
         raise wrong("invalid_json_line", "The line is nested too deeply.")
     try:
         fields = _fields.decode(text.removeprefix(b"\xef\xbb\xbf"))
-        raw = bytes(fields.body)
-        body = _body.decode(raw or b"{}")
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        message = "The line, or the field 'body' in it, is not a JSON object."
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        is_other = str(error).startswith("Expected `object`")
+        message = (
+            "The line is not a JSON object." if is_other else str(not_json(error, text, "line"))
+        )
         raise wrong("invalid_json_line", message) from None
-    id_ = fields.custom_id
+    id_, raw = fields.custom_id, bytes(fields.body)
     if not isinstance(id_, str) or not 0 < len(id_) <= _MAX_ID_LENGTH:
+        code = "missing_required_parameter" if id_ is None else "invalid_value"
         message = f"'custom_id' must be a text of 1 to {_MAX_ID_LENGTH} characters."
-        raise wrong("missing_required_parameter", message, "custom_id")
+        raise wrong(code, message, "custom_id")
     if fields.method != "POST":
         raise wrong("invalid_method", "'method' must be 'POST'.", "method")
     if not isinstance(fields.url, str):
         raise wrong("invalid_url", "'url' must be a path such as '/v1/chat/completions'.", "url")
     if not raw:
         raise wrong("missing_required_parameter", "'body' is missing.", "body")
+    try:
+        body = _body.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise wrong("invalid_value", "'body' is not a JSON object.", "body") from None
     if body.stream:
         raise wrong("invalid_value", "'stream' is not possible in a batch.", "body.stream")
     return Line(number, id_, fields.url, raw)

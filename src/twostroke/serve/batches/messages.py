@@ -24,6 +24,7 @@ from twostroke.serve.batches.files import page_size
 from twostroke.serve.batches.lines import WrongLineError, parse
 from twostroke.serve.batches.openai import find
 from twostroke.serve.batches.results import Form
+from twostroke.serve.body.decode import not_json
 from twostroke.serve.body.explain import explain
 from twostroke.serve.dialect import encode_json, to_json
 from twostroke.serve.openai.responses.routes import query_of
@@ -297,7 +298,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: mmap | msgspec.Raw, where: 
     except msgspec.ValidationError as error:
         raise explain(str(error), decoder.type, None, where) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BodySyntaxError("The body is not valid JSON: {why}.", why=error) from None
+        raise not_json(error, text) from None
 
 
 def _new(id_: str, served: ServedRequest, input_file: str, total: int) -> Batch:

@@ -23,6 +23,7 @@ from twostroke.serve.describe.field import Effect
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from mmap import mmap
 
     from twostroke.core.errors import RequestError
 
@@ -36,6 +37,7 @@ _preparing = threading.Lock()
 
 # A string is consumed whole, also one without an end, so that the scan is linear.
 _BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")  # msgspec looks for the other
 
 
 class BodyDecoder(Generic[T]):
@@ -114,6 +116,16 @@ def depth_exceeds(body: bytes, limit: int) -> bool:
     return False
 
 
+def not_json(
+    error: Exception, text: bytes | mmap | msgspec.Raw, what: str = "body"
+) -> BodySyntaxError:
+    """Return the error about a text that msgspec cannot read; `what` it is."""
+    why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+    if why == "Input data was truncated" and _HALF_A_PAIR.search(text):
+        why = "a string has half of a surrogate pair"
+    return BodySyntaxError("The {what} is not valid JSON: {why}.", what=what, why=why)
+
+
 def meant(error: MissingFieldError, ignored: Iterable[Ignored]) -> RequestError:
     """Return the error about an ignored field that is the missing one misspelt, else `error`."""
     place, _, name = (error.field or "").rpartition(".")
@@ -132,7 +144,7 @@ def _parse(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError as error:
-        raise BodySyntaxError("The body is not valid JSON: {why}.", why=error) from None
+        raise not_json(error, body) from None
     except UnicodeDecodeError:
         raise BodySyntaxError("The body is not valid UTF-8.") from None
 

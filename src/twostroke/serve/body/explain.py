@@ -57,6 +57,8 @@ def explain(text: str, kind: Any, body: Any, where: str = "") -> RequestError:
             kinds = list(parts(it.key_type for it in kinds if isinstance(it, inspect.DictType)))
         got = "" if is_of_key else _got(body, inner)
         reason = f"must {next(filter(None, map(_limits, kinds)))}{got}."
+    elif what == "Number out of range":
+        reason = f"must {next(filter(None, map(_limits, kinds)), 'be a smaller number')}."
     else:
         reason, facts = "is not valid: {why}.", {"why": what}
     subject = "A key of {field} " if is_of_key else "" if path else "The body "
