@@ -63,11 +63,24 @@ def test_cost_is_by_model_cache_and_class(usage: Callable[..., Ran], tmp_path: P
     costs = {(row["tenant"], row["batch"]): row["cost"] for row in rows}
     assert costs == {
         ("", False): 0.00003,
-        ("anna", False): round(2 * each, 6),
-        ("anna", True): round(each / 2, 6),
+        ("anna", False): round(2 * each, 12),
+        ("anna", True): round(each / 2, 12),
     }
     assert {row["currency"] for row in rows} == {"EUR"}
     assert "COST IN EUR" in usage("--prices", prices).out
+
+
+def test_costs_are_added_before_they_are_rounded(usage: Callable[..., Ran], tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("[models.m]\ninput = 0.4\noutput = 1")
+    owners = [Owner("2025-01-01", "", f"{i:04}", "m", is_batch=False) for i in range(1000)]
+    with beside(tmp_path / "records", writes=True) as db:
+        add(db, {owner: [1, 1, 0, 0] for owner in owners})
+    words = ("--until", "2025-01-01", "--prices", str(prices))
+    for by in ("tenant", "day"):
+        assert usage(*words, "--by", by).out.splitlines()[-1].split()[-1] == "0.0004"
+    row = next(csv.DictReader(usage(*words, "--by", "tenant", "--csv").out.splitlines()))
+    assert (row["cost"], row["currency"]) == ("0.0000004", "USD")
 
 
 def test_days_are_a_span_with_both_ends(usage: Callable[..., Ran]) -> None:
@@ -99,6 +112,7 @@ def test_days_are_a_span_with_both_ends(usage: Callable[..., Ran]) -> None:
         ("[models.tiny]\ninput = -1\noutput = 1", "input must be from 0 to"),
         ("[models.tiny]\ninput = nan\noutput = 1", "input must be from 0 to"),
         ("[models.tiny\n", "is not a price table"),
+        ("\xff", "prices.toml is not a price table: it is not UTF-8."),
         (None, "'prices.toml' cannot be read: No such file"),
     ],
 )
@@ -108,7 +122,7 @@ def test_wrong_price_table_is_one_sentence(
     path = tmp_path / "prices.toml"
     path.unlink()
     if table is not None:
-        path.write_text(table)
+        path.write_text(table, "latin-1")
     ran = usage("--prices", str(path), "--csv")
     assert (ran.code in {2, 4}, ran.out) == (True, "")
     assert said in ran.err

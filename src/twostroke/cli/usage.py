@@ -20,7 +20,7 @@ from twostroke.http.tenants.usage import amounts
 from twostroke.records import beside
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from twostroke.http.tenants.prices import Prices
     from twostroke.http.tenants.usage import Amount
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _BY: Final = ("key", "tenant", "day", "model")
 _FIRST: Final = "0000-01-01"
 _LAST: Final = "9999-12-31"
+_DIGITS: Final = 12  # of costs for programs: what a float adds after them is noise
 _COUNTS: Final = ("requests", "input", "cached", "output")
 
 
@@ -86,12 +87,12 @@ def command(
         names = {key.id: key.name for key, _ in all_keys(db)}
     rows = list(_rows(found, by, names, table))
     if as_json:
-        click.echo(json.dumps(rows))
+        click.echo(json.dumps([row | _costs(row, _rounded) for row in rows]))
     elif as_csv:
         head = [*_columns(by), "batch", *_COUNTS, *(["cost", "currency"] if table else [])]
         writer = csv.DictWriter(sys.stdout, head, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, "batch": int(row["batch"])} for row in rows)
+        writer.writerows(row | {"batch": int(row["batch"])} | _costs(row, _plain) for row in rows)
     elif rows:
         _show(rows, by, table)
     else:
@@ -117,10 +118,20 @@ def _rows(
         if prices is not None:
             row["cost"] = row.get("cost", 0.0) + prices.cost(amount)
             row["currency"] = prices.currency
-    for row in rows.values():
-        if "cost" in row:
-            row["cost"] = round(row["cost"], 6)
     return [rows[group] for group in sorted(rows)]
+
+
+def _costs(row: dict[str, Any], write: Callable[[float], object]) -> dict[str, object]:
+    return {"cost": write(row["cost"])} if "cost" in row else {}
+
+
+def _rounded(cost: float) -> float:
+    return round(cost, _DIGITS)
+
+
+def _plain(cost: float) -> str:
+    """Return a cost as spreadsheets read it, without an exponent."""
+    return f"{cost:.{_DIGITS}f}".rstrip("0").rstrip(".")
 
 
 def _show(rows: list[dict[str, Any]], by: str, prices: Prices | None) -> None:

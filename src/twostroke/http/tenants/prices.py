@@ -80,5 +80,7 @@ def read_prices(path: Path) -> Prices:
             prices[name] = msgspec.convert(price, Price)
         where = ""
         return msgspec.convert({**table, "models": prices}, Prices)
-    except (ValueError, UsageError) as error:  # of UTF-8, TOML, msgspec and prices
+    except UnicodeDecodeError:
+        raise UsageError(f"{path.name} is not a price table: it is not UTF-8.") from None
+    except (ValueError, UsageError) as error:  # of TOML, msgspec and prices
         raise UsageError(f"{path.name} is not a price table{where}: {error}.") from None
