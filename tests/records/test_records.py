@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import sqlite3
 from contextlib import closing
 from threading import Event
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -159,8 +161,25 @@ def test_disk_without_room_for_the_index_of_the_log_is_full(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_path: Path) -> None:
+        error = sqlite3.OperationalError("unable to open database file")
+        error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+        raise error
+
+    Records(tmp_path).close()
+    monkeypatch.setattr("twostroke.records.database._connect", fail)
+    with pytest.raises(RecordsError, match="cannot be opened"):
+        Records(tmp_path)
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(RecordsError, match="on a file system that is read-only"):
+        Records(tmp_path)
+
+
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    with pytest.raises(RecordsError, match="file is not a folder"):
+        Records(tmp_path / "file")
     with pytest.raises(RecordsError, match="Not a directory"):
         Records(tmp_path / "file" / "records")
 

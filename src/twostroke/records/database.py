@@ -265,7 +265,17 @@ def _explain(error: Exception, path: Path) -> RecordsError:
         sqlite3.SQLITE_READONLY: "may not be written by this user",
         sqlite3.SQLITE_CANTOPEN: "cannot be opened",
     }.get(kind, f"cannot be used ({error})")
+    if kind in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN} and _is_read_only(path.parent):
+        why = "is on a file system that is read-only"
     return RecordsError(f"The database {path} {why}.")
+
+
+def _is_read_only(folder: Path) -> bool:
+    """Return whether the file system of a folder is mounted so."""
+    try:
+        return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
 
 
 def _lock(path: Path) -> int:

@@ -29,6 +29,8 @@ class Folder:
         try:
             for one in (path, self._files, self._unfinished):
                 one.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            raise RecordsError(f"{one} is not a folder.") from None
         except OSError as error:
             raise explain(error, path) from None
 
