@@ -55,6 +55,7 @@ from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
 from twostroke.serve.stream import EventStream
 from twostroke.serve.turns import Readers
+from twostroke.serve.whole import respond_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -292,11 +293,7 @@ class Api:
             if job.stream:
                 return EventStream(start, encoder, self.options, dialect.framing)
             answers, reader = await start()
-            try:
-                whole = await while_connected(request.receive, answers.whole())
-            finally:
-                answers.cancel()
-            return to_json(encoder.whole(reader.read_whole(whole, answers.usage)))
+            return await respond_whole(request, answers, reader, encoder, self._readers)
 
         return generate
 
@@ -386,9 +383,7 @@ class Api:
         async with in_time(served), body_of(request, self.options.limits) as body:
             if not is_long and len(body) <= _LARGE_BODY_BYTES:
                 return work(body, request)
-            is_line = served.service == BATCH_SERVICE
-            reading = self._readers.run(served.tenant, work, body, request, is_last=is_line)
-            return await while_connected(request.receive, asyncio.ensure_future(reading))
+            return await self._readers.run_for(request, work, body, request)
 
     def _room(self) -> int:
         """How many lines of batches may be in the engine: all that clients leave, and some wait."""

@@ -15,10 +15,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.service import BATCH_SERVICE
+from twostroke.http.disconnect import while_connected
+from twostroke.http.served import served_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
+
+    from starlette.requests import Request
 
 T = TypeVar("T")
 
@@ -113,6 +118,17 @@ class Readers:
         working = self._threads.submit(work, *given)
         working.add_done_callback(ended)
         return await asyncio.wrap_future(working)
+
+    async def run_for(self, request: Request, work: Callable[..., T], *given: Any) -> T:
+        """Return `work(*given)`, done for a request; those of batches come after all others.
+
+        Raises:
+            ClientGoneError: the client left.
+        """
+        served = served_of(request.scope)
+        is_line = served.service == BATCH_SERVICE
+        working = self.run(served.tenant, work, *given, is_last=is_line)
+        return await while_connected(request.receive, working)
 
     def close(self) -> None:
         """Begin nothing more."""
