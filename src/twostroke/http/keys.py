@@ -179,6 +179,10 @@ class ApiKeys:
         unwritten, self._unwritten = self._unwritten, set()
         return {id_: self._last_used[id_] for id_ in unwritten}
 
+    def put_back(self, uses: Iterable[str]) -> None:
+        """Return the last uses of these keys again, since they could not be written."""
+        self._unwritten.update(uses)
+
 
 class KeyCheck:
     """Lets requests with a valid key pass, and notes the key and its tenant.

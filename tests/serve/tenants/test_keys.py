@@ -176,6 +176,31 @@ def test_locked_records_leave_the_keys_as_they_are(
     assert caplog.text.count("Keys stay as they are: The database is locked") == 1
 
 
+def test_last_use_waits_for_records_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    key, text = add(folder)
+    keys = ApiKeys.read(None, None, folder)
+    assert keys is not None
+    assert keys.find(text.encode()) == key
+
+    async def look() -> None:
+        with closing(Records(folder)) as records:
+
+            async def fail(_work: Any) -> Any:
+                raise RecordsError("The disk is full.")
+
+            upkeep, write = Upkeep(records, keys, UsageBook("tiny")), records.write
+            records.write = fail  # type: ignore[method-assign]
+            await upkeep._look(records, writes=True)
+            records.write = write  # type: ignore[method-assign]
+            await upkeep._look(records, writes=True)
+
+    asyncio.run(look())
+    with beside(folder) as db:
+        [(_, last_used)] = kept.all_keys(db)
+    assert last_used is not None
+
+
 def test_names_are_free_again_once_revoked_and_changes_grow(tmp_path: Path) -> None:
     key, _ = add(tmp_path)
     with pytest.raises(UsageError, match="There is a key 'app'"):

@@ -92,6 +92,8 @@ class Upkeep:
             await records.write(lambda db: _note(db, uses, rows))
         except RecordsError:
             self._usage.put_back(rows)
+            if self._keys is not None:
+                self._keys.put_back(uses)
             raise
 
     def _changed(self, db: Connection) -> tuple[int, list[Key]] | None:
