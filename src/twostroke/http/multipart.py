@@ -39,7 +39,8 @@ async def read_form(
 
     Raises:
         ContentTypeError: the body is not multipart/form-data.
-        RequestError: the body is malformed, or has two files or too many or too long fields.
+        RequestError: the body is malformed, its file has no name, or it has two files or too many
+            or too long fields.
         MissingFieldError: there is no file.
         BodySizeError: the file has more than `max_bytes`.
         BodyTimeoutError, ClientGoneError: as `read_json`.
@@ -127,7 +128,9 @@ class _Form:
         name = named[1] if named is not None else ""
         if name in self._fields:
             raise RequestError("is sent twice.", field=name)
-        if name == "file" and file is not None:
+        if name == "file":
+            if file is None:
+                raise RequestError("must be a file, whose part has a filename.", field=name)
             self._fields[name] = file[1]
             return self._take_file
         self._fields[name] = ""
