@@ -152,7 +152,9 @@ class Api:
             Route("/page/{name:path}", self.site.file, include_in_schema=False),
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
             *kept_routes(self._tenant),
-            *stored_chat.stored_chat_routes(self._tenant, self.options.limits, self._ignored.note),
+            *stored_chat.routes(
+                self._tenant, self.options.limits, self._ignored.note, self._readers
+            ),
             *info_routes(self.models, self.options),
             *self.keeping.routes(self._ignored.note),
             *plans.plan_routes(self._plans, self.options, self._ignored.note),

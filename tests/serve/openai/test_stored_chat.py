@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import events, live_server
+from support.servers import events, live_server, wait_for
 from twostroke.http.keys import ApiKeys
+from twostroke.serve.openai import stored_chat
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -104,3 +107,30 @@ def test_tenants_do_not_see_each_others(server: LiveServer) -> None:
     deleted = server.http.delete(f"{PATH}/{id_}").json()
     assert deleted == {"id": id_, "object": "chat.completion.deleted", "deleted": True}
     assert ids(server) == []
+
+
+def test_lists_of_one_tenant_wait_for_those_of_others(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(server)
+    begun, may_end, page = list[int](), threading.Event(), stored_chat._page
+
+    def slow(kept: list[Any], asked: dict[str, str]) -> Any:
+        begun.append(len(kept))
+        assert may_end.wait(20)
+        return page(kept, asked)
+
+    monkeypatch.setattr(stored_chat, "_page", slow)
+    line = server.api._readers._turns
+    with ThreadPoolExecutor(4) as threads:
+        try:
+            lists = [threads.submit(ids, server) for _ in range(3)]
+            wait_for(lambda: len(begun) == 2 and line.num_waiting("anna") == 1)
+            headers = {"authorization": "Bearer other"}
+            other = threads.submit(server.http.get, PATH, headers=headers)
+            wait_for(lambda: line.num_waiting("ben") == 1)
+        finally:
+            may_end.set()
+        assert other.result().json()["data"] == []
+        assert all(len(found.result()) == 1 for found in lists)
+    assert begun == [1, 1, 0, 1]

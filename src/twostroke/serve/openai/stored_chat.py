@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from twostroke.serve.job import Job
     from twostroke.serve.openai.chat import ChatRequest
     from twostroke.serve.store import Tenant
+    from twostroke.serve.turns import Readers
 
 LIST_PATH: Final = "/v1/chat/completions"
 PATH: Final = f"{LIST_PATH}/{{completion_id}}"
@@ -135,12 +136,13 @@ def encoder(reply: Reply) -> Encoder:
     return ChatEncoder(reply) if keep is None else StoringEncoder(reply, keep)
 
 
-def stored_chat_routes(
+def routes(
     tenant_of: Callable[[Request], Tenant],
     limits: Limits,
     note: Callable[[Iterable[Ignored], ServedRequest], None],
+    readers: Readers,
 ) -> list[Route]:
-    """Return the routes of stored completions.
+    """Return the routes of stored completions, many of which `readers` read.
 
     `tenant_of` returns the sender of a request, `note` takes its ignored fields.
     """
@@ -157,9 +159,8 @@ def stored_chat_routes(
     async def several(request: Request) -> Response:
         labels = [name for name in request.query_params if name.startswith(_METADATA)]
         asked = query_of(request, ("after", "limit", "order", "model", *labels))
-        # In a thread: reading many completions would delay streams.
         kept = tenant_of(request).all(_KIND)
-        return to_json(await asyncio.to_thread(_page, kept, asked))
+        return await readers.run_for(request, lambda: to_json(_page(kept, asked)))
 
     async def one(request: Request) -> Response:
         kept = find(request)
