@@ -231,6 +231,7 @@ class SleepingEngine(RemoteEngine):
         """Return what unloads it, as it has nothing to do; from now on it is not there."""
         self._book.is_up = self.is_closed = False
         self._is_leaving, self.keep_s = True, self.default_keep_s
+        self._life.retire()  # now: should it die before it is ended, no other is to start
         return self._rest()
 
     async def _rest(self) -> None:

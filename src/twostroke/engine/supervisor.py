@@ -121,10 +121,14 @@ class Supervisor:
         self._expect_load()
         self._listen()
 
-    async def rest(self) -> None:
-        """End the process, which has nothing to do; return once its memory is free."""
+    def retire(self) -> None:
+        """Hear no more of the process, which has nothing to do; `rest` follows."""
         self._stop_listening()
-        self.rests, self.is_up = True, False
+        self.is_up = False
+
+    async def rest(self) -> None:
+        """End the process that was retired; return once its memory is free."""
+        self.rests = True
         await asyncio.to_thread(self._process.close)
 
     def refuse(self, error: TwostrokeError) -> None:

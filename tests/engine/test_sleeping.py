@@ -1,0 +1,53 @@
+"""Models that are loaded while somebody wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from support.remote import FakeProcess, options, until
+from support.tiny import write_tiny_gguf
+from twostroke.engine import supervisor
+from twostroke.engine.build import build
+from twostroke.engine.process import _ready
+from twostroke.engine.sleeping import SleepingEngine
+from twostroke.schedule.residence import Residence
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_process_that_dies_as_it_is_to_be_unloaded_has_no_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, made = str(tmp_path / "tiny.gguf"), list[FakeProcess]()
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    with build(model, options()) as built:
+        ready = _ready(built)
+
+    def start(_load: object) -> FakeProcess:
+        made.append(FakeProcess())
+        return made[-1]
+
+    monkeypatch.setattr(supervisor, "EngineProcess", start)
+    find = SleepingEngine.find(None, model, options(), "warning", 1 << 30, math.inf)
+
+    async def work() -> None:
+        with closing(find) as engine:
+            engine.attach(lambda: None)
+            engine.wake()
+            made[0].say(ready)
+            await until(lambda: engine.residence is Residence.IN)
+            unload = engine.leave()
+            made[0].theirs.close()
+            await asyncio.sleep(0.05)
+            await unload
+            await asyncio.sleep(0.05)
+            assert engine.residence is Residence.OUT
+            assert (engine.num_deaths, engine.num_unloads, len(made)) == (0, 1, 1)
+
+    asyncio.run(work())
