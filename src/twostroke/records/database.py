@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import sqlite3
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from queue import SimpleQueue
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _BUSY_S: Final = 5.0  # how long to wait for another program that has locked the database
+_LOOK_S: Final = 0.01
 _MOST_TOGETHER: Final = 256  # writes in one transaction
 _MOST_LOG_BYTES: Final = 16 << 20  # that stay when the log was written to the database
 _MOST_WAITING: Final = 4096
@@ -229,10 +231,24 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
     if is_new:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes the lock of writers
-    connection.execute("PRAGMA journal_mode = WAL")
+    _keep_log(connection)
     connection.execute(f"PRAGMA journal_size_limit = {_MOST_LOG_BYTES}")
     connection.execute("PRAGMA synchronous = FULL")
     return connection
+
+
+def _keep_log(connection: sqlite3.Connection) -> None:
+    """Have a log of writes kept; while others do so first, SQLite fails at once and not in time."""
+    end_s = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end_s:
+                raise
+            time.sleep(_LOOK_S)
+        else:
+            return
 
 
 def _migrate(db: sqlite3.Connection, path: Path) -> None:

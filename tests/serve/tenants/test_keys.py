@@ -233,12 +233,16 @@ def test_failed_change_beside_a_server_leaves_nothing(tmp_path: Path) -> None:
         assert [key.name for key, _ in kept.all_keys(db)] == ["app"]
 
 
-def test_two_programs_that_migrate_at_once_both_succeed(tmp_path: Path) -> None:
-    for number in range(5):
+@pytest.mark.parametrize("is_old", [True, False])
+def test_programs_that_open_a_database_first_at_once_all_succeed(
+    tmp_path: Path, *, is_old: bool
+) -> None:
+    for number in range(20):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with closing(sqlite3.connect(folder / "records.db", isolation_level=None)) as db:
-            db.executescript(f"{MIGRATIONS[0]} PRAGMA user_version = 1;")
+        if is_old:
+            with closing(sqlite3.connect(folder / "records.db", isolation_level=None)) as db:
+                db.executescript(f"{MIGRATIONS[0]} PRAGMA user_version = 1;")
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(partial(add, folder), "abcd"))
         with beside(folder) as db:
