@@ -25,6 +25,7 @@ import numpy as np
 
 from quiet import descendants
 from servers import Server, our_command
+from twostroke.http.limits import Limits
 
 _SETTLE_S = 300.0  # in which caches fill, before memory is judged; at most a third of the time
 _LOOK_S = 10.0
@@ -137,8 +138,13 @@ class Soak:
             found.append(f"{state['pages']['held']} pages are held")
         if state["requests"]["running"] or state["requests"]["num_waiting"]:
             found.append(f"requests: {state['requests']}")
-        await asyncio.sleep(1)  # until the connection for that is closed, too
+        # A client that is cut off as it connects may forget a connection, which the server then
+        # closes as idle.
+        end_s = time.monotonic() + Limits().idle_timeout_s + 5
         now = _files(self.server.pid)
+        while len(now) > len(files) and time.monotonic() < end_s:
+            await asyncio.sleep(1)
+            now = _files(self.server.pid)
         if len(now) > len(files):
             more = Counter(now) - Counter(files)
             found.append(f"{len(now) - len(files)} descriptors more than before: {dict(more)}")
