@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from support.tiny import tiny_of, write_tiny_gguf
@@ -17,7 +18,7 @@ from twostroke.engine.loading import load
 from twostroke.models import build_program
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.quant.halves import HALVES
-from twostroke.train.options import DistillOptions
+from twostroke.train.options import DistillOptions, StudentShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +52,7 @@ def test_a_shorter_model_learns_from_the_whole(teacher: Path, tmp_path: Path) ->
     from twostroke.compress.distill import distill
 
     lines: list[str] = []
-    path = distill(str(teacher), None, 4, tmp_path, SHORT, lines.append)
+    path = distill(str(teacher), StudentShape(4), tmp_path, SHORT, lines.append)
     (before,) = (line for line in lines if line.startswith("before: "))
     assert told(lines[-1]) < 0.95 * told(before)
     found = load(str(path)).spec
@@ -95,13 +96,72 @@ def test_what_stands_before_a_layer_need_not_be_computed_again(tmp_path: Path, f
         assert np.allclose(whole.numpy(), later.numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_what_adds_nothing_is_cut_and_nothing_changes(tmp_path: Path, family: str) -> None:
+    from twostroke.backends.torch import TorchModel
+    from twostroke.train.narrow import choose_widths
+
+    tiny = tiny_of(family, num_heads=6, num_kv_heads=3, ffn_size=96, fmt="F32")
+    loaded = load(str(write_tiny_gguf(tmp_path / "whole.gguf", tiny)))
+    spec, tensors, rng = loaded.spec, dict(loaded.tensors), np.random.default_rng(1)
+    left, idle = {}, {}
+    for layer in range(spec.num_layers):
+        left[layer] = int(rng.integers(3))
+        idle[layer] = set(rng.choice(96, 64, replace=False).tolist())
+        for name, columns in (
+            (
+                "attn_output",
+                range(left[layer] * 2 * spec.head_dim, (left[layer] + 1) * 2 * spec.head_dim),
+            ),
+            ("ffn_down", idle[layer]),
+        ):
+            key = f"blk.{layer}.{name}.weight"
+            values = tensors[key].dequantize()
+            values[:, list(columns)] = 0
+            tensors[key] = QuantTensor.from_floats(values, FORMATS["F32"])
+    widths = choose_widths(spec, tensors, [[5, 9, 3, 7] * 4, [8, 2, 6]], 2, 32)
+    for layer in range(spec.num_layers):
+        assert left[layer] not in widths.groups[layer]
+        assert not idle[layer].intersection(widths.channels[layer])
+    tokens = torch.tensor([7, 3, 11, 2, 9])
+    whole = TorchModel(build_program(spec), tensors)
+    narrow = TorchModel(build_program(widths.narrowed(spec)), widths.cut(spec, tensors))
+    assert narrow.weights["blk.1.attn_q.weight"].shape == (4 * spec.head_dim, spec.hidden_size)
+    right, found = (model.values(tokens)["logits"] for model in (whole, narrow))
+    assert np.allclose(right.detach().numpy(), found.detach().numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2"])
+def test_a_narrower_model_learns_from_the_whole(tmp_path: Path, family: str) -> None:
+    from twostroke.compress.distill import distill
+
+    tiny = tiny_of(family, num_layers=4, num_heads=4, num_kv_heads=2)
+    teacher = write_tiny_gguf(tmp_path / "teacher.gguf", tiny)
+    (tmp_path / "shape.yaml").write_text("layers: 3\nkv_heads: 1\nfeed_forward: 64\n")
+    shape = StudentShape.read(tmp_path / "shape.yaml")
+    lines: list[str] = []
+    path = distill(str(teacher), shape, tmp_path / "out", SHORT, lines.append)
+    (before,) = (line for line in lines if line.startswith("before: "))
+    assert told(lines[-1]) < 0.95 * told(before)
+    found = load(str(path)).spec
+    sizes = (found.num_layers, found.num_heads, found.num_kv_heads, found.ffn_size, found.head_dim)
+    assert sizes == (3, 2, 1, 64, tiny.head_dim)
+    with LLM(str(path)) as llm:
+        assert llm.generate("the world", SamplingParams(max_tokens=4, ignore_eos=True))
+    lines.clear()
+    distill(str(teacher), shape, tmp_path / "out", SHORT, lines.append)
+    assert not any("remain" in line for line in lines)  # chosen once
+    with pytest.raises(UsageError, match="another model or with other options"):
+        distill(str(teacher), StudentShape(3, 1), tmp_path / "out", SHORT, lines.append)
+
+
 def test_a_student_with_other_tokens_learns_the_text(tmp_path: Path) -> None:
     from twostroke.compress.distill import distill
 
     teacher = write_tiny_gguf(tmp_path / "teacher.gguf", tiny_of("llama", num_layers=6))
     student = write_tiny_gguf(tmp_path / "own.gguf", tiny_of("qwen2", num_layers=2))
     lines: list[str] = []
-    path = distill(str(teacher), str(student), None, tmp_path / "out", SHORT, lines.append)
+    path = distill(str(teacher), str(student), tmp_path / "out", SHORT, lines.append)
     assert load(str(path)).spec.num_layers == 2
     assert "held out: " in lines[-1]
 
@@ -133,22 +193,31 @@ def test_it_goes_on_where_it_was_stopped(
     lines: list[str] = []
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt, match=r"student so far is in .*student\.gguf"):
-            distill(str(teacher), None, 3, tmp_path, replace(SHORT, minutes=9.0), lines.append)
+            distill(
+                str(teacher), StudentShape(3), tmp_path, replace(SHORT, minutes=9.0), lines.append
+            )
     assert steps == [1, 2, 3, 4, 5, 6]
     assert sum("remain" in line for line in lines) <= 4  # chosen once
     with pytest.raises(UsageError, match="another model or with other options"):
-        distill(str(teacher), None, 2, tmp_path, SHORT, lines.append)
+        distill(str(teacher), StudentShape(2), tmp_path, SHORT, lines.append)
 
 
 def test_impossible_students_are_refused(teacher: Path, tmp_path: Path) -> None:
     from twostroke.compress.distill import distill
 
-    with pytest.raises(UsageError, match="from 1 to 5"):
-        distill(str(teacher), None, 6, tmp_path, SHORT, print)
+    for shape, said in {
+        StudentShape(7): "layers must be from 1 to 6, as many as",
+        StudentShape(6): "as large as",
+        StudentShape(kv_heads=0): "kv_heads must be from 1 to",
+        StudentShape(feed_forward=48): "feed_forward must be a multiple of 32",
+        StudentShape(4, feed_forward=1 << 20): "feed_forward must be from 1 to",
+    }.items():
+        with pytest.raises(UsageError, match=said):
+            distill(str(teacher), shape, tmp_path, SHORT, print)
     with pytest.raises(UsageError, match="must have fewer"):
-        distill(str(teacher), str(teacher), None, tmp_path, SHORT, print)
+        distill(str(teacher), str(teacher), tmp_path, SHORT, print)
     with pytest.raises(TwostrokeError, match="nowhere"):
-        distill(str(teacher), str(tmp_path / "nowhere.gguf"), None, tmp_path, SHORT, print)
+        distill(str(teacher), str(tmp_path / "nowhere.gguf"), tmp_path, SHORT, print)
     assert list(tmp_path.iterdir()) == []
 
 

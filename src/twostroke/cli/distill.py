@@ -15,8 +15,8 @@ from twostroke.core.errors import UsageError
 
 @click.command("distill", cls=Command)
 @click.argument("teacher")
-@option("--student", help="A smaller model to train.")
-@option("--layers", "num_layers", type=int, help="Or so many of TEACHER's layers.")
+@option("--student", help="A smaller model to train, or a file .yaml of the sizes of one to cut.")
+@option("--layers", type=int, help="Or so many of TEACHER's layers.")
 @option(
     "-o",
     "--output",
@@ -31,24 +31,25 @@ from twostroke.core.errors import UsageError
 @option("--learning-rate", default=1e-4, help="Learning rate after the warm-up.")
 @option("--seed", default=0, help="Seed of the prompts and the batches.")
 def command(
-    teacher: str, student: str | None, num_layers: int | None, output: Path, **given: Any
+    teacher: str, student: str | None, layers: int | None, output: Path, **given: Any
 ) -> None:
     """Train a smaller model on TEACHER's answers, such as a draft for speculation.
 
     Its tokens' probabilities learn from TEACHER's; with another vocabulary it learns the text.
     Ctrl-C stops the training and saves the student; the same command continues it.
     """
-    from twostroke.train.options import DistillOptions
+    from twostroke.train.options import DistillOptions, StudentShape
 
     options = DistillOptions(**given)
-    if (student is None) == (num_layers is None):
+    if (student is None) == (layers is None):
         raise UsageError("Give either --student MODEL or --layers N.")
+    wanted: str | StudentShape = student or StudentShape(layers)
+    if student is not None and student.endswith((".yaml", ".yml")):
+        wanted = StudentShape.read(Path(student))
     with needing_torch("distill"):
         from twostroke.compress.distill import distill
     fetch(teacher)
-    if student is not None:
-        fetch(student)
-    path = distill(
-        teacher, student, num_layers, output, options, lambda line: click.echo(line, err=True)
-    )
+    if isinstance(wanted, str):
+        fetch(wanted)
+    path = distill(teacher, wanted, output, options, lambda line: click.echo(line, err=True))
     click.echo(f"The student is {path}: run it, quantize it, or guess with it (--draft {path}).")

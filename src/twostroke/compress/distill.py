@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from twostroke.backends.torch import TorchModel
 from twostroke.compress.quantize import stored
 from twostroke.compress.unfinished import need, unfinished
@@ -21,6 +23,8 @@ from twostroke.train.answers import collect
 from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.train.descent import Descent, train
 from twostroke.train.imitate import Imitator
+from twostroke.train.narrow import Widths, choose_widths
+from twostroke.train.options import StudentShape
 from twostroke.train.shorten import choose_layers, kept_names, shortened
 from twostroke.train.teach import Teacher, other_tokens, same_tokens
 from twostroke.weights import target_identity
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     from twostroke.weights.write_gguf import Value
 
 FILE_NAME: Final = "student.gguf"
-_ABOUT_FILE, _LAYERS_FILE = "about.json", "layers.json"
+_ABOUT_FILE, _LAYERS_FILE, _WIDTHS_FILE = "about.json", "layers.json", "widths.json"
 _MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
 _CHOOSING_ANSWERS, _CHOOSING_TOKENS = 4, 128  # of each, by which layers are chosen
 _ARRAY, _BOOL = 9, 7  # types of GGUF values
@@ -57,13 +61,12 @@ class Student(Frozen):
 
 def distill(
     teacher: str,
-    student: str | None,
-    num_layers: int | None,
+    student: str | StudentShape,
     folder: Path,
     options: DistillOptions,
     report: Report,
 ) -> Path:
-    """Train `student`, or else `num_layers` layers of the teacher, on the teacher's answers.
+    """Train `student`, a model or a part of the teacher, on the teacher's answers.
 
     Answers, weights and the optimizer's state are kept in `folder`, and the student as it is by
     then; the same call continues. Returns the student's file.
@@ -75,24 +78,30 @@ def distill(
         TwostrokeError: a model cannot be loaded or is no GGUF file, or the disk is full.
     """
     loaded = load(teacher)
-    base = loaded if student is None else load(student)
-    _check_smaller(base, loaded, num_layers)
+    shape = student if isinstance(student, StudentShape) else None
+    base = load(student) if isinstance(student, str) else loaded
+    if shape is None:
+        _check_smaller(base, loaded)
+    else:
+        shape.check(base.spec)
     metadata, fixed = stored(base)
     translation = _translation(loaded, base)
     about = {
         "teacher": target_identity(loaded.tensors),
         "student": target_identity(base.tensors),
-        "layers": num_layers,
+        "layers": None if shape is None else shape.layers,
         "length": options.length,
         "data": options.data,
         "seed": options.seed,
     }
+    if shape is not None and shape.is_narrower:
+        about |= {"kv_heads": shape.kv_heads, "feed_forward": shape.feed_forward}
     _claim(folder, about)
     saved = load_checkpoint(folder, about)
     answers = collect(teacher, loaded.spec, folder / "answers", options, report)
     begun = Student(metadata, fixed, base.spec, base.tensors)
-    if num_layers is not None:
-        begun = _shorter(begun, _layers(loaded, answers, num_layers, folder, report))
+    if shape is not None:
+        begun = _cut(begun, shape, answers, folder, report)
     examples = list(
         other_tokens(answers, translation, options.length)
         if translation
@@ -162,15 +171,7 @@ class _Run(Frozen):
         return told
 
 
-def _check_smaller(base: LoadedModel, teacher: LoadedModel, num_layers: int | None) -> None:
-    if num_layers is not None:
-        if not 1 <= num_layers < base.spec.num_layers:
-            raise UsageError(
-                f"must be from 1 to {base.spec.num_layers - 1}: {base.name} has "
-                f"{base.spec.num_layers} layers.",
-                field="num_layers",
-            )
-        return
+def _check_smaller(base: LoadedModel, teacher: LoadedModel) -> None:
     sizes = [sum(t.num_values for t in one.tensors.values()) for one in (base, teacher)]
     if sizes[0] >= sizes[1]:
         raise UsageError(
@@ -209,20 +210,37 @@ def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | No
     return found
 
 
-def _layers(
-    teacher: LoadedModel, answers: list[Answer], count: int, folder: Path, report: Report
-) -> list[int]:
-    """Return the layers that the student keeps; they are chosen once."""
-    path = folder / _LAYERS_FILE
-    if path.is_file():
-        return [int(layer) for layer in read_json(path)["kept"]]
+def _cut(
+    whole: Student, shape: StudentShape, answers: list[Answer], folder: Path, report: Report
+) -> Student:
+    """Return the part of a teacher that has a shape; what it keeps is chosen once."""
     texts = [
         [*answer.prompt, *map(int, answer.tokens)][-_CHOOSING_TOKENS:]
         for answer in answers[:_CHOOSING_ANSWERS]
     ]
-    kept = choose_layers(teacher.spec, teacher.tensors, texts, count, report)
-    write_json(path, {"kept": kept})
-    return kept
+    spec = whole.spec
+    if shape.layers is not None and shape.layers < spec.num_layers:
+        path = folder / _LAYERS_FILE
+        if path.is_file():
+            kept = [int(layer) for layer in read_json(path)["kept"]]
+        else:
+            kept = choose_layers(spec, whole.tensors, texts, shape.layers, report)
+            write_json(path, {"kept": kept})
+        whole = _shorter(whole, kept)
+    if not shape.is_narrower:
+        return whole
+    path = folder / _WIDTHS_FILE
+    if path.is_file():
+        widths = msgspec.convert(read_json(path), Widths)
+    else:
+        counts = shape.kv_heads or spec.num_kv_heads, shape.feed_forward or spec.ffn_size
+        widths = choose_widths(whole.spec, whole.tensors, texts, *counts)
+        write_json(path, msgspec.to_builtins(widths))
+        report(
+            f"widths: {counts[0]} of {spec.num_kv_heads} heads of keys and values, "
+            f"{counts[1]:,} of {spec.ffn_size:,} channels of each feed-forward remain"
+        )
+    return _narrower(whole, widths)
 
 
 def _shorter(whole: Student, kept: list[int]) -> Student:
@@ -236,6 +254,20 @@ def _shorter(whole: Student, kept: list[int]) -> Student:
         changed[f"{prefix}.attention.sliding_window_pattern"] = (
             struct.pack("<IIQ", _ARRAY, _BOOL, len(slides)) + slides
         )
+    return Student(whole.metadata | changed, whole.fixed, spec, tensors)
+
+
+def _narrower(whole: Student, widths: Widths) -> Student:
+    spec, own = widths.narrowed(whole.spec), f"{whole.spec.architecture}."
+    changed: dict[str, Value] = {
+        f"{own}attention.head_count": spec.num_heads,
+        f"{own}attention.head_count_kv": spec.num_kv_heads,
+        f"{own}attention.key_length": spec.head_dim,  # programs would take width / heads
+        f"{own}attention.value_length": spec.head_dim,
+        f"{own}rope.dimension_count": spec.rope.dim,
+        f"{own}feed_forward_length": spec.ffn_size,
+    }
+    tensors = widths.cut(whole.spec, whole.tensors)
     return Student(whole.metadata | changed, whole.fixed, spec, tensors)
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.core.yaml_file import YamlFile
 from twostroke.models.heads import KINDS
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.models import ModelSpec
+
 MAX_DEPTH = 16
+_BLOCK: Final = 32  # values that one scale of the usual formats has
+_NEEDS: Final = "Shapes of students need the package pyyaml: run pip install 'twostroke[train]'."
 
 
 class LearnOptions(Frozen):
@@ -67,6 +76,52 @@ class DistillOptions(LearnOptions):
         """Check the ranges; UsageError for a value outside."""
         super().__post_init__()
         check_least(self, length=32)
+
+
+class StudentShape(Frozen, forbid_unknown_fields=True):
+    """The sizes of a student that is cut out of its teacher; None for as many as that has.
+
+    `kv_heads` are heads of keys and values; the queries that share them go with them.
+    `feed_forward` is the width between the two matrices of a feed-forward.
+    """
+
+    layers: int | None = None
+    kv_heads: int | None = None
+    feed_forward: int | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> StudentShape:
+        """Return the shape in a YAML file.
+
+        Raises:
+            UsageError: it is not one; with the line.
+            ModelFormatError: it cannot be read.
+        """
+        return YamlFile(path, _NEEDS).read(cls, lambda _: cls)
+
+    @property
+    def is_narrower(self) -> bool:
+        """Whether layers lose something, too."""
+        return self.kv_heads is not None or self.feed_forward is not None
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raise UsageError for what cannot be cut out of a teacher."""
+        sizes = {
+            "layers": (self.layers, spec.num_layers),
+            "kv_heads": (self.kv_heads, spec.num_kv_heads),
+            "feed_forward": (self.feed_forward, spec.ffn_size),
+        }
+        for field, (wanted, most) in sizes.items():
+            if wanted is not None and not 1 <= wanted <= most:
+                reason = f"must be from 1 to {most}, as many as {spec.name} has; got {wanted}."
+                raise UsageError(reason, field=field)
+        if self.feed_forward is not None and self.feed_forward % _BLOCK:
+            reason = f"must be a multiple of {_BLOCK}, got {self.feed_forward}."
+            raise UsageError(reason, field="feed_forward")
+        if self.is_narrower and spec.experts is not None:
+            raise UsageError(f"{spec.name} is a mixture of experts: only its layers can be cut.")
+        if all(wanted in (None, most) for wanted, most in sizes.values()):
+            raise UsageError(f"The student would be as large as {spec.name}: cut something.")
 
 
 def check_least(options: LearnOptions, **least: int) -> None:
