@@ -12,6 +12,7 @@ from guessing import all_guessing
 from quality import Quality
 from records import OURS, Record, all_records, ours_with
 from report import ROOT, caption, table
+from twostroke.core.config import AUTO_BITS
 from workload import WORKS
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ compare only the ratios.
 _SPEED = """## Speed
 
 Each cell has Twostroke's median, the best peer's, and in **bold** how many times better Twostroke
-is (for times and memory: how many times less it takes). In parentheses is the same ratio with
-`--activation-bits 8`, the precision that most peers have. Speculation is off for all engines.
+is (for times and memory: how many times less it takes), with 15 bits of activations. In parentheses
+is the same ratio with those that it chooses by default, and with `--activation-bits 8`, the
+precision that most peers have. Speculation is off for all engines.
 """
 _SPECULATION = """## Speculation
 
@@ -109,9 +111,10 @@ def summary(goal: Goal, record: Record | None) -> str:
     bare = record.others.get("bare_tokens_per_s") if goal.bare else None
     share = f", {ours.median / median(bare):.0%} of the bare engine" if bare else ""
     theirs = _figure(best.median, record.unit).partition(" ")[0]
-    eight = record.ratio(peer, ours_with(8))
-    with_8_bits = f" ({eight:.2f})" if eight is not None else ""
-    return f"{own}, {peer} {theirs}: **{record.ratio(peer):.2f}**{with_8_bits}{share}"
+    others = [record.ratio(peer, ours_with(bits)) for bits in (AUTO_BITS, 8)]
+    shown = ", ".join(_NOT_MEASURED if one is None else f"{one:.2f}" for one in others)
+    with_others = f" ({shown})" if any(others) else ""
+    return f"{own}, {peer} {theirs}: **{record.ratio(peer):.2f}**{with_others}{share}"
 
 
 def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
@@ -119,7 +122,7 @@ def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
         (guessing, name)
         for name in machines
         for guessing in all_guessing(name)
-        if "bit activations" not in guessing.name
+        if "activations" not in guessing.name
     ]
     if not measured:
         return

@@ -218,7 +218,7 @@ def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
     missing = [path for path, row in rows.items() if not row.exists()]
     note(f"Scoring {len(missing)} files")
     right, *others = (
-        Subject(str(path), ComputeOptions(backend="cpu"), CacheOptions())
+        Subject(str(path), ComputeOptions(backend="cpu", activation_bits=15), CacheOptions())
         for path in (source, *missing)
     )
     pieces = pieces_of(held_out_text(), [str(source)])

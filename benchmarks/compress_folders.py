@@ -80,7 +80,7 @@ def _measure(model: str, makers: list[str], num_tokens: int) -> Iterator[tuple[s
                 run([str(python_of("llmcompressor")), str(_WORKER), *map(str, what)])
             seconds.write_text(str(time.perf_counter() - began))
         made[out] = float(seconds.read_text())
-    compute = ComputeOptions(backend="cpu")
+    compute = ComputeOptions(backend="cpu", activation_bits=15)
     right, *others = (Subject(str(path), compute, CacheOptions()) for path in (source, *made))
     reports = compare_subjects(right, others, pieces_of(held_out_text(), [str(source)]), note)
     for (path, taken), report in zip(made.items(), reports, strict=True):

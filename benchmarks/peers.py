@@ -167,7 +167,7 @@ def _quality(
     note("Comparing logits on the held-out text")
     parts = pieces(tokens, 512)
     right = reference_logits(loaded, parts)
-    compute = ComputeOptions(given.backend, given.threads, given.level)
+    compute = ComputeOptions(given.backend, given.threads, given.level, activation_bits=15)
     lines = engine_quality(loaded, right, parts, compute)
     for bits in OTHER_BITS:
         if any(side.name == ours_with(bits) for side in sides):

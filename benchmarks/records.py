@@ -16,19 +16,19 @@ import msgspec
 
 from report import RESULTS, machine_facts, read, write
 from twostroke.backends.cpu.library import choose_level
-from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
+from twostroke.core.config import ACTIVATION_BITS, AUTO_BITS, DEFAULT_ACTIVATION_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROWS = RESULTS / "rows"
 OURS = "Twostroke"
-OTHER_BITS = tuple(bits for bits in ACTIVATION_BITS if bits != DEFAULT_ACTIVATION_BITS)
+OTHER_BITS = (AUTO_BITS, *(bits for bits in ACTIVATION_BITS if bits != DEFAULT_ACTIVATION_BITS))
 
 
-def ours_with(bits: int) -> str:
-    """Return the name of Twostroke with so many bits of activations, other than by default."""
-    return f"{OURS}, {bits}-bit activations"
+def ours_with(bits: int | str) -> str:
+    """Return the name of Twostroke with so many bits of activations, other than 15."""
+    return f"{OURS}, {'chosen' if bits == AUTO_BITS else f'{bits}-bit'} activations"
 
 
 def is_ours(engine: str) -> bool:

@@ -120,7 +120,7 @@ _HEADER = (
 
 
 def _measure_engine(given: argparse.Namespace, result: dict[str, Any]) -> list[str]:
-    compute = ComputeOptions(given.backend, given.threads, given.level)
+    compute = ComputeOptions(given.backend, given.threads, given.level, activation_bits=15)
     prompts = FreshPrompts(heldout_tokens(load(given.model)))
     with build(
         given.model, EngineOptions(compute, speculation=SpeculationOptions("off"))

@@ -15,6 +15,7 @@ from ours import run_job, run_loop
 from pipe import claim_output, serve
 from quiet import descendants, held_bytes, process_s
 from twostroke.core.config import (
+    AUTO_BITS,
     DEFAULT_ACTIVATION_BITS,
     CacheOptions,
     ComputeOptions,
@@ -42,6 +43,7 @@ def main() -> None:
     """Load the model, then answer."""
     given, answers = _arguments(), claim_output()
     bits = given.activation_bits
+    bits = bits if bits == AUTO_BITS else int(bits)
     compute = ComputeOptions(given.backend, given.threads, given.level, activation_bits=bits)
     # Engines are compared at computing the same: guesses ahead have a benchmark of their own.
     options = EngineOptions(
@@ -126,7 +128,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--level")
-    parser.add_argument("--activation-bits", type=int, default=DEFAULT_ACTIVATION_BITS)
+    parser.add_argument("--activation-bits", default=DEFAULT_ACTIVATION_BITS)
     parser.add_argument("--parallel", default="{}", help="fields of ParallelOptions, as JSON")
     parser.add_argument("--kv-memory", type=int, help="bytes")
     return parser.parse_args()

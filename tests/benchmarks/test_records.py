@@ -50,7 +50,7 @@ def test_a_summary_has_both_figures_their_ratio_and_that_of_8_bits():
     record = _record([20], [[10]])
     record.entries.append(Entry(records.ours_with(8), "", [30]))
     assert record.peers == ["llama.cpp"]
-    assert bench_report.summary(goal, record) == "20 tokens/s, llama.cpp 10: **2.00** (3.00)"
+    assert bench_report.summary(goal, record) == "20 tokens/s, llama.cpp 10: **2.00** (–, 3.00)"
     assert bench_report.summary(goal, _record([20], [])) == "20 tokens/s"
     assert bench_report.summary(goal, None) == "–"
 

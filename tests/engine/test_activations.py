@@ -47,6 +47,16 @@ def test_a_choice_is_made_once_and_a_damaged_one_again(model, tmp_path, monkeypa
     assert len(said) == 6
 
 
+def test_large_models_are_chosen_for_when_asked(model, monkeypatch):
+    monkeypatch.setattr(activations, "MIN_WEIGHTS", 0)
+    said: list[str] = []
+    assert with_known_bits(AUTO, *model, said.append, 1000).activation_bits == 15
+    assert "compare MODEL --activation-bits auto" in said[0]
+    chosen = with_known_bits(AUTO, *model).activation_bits
+    assert with_known_bits(AUTO, *model, said.append, 1000).activation_bits == chosen
+    assert len(said) == 1
+
+
 def test_choices_in_the_package_are_of_this_method():
     file = resources.files("twostroke.precision").joinpath("shipped.json")
     shipped = msgspec.json.decode(file.read_bytes(), type=list[ActivationBits])

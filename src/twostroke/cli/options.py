@@ -103,7 +103,7 @@ MACHINE: Final = {
             type=WordOr(AUTO_BITS),
             default=ComputeOptions().activation_bits,
             help="Bits of activations for quantized weights: 15, 9, 8 (fewer are faster), or auto: "
-            "as few for each product as the answers allow.",
+            "as few for each product as the answers allow, chosen once for a model.",
         ),
         _machine(
             ["--context-length"],

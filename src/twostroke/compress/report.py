@@ -11,7 +11,12 @@ import msgspec
 
 from twostroke.backends.cpu import CpuBackend
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions
+from twostroke.core.config import (
+    DEFAULT_ACTIVATION_BITS,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+)
 from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
@@ -122,7 +127,7 @@ def make_report(
     written, text = load(str(path)), held_out_text()
     measured = _measure(written)
     pieces = pieces_of(text, [str(source.path)])
-    compute = ComputeOptions(backend="cpu")
+    compute = ComputeOptions(backend="cpu", activation_bits=DEFAULT_ACTIVATION_BITS)
     right, other = (Subject(str(one), compute, CacheOptions()) for one in (source.path, path))
     (scored, *_) = compare_subjects(right, [other], pieces, lambda _: None)
     with closing(_backend(source)) as backend:

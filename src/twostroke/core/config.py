@@ -36,10 +36,10 @@ class ComputeOptions(Frozen):
 
     `backend` "auto" is "cpu". `device` is that of the backends gpu and torch: "auto" is a GPU, for
     torch "cpu" if there is none; "cuda:1" names one of several. `activation_bits` is the cpu
-    backend's precision of activations at quantized weights: 8 is up to 1.6 times faster on AVX-512
+    backend's precision of activations at quantized weights: "auto" chooses for each product as few
+    as the answers allow (docs/quality.md). 8 for all is up to 1.6 times faster on AVX-512 than 15
     for prompts and many streams, and changes answers as in other engines that use 8; 9 means 15
-    where activations are large and 8 elsewhere (docs/kernels/activations.md); "auto" chooses for
-    each product as few as the answers allow. `same_tokens`: a request's tokens do not depend on
+    where activations are large and 8 elsewhere. `same_tokens`: a request's tokens do not depend on
     others, as always on the cpu backend.
     """
 
@@ -47,7 +47,7 @@ class ComputeOptions(Frozen):
     num_threads: int | None = None
     level: str | None = None
     device: str = "auto"
-    activation_bits: int | str | ActivationBits = DEFAULT_ACTIVATION_BITS
+    activation_bits: int | str | ActivationBits = AUTO_BITS
     same_tokens: bool = False
 
     def __post_init__(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from contextlib import suppress
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -47,16 +48,21 @@ if TYPE_CHECKING:
 
 _NUM_TOKENS = 256
 _PAGE_SIZE = 16
+MOST_UNASKED: Final = 2_000_000_000  # weights in products, for which two cores take three minutes
 note = logging.getLogger("twostroke.engine").info
 
 
 def with_known_bits(
-    compute: ComputeOptions, loaded: LoadedModel, program: Program, say: Say = note
+    compute: ComputeOptions,
+    loaded: LoadedModel,
+    program: Program,
+    say: Say = note,
+    most_weights: float = math.inf,
 ) -> ComputeOptions:
     """Return options in which "auto" bits of activations are those chosen for the model.
 
-    A choice that is neither in the package nor in the cache folder is made now and kept; `say`
-    gets a line before and one after.
+    A choice that is neither in the package nor in the cache folder is made now and kept, unless
+    products have more than `most_weights`: they then keep 15 bits. `say` gets a line in both cases.
 
     Raises:
         BackendError, MemoryLimitError: the model cannot be run here.
@@ -64,11 +70,18 @@ def with_known_bits(
     if compute.activation_bits != AUTO_BITS or not is_native(compute):
         return compute
     products = products_of(program, loaded.tensors)
-    if sum(product.num_weights for product in products) < MIN_WEIGHTS:
+    num_weights = sum(product.num_weights for product in products)
+    if num_weights < MIN_WEIGHTS:
         return replace(compute, activation_bits=DEFAULT_ACTIVATION_BITS)
     model_id = weights_identity(loaded.tensors)
     path = env.cache_dir() / "activation-bits" / f"{model_id[:16]}.json"
     choice = _shipped(model_id) or _read(path, model_id)
+    if choice is None and num_weights > most_weights:
+        say(
+            "Activations have 15 bits: `twostroke compare MODEL --activation-bits auto` chooses "
+            "fewer where answers allow it, once, and takes minutes with a model of this size."
+        )
+        return replace(compute, activation_bits=DEFAULT_ACTIVATION_BITS)
     if choice is None:
         say(f"Choosing the bits of activations of {loaded.name}, once (--activation-bits 15: not).")
         began = time.perf_counter()

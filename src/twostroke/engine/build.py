@@ -16,7 +16,7 @@ from twostroke.core.config import EngineOptions
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import give_back_memory, resolve_num_threads
-from twostroke.engine.activations import note, with_known_bits
+from twostroke.engine.activations import MOST_UNASKED, note, with_known_bits
 from twostroke.engine.canary import FirstLoad
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.compute import (
@@ -127,8 +127,9 @@ def build(
     loaded = load(model)
     program = build_program(loaded.spec)
     check_backend(options, program, say)
-    options = replace(options, compute=with_known_bits(options.compute, loaded, program, say))
-    compute, speculation = options.compute, options.speculation
+    compute = with_known_bits(options.compute, loaded, program, say, MOST_UNASKED)
+    options = replace(options, compute=compute)
+    speculation = options.speculation
     mesh = mesh_for(options, program)
     num_weight_bytes = weight_bytes(loaded, compute)
     with ExitStack() as if_it_fails:

@@ -20,6 +20,7 @@ from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import Field, ModelFormatError, QualityError, TwostrokeError
 from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
+from twostroke.core.precision import ActivationBits
 from twostroke.weights import GgufTokenizer
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ class FirstLoad(Frozen):
             math.prod(shape) for key, shape in program.weight_shapes.items() if key[:4] == "blk."
         )
         bits = options.compute.activation_bits
+        used = bits.bits.values() if isinstance(bits, ActivationBits) else [bits]
         return cls(
             name=loaded.name,
             identity=_identity(loaded, options.compute),
@@ -160,7 +162,7 @@ class FirstLoad(Frozen):
             recorded=_recorded(loaded),
             judged=size >= _LEAST_JUDGED and loaded.pooling is None,
             accepts=options.accept_quality,
-            max_drift=MAX_DRIFT * (_COARSE if bits == min(ACTIVATION_BITS) else 1),
+            max_drift=MAX_DRIFT * (_COARSE if min(ACTIVATION_BITS) in used else 1),
         )
 
     def check(self, backend: Backend) -> None:
