@@ -78,6 +78,13 @@ def test_hosting_is_compared_with_apis(cli, config):
         ran = cli(*given, *wrong)
         assert (ran.code, ran.out) == (2, "")
         assert reason in ran.err
+    ran = cli(*given, "--on", "MI325X")
+    assert (ran.code, ran.err) == (
+        2,
+        "twostroke: --price is needed: no price of MI325X is known.\n",
+    )
+    ran = cli(*given, "--prices", ".")
+    assert (ran.code, ran.err) == (4, "twostroke: '.' cannot be read: Is a directory.\n")
     ran = cli(*given, "--tpot", "0.01")
     assert (ran.code, ran.out) == (9, "")
     assert "times the objective" in ran.err

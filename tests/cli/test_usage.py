@@ -112,6 +112,7 @@ def test_days_are_a_span_with_both_ends(usage: Callable[..., Ran]) -> None:
         ("[models.tiny]\ninput = -1\noutput = 1", "input must be from 0 to"),
         ("[models.tiny]\ninput = nan\noutput = 1", "input must be from 0 to"),
         ("[models.tiny\n", "is not a price table"),
+        (f"a = {'[' * 5000}{']' * 5000}\n", "is not a price table"),
         ("\xff", "prices.toml is not a price table: it is not UTF-8."),
         (None, "'prices.toml' cannot be read: No such file"),
     ],

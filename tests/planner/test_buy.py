@@ -125,6 +125,7 @@ def test_the_table_is_whole_and_wrong_prices_name_their_line(tmp_path):
         (more + "mine,1,2,2026-03,,22-2\n", "line 2: peak_hours_utc must be hours such as"),
         (more + "mine,1,2,2026-03,,late\n", "line 2: peak_hours_utc must be hours such as"),
         (head, "has no prices"),
+        (head + f"{'x' * 200_000},1,2,2026-03\n", "mine.csv, line 2: field larger than"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=words):

@@ -114,6 +114,11 @@ def test_what_cannot_be_says_by_how_much_and_what_would_do(fleet):
     for models, more, words in (
         ([{"model": "70B", **load}], {"stock": {"H100-SXM": 2}}, r"missing.*70B.*Enough would be"),
         ([{"model": "8B", **load}], {"budget": 0.5}, "times the budget"),
+        (
+            [{"model": "8B", **load}],
+            {"stock": {"H100-SXM": 64}, "budget": 0.5},
+            "The budget is too small: the cheapest fleet costs .* times the budget",
+        ),
         ([{"model": "8B", **load, "tpot": 0.1}], {}, r"TPOT is at least .* times the objective"),
         ([{"model": "8B", **load, "ttft": 0.1}], {}, r"TTFT is at least .* times the objective"),
         ([{"model": "70B", **load}], {"devices": ["T4"]}, "fits nowhere.*T4 offers"),
@@ -148,6 +153,8 @@ def test_a_wrong_file_names_the_line_and_the_nearest_word(tmp_path):
         (model + "objective: fast\n", "line 4: invalid enum value 'fast'"),
         ("models: []\n", "line 1: models must name at least one"),
         ("models: [\n", "line 2: this is not YAML"),
+        ("[" * 3000, "fleet.yaml: this is not YAML"),
+        (model + "  requests_per_s: 2\n", "line 4: .*'requests_per_s' stands there twice"),
         ("", r"line 1: must be fields \(name: value\), got nothing"),
         ("models:\n- requests_per_s: 1\n", "line 2: object missing required field `model`"),
     ):

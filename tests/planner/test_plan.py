@@ -249,7 +249,8 @@ def test_devices_come_from_the_table_or_a_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\nmemory_gb = 48\nbandwidth_gb_s = 900\nbf16_tflops = 180\n')
     assert find_device(str(path)) == Device("mine", 48e9, 900e9, {"bf16": 180e12})
-    for text in ('name = "mine"', "memory_gb = x", path.read_text() + "memory = 3\n"):
+    nested = f"a = {'[' * 5000}{']' * 5000}\n"
+    for text in ('name = "mine"', "memory_gb = x", path.read_text() + "memory = 3\n", nested):
         path.write_text(text)
         with pytest.raises(UsageError, match="does not describe a device"):
             find_device(str(path))
@@ -259,6 +260,11 @@ def test_devices_come_from_the_table_or_a_file(tmp_path):
             path.write_text(f"{head}{name} = {value}\n")
             with pytest.raises(UsageError, match=rf"mine.toml, line 4: {name} must be greater"):
                 find_device(str(path))
+    path.write_text(f"{head}usd_per_hour = 0.8\n")
+    plan = make_plan(
+        planned_model(write_config(tmp_path / "8b.json", "8B")), find_device(str(path)), Question()
+    )
+    assert "Price: 0.8 $ an hour." in facts(plan)
     for text, words in (
         (head.replace("mine", " "), "mine.toml, line 1: name must not be empty"),
         (f'{head}"memory_gb" = 0\n', "mine.toml, line 4: memory_gb must be greater"),

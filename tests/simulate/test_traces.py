@@ -65,6 +65,8 @@ def test_own_columns(tmp_path):
     ("name", "text", "message"),
     [
         ("a.csv", "time,prompt\n", "line 1: its first line must name a column arrival_s or"),
+        ("a.csv", f"arrival_s,{'x' * 200_000}\n", "a.csv, line 1: field larger than"),
+        ("a.jsonl", MOONCAKE.replace("900", "true"), "line 1: input_length must be a whole number"),
         ("a.csv", AZURE + "2023-11-16 18:17:05,0,3\n", "line 4: contexttokens must be a whole"),
         ("a.csv", AZURE + "yesterday,7,3\n", "line 4: timestamp must be seconds or a date"),
         ("a.csv", AZURE + "2023-11-16 18:17:05,7\n", "line 4: output_tokens or .* is missing"),

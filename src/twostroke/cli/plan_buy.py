@@ -183,12 +183,12 @@ def _signals(
     found: Buy, case: Case, measured: tuple[float | None, float | None, float | None]
 ) -> Iterator[str]:
     """Yield what speaks for hosting and what for the API: cost, latency, reliability."""
-    from twostroke.measure.digits import milliseconds
+    from twostroke.measure.digits import digits, milliseconds
 
     cheapest, (ttft, tpot, promised) = found.comparisons[0], measured
     side = "hosting" if cheapest.saving_usd > 0 else "the API"
     share = found.costs.usd / cheapest.usd
-    yield f"Cost: for {side}. Hosting costs {share:.2f} times what {cheapest.api} does."
+    yield f"Cost: for {side}. Hosting costs {digits(share)} times what {cheapest.api} does."
     own = found.replica.ttft_s, found.replica.tpot_s
     text = (
         f"Hosted TTFT {milliseconds(own[0])} ms, without queues, and {milliseconds(own[1])} ms a "

@@ -31,7 +31,8 @@ def read_small_file(path: Path) -> bytes:
             # A read reserves memory for its limit: the file's size keeps that small.
             raw = file.read(min(path.stat().st_size, MAX_JSON_BYTES) + 1)
     except OSError as error:
-        raise ModelFormatError(f"{path.name!r} cannot be read: {error.strerror}.") from None
+        name = path.name or str(path)  # of "." there is none
+        raise ModelFormatError(f"{name!r} cannot be read: {error.strerror}.") from None
     if len(raw) > MAX_JSON_BYTES:
         raise ModelFormatError(f"{path.name!r} is larger than {MAX_JSON_BYTES} bytes.")
     return raw

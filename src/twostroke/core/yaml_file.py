@@ -60,7 +60,7 @@ class YamlFile:
             self._values = loader.construct_document(self._root) if self._root else None
         except UnicodeDecodeError:
             raise UsageError(f"{path.name} is not UTF-8 text.") from None
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: thousands of digits
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as 5,000 digits
             mark = getattr(error, "problem_mark", None)
             line = f", line {mark.line + 1}" if mark else ""
             problem = str(getattr(error, "problem", None) or error)
@@ -118,12 +118,21 @@ def steps(path: str) -> list[str | int]:
 
 def _loader(yaml: Any) -> Any:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Reads numbers as YAML 1.2 has them; whole ones become integers."""
+        """Reads numbers as YAML 1.2 has them; whole ones become integers. Names stand once."""
 
         yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
             first: [one for one in found if one[0] not in _NUMBERS]
             for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
+
+        def compose_mapping_node(self, anchor: str | None) -> Any:
+            node, names = super().compose_mapping_node(anchor), set[str]()
+            for key, _ in node.value:
+                if key.id == "scalar" and key.value in names:
+                    problem = f"'{key.value}' stands there twice"
+                    raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+                names.add(str(key.value))
+            return node
 
         def construct_yaml_float(self, node: Any) -> int | float:
             value: float = super().construct_yaml_float(node)

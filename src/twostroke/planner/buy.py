@@ -182,7 +182,7 @@ def _replica(case: Case) -> Replica:
     device, asked = case.device, case.question
     usd = asked.price_of(device)
     if usd is None:
-        reason = "The table has no price for {value}: give one."
+        reason = "is needed: no price of {value} is known."
         raise UsageError(reason, field="usd_per_hour", value=device.name)
     if device.memory_bytes is None:
         raise UsageError(f"The memory of {device.name} is not known: use a .toml file.")

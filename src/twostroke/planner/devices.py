@@ -162,6 +162,6 @@ def _read(path: Path) -> Device:
         keys = [line.partition("=")[0].strip(" \t\"'") for line in text.splitlines()]
         line = keys.index(error.field or "") + 1
         raise UsageError(f"{path.name}, line {line}: {error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and msgspec
         reason = f"{path.name} does not describe a device: {error}. It needs lines such as "
         raise UsageError(f"{reason}{_EXAMPLE}.") from None

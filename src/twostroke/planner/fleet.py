@@ -220,13 +220,14 @@ class _Choice:
         pairs = list(zip(self._names, packed.missing, self._loads, strict=True))
         shares = [f"{name} {lack / load:.0%}" for name, lack, load in pairs if lack > 1e-6 * load]
         shown = ", ".join(shares[:5]) + (", ..." if len(shares) > 5 else "")
-        if demand.budget is not None and not self._stock:
+        if demand.budget is not None:
             free = self._packer.pack(replace(demand, budget=None))
             times = free.usd_per_hour / demand.budget
-            return (
-                f"The budget is too small: the cheapest fleet costs {free.usd_per_hour:,.2f} $ an "
-                f"hour, {times:.2f} times the budget."
-            )
+            if free.carries(demand):
+                return (
+                    f"The budget is too small: the cheapest fleet costs {free.usd_per_hour:,.2f} $ "
+                    f"an hour, {times:.2f} times the budget."
+                )
         text = f"The devices cannot carry the load; missing in the best packing: {shown}."
         return f"{text} {self._enough(demand)}"
 

@@ -132,7 +132,15 @@ def find_price(name: str, known: Mapping[str, ApiPrice]) -> ApiPrice:
 
 
 def _read(text: str, name: str) -> dict[str, ApiPrice]:
-    reader, found = csv.DictReader(StringIO(text)), dict[str, ApiPrice]()
+    rows = csv.DictReader(StringIO(text))
+    try:
+        return _read_rows(rows, name)
+    except csv.Error as error:
+        raise UsageError(f"{name}, line {rows.reader.line_num}: {error}.") from None
+
+
+def _read_rows(reader: csv.DictReader[str], name: str) -> dict[str, ApiPrice]:
+    found = dict[str, ApiPrice]()
     fields = ApiPrice.__struct_fields__
     for column in reader.fieldnames or ():
         if column not in fields:

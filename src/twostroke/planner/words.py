@@ -61,7 +61,8 @@ def facts(plan: Plan) -> Iterator[str]:
     if plan.assumed:
         yield left_out(plan.assumed, plan.model)
     if plan.roof.usd_per_hour is not None:
-        yield f"Price: {plan.roof.usd_per_hour:.4g} $ an hour, {plan.roof.price_source}."
+        source = f", {plan.roof.price_source}" if plan.roof.price_source else ""
+        yield f"Price: {plan.roof.usd_per_hour:.4g} $ an hour{source}."
     if (one := plan.calibrated) is not None:
         threads = on_threads(one.num_threads)
         told = f"one step measured {threads} on {one.date}"

@@ -116,12 +116,12 @@ def _lines(path: Path) -> Iterator[Arrival]:
 def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file)
-        names = [name.strip().lower() for name in next(reader, [])]
-        for wanted in (_TIMES, _PROMPTS, _OUTPUTS):
-            if not set(wanted) & set(names):
-                reason = f"its first line must name a column {' or '.join(wanted)}"
-                raise UsageError(f"{path.name}, line 1: {reason}.")
         try:
+            names = [name.strip().lower() for name in next(reader, [])]
+            for wanted in (_TIMES, _PROMPTS, _OUTPUTS):
+                if not set(wanted) & set(names):
+                    reason = f"its first line must name a column {' or '.join(wanted)}"
+                    raise UsageError(f"{path.name}, line 1: {reason}.")
             for row in reader:
                 if row:
                     yield reader.line_num, dict(zip(names, row, strict=False))
@@ -155,7 +155,7 @@ def _arrival(row: Mapping[str, Any], *, is_json: bool) -> Arrival:
 def _count(row: Mapping[str, Any], names: tuple[str, ...]) -> int:
     name, value = _value(row, names)
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 1 <= number <= 1 << 24 or number != int(number):

@@ -82,5 +82,5 @@ def read_prices(path: Path) -> Prices:
         return msgspec.convert({**table, "models": prices}, Prices)
     except UnicodeDecodeError:
         raise UsageError(f"{path.name} is not a price table: it is not UTF-8.") from None
-    except (ValueError, UsageError) as error:  # of TOML, msgspec and prices
+    except (ValueError, RecursionError, UsageError) as error:  # of TOML, msgspec and prices
         raise UsageError(f"{path.name} is not a price table{where}: {error}.") from None
