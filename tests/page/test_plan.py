@@ -70,6 +70,7 @@ def test_plots_say_what_they_show(visit: Visiting, server: Any) -> None:
     assert visit.page.locator(".share.warm, .share.cool").count() >= 4
     visit.page.fill("#plan-tpot_s", "90")
     visit.page.wait_for_selector("text=objective of TPOT: 90")
+    assert visit.page.locator(".ttft-line, .tpot-line").count() == 2
     rows = visit.page.locator("section[aria-label='By number of streams'] tbody tr")
     assert visit.page.locator("tr.chosen").count() == 1
     assert rows.count() >= 6  # as many streams as steps of the server hold
@@ -93,7 +94,7 @@ def test_what_cannot_be_is_said_with_what_would_do(visit: Visiting, server: Any)
     visit.page.wait_for_selector("#view-plan .trouble:has-text('16 plans are waiting.')")
     visit.page.unroute("**/api/plan")
     visit.page.fill("#plan-tpot_s", "50")
-    visit.page.wait_for_selector(".plan-answer[data-kind=right]")
+    visit.page.wait_for_selector(".plan-answer[data-kind=right]:has-text('bound by TPOT')")
     assert visit.page.locator("#view-plan .trouble").is_hidden()
 
 

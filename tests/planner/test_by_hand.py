@@ -58,16 +58,22 @@ def test_each_line_of_a_plan_by_hand(tmp_path, name, sheet):
     decode_s = step_s(sheet, STREAMS, STREAMS * context, STREAMS * context, STREAMS)
     others = (STREAMS - 1) * context
     alone_s = step_s(sheet, STREAMS - 1, others, others, STREAMS - 1)
-    prompt_s, left = 0.0, BUDGET - (STREAMS - 1)  # of a step; the rest of the prompt is in the next
+    prompt_s, first_s, left = (
+        0.0,
+        0.0,
+        BUDGET - (STREAMS - 1),
+    )  # of a step; the rest of the prompt is in the next
     for start, end, logits in ((0, left, STREAMS - 1), (left, PROMPT, STREAMS)):
         rows, pairs = end - start, (end * (end + 1) - start * (start + 1)) // 2
         both_s = step_s(sheet, STREAMS - 1 + rows, others + end, others + pairs, logits)
         prompt_s += both_s - alone_s
+        first_s += both_s
     request_s = prompt_s + OUTPUT * decode_s / STREAMS
     row = plan.chosen
     for found, expected in (
         (plan.ttft_s, step_s(sheet, PROMPT, PROMPT, own, 1)),
         (row.step_s, decode_s),
+        (row.ttft_s, first_s),
         (row.tpot_s, decode_s + (STREAMS - 1) * prompt_s / OUTPUT),
         (row.requests_per_s, 1 / request_s),
         (row.tokens_per_s, OUTPUT / request_s),

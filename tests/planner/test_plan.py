@@ -74,6 +74,7 @@ def test_what_does_not_fit_says_what_would(model):
     two = make_plan(model("70B"), find_device("H100-SXM"), Question(count=2))
     assert two.chosen is not None
     assert two.chosen.streams == two.memory.most_streams == 6
+    assert next(answer(two)).startswith("6 streams (bound by memory): ")
 
 
 def test_objectives_choose_the_streams(model):
@@ -86,6 +87,8 @@ def test_objectives_choose_the_streams(model):
     assert planner.tpot_s(plan.chosen.streams) <= asked.tpot_s
     assert planner.tpot_s(plan.chosen.streams + 1) > asked.tpot_s
     assert plan.chosen.tpot_s == planner.tpot_s(plan.chosen.streams)
+    assert (free.bound, plan.bound) == ("the default", "TPOT")
+    assert make_plan(large, device, replace(asked, streams=2)).bound == ""
     for impossible, words in (
         (Question(count=4, tpot_s=0.005), "needs at least 9 devices"),
         (Question(count=4, ttft_s=0.03), "needs at least 8 devices"),
@@ -94,6 +97,8 @@ def test_objectives_choose_the_streams(model):
         (Question(count=4, ttft_s=0.001), "times the objective"),
         (Question(count=4, ttft_s=5e-324), "1,024 devices are not enough"),
         (Question(count=4, streams=5000), "do not fit"),
+        (replace(asked, streams=99), f"; at most {plan.chosen.streams} would meet it."),
+        (Question(count=4, ttft_s=0.046, streams=99), "with 99 streams, 1.1"),
     ):
         refused = make_plan(large, device, impossible)
         assert refused.chosen is None
@@ -145,6 +150,8 @@ def test_a_long_prompt_is_read_in_chunks(model):
             shape = BatchShape((*(20_500,) * 9, start), (*(1,) * 9, count), sampled)
             extra += planner.roofline.step(shape).seconds - others
         assert planner.prompt_s(10) == pytest.approx(extra, rel=0.005)
+        first_s = extra + planner.num_chunks(10) * others
+        assert planner.ttft_s(10) == pytest.approx(first_s, rel=0.005)
     assert whole.ttft_s < 1.02 * plan.ttft_s
     assert make_plan(large, device, replace(asked, token_budget=128)).ttft_s > 1.9 * whole.ttft_s
     assert make_plan(large, device, replace(asked, token_budget=20_000)).ttft_s == whole.ttft_s
@@ -155,6 +162,7 @@ def test_steps_are_full_with_streams_and_their_prompts(model):
     question = Question(prompt=1000, output=250, token_budget=500)
     plan = make_plan(small, device, question)
     assert question.most_decoding == plan.chosen.streams == plan.rows[-1].streams == 100
+    assert "(bound by prompts)" in "".join(answer(plan))
     assert "fill steps of 500 tokens" in "".join(answer(plan))
     more = make_plan(small, device, replace(question, streams=101))
     assert more.chosen is None

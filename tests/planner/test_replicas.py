@@ -38,10 +38,28 @@ def test_replicas_serve_what_a_plan_of_their_streams_does(model):
             row = planner.row(one.streams)
             assert one.requests_per_s == pytest.approx(row.requests_per_s)
             assert one.tpot_s == pytest.approx(row.tpot_s)
-            assert one.ttft_s == pytest.approx(plan.ttft_s)
+            assert one.ttft_s == pytest.approx(row.ttft_s)
         assert 0.9 * plan.chosen.streams <= whole[-1].streams <= plan.chosen.streams
         found.add(whole[-1].bound)
     assert {"TPOT", "prompts", "the default"} <= found
+
+
+def test_first_tokens_among_others_bound_the_streams(model):
+    device, asked = find_device("H100-SXM"), Question(prompt=512, count=4, token_budget=2048)
+    planner = Planner(model, device, asked)
+    limit_s = (planner.ttft_s(1) + planner.ttft_s(128)) / 2
+    asked = replace(asked, ttft_s=limit_s)
+    plan = make_plan(model, device, asked)
+    chosen = plan.chosen
+    assert plan.bound == "TTFT"
+    assert 1 < chosen.streams < 128
+    assert chosen.ttft_s == planner.ttft_s(chosen.streams) <= limit_s
+    assert planner.ttft_s(chosen.streams + 1) > limit_s
+    place = Place(device, 4, device.memory_bytes * 4 * 0.9, 0.0, "")
+    replicas = Replicas(0, Planner(model, device, asked), 1e9, 1.0).on(place)
+    assert max(one.ttft_s for one in replicas) <= limit_s
+    whole = [one for one in replicas if one.share == UNITS][-1]
+    assert (whole.bound, whole.ttft_s) == ("TTFT", planner.ttft_s(whole.streams))
 
 
 def test_a_twelfth_of_the_time_serves_a_twelfth_of_the_requests(model):

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 @option(
     "--streams",
     type=int,
-    help="Requests that decode together [default: as many as meet --tpot; without it up to 256].",
+    help="Requests that decode together [default: as many as meet the objectives, and without "
+    "--tpot up to 256].",
 )
 @option(
     "--token-budget",
@@ -217,7 +218,7 @@ def _show(plan: Plan, simulation: str, *, explained: bool) -> None:
     for line in words.facts(plan):
         click.echo(printable(line))
     click.echo()
-    show_table([words.HEADINGS, *map(words.cells, plan.rows)], range(9))
+    show_table([words.HEADINGS, *map(words.cells, plan.rows)], range(10))
     click.echo()
     if plan.chosen is not None:  # why there is no answer is an error
         for line in words.answer(plan):

@@ -88,6 +88,10 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
             f"{part or 'the prompt'} - step with these alone = {prompt_s:.4g} s"
         )
         yield (
+            f"TTFT = prompt among others + {count} x step with these alone = {prompt_s:.4g} + "
+            f"{count} x {planner.step_s(streams - 1):.4g} = {planner.ttft_s(streams):.4g} s"
+        )
+        yield (
             "TPOT = decode step + (streams - 1) x prompt among others / output = "
             f"{step.seconds:.4g} + {streams - 1} x {prompt_s:.4g} / {asked.output} = "
             f"{planner.tpot_s(streams):.4g} s"

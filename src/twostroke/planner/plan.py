@@ -79,6 +79,8 @@ class Roof(Frozen):
 class Plan(Frozen):
     """The answer to a question. `chosen` is None if no number of streams does what is asked.
 
+    `bound` says why there are no more streams, where their number was not asked for.
+
     `prefill` and `decode` are the steps of a prompt and of `shown` streams. `loads` are shares of
     what the chosen streams carry.
     """
@@ -100,6 +102,7 @@ class Plan(Frozen):
     rows: tuple[Row, ...]
     chosen: Row | None
     verdict: str
+    bound: str
     prefill_per_decode: float | None
     loads: tuple[Loaded, ...]
     what_ifs: tuple[WhatIf, ...]
@@ -132,7 +135,7 @@ def make_plan(
     most = planner.most_within(room)
     unasked = most if question.tpot_s is not None else min(most, MOST_UNASKED)
     streams = question.streams or unasked
-    verdict = _verdict(planner, memory, prefill.seconds, fitting, most)
+    verdict = _verdict(planner, memory, fitting, most)
     chosen = planner.row(streams) if verdict == "" else None
     shown = max(1, min(streams or question.streams or 1, room))
     ratio = None
@@ -157,6 +160,7 @@ def make_plan(
         rows=tuple(planner.row(count) for count in _counts(room, shown)),
         chosen=chosen,
         verdict=verdict,
+        bound="" if chosen is None else _bound(planner, memory, chosen.streams),
         prefill_per_decode=ratio,
         loads=() if chosen is None else loads(planner, chosen.streams),
         what_ifs=tuple(_what_ifs(planner, shown)),
@@ -182,7 +186,7 @@ def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
     return Calibrated(known.date, known.num_threads, known.num_steps, error, nearest)
 
 
-def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most: int) -> str:
+def _verdict(planner: Planner, memory: Memory, fitting: int, most: int) -> str:
     """Return why what is asked cannot be, by how much, and what would do it; else nothing."""
     asked, name = planner.question, planner.device.name
     if fitting < 1:
@@ -200,24 +204,39 @@ def _verdict(planner: Planner, memory: Memory, ttft_s: float, fitting: int, most
             f"their prompts fill the rest of steps of {asked.token_budget:,} tokens. All need "
             f"steps of at least {needed:,}."
         )
-    if asked.ttft_s is not None and ttft_s > asked.ttft_s:
-        times = ttft_s / asked.ttft_s
-        return (
-            f"The first token takes at least {milliseconds(ttft_s)} ms, {times:.2f} times the "
-            f"objective: {_devices(planner, lambda one: one.prefill().seconds, asked.ttft_s)}, a "
-            "shorter prompt or more of it cached."
-        )
-    if asked.tpot_s is not None and (most < 1 or (asked.streams or 0) > most):
-        streams = asked.streams or 1
-        least_s = planner.tpot_s(streams)
-        times = least_s / asked.tpot_s
-        return (
-            f"A token takes at least {milliseconds(least_s)} ms with {streams} "
-            f"{'streams' if streams > 1 else 'stream'}, {times:.2f} times the objective: "
-            f"{_devices(planner, lambda one: one.tpot_s(streams), asked.tpot_s)}, fewer bits for "
-            "each weight, or speculation."
-        )
+    return "" if 1 <= (asked.streams or 1) <= most else _late(planner, most)
+
+
+def _late(planner: Planner, most: int) -> str:
+    """Return which objective is missed, by how much, and what would meet it."""
+    asked, streams = planner.question, planner.question.streams or 1
+    fewer = f"; at most {most:,} would meet it" if most else ""
+    cases = (
+        ("The first token", asked.ttft_s, Planner.ttft_s, "a shorter prompt or more of it cached"),
+        ("A token", asked.tpot_s, Planner.tpot_s, "fewer bits for each weight, or speculation"),
+    )
+    for what, limit_s, time_s, otherwise in cases:
+        if limit_s is not None and (taken_s := time_s(planner, streams)) > limit_s:
+            return (
+                f"{what} takes at least {milliseconds(taken_s)} ms with {streams:,} "
+                f"{'streams' if streams > 1 else 'stream'}, {taken_s / limit_s:.2f} times the "
+                f"objective: {_devices(planner, time_s, limit_s)}, {otherwise}{fewer}."
+            )
     return ""
+
+
+def _bound(planner: Planner, memory: Memory, streams: int) -> str:
+    """Return what keeps a plan from more streams, in the words of `Replica.bound`."""
+    asked = planner.question
+    if asked.streams is not None:
+        return ""
+    if streams == memory.most_streams:
+        return "memory"
+    if streams == asked.most_decoding:
+        return "prompts"
+    if asked.ttft_s is not None and planner.ttft_s(streams + 1) > asked.ttft_s:
+        return "TTFT"
+    return "the default" if asked.tpot_s is None or streams == _MOST_STREAMS else "TPOT"
 
 
 def _what_fits(planner: Planner, memory: Memory) -> str:
@@ -239,11 +258,12 @@ def _what_fits(planner: Planner, memory: Memory) -> str:
     return f"{found[0][0].upper()}{'; '.join(found)[1:]}"
 
 
-def _devices(planner: Planner, time_s: Callable[[Planner], float], limit_s: float) -> str:
+def _devices(planner: Planner, time_s: Callable[[Planner, int], float], limit_s: float) -> str:
     """Return how many devices would meet an objective, what their links take included."""
+    streams = planner.question.streams or 1
 
     def is_late(count: int) -> bool:
-        return time_s(planner.on(planner.device, count)) > limit_s
+        return time_s(planner.on(planner.device, count), streams) > limit_s
 
     if is_late(MAX_DEVICES):
         return f"{MAX_DEVICES:,} devices are not enough: it needs fewer operations and bytes"
@@ -289,7 +309,7 @@ def _what_if(change: str, planner: Planner, streams: int, step_s: float) -> What
     per_s = output / (planner.prompt_s(streams) + output * step_s / streams)
     return WhatIf(
         change,
-        planner.prefill().seconds,
+        planner.ttft_s(streams),
         planner.tpot_s(streams, step_s),
         planner.memory().most_streams,
         None if usd is None else formulas.usd_per_million(usd, per_s),

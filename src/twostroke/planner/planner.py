@@ -52,11 +52,12 @@ class Row(Frozen):
 
     `step_s`, `mbu`, `mfu` and `bottleneck` are of a decode step. All other figures include prefill
     on the same devices: `tpot_s` the prompts of the other streams, the others each request's own.
-    `joules_per_token` is at full power.
+    `ttft_s` waits for no other prompt. `joules_per_token` is at full power.
     """
 
     streams: int
     step_s: float
+    ttft_s: float
     tpot_s: float
     tokens_per_s: float
     mbu: float
@@ -81,7 +82,7 @@ class Planner:
         self.calibration = calibration
         self.roofline = Roofline(model, device, question, calibration)
         self._works: dict[int, tuple[Work, NDArray[np.float64]]] = {}  # by streams
-        self._times_s: dict[int, tuple[float, float]] = {}
+        self._times_s: dict[int, tuple[float, float, float]] = {}
 
     def on(self, device: Device, count: int) -> Planner:
         """Return that of the same model and load on `count` other devices."""
@@ -147,6 +148,7 @@ class Planner:
         return Row(
             streams=streams,
             step_s=self.step_s(streams),
+            ttft_s=self.ttft_s(streams),
             tpot_s=self.tpot_s(streams),
             tokens_per_s=per_s,
             mbu=step.bytes / step.seconds / (self.roofline.bandwidth / asked.mbu),
@@ -169,14 +171,12 @@ class Planner:
         return "as given" if self.question.usd_per_hour else self.device.price_source
 
     def most_within(self, most: int) -> int:
-        """Return the largest number of streams, at most `most`, that meets the objective of TPOT.
+        """Return the largest number of streams, at most `most`, that meets the objectives.
 
         0 if one stream is too slow. More streams never take less time.
         """
-        limit = self.question.tpot_s
-        if limit is None or most < 1:
-            return most
-        return last_that(lambda streams: self.tpot_s(streams) <= limit, most)
+        most = most_under(self.question.tpot_s, self.tpot_s, most)
+        return most_under(self.question.ttft_s, self.ttft_s, most)
 
     def step_s(self, streams: int) -> float:
         """Return the time of a step that gives each of so many streams a token."""
@@ -186,8 +186,12 @@ class Planner:
         """Return how much longer steps take that also read a prompt, for `streams` in all."""
         return self._seconds(streams)[1]
 
-    def _seconds(self, streams: int) -> tuple[float, float]:
-        """Return `step_s` and `prompt_s`."""
+    def ttft_s(self, streams: int) -> float:
+        """Return the time of the steps that read a prompt and give all other streams tokens."""
+        return self._seconds(streams)[2]
+
+    def _seconds(self, streams: int) -> tuple[float, float, float]:
+        """Return `step_s`, `prompt_s` and `ttft_s`."""
         if streams not in self._times_s:
             if self.calibration is not None:
                 batches, times = self._steps(streams)
@@ -199,8 +203,9 @@ class Planner:
                 work, times = self._works[streams]
                 found = self.roofline.least_s(work)
             others_s = found[1] if streams > 1 else 0.0
-            prompt_s = times @ np.maximum(0.0, found[2:] - others_s)
-            self._times_s[streams] = float(found[0]), float(prompt_s)
+            longer_s = np.maximum(0.0, found[2:] - others_s)
+            prompt_s, first_s = times @ longer_s, times @ (longer_s + others_s)
+            self._times_s[streams] = float(found[0]), float(prompt_s), float(first_s)
         return self._times_s[streams]
 
     def _steps(self, streams: int) -> tuple[list[BatchShape], NDArray[np.float64]]:
@@ -263,6 +268,11 @@ def fitting_context(model: PlannedModel, question: Question, num_bytes: float) -
     whole = model.program.context_length
     most = last_that(lambda count: kv_bytes(model, question, count) <= num_bytes, whole)
     return most if most == whole else most // _PAGES * _PAGES
+
+
+def most_under(limit_s: float | None, time_s: Callable[[int], float], most: int) -> int:
+    """Return the largest number up to `most` that takes at most `limit_s`, None for no limit."""
+    return most if limit_s is None else last_that(lambda number: time_s(number) <= limit_s, most)
 
 
 def last_that(holds: Callable[[int], bool], most: int) -> int:

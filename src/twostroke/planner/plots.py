@@ -150,15 +150,18 @@ def _marks(step: StepTime) -> list[_Mark]:
 def _latency(axes: Axes, plan: Plan) -> None:
     """Draw TTFT and TPOT over the throughput that each number of streams gives."""
     rates = [row.tokens_per_s for row in plan.rows]
-    tpot_ms, ttft_ms = [row.tpot_s * 1e3 for row in plan.rows], plan.ttft_s * 1e3
     axes.set(
         xscale="log", yscale="log",
         xlabel="Throughput with prefill (tokens/s, all streams)", ylabel="Latency (ms)",
     )  # fmt: skip
-    axes.plot(
-        rates, tpot_ms, color=DECODE, marker="s", markersize=4.5, label="TPOT, by number of streams"
-    )
-    axes.axhline(ttft_ms, color=PREFILL, linewidth=1.6, label="TTFT of one prompt, without a queue")
+    for name, times_s, colour, marker in (
+        ("TTFT", [row.ttft_s for row in plan.rows], PREFILL, "o"),
+        ("TPOT", [row.tpot_s for row in plan.rows], DECODE, "s"),
+    ):
+        axes.plot(
+            rates, [one * 1e3 for one in times_s], color=colour, marker=marker, markersize=4.5,
+            label=f"{name}, by number of streams",
+        )  # fmt: skip
     for row in _spread(plan):
         axes.annotate(
             f"{row.streams:,}", (row.tokens_per_s, row.tpot_s * 1e3), (-4, 5),

@@ -29,8 +29,8 @@ class Question(Frozen):
         cached: the share of the prompt that the prefix cache has, from 0 to 1.
         count: devices that divide each layer.
         kv_format: of keys and values, a key of `cache.FORMATS`.
-        streams: requests that decode together; None for as many as fit and meet the objective of
-            TPOT, and without one at most `MOST_UNASKED`.
+        streams: requests that decode together; None for as many as fit and meet the objectives,
+            and without one of TPOT at most `MOST_UNASKED`.
         ttft_s, tpot_s: objectives in seconds, None for none.
         mfu, mbu: the shares of arithmetic and bandwidth that an engine reaches; 1 gives limits that
             no engine passes.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.planner.planner import last_that
+from twostroke.planner.planner import most_under
 from twostroke.planner.question import MOST_UNASKED
 from twostroke.planner.roofline import kv_bytes
 
@@ -48,7 +48,7 @@ class Replica(Frozen):
 
     `model` is its index. `requests_per_s` is the load that it may be given, at most that of the
     model. Latencies hold while all other replicas of the place use their shares, too. TPOT includes
-    the prefill of other requests. `bound` says why there are no more streams.
+    the prefill of other requests; TTFT waits for none. `bound` says why there are no more streams.
     """
 
     model: int
@@ -97,12 +97,9 @@ class Replicas:
         fitting = int((place.memory_bytes - weights) // request)
         if fitting < 1:
             return []
-        prefill_s, ttft_s = one.prompt_s(1), self._planner.question.ttft_s
         found: list[Replica] = []
         for units in _SHARES:
             share = units / UNITS
-            if ttft_s is not None and prefill_s / share > ttft_s:
-                break
             for streams, bound in self._counts(one, share, fitting):
                 found.append(
                     Replica(
@@ -112,7 +109,7 @@ class Replicas:
                         units,
                         weights + streams * request,
                         min(share * self._utilization / one.request_s(streams), self._load),
-                        prefill_s / share,
+                        one.ttft_s(streams) / share,
                         one.tpot_s(streams) / share,
                         bound,
                     )
@@ -125,20 +122,20 @@ class Replicas:
         needed = self._planner.model.all_bytes + self._bytes(place.count)
         if needed > place.memory_bytes:
             return Shortfall(place.name, "memory", needed, place.memory_bytes)
-        prefill_s = one.prompt_s(1)
-        if asked.ttft_s is not None and prefill_s > asked.ttft_s:
-            return Shortfall(place.name, "TTFT", prefill_s, asked.ttft_s)
+        first_s = one.ttft_s(1)
+        if asked.ttft_s is not None and first_s > asked.ttft_s:
+            return Shortfall(place.name, "TTFT", first_s, asked.ttft_s)
         return Shortfall(place.name, "TPOT", one.tpot_s(1), asked.tpot_s or 0)
 
     def _counts(self, one: Planner, share: float, fitting: int) -> Iterator[tuple[int, str]]:
         """Yield numbers of streams that are worth their memory, and what bounds the largest."""
-        limit = self._planner.question.tpot_s
         room, bound = self._room(fitting)
         counts = [count for count in _STREAMS if count < room] + [room]
-        most = len(counts)
-        if limit is not None:
-            most = last_that(lambda n: one.tpot_s(counts[n - 1]) <= limit * share, most)
-            bound = bound if most == len(counts) else "TPOT"
+        asked, whole = self._planner.question, len(counts)
+        at_tpot = most_under(asked.tpot_s, lambda n: one.tpot_s(counts[n - 1]) / share, whole)
+        most = most_under(asked.ttft_s, lambda n: one.ttft_s(counts[n - 1]) / share, at_tpot)
+        if most < whole:
+            bound = "TTFT" if most < at_tpot else "TPOT"
         found, rate = list[int](), 0.0
         for index, streams in enumerate(counts[:most], 1):
             if streams & (streams - 1) and index < most:

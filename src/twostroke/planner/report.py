@@ -70,7 +70,7 @@ def _question(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "Answer", f"{asked.output:,} tokens"
     yield (
         "Streams",
-        "as many as fit within the objective of TPOT, or 256"
+        "as many as fit within the objectives, up to 256 without one of TPOT"
         if asked.streams is None
         else f"{asked.streams:,}",
     )

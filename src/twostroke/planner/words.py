@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from twostroke.planner.question import Question
 
 HEADINGS: Final = (
-    "STREAMS", "STEP MS", "MBU", "MFU", "MS/TOKEN", "TOKENS/S", "REQUESTS/S", "$/1M", "J/TOKEN",
-    "MOST TIME",
+    "STREAMS", "STEP MS", "MBU", "MFU", "TTFT MS", "MS/TOKEN", "TOKENS/S", "REQUESTS/S", "$/1M",
+    "J/TOKEN", "MOST TIME",
 )  # fmt: skip
 LOAD_HEADINGS: Final = ("LOAD", "REQUESTS/S", "AT WORK", "TTFT MS", "MS/TOKEN")
 ABOUT_LOADS: Final = (
@@ -127,6 +127,7 @@ def cells(row: Row) -> tuple[str, ...]:
         milliseconds(row.step_s),
         f"{row.mbu:.0%}",
         f"{row.mfu:.0%}",
+        milliseconds(row.ttft_s),
         milliseconds(row.tpot_s),
         f"{row.tokens_per_s:,.0f}",
         f"{row.requests_per_s:.3g}",
@@ -142,11 +143,13 @@ def answer(plan: Plan) -> Iterator[str]:
     if row is None:
         yield plan.verdict
         return
+    bound = f" (bound by {plan.bound})" if plan.bound else ""
     yield (
-        f"{num_streams(row.streams)}: {row.tokens_per_s:,.0f} tokens/s, {1 / row.tpot_s:.1f} for "
-        f"each, and {row.requests_per_s:.3g} requests/s, while as many are always at work."
+        f"{num_streams(row.streams)}{bound}: {row.tokens_per_s:,.0f} tokens/s, "
+        f"{1 / row.tpot_s:.1f} for each, and {row.requests_per_s:.3g} requests/s, "
+        "while as many are always at work."
     )
-    if row.streams == plan.question.most_decoding:
+    if plan.bound == "prompts":
         yield (
             f"With their prompts, these fill steps of {plan.question.token_budget:,} tokens "
             "(--token-budget)."

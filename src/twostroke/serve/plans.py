@@ -60,7 +60,8 @@ class PlanRequest(field.RequestObject):
     streams: Annotated[
         Annotated[int, Meta(ge=1, le=_MAX_STREAMS)] | None,
         field.doc(
-            "Requests that decode together; left out: as many as meet `tpot_s`, or up to 256."
+            "Requests that decode together; left out: as many as meet the objectives, and without "
+            "`tpot_s` up to 256."
         ),
     ] = None
     weights: Annotated[

@@ -1,4 +1,4 @@
-// Labels of a plot that do not lie on each other.
+// Labels of a plot that lie neither on each other nor on its marks.
 
 import { svg } from "../shared/dom.js";
 
@@ -12,6 +12,11 @@ export class Labels {
   /** Keep labels left of `right`, in pixels. */
   constructor(right) {
     this.#right = right;
+  }
+
+  /** Keep labels off a mark. */
+  avoid({ x, y }) {
+    this.#boxes.push({ left: x - CHARACTER, width: 2 * CHARACTER, base: y + 4 });
   }
 
   /** Return a text at a place, or the next free one above (`up` 1) or below it (-1). */

@@ -31,11 +31,12 @@ export class RooflinePlot {
     const axes = logAxes(size, {
       from: decade(Math.min(ridge / 10, ...marks.map((mark) => mark.intensity)), Math.floor),
       to: decade(Math.max(ridge * 4, ...marks.map((mark) => mark.intensity * 1.5)), Math.ceil),
-      low: decade(Math.min(peak / 100, ...marks.map((mark) => mark.rate / 1.5)), Math.floor),
+      low: decade(Math.min(peak / 30, ...marks.map((mark) => mark.rate / 1.5)), Math.floor),
       high: peak * 6,
     });
     const { x, y } = axes;
     const labels = new Labels(size.width);
+    for (const mark of marks) labels.avoid({ x: x(mark.intensity), y: y(mark.rate) });
     const roof = `M${x(Math.max(axes.from, axes.low / bandwidth))} ${y(Math.max(axes.from * bandwidth, axes.low))}L${x(ridge)} ${y(peak)}L${x(axes.to)} ${y(peak)}`;
     this.#plot.setAttribute("viewBox", `0 0 ${size.width} ${size.height}`);
     this.#plot.replaceChildren(
@@ -73,7 +74,7 @@ function nameOf({ names }) {
   return names.length > 2 ? `${names[0]} and ${names.length - 1} more` : names.join(", ");
 }
 
-/** Labels of prefill end above their marks, those of decode begin below them. */
+/** Labels of prefill end above their marks, those of decode begin below them; lines lead to those that moved. */
 function drawn({ name, kind, seconds, marks, whole }, { x, y }, labels) {
   const circles = marks.map((mark) => {
     const title = svg("title", {}, `${name}: ${mark.names.join(", ")}, ${percent(mark.share)} of ${duration(seconds)}`);
@@ -82,9 +83,13 @@ function drawn({ name, kind, seconds, marks, whole }, { x, y }, labels) {
   const ring = svg("circle", { class: `whole ${kind}`, cx: x(whole.intensity), cy: y(whole.rate), r: 5 }, svg("title", {}, `${name}, the whole step: ${duration(seconds)}`));
   const isEnd = kind === "cool";
   const named = marks.filter(({ share }) => share >= LEAST_NAMED).sort((one, other) => other.intensity - one.intensity);
+  const leaders = [];
   const texts = named.map((mark) => {
     const place = { x: x(mark.intensity) + (isEnd ? -8 : 8), y: y(mark.rate) + (isEnd ? -13 : 19) };
-    return labels.text(`${nameOf(mark)} ${percent(mark.share)}`, { ...place, kind, isEnd, up: isEnd ? 1 : -1 });
+    const text = labels.text(`${nameOf(mark)} ${percent(mark.share)}`, { ...place, kind, isEnd, up: isEnd ? 1 : -1 });
+    const base = Number(text.getAttribute("y"));
+    if (base !== place.y) leaders.push(svg("line", { class: `leader ${kind}`, x1: x(mark.intensity), y1: y(mark.rate), x2: place.x, y2: base + (isEnd ? 3 : -10) }));
+    return text;
   });
-  return [...circles, ring, ...texts];
+  return [...leaders, ...circles, ring, ...texts];
 }

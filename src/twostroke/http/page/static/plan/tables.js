@@ -3,13 +3,13 @@
 import { h } from "../shared/dom.js";
 import { count, counted, duration, percent, rate } from "../shared/format.js";
 
-const STREAMS = [["streams"], ["step", "A decode step, without prefill"], ["MBU", "Share of the bandwidth in that step"], ["MFU", "Share of the arithmetic in that step"], ["TPOT", "With the prompts of the other streams"], ["tokens/s", "Of all streams, with prefill"], ["requests/s", "With prefill on the same devices"], ["$/1M", "Of output tokens, prefill included"], ["most time", "In that step"]];
+const STREAMS = [["streams"], ["step", "A decode step, without prefill"], ["MBU", "Share of the bandwidth in that step"], ["MFU", "Share of the arithmetic in that step"], ["TTFT", "Among the other streams, without a queue"], ["TPOT", "With the prompts of the other streams"], ["tokens/s", "Of all streams, with prefill"], ["requests/s", "With prefill on the same devices"], ["$/1M", "Of output tokens, prefill included"], ["most time", "In that step"]];
 const LOADS = [["load", "Share of the requests a second that the streams carry"], ["requests/s"], ["at work", "Requests in progress"], ["TTFT", "Waiting included"], ["TPOT", "With the prompts of others"]];
 const WHAT_IF = [["what if"], ["TTFT"], ["TPOT"], ["fit", "Requests that fit into memory"], ["$/1M", "Of output tokens, prefill included"]];
 
 export function streamsTable(plan) {
   const rows = plan.rows.map((row) => {
-    const cells = [duration(row.step_s), percent(row.mbu), percent(row.mfu), duration(row.tpot_s), rate(row.tokens_per_s), rate(row.requests_per_s), usd(row.usd_per_million), row.bottleneck];
+    const cells = [duration(row.step_s), percent(row.mbu), percent(row.mfu), duration(row.ttft_s), duration(row.tpot_s), rate(row.tokens_per_s), rate(row.requests_per_s), usd(row.usd_per_million), row.bottleneck];
     return h(`tr${row.streams === plan.chosen?.streams ? ".chosen" : ""}`, {}, h("th", { scope: "row" }, count(row.streams)), cells.map((text) => h("td", {}, text)));
   });
   return table("By number of streams", STREAMS, rows);

@@ -119,10 +119,10 @@ function aboutOf({ model, device, question, stored, calibrated, usual, roof }) {
   return parts.join(" · ");
 }
 
-function answerOf({ chosen, verdict, prefill_per_decode: ratio }) {
+function answerOf({ chosen, verdict, bound, prefill_per_decode: ratio }) {
   if (!chosen) return verdict;
   const apart = ratio ? ` Prefill and decode apart: ${rate(ratio)} prefill devices for each that decodes.` : "";
-  return `${counted(chosen.streams, "stream")}: ${rate(chosen.tokens_per_s)} tokens/s, ${rate(1 / chosen.tpot_s)} for each.${apart}`;
+  return `${counted(chosen.streams, "stream")}${bound && ` (bound by ${bound})`}: ${rate(chosen.tokens_per_s)} tokens/s, ${rate(1 / chosen.tpot_s)} for each.${apart}`;
 }
 
 function tilesOf(plan) {
@@ -130,7 +130,7 @@ function tilesOf(plan) {
   const { memory, roof } = plan;
   const usd = row.usd_per_million;
   return [
-    tile("TTFT", "Time to first token, without a queue", duration(plan.ttft_s), plan.prefill_bottleneck),
+    tile("TTFT", "Time to first token among the other streams, without a queue", duration(row.ttft_s), plan.prefill_bottleneck),
     tile("TPOT", "Time per output token, while as many streams are always at work", duration(row.tpot_s), row.bottleneck),
     tile("Throughput", "Tokens a second of all streams, with prefill", `${rate(row.tokens_per_s)}/s`, `${rate(row.requests_per_s)} requests/s`),
     tile("Streams", "Requests that decode together", count(row.streams), memory.most_streams === null ? "memory is not known" : `${count(memory.most_streams)} fit`),
