@@ -216,6 +216,77 @@ def test_loads_agree_with_littles_law(model):
         assert one.at_work == pytest.approx(one.requests_per_s * in_system_s, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("size", "count", "change", "other"),
+    [
+        ("13B", 1, "8 queries for each key", {"num_key_value_heads": 5}),
+        ("8B", 2, "8 queries for each key", {"num_key_value_heads": 4}),
+        ("8B", 1, "a window of 4,096 tokens", {"sliding_window": 4096}),
+    ],
+)
+def test_other_attention_is_planned_as_the_model_that_has_it(model, size, count, change, other):
+    asked = Question(prompt=7000, count=count, streams=3, token_budget=2048)
+    device, family = find_device("H100-SXM"), {"model_type": "mistral", "sliding_window": None}
+    plan = make_plan(model(size, **family).as_("fp8"), device, asked)
+    found = {one.change: one for one in plan.what_ifs}[change]
+    trained = make_plan(model(size, **family | other).as_("fp8"), device, asked)
+    (expected, *_) = trained.what_ifs
+    assert found.most_streams == expected.most_streams
+    assert found.ttft_s == pytest.approx(expected.ttft_s, rel=1e-4)  # but for rotation of keys
+    assert found.tpot_s == pytest.approx(expected.tpot_s, rel=1e-4)
+    assert found.tpot_s < plan.chosen.tpot_s
+    assert change not in {one.change for one in trained.what_ifs}
+
+
+def test_each_figure_follows_from_the_numbers_of_its_formula(model):
+    """As a reader would check them: with the numbers that are printed, to as many digits."""
+    for size, count in (("70B", 4), ("8B", 16)):
+        asked = Question(prompt=2048, output=300, count=count, tpot_s=0.04, token_budget=2048)
+        plan = make_plan(model(size), find_device("H100-SXM"), asked)
+        row, shown = plan.chosen, {}
+        for line in plan.steps:
+            name, _, rest = line.partition(" = ")
+            shown[name] = rest.split(" = ")
+        numbers = {
+            "KV of a token": plan.memory.kv_per_token,
+            "TTFT": row.ttft_s,
+            "TPOT": row.tpot_s,
+            "time of a request": 1 / row.requests_per_s,
+            "$ per 1M output tokens": row.usd_per_million,
+            "J per token": row.joules_per_token,
+            "prefill devices for each that decodes": plan.prefill_per_decode,
+        }
+        for name, value in numbers.items():
+            written, result = (one.replace(",", "") for one in shown[name][-2:])
+            assert float(result.split(" ")[0]) == pytest.approx(value, rel=1e-3)
+            written = (
+                written.replace(" x ", " * ").replace("W", "").replace("(devices / heads)", "")
+            )
+            assert eval(written) == pytest.approx(value, rel=2e-3)
+
+
+def test_a_request_beyond_the_context_is_named_and_the_longest_that_fits_too(model):
+    device, asked = find_device("L4"), Question(prompt=9000)
+    short, wide = (model("8B", max_position_embeddings=size) for size in (8192, 131072))
+    text = "".join(facts(make_plan(short, device, asked)))
+    assert "or one of 8,192 tokens, the whole context." in text
+    assert "The context of 8B ends at 8,192 tokens: it answers no request of 9,256." in text
+    plan = make_plan(wide, device, asked)
+    assert "ends at" not in "".join(facts(plan))
+    most = plan.memory.most_tokens
+    assert most % 256 == 0
+    assert most * 131_072 <= 24e9 * 0.9 - wide.all_bytes < (most + 256) * 131_072
+    assert make_plan(wide, find_device("H100-SXM"), asked).memory.most_tokens == 131072
+
+
+def test_a_thousand_requests_cost_what_their_tokens_do(model):
+    plan = make_plan(model("8B"), find_device("L4"), Question(output=200))
+    row = plan.chosen
+    assert row.usd_per_1k == pytest.approx(row.usd_per_million * 200 * 1000 / 1e6)
+    assert row.usd_per_1k == pytest.approx(0.44 / 3600 / row.requests_per_s * 1000)
+    assert f"; 1K requests cost {row.usd_per_1k:.3g} $." in next(answer(plan))
+
+
 def test_what_ifs_go_the_right_way(model):
     plan = make_plan(model("8B"), find_device("A100-80GB"), Question(streams=4))
     found = {one.change: one for one in plan.what_ifs}

@@ -144,7 +144,7 @@ def command(
     if as_json:
         click.echo(msgspec.json.encode(plan).decode())
     elif plan.fits:
-        _show(plan, _simulation(plan, planned, model, device), explained=explained)
+        _show(plan, _simulation(plan, model, device), explained=explained)
     if plan.chosen is None:
         raise UnreachableError(plan.verdict)
 
@@ -177,10 +177,8 @@ def _calibrate(
     return planner.calibrate_from(server, env.api_key(), planned, notice)
 
 
-def _simulation(plan: Plan, planned: PlannedModel, model: str, device: str) -> str:
+def _simulation(plan: Plan, model: str, device: str) -> str:
     """Return the command that simulates the largest load of the plan."""
-    from twostroke.planner.planner import fitting_context
-
     if plan.chosen is None:
         return ""
     params, asked = click.get_current_context().params, plan.question
@@ -204,10 +202,8 @@ def _simulation(plan: Plan, planned: PlannedModel, model: str, device: str) -> s
         options["shared"] = asked.num_cached
     options["max-running"] = plan.chosen.streams
     options["token-budget"] = asked.token_budget
-    if plan.memory.usable is not None:
-        free = plan.memory.usable - plan.memory.weights
-        if (most := fitting_context(planned, asked, free)) < planned.program.context_length:
-            options["context-length"] = max(most, asked.prompt + asked.output)
+    if (most := plan.memory.most_tokens) is not None and most < plan.context_length:
+        options["context-length"] = max(most, asked.prompt + asked.output)
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items()]
     return " ".join(["twostroke simulate", shlex.quote(model), *words])
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from twostroke.cache import FORMATS
 from twostroke.planner.question import MEMORY_SHARE
+from twostroke.planner.roofline import copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +21,7 @@ def explain(planner: Planner, memory: Memory, streams: int) -> Iterator[str]:
     yield from _limits(planner)
     yield from _memory(planner, memory)
     yield from _times(planner, streams)
+    yield from _figures(planner, streams)
 
 
 def _limits(planner: Planner) -> Iterator[str]:
@@ -39,9 +43,16 @@ def _memory(planner: Planner, memory: Memory) -> Iterator[str]:
         f"weights = {model.num_weights / 1e9:.4g} G weights, {model.stored} = "
         f"{memory.weights / 1e9:.4g} GB"
     )
+    layers, stored = Counter(model.program.cache_layers), FORMATS[asked.kv_format]
+    terms = []
+    for layer, times in layers.items():
+        size = layer.bytes_per_token(stored) / layer.values_per_token
+        copied = copies(layer.num_kv_heads, asked.count)
+        more = f" x {copied:.4g} (devices / heads)" if copied > 1 else ""
+        terms.append(f"{times} x 2 x {layer.num_kv_heads} x {layer.head_dim} x {size:.4g}{more}")
     yield (
         f"KV of a token = sum over layers of 2 x heads x dimension x bytes ({asked.kv_format}) = "
-        f"{memory.kv_per_token:,.0f} bytes"
+        f"{' + '.join(terms)} = {memory.kv_per_token:,.0f} bytes"
     )
     yield (
         f"KV of a request = that x ({asked.prompt} + {asked.output}) tokens, within windows = "
@@ -96,16 +107,39 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
             f"{step.seconds:.4g} + {streams - 1} x {prompt_s:.4g} / {asked.output} = "
             f"{planner.tpot_s(streams):.4g} s"
         )
+
+
+def _figures(planner: Planner, streams: int) -> Iterator[str]:
+    asked, row, prompt_s = planner.question, planner.row(streams), planner.prompt_s(streams)
+    yield (
+        "MBU = bytes / decode step / (devices x bandwidth), MFU = operations / decode step / "
+        f"(devices x peak) = {row.mbu:.1%}, {row.mfu:.1%}"
+    )
     yield (
         f"time of a request = prompt + output x decode step / streams = {prompt_s:.4g} + "
-        f"{asked.output} x {step.seconds:.4g} / {streams} = "
+        f"{asked.output} x {row.step_s:.4g} / {streams} = "
         f"{planner.request_s(streams):.4g} s of the devices"
+    )
+    yield (
+        "requests/s = 1 / time of a request, tokens/s = output x requests/s = "
+        f"{asked.output} x {row.requests_per_s:.4g} = {_number(row.tokens_per_s)}"
     )
     if planner.usd_per_hour is not None:
         yield (
-            "$ per 1M output tokens = $ an hour / 3600 x time of a request / output x 1e6, with "
-            f"{planner.usd_per_hour:g} $ an hour ({planner.price_source or 'as given'})"
+            "$ per 1M output tokens = $ an hour / 3600 / tokens/s x 1e6 = "
+            f"{planner.usd_per_hour:g} / 3600 / {_number(row.tokens_per_s)} x 1e6 = "
+            f"{row.usd_per_million:.4g} ({planner.price_source or 'as given'})"
         )
+    if row.joules_per_token is not None:
+        yield (
+            f"J per token = devices x power / tokens/s = {asked.count} x {planner.device.tdp_w:g} "
+            f"W / {_number(row.tokens_per_s)} = {row.joules_per_token:.4g}"
+        )
+    yield (
+        "prefill devices for each that decodes = prefill x streams / (decode step x output) = "
+        f"{planner.prefill().seconds:.4g} x {streams} / ({row.step_s:.4g} x {asked.output}) = "
+        f"{planner.prefill_per_decode(streams):.4g}"
+    )
 
 
 def _stroke(name: str, step: StepTime, roofline: Roofline) -> str:

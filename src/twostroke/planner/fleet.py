@@ -97,6 +97,7 @@ class Fleet(Frozen):
     alternatives: tuple[Alternative, ...]
     verdict: str = ""
     assumed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by model, as a plan's
+    notes: tuple[str, ...] = ()  # on requests that are longer than a model's context
 
 
 def make_fleet(question: FleetQuestion) -> Fleet:
@@ -156,6 +157,13 @@ class _Choice:
                 for index, maker in self._makers
                 if maker.model.assumed
             },
+            notes=tuple(
+                dict.fromkeys(
+                    note
+                    for index, maker in self._makers
+                    for note in maker.too_long(self._names[index])
+                )
+            ),
         )
 
     def _none(self, verdict: str) -> Fleet:

@@ -16,6 +16,7 @@ from twostroke.planner.question import MAX_DEVICES, MOST_UNASKED
 from twostroke.planner.queueing import loads
 from twostroke.planner.roofline import kv_bytes
 from twostroke.planner.usual import MEASURED, Usual
+from twostroke.planner.variants import variants
 from twostroke.program.batch import BatchShape
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Plan(Frozen):
     device: str
     question: Question
     num_weights: int
+    context_length: int
     arithmetic: str
     roof: Roof
     memory: Memory
@@ -138,16 +140,13 @@ def make_plan(
     verdict = _verdict(planner, memory, fitting, most)
     chosen = planner.row(streams) if verdict == "" else None
     shown = max(1, min(streams or question.streams or 1, room))
-    ratio = None
-    if chosen is not None:
-        decode_s = chosen.step_s * question.output
-        ratio = prefill.seconds * chosen.streams / decode_s
     return Plan(
         model=model.name,
         stored=model.stored,
         device=device.name,
         question=question,
         num_weights=model.num_weights,
+        context_length=model.program.context_length,
         arithmetic=planner.roofline.arithmetic,
         roof=_roof(planner),
         memory=memory,
@@ -161,7 +160,7 @@ def make_plan(
         chosen=chosen,
         verdict=verdict,
         bound="" if chosen is None else _bound(planner, memory, chosen.streams),
-        prefill_per_decode=ratio,
+        prefill_per_decode=None if chosen is None else planner.prefill_per_decode(chosen.streams),
         loads=() if chosen is None else loads(planner, chosen.streams),
         what_ifs=tuple(_what_ifs(planner, shown)),
         steps=tuple(explain(planner, memory, shown)),
@@ -284,11 +283,14 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
             others.append((f"weights {name}", smaller, asked))
     if asked.kv_format != "int8":
         others.append(("keys and values int8", model, replace(asked, kv_format="int8")))
+    for change, other in variants(model, asked.prompt + asked.output):
+        others.append((change, other, asked))
     others += [
         ("half the prompt", model, replace(asked, prompt=max(1, asked.prompt // 2))),
         (f"{cached:.0%} of the prompt cached", model, replace(asked, cached=cached)),
-        (twice, model, replace(asked, count=min(2 * asked.count, MAX_DEVICES))),
     ]
+    if 2 * asked.count <= MAX_DEVICES:
+        others.append((twice, model, replace(asked, count=2 * asked.count)))
     found = []
     for change, other, question in others:
         if other is model and question.kv_format == asked.kv_format:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 class Memory(Frozen):
     """Bytes on all devices together; `most_streams` whole requests fit at once.
 
-    `usable` is None where the device's memory is not known.
+    Alone, a request of `most_tokens` fits: all of the model's context, or whole pages. `usable` is
+    None where the device's memory is not known.
     """
 
     usable: float | None
@@ -44,6 +45,7 @@ class Memory(Frozen):
     kv_per_token: float
     kv_per_request: float
     most_streams: int | None
+    most_tokens: int | None
     devices_needed: int | None  # so that one request fits; None if no number suffices
 
 
@@ -65,6 +67,7 @@ class Row(Frozen):
     bottleneck: str
     requests_per_s: float
     usd_per_million: float | None
+    usd_per_1k: float | None  # requests
     joules_per_token: float | None
 
 
@@ -121,14 +124,14 @@ class Planner:
         asked, usable = self.question, None
         num_tokens = asked.prompt + asked.output
         request = kv_bytes(self.model, asked, num_tokens)
-        most = needed = None
+        most = longest = needed = None
         if self.device.memory_bytes is not None:
             usable = self.device.memory_bytes * asked.count * MEMORY_SHARE
-            most = max(0, int((usable - self.model.all_bytes) // request))
+            free = usable - self.model.all_bytes
+            most, longest = max(0, int(free // request)), fitting_context(self.model, asked, free)
             needed = self._devices_needed(num_tokens)
-        return Memory(
-            usable, self.model.all_bytes, kv_bytes(self.model, asked, 1), request, most, needed
-        )
+        token = kv_bytes(self.model, asked, 1)
+        return Memory(usable, self.model.all_bytes, token, request, most, longest, needed)
 
     def _devices_needed(self, num_tokens: int) -> int | None:
         usable = (self.device.memory_bytes or 0) * MEMORY_SHARE
@@ -156,6 +159,7 @@ class Planner:
             bottleneck=step.bottleneck,
             requests_per_s=1 / request_s,
             usd_per_million=None if usd is None else formulas.usd_per_million(usd, per_s),
+            usd_per_1k=None if usd is None else formulas.usd_per_million(usd, 1 / request_s) / 1e3,
             joules_per_token=None if watts is None else watts * asked.count / per_s,
         )
 
@@ -230,6 +234,10 @@ class Planner:
     def request_s(self, streams: int) -> float:
         """Return the time of the devices that a request takes among so many."""
         return self.prompt_s(streams) + self.question.output * self.step_s(streams) / streams
+
+    def prefill_per_decode(self, streams: int) -> float:
+        """Return how many devices read prompts for one that decodes so many streams."""
+        return self.prefill().seconds * streams / (self.step_s(streams) * self.question.output)
 
     def tpot_s(self, streams: int, step_s: float | None = None) -> float:
         """Return the time of a token, while the prompts of others are read in between.

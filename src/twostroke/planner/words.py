@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from twostroke.planner.plan import Plan
-    from twostroke.planner.planner import Memory, Row
+    from twostroke.planner.planner import Row
     from twostroke.planner.question import Question
 
 HEADINGS: Final = (
@@ -50,7 +50,8 @@ def facts(plan: Plan) -> Iterator[str]:
         f"{title(plan)}: {plan.num_weights / 1e9:.3g} G weights ({plan.stored}), "
         f"arithmetic {plan.arithmetic}"
     )
-    yield _memory(plan.memory)
+    yield _memory(plan)
+    yield from too_long(plan.model, plan.context_length, asked)
     count = num_chunks(asked.num_new, asked.token_budget)
     chunks = f", read in {count:,} steps of {asked.token_budget:,}" if count > 1 else ""
     yield (
@@ -93,6 +94,13 @@ def left_out(keys: Sequence[str], model: str) -> str:
     )
 
 
+def too_long(model: str, context_length: int, asked: Question) -> Iterator[str]:
+    """Yield what tells that a model's context does not hold the requests."""
+    if (tokens := asked.prompt + asked.output) > context_length:
+        context = f"The context of {model} ends at {context_length:,} tokens"
+        yield f"{context}: it answers no request of {tokens:,}."
+
+
 def _tokens(count: int) -> str:
     return f"{count:,} {'token' if count == 1 else 'tokens'}"
 
@@ -109,7 +117,8 @@ def _shares(asked: Question) -> str:
     )
 
 
-def _memory(memory: Memory) -> str:
+def _memory(plan: Plan) -> str:
+    memory = plan.memory
     text = (
         f"Memory: weights {digits(memory.weights / 1e9)} GB, keys and values "
         f"{memory.kv_per_token:,.0f} bytes a token, {digits(memory.kv_per_request / 1e9)} GB a "
@@ -117,7 +126,11 @@ def _memory(memory: Memory) -> str:
     )
     if memory.usable is None:
         return f"{text}. How much the device has is not known."
-    return f"{text}; {memory.most_streams:,} requests fit into {memory.usable / 1e9:,.1f} GB."
+    whole = ", the whole context" if memory.most_tokens == plan.context_length else ""
+    return (
+        f"{text}; {memory.most_streams:,} requests fit into {memory.usable / 1e9:,.1f} GB, or one "
+        f"of {memory.most_tokens:,} tokens{whole}."
+    )
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -144,10 +157,11 @@ def answer(plan: Plan) -> Iterator[str]:
         yield plan.verdict
         return
     bound = f" (bound by {plan.bound})" if plan.bound else ""
+    cost = "" if row.usd_per_1k is None else f"; 1K requests cost {_usd(row.usd_per_1k)} $"
     yield (
         f"{num_streams(row.streams)}{bound}: {row.tokens_per_s:,.0f} tokens/s, "
         f"{1 / row.tpot_s:.1f} for each, and {row.requests_per_s:.3g} requests/s, "
-        "while as many are always at work."
+        f"while as many are always at work{cost}."
     )
     if plan.bound == "prompts":
         yield (
