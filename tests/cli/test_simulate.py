@@ -36,6 +36,16 @@ def test_a_load_of_which_nothing_ends_in_time_is_reported(cli, config):
     assert "0 requests/s of" not in out
 
 
+def test_requests_that_come_at_once_have_no_rate(cli, config, tmp_path):
+    path = tmp_path / "once.csv"
+    for count, words in ((1, "once.csv: 1 request, of 10"), (2, "once.csv: 2 requests, of 10")):
+        path.write_text("at_s,input_tokens,output_tokens\n" + "0,10,5\n" * count)
+        out = cli("simulate", config, "--on", "h100-sxm", "--trace", str(path)).out
+        assert words in out
+        assert "requests/s, " in out
+        assert "that arrive" not in out
+
+
 def test_json_and_a_record_hold_the_run(cli, config, tmp_path):
     path = str(tmp_path / "run.json")
     found = json.loads(cli("simulate", config, *SMALL, "--json", "--record", path).out)

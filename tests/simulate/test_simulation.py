@@ -309,8 +309,10 @@ def test_sweeps_that_cannot_be(setup):
     with pytest.raises(UsageError, match="needs an objective"):
         sweep(setup, load, Objectives())
     probes = []
-    with pytest.raises(UnreachableError, match=r"Even at .* only 0% meet the objectives"):
+    with pytest.raises(
+        UnreachableError, match=r"only 0% meet the objectives \(P90 of TTFT is .* times"
+    ):
         sweep(setup, load, Objectives(ttft_s=1e-3), watch=probes.append)
     assert len(probes) == 2  # no load between helps if requests that are alone are too slow
-    with pytest.raises(UsageError, match="All 3 requests meet the objectives even if"):
+    with pytest.raises(UsageError, match=r"meet the objectives even if .* more than 3"):
         sweep(setup, load, Objectives(ttft_s=100.0))

@@ -244,12 +244,13 @@ def _facts(setup: Setup, load: Load) -> Iterator[str]:
     mean = [
         sum(getattr(one, n) for one in load.arrivals) / count for n in ("num_prompt", "num_output")
     ]
+    rate = f", {load.rate:.3g} a second" if load.rate else ""
     if setup.prefill_replicas:
         replicas = replicas.replace("(", f"({setup.prefill_replicas} for prefill, ")
     yield f"{setup.model.name} ({setup.model.stored}) on {replicas}{devices}"
     yield (
-        f"{load.name}: {count:,} requests, {load.rate:.3g} a second, of {mean[0]:,.0f} tokens and "
-        f"{mean[1]:,.0f} for the answer (means)"
+        f"{load.name}: {count:,} {'requests' if count > 1 else 'request'}{rate}, of "
+        f"{mean[0]:,.0f} tokens and {mean[1]:,.0f} for the answer (means)"
     )
     if setup.model.assumed:
         yield left_out(setup.model.assumed, setup.model.name)
@@ -290,7 +291,9 @@ def _show(simulation: Simulation, objectives: Objectives) -> None:
 def _answer(simulation: Simulation, objectives: Objectives) -> Iterator[str]:
     report = simulation.report
     yield ""
-    rate = f"{report.requests_per_s:.3g} requests/s of {report.offered_per_s:.3g} that arrive"
+    rate = f"{report.requests_per_s:.3g} requests/s"
+    if report.offered_per_s:  # not all at once
+        rate += f" of {report.offered_per_s:.3g} that arrive"
     if not report.requests_per_s:
         completed, taken_s = report.num_completed, report.duration_s
         rate = f"No request ends while others arrive, {report.offered_per_s:.3g} a second; all take"

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import Field, UnreachableError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.measure.digits import milliseconds
 from twostroke.simulate.simulation import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from twostroke.measure.requests import Objectives
+    from twostroke.measure.requests import Objectives, Report
     from twostroke.simulate.load import Load
     from twostroke.simulate.simulation import Setup, Simulation
 
@@ -83,14 +84,15 @@ def sweep(
     low, high = _bracket(meets)
     if low is None:
         one = probes[-1].simulation.report
+        late = ", ".join(_late(one, objectives))
         raise UnreachableError(
             f"Even at {probes[-1].rate:.2g} requests/s only {one.good_share:.0%} meet the "
-            "objectives: raise them, or take faster devices."
+            f"objectives{f' ({late})' if late else ''}: raise them, or take faster devices."
         )
     if high is None:
         raise UsageError(
-            f"All {len(load.arrivals):,} requests meet the objectives even if they come at once: "
-            "take more requests."
+            "All requests meet the objectives even if they come at once: take more than "
+            f"{len(load.arrivals):,}."
         )
     while high / low > _CLOSE:
         middle = (low * high) ** 0.5
@@ -104,6 +106,16 @@ def check_objectives(objectives: Objectives) -> None:
     if not objectives:
         facts = {"ttft": Field("ttft_s"), "tpot": Field("tpot_s")}
         raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep", **facts)
+
+
+def _late(report: Report, objectives: Objectives) -> Iterator[str]:
+    """Yield which latencies are too long, and by how much."""
+    for name, limit_s in (("ttft", objectives.ttft_s), ("tpot", objectives.tpot_s)):
+        found = report.latencies.get(name)
+        taken_s = found.percentiles["p90"].value if found else 0.0
+        if limit_s is not None and taken_s > limit_s:
+            times = f"{taken_s / limit_s:.2f} times the objective"
+            yield f"P90 of {name.upper()} is {milliseconds(taken_s)} ms, {times}"
 
 
 def _bracket(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
