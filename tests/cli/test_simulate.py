@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+from twostroke.cli.simulate import command
+from twostroke.planner import find_device, planned_model
+from twostroke.simulate import Setup
+
 SMALL = ("--on", "h100-sxm", "--rate", "4", "--requests", "40", "--output", "20")
 
 
@@ -34,6 +38,13 @@ def test_a_load_of_which_nothing_ends_in_time_is_reported(cli, config):
     carried = report["num_completed"] / report["duration_s"]
     assert f"all take {report['duration_s']:.3g} s, {carried:.3g} requests/s." in out
     assert "0 requests/s of" not in out
+
+
+def test_python_and_the_command_have_the_same_defaults(config):
+    options = {one.name: one.default for one in command.params}
+    setup = Setup(planned_model(config), find_device("L4"))
+    for name in ("replicas", "routing", "prefill_replicas", "disaggregate", "draft_cost"):
+        assert options[name] == getattr(setup, name)
 
 
 def test_requests_that_come_at_once_have_no_rate(cli, config, tmp_path):

@@ -63,7 +63,7 @@ class Setup(Frozen):
     cache: CacheOptions = CacheOptions()
     batch: BatchOptions = BatchOptions()
     replicas: int = 1
-    routing: str = "round-robin"
+    routing: str = "least-work"
     calibration: Calibration | Usual | None = None
     is_here: bool = False
     acceptance: float | None = None
