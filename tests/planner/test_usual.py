@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 from msgspec.structs import replace
 
 from support.configs import write_config
@@ -27,7 +30,22 @@ def test_kernels_of_a_known_kind_take_what_they_took_of_another_model(tmp_path):
     plan = make_plan(model, DEVICE, asked, found)
     assert plan.calibrated is None
     assert any(f"limits as those of {plan.usual}." in line for line in facts(plan))
-    assert plan.ttft_s > 2 * make_plan(model, DEVICE, asked).ttft_s
+    plain = make_plan(model, DEVICE, asked)
+    assert plan.ttft_s > 2 * plain.ttft_s
+    # Formulas say how limits become these times.
+    assert not any("by measured steps" in line for line in plain.steps)
+    for name, limit_s, seconds in (
+        ("prefill of 64 tokens: ", plain.ttft_s, plan.ttft_s),
+        ("decode, 1 stream: ", plain.rows[0].step_s, plan.rows[0].step_s),
+        ("decode, 4 streams: ", plain.chosen.step_s, plan.chosen.step_s),
+    ):
+        (line,) = (one for one in plan.steps if one.startswith(name))
+        together, sums = line.split("together ")[1].split("; by measured steps ")
+        assert float(together.split(" ")[0]) == pytest.approx(limit_s * 1e3, rel=1e-3)
+        numbers = [float(one) for one in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", sums)]
+        attention, longer, products, by, around, total = numbers
+        assert attention * longer + products * by + around == pytest.approx(total, rel=0.01)
+        assert total == pytest.approx(seconds * 1e3, rel=1e-3)
 
 
 def test_of_other_kernels_nothing_is_known():

@@ -68,17 +68,18 @@ def _memory(planner: Planner, memory: Memory) -> Iterator[str]:
 
 def _times(planner: Planner, streams: int) -> Iterator[str]:
     asked, roofline = planner.question, planner.roofline
-    prefill, step = planner.prefill(), planner.decode(streams)
     yield (
         "time of a step = sum over its operations of max(operations / arithmetic, bytes / "
         "bandwidth) + 2 all-reduces a layer over the links"
     )
     count = planner.num_chunks(1)
     chunks = f" in {count} steps of at most {asked.token_budget}" if count > 1 else ""
-    yield _stroke(f"prefill of {asked.num_new} tokens{chunks}", prefill, roofline)
-    yield _stroke("decode, 1 stream", planner.decode(1), roofline)
-    if streams > 1:
-        yield _stroke(f"decode, {streams} streams", step, roofline)
+    least = planner.prefill(is_limit=True)
+    yield _stroke(f"prefill of {asked.num_new} tokens{chunks}", planner.prefill(), least, roofline)
+    for number in sorted({1, streams}):
+        least = planner.decode(number, is_limit=True)
+        name = f"decode, {number} {'stream' if number == 1 else 'streams'}"
+        yield _stroke(name, planner.decode(number), least, roofline)
     if asked.most_decoding is not None:
         yield (
             "streams that fill a step = tokens of a step x output / (computed prompt + output) = "
@@ -104,7 +105,7 @@ def _times(planner: Planner, streams: int) -> Iterator[str]:
         )
         yield (
             "TPOT = decode step + (streams - 1) x prompt among others / output = "
-            f"{step.seconds:.4g} + {streams - 1} x {prompt_s:.4g} / {asked.output} = "
+            f"{planner.step_s(streams):.4g} + {streams - 1} x {prompt_s:.4g} / {asked.output} = "
             f"{planner.tpot_s(streams):.4g} s"
         )
 
@@ -142,14 +143,24 @@ def _figures(planner: Planner, streams: int) -> Iterator[str]:
     )
 
 
-def _stroke(name: str, step: StepTime, roofline: Roofline) -> str:
+def _stroke(name: str, step: StepTime, least: StepTime, roofline: Roofline) -> str:
     computing_s, reading_s = step.flops / roofline.peak, step.bytes / roofline.bandwidth
-    return (
+    limits = (
         f"{name}: {_number(step.flops / 1e9)} G operations = {computing_s * 1e3:.4g} ms, "
         f"{_number(step.bytes / 1e9)} GB = {reading_s * 1e3:.4g} ms, links "
-        f"{step.moving_s * 1e3:.3g} ms; together {step.seconds * 1e3:.4g} ms, most of it "
-        f"{step.bottleneck}"
+        f"{step.moving_s * 1e3:.3g} ms; together {least.seconds * 1e3:.4g} ms"
     )
+    if step.nearest is not None:  # corrected
+        limits += (
+            f"; by measured steps attention {_longer(step.attention_s, least.attention_s)} + "
+            f"products {_longer(step.products_s, least.products_s)} + {step.rest_s * 1e3:.3g} ms "
+            f"around them + links = {step.seconds * 1e3:.4g} ms"
+        )
+    return f"{limits}, most of it {step.bottleneck}"
+
+
+def _longer(seconds: float, least_s: float) -> str:
+    return f"{least_s * 1e3:.4g} ms x {seconds / least_s:.3g}"
 
 
 def _number(value: float) -> str:

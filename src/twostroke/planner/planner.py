@@ -104,17 +104,19 @@ class Planner:
         other._works, other._times_s = {}, {}  # noqa: SLF001 - a copy of this one
         return other
 
-    def prefill(self) -> StepTime:
-        """Return the time of a prompt alone: the sum of its steps."""
+    def prefill(self, *, is_limit: bool = False) -> StepTime:
+        """Return the time of a prompt alone: the sum of its steps, or of their least times."""
         asked, steps = self.question, []
+        time_of = self.roofline.least if is_limit else self.roofline.step
         for one in chunks(asked.num_cached, asked.prompt, asked.token_budget):
             batch = BatchShape((one.start,), (one.rows,), int(one.is_last))
-            steps.append((self.roofline.step(batch), one.times))
+            steps.append((time_of(batch), one.times))
         return together(steps)
 
-    def decode(self, streams: int) -> StepTime:
-        """Return the time of a step that gives each of so many streams a token."""
-        return self.roofline.step(self._decoding(streams))
+    def decode(self, streams: int, *, is_limit: bool = False) -> StepTime:
+        """Return the time of a step that gives each of so many streams a token, or its least."""
+        batch = self._decoding(streams)
+        return self.roofline.least(batch) if is_limit else self.roofline.step(batch)
 
     def _decoding(self, streams: int) -> BatchShape:
         return BatchShape.decode((self.question.mean_context,) * streams)
