@@ -89,7 +89,7 @@ def test_other_choices_change_corrected_times_as_limits(model):
     assert times["keys and values int8"] < times["as asked"]
 
 
-def test_measured_steps_are_kept_for_the_model_on_this_machine(model):
+def test_measured_steps_are_kept_for_the_model_on_this_machine(model, tmp_path):
     native_dir()
     planned = planned_model(model)
     assert known_calibration(planned.identity) is None
@@ -100,6 +100,9 @@ def test_measured_steps_are_kept_for_the_model_on_this_machine(model):
     plan = make_plan(planned, find_device("L4"), Question(prompt=30, output=10), found)
     assert plan.calibrated.num_steps == len(SHAPES)
     assert plan.calibrated.nearest in {one.name for one in SHAPES}
+    (path,) = (tmp_path / "cache" / "calibrations").iterdir()
+    path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
+    assert known_calibration(planned.identity) is None  # with activations of 15 bits
 
 
 def test_a_configuration_cannot_be_measured():

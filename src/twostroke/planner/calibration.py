@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from twostroke.planner.roofline import Roofline
     from twostroke.program.batch import BatchShape
 
-_VERSION: Final = 2
+_VERSION: Final = 3  # before it, activations had 15 bits by default
 _CONTEXTS: Final = (128, 1024, 4096)
 _STREAMS: Final = (1, 4, 16, 32)
 _PROMPTS: Final = (64, 256, 1024)
