@@ -136,7 +136,7 @@ struct LayerRecord {
   int32_t group;
   int32_t num_places;  // of so many pieces this rank stores one: that at `place`
   int32_t place;
-  const float* mean_key;  // subtracted from keys that become int8; null: nothing
+  const float* balance;  // (3, num_kv_heads * head_dim), as in LayerPages; null: none
 };
 
 /// Rows that ranks may share: `width` values each, as many as the step has, or `num_rows`.

@@ -182,8 +182,14 @@ void gather_queries(const AttentionRows& rows, const LayerPages& pages, Attentio
     }
   }
   if (pages.format != CacheFormat::Int8) return;
-  for (int64_t i = 0; i < rows.num_queries(); ++i)
-    spread(scratch.q.data() + i * head_dim, head_dim);
+  const float* factors = pages.balance ? pages.query_factors(rows.head * head_dim) : nullptr;
+  for (int64_t i = 0; i < rows.num_queries(); ++i) {
+    float* query = scratch.q.data() + i * head_dim;
+    for (int64_t d = 0; factors && d < head_dim; d += kLanes) {
+      store_lanes(query + d, multiply(load_lanes(query + d), load_lanes(factors + d)));
+    }
+    spread(query, head_dim);
+  }
 }
 
 /// Calls `body(its part of the row, place of its peak and sum in Merged)` for each query.

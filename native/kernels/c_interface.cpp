@@ -82,7 +82,7 @@ struct TsAttention {
   int64_t format;  // ts::CacheFormat
   float scale;
   float soft_cap;  // 0: none
-  const float* mean_key;
+  const float* balance;
 };
 
 namespace {
@@ -91,7 +91,7 @@ ts::LayerPages layer_pages(const TsAttention& a) {
   const auto format = static_cast<ts::CacheFormat>(a.format);
   ts::LayerPages pages{a.pages, 0, a.page_size, a.num_kv_heads, a.head_dim, format};
   pages.page_stride = pages.page_bytes();
-  pages.mean_key = a.mean_key;
+  pages.balance = a.balance;
   return pages;
 }
 

@@ -65,12 +65,13 @@ struct Head {
   }
 };
 
-/// Keys without `mean`: all scores of a row lose the same, so their softmax does not change.
+/// `first` is the head's first value in a row.
 void store_key_bytes(const LayerPages& pages, uint8_t* block, int64_t token, const float* source,
-                     const float* mean) {
+                     int64_t first) {
   Head head(source, pages.head_dim);
-  for (int64_t i = 0; mean != nullptr && i < pages.head_dim; i += kLanes) {
-    store_lanes(head.values + i, subtract(load_lanes(head.values + i), load_lanes(mean + i)));
+  for (int64_t i = 0; pages.balance && i < pages.head_dim; i += kLanes) {
+    const Lanes near = subtract(load_lanes(head.values + i), load_lanes(pages.key_means(first + i)));
+    store_lanes(head.values + i, multiply(near, load_lanes(pages.key_factors(first + i))));
   }
   spread(head.values, pages.head_dim);
   const Lanes factor = broadcast(1.0F / static_cast<float>(spread_width(pages.head_dim)));
@@ -103,8 +104,7 @@ void store_keys(const LayerPages& pages, const int32_t* page_table, int64_t posi
   for (int64_t i = begin; i < end; i += pages.unit()) {
     uint8_t* block = pages.block(page_table, i / pages.head_dim, position - token);
     if (pages.format == CacheFormat::Int8) {
-      const float* mean = pages.mean_key == nullptr ? nullptr : pages.mean_key + i;
-      store_key_bytes(pages, block, token, row + i, mean);
+      store_key_bytes(pages, block, token, row + i, i);
       continue;
     }
     uint16_t stored[kLanes];

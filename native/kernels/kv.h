@@ -9,7 +9,7 @@ constexpr int64_t kBlockTokens = 16;  // tokens that lie together
 constexpr int64_t kPieceTokens = 64;  // tokens of a request, from its first on, that stay together
 
 /// How the numbers in pages are stored. Int8 has a float16 scale for each token's keys, and one for
-/// its values, of each head; its keys are spread first (kernels/spread.h).
+/// its values, of each head; its keys are balanced and spread first (kernels/spread.h).
 enum class CacheFormat : int32_t { Half = 0, BFloat16 = 1, Int8 = 2 };
 
 /// Stored numbers, as types of their own.
@@ -36,7 +36,15 @@ struct LayerPages {
   CacheFormat format;
   int64_t num_places = 1;
   int64_t place = 0;
-  const float* mean_key = nullptr;  // of all heads: subtracted before keys become int8
+  // Of int8 or null: for each value of all heads what keys lose, by what they are then multiplied,
+  // and by what queries are, which is one over that: scores stay, but for a constant of each row.
+  const float* balance = nullptr;
+
+  const float* key_means(int64_t first) const { return balance + first; }
+  const float* key_factors(int64_t first) const { return key_means(num_kv_heads * head_dim + first); }
+  const float* query_factors(int64_t first) const {
+    return key_factors(num_kv_heads * head_dim + first);
+  }
 
   /// Whether this rank stores the token at a position.
   bool has(int64_t position) const { return position / kPieceTokens % num_places == place; }

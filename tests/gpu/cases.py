@@ -224,7 +224,7 @@ class _Weights:
         }
         self.packed: dict[str, Packed] = {}
         self.shapes: dict[str, Any] = {}
-        self.mean_keys: dict[int, torch.Tensor] = {}
+        self.balances: dict[int, torch.Tensor] = {}
 
     def factors(self, names: tuple[str, ...]) -> Sequence[torch.Tensor]:
         width = sum(self._shapes[name][0] for name in names)

@@ -27,7 +27,7 @@ class AttentionArguments(ctypes.Structure):
         ("format", c_int64),
         ("scale", c_float),
         ("soft_cap", c_float),
-        ("mean_key", c_void_p),
+        ("balance", c_void_p),
     )
 
 
@@ -205,20 +205,22 @@ def test_values_that_a_page_cannot_hold_are_saturated(library, rng):
         assert np.all(np.isfinite(context.attend(floats(rng.normal(size=(50, 1, 16))), 0)))
 
 
-def test_int8_keys_lose_their_mean_and_scores_stay(library, rng):
+def test_int8_keys_lose_their_mean_and_change_by_factors_and_scores_stay(library, rng):
     for head_dim in (32, 80):
         context = Context(library, rng, 16, 2, 3, head_dim, 150, "int8")
-        q, mean = rng.normal(size=(150, 6, head_dim)), floats(rng.normal(size=(2, head_dim)) * 32)
+        q, mean = rng.normal(size=(150, 6, head_dim)), rng.normal(size=(2, head_dim)) * 32
         expected = context.expected(q, 0)
         context.keys = np.round(context.keys * 1024) / 1024  # so that the sums are exact
         near = context.expected(q, 0)
         assert np.allclose(near, expected, atol=0.05)
-        mean[:] = np.round(mean)
-        context.keys += mean
-        context.arguments.mean_key = mean.ctypes.data
+        mean, factor = np.round(mean), 2.0 ** rng.integers(-4, 5, size=(2, head_dim))
+        balance = floats([mean, factor, 1 / factor])
+        even, context.keys = context.keys, floats(context.keys / factor + mean)
+        context.arguments.balance = balance.ctypes.data
         context.store()
-        context.keys -= mean
-        assert np.allclose(context.attend(q, 0), near, atol=1e-4)
+        context.keys = even
+        turned = q.reshape(150, 2, 3, head_dim) * factor[:, None]
+        assert np.allclose(context.attend(turned.reshape(q.shape), 0), near, atol=1e-4)
 
 
 def test_a_head_of_zeros_is_stored_as_zeros(library, rng):

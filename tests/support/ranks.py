@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from support.cpu import PAGE_SIZE
-from twostroke.backends.cpu.keys import mean_keys
+from twostroke.backends.cpu.keys import balances
 from twostroke.backends.cpu.library import load_library
 from twostroke.backends.cpu.plan import NativePlan, PlanLink, PlanPages
 from twostroke.backends.cpu.records import (
@@ -133,8 +133,8 @@ class ThreadRanks:
             self._open.callback(weights.close)
             part = self.parts[rank].program
             end = PlanLink(link, max_rows)
-            means = mean_keys(part, tensors) if kv_format == "int8" else {}
-            pages = PlanPages(all_pages, self.page_size, kv_format, means)
+            balanced = balances(part, tensors) if kv_format == "int8" else {}
+            pages = PlanPages(all_pages, self.page_size, kv_format, balanced)
             plan = NativePlan(self.library, pool, part, lowered, weights, pages, link=end)
             self._open.callback(plan.close)
             weights.pack(pool, None, None)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PageKey = tuple[int, bytes]  # the cache group, and the key of the sequence up to the page's end
 
 NAME_BYTES: Final = 32
-VERSION: Final = 1  # raised whenever the bytes of a page mean something else than before
+VERSION: Final = 2  # raised whenever the bytes of a page mean something else than before
 
 
 class PageKind(Frozen):

@@ -62,7 +62,7 @@ def attention(
         q, k = f"{q}.normed", f"{k}.normed"
     rope = _rope(spec, layer, k, heads["k"])
     parts += [_rope(spec, layer, q, heads["q"]), rope]
-    has_key_bias = spec.qkv_bias and query_key_norm is None and spec.attention_soft_cap is None
+    made_q, made_k = (_made(spec, name, part, query_key_norm) for part in ("q", "k"))
     window, mixed = spec.window_of(layer), f"{name}.mixed"
     parts.append(
         ops.Attention(
@@ -77,7 +77,7 @@ def attention(
             dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             None if window is None else window.size,
             spec.attention_soft_cap,
-            key_bias=ops.KeyBias(f"{name}.attn_k.bias", rope) if has_key_bias else None,
+            origin=ops.Origin(made_q, made_k, rope),
         )
     )
     bias = f"{name}.attn_output.bias" if spec.output_bias else None
@@ -163,6 +163,14 @@ def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
     rope = spec.rope if window is None or window.rope is None else window.rope
     frequencies, dim = rope.frequencies, spec.head_dim
     return ops.Rope(f"{x}.roped", x, num_heads, dim, frequencies, rope.interleaved, rope.magnitude)
+
+
+def _made(spec: ModelSpec, name: str, part: str, query_key_norm: QueryKeyNorm) -> ops.Made:
+    weight, offset = f"{name}.attn_{part}", spec.norm_offset
+    if query_key_norm is not None:
+        return ops.Made(f"{weight}_norm.weight", offset=offset)
+    bias = f"{weight}.bias" if spec.qkv_bias else None
+    return ops.Made(f"{weight}.weight", bias, f"{name}.attn_norm.weight", offset)
 
 
 def _query_key_norm(

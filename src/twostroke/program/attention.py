@@ -22,13 +22,27 @@ if TYPE_CHECKING:
     from twostroke.program.sharding import Range
 
 
-class KeyBias(Frozen):
-    """What keys have in common: the bias of their product, rotated by `rope`.
+class Made(Frozen):
+    """What made queries or keys: a product with a `bias`, or a norm of heads or of the row.
 
-    `first` is the place in the bias `weight` of the first value of the first key head.
+    `weight` is that of the product (width, in_width), whose input was normed by `input_norm`, or
+    that of the norm, to which `offset` is added.
     """
 
     weight: str
+    bias: str | None = None
+    input_norm: str = ""
+    offset: float = 0.0
+
+
+class Origin(Frozen):
+    """Where a layer's queries and keys, rotated by `rope`, come from, and so how large they are.
+
+    `first` is the place, among the keys of the whole layer, of this part's first value.
+    """
+
+    queries: Made
+    keys: Made
     rope: Rope
     first: int = 0
 
@@ -43,8 +57,9 @@ class Attention(Operation):
     arXiv:2310.06825). With a `soft_cap` c the scaled scores s become `c * tanh(s / c)`
     (arXiv:2408.00118).
 
-    A vector taken from all keys of a head moves all scores of a row alike, which without a soft cap
-    changes nothing. `key_bias` tells pages of few bits which vector makes the keys small.
+    Scores stay when a channel of keys is multiplied by what that of queries is divided by; and a
+    vector taken from all keys of a head moves all scores of a row alike, which without a soft cap
+    changes nothing. `origin` tells pages of few bits what makes the keys small and even.
     """
 
     q: str
@@ -59,7 +74,7 @@ class Attention(Operation):
     soft_cap: float | None = None
     group: int | None = None
     first_head: int = 0
-    key_bias: KeyBias | None = None
+    origin: Origin | None = None
 
     reads = ("q", "k", "v")
     sharding = Sharding.BY_COLUMN_PARTS
@@ -84,15 +99,15 @@ class Attention(Operation):
         """Return the attention of some query heads, with the key-value heads that they read."""
         head = self.first_head + first // self.head_dim
         kv_first, kv_end = self._kv_heads(first, end)
-        bias = self.key_bias
-        if bias is not None:
-            bias = replace(bias, first=bias.first + kv_first * self.head_dim)
+        origin = self.origin
+        if origin is not None:
+            origin = replace(origin, first=origin.first + kv_first * self.head_dim)
         return self._changed(
             num_heads=(end - first) // self.head_dim,
             num_kv_heads=kv_end - kv_first,
             group=self.group_size,
             first_head=head - kv_first * self.group_size,
-            key_bias=bias,
+            origin=origin,
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range:

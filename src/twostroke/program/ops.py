@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.program.attention import Attention, KeyBias
+from twostroke.program.attention import Attention, Made, Origin
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
 from twostroke.program.experts import Expert, ExpertTerms, MixtureOfExperts, SumTerms
 from twostroke.program.operation import Activation, Operation
@@ -43,12 +43,13 @@ __all__ = [
     "ExpertTerms",
     "ExternalInput",
     "GatedActivation",
-    "KeyBias",
     "Linear",
     "LocalOp",
     "Logits",
+    "Made",
     "MixtureOfExperts",
     "Op",
+    "Origin",
     "RMSNorm",
     "Receive",
     "Rope",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
-    from twostroke.program.attention import Attention, KeyBias
+    from twostroke.program.attention import Attention, Origin
     from twostroke.program.operation import Work
     from twostroke.program.pages import CacheFormat
     from twostroke.program.sharding import Range
@@ -58,7 +58,7 @@ class AttentionPieces(Operation):
     team: tuple[int, ...]
     place: int
     head_cuts: tuple[int, ...]  # column part i merges the heads from cut i to cut i + 1
-    key_bias: KeyBias | None = None
+    origin: Origin | None = None
 
     reads = ("q", "k", "v")
     needs_all_rows = reads
@@ -70,7 +70,7 @@ class AttentionPieces(Operation):
         """Return the part of a whole attention that a member of a team computes."""
         return cls(
             op.output, op.q, op.k, op.v, op.layer, op.num_heads, op.num_kv_heads, op.head_dim,
-            op.scale, op.window, op.soft_cap, team, place, head_cuts, op.key_bias,
+            op.scale, op.window, op.soft_cap, team, place, head_cuts, op.origin,
         )  # fmt: skip
 
     @property

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 from msgspec.structs import replace  # noqa: E402
 
 from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
-from twostroke.backends.cpu.keys import mean_keys  # noqa: E402
+from twostroke.backends.cpu.keys import balances  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.cache import PageMemory  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
@@ -57,16 +57,17 @@ def rounded(heads: Any, kv_format: str) -> Any:
     return np.where(exact - low < high - exact, low, high) * scale
 
 
-def stored(keys: Any, values: Any, kv_format: str, mean: Any = 0) -> tuple[Any, Any]:
+def stored(
+    keys: Any, values: Any, kv_format: str, mean: Any = 0, factor: Any = 1
+) -> tuple[Any, Any]:
     """Return keys and values (..., heads, dim) as attention reads them."""
     if kv_format == "fp8":
         return rounded(keys, "fp8"), rounded(values, "fp8")
     matrix = hadamard(keys.shape[-1]).astype(np.float32)
     width = keys.shape[-1] & -keys.shape[-1]
-    spread = (keys - mean) @ matrix / np.float32(np.sqrt(width))
-    return rounded(spread, "int8") @ matrix * np.float32(np.sqrt(width)) + mean, rounded(
-        values, "int8"
-    )
+    spread = (keys - mean) * factor @ matrix / np.float32(np.sqrt(width))
+    found = rounded(spread, "int8") @ matrix * np.float32(np.sqrt(width))
+    return found / factor + mean, rounded(values, "int8")
 
 
 def read(page: Any, heads: Any, place: int) -> list[Any]:
@@ -102,7 +103,9 @@ def test_heads_are_stored_with_a_scale_each(kv_format: str, dim: int) -> None:
     for count in (heads, kv_heads, kv_heads):
         sources.append(rope.Source(parts.columns(at, count * dim)))
         at += count * dim
-    mean = rng.standard_normal(kv_heads * dim).astype(np.float32) if kv_format == "int8" else None
+    mean, factor = rng.standard_normal((kv_heads, dim)), 2.0 ** rng.integers(-3, 4, (kv_heads, dim))
+    balance = np.stack([mean, factor, 1 / factor]).reshape(3, -1).astype(np.float32)
+    is_balanced = kv_format == "int8"
     positions = np.array([3, 17, 18, 40, 5], np.int32)
     tables = np.array([[0, 1, 2, 3], [4, 5, 6, 7]], np.int32)
     extra = np.array([0, 0, 1, 1, 1, 1], np.int32)  # row 1 is also stored in the second table
@@ -118,24 +121,25 @@ def test_heads_are_stored_with_a_scale_each(kv_format: str, dim: int) -> None:
         pages.heads(op, 4, 1),
         pages.memory,
         output,
-        None if mean is None else torch.from_numpy(mean),
+        torch.from_numpy(balance) if is_balanced else None,
     )
     shape = pages.heads(op, 4, 1)
     for row, table in ((0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
         page = pages.memory.view(8, -1)[tables[table, positions[row] // page_size]]
         found = read(page, shape, positions[row] % page_size)
         own = product[row].reshape(-1, dim)[heads:].reshape(2, kv_heads, dim)
-        given = 0 if mean is None else mean.reshape(kv_heads, dim)
-        keys, values = stored(own[0], own[1], kv_format, given)
+        keys, values = stored(own[0], own[1], kv_format, mean, factor)
         if kv_format == "int8":
             width = dim & -dim
-            found[0] = found[0] @ hadamard(dim).astype(np.float32) * np.sqrt(width) + given
+            found[0] = found[0] @ hadamard(dim).astype(np.float32) * np.sqrt(width)
+            keys = (keys - mean) * factor
         for ours, right in zip(found, (keys, values), strict=True):
-            step = np.abs(right - given).max(-1, keepdims=True) / (127 if mean is not None else 16)
+            step = np.abs(right).max(-1, keepdims=True) / (127 if is_balanced else 16)
             assert (np.abs(ours - right) <= 1.5 * step + 1e-6).all()
             assert np.abs(ours - right).mean() <= 0.02 * step.mean() + 1e-6  # ties apart
     queries = product[:, : heads * dim].reshape(rows, heads, dim)
-    if kv_format == "int8":
+    if is_balanced:
+        queries = queries / np.repeat(factor, heads // kv_heads, axis=0)
         queries = queries @ hadamard(dim).astype(np.float32) * np.sqrt(dim & -dim)
     np.testing.assert_allclose(output.numpy(), queries.reshape(rows, -1), rtol=1e-3, atol=1e-3)
 
@@ -146,20 +150,20 @@ def test_logits_are_those_of_a_reference_that_rounds(
     variant: str, kv_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window = build_program(replace(SPEC, head_dim=48, window=WindowSpec(20, (True, False))))
-    program = window if variant == "window" else PROGRAMS[variant]
+    program, is_int8 = window if variant == "window" else PROGRAMS[variant], kv_format == "int8"
     tensors = random_tensors(program)
     for name in [name for name in tensors if name.endswith("attn_k.bias")]:
         values = tensors[name].dequantize() + 20
         tensors[name] = type(tensors[name]).from_floats(values, tensors[name].format)
-    means: Mapping[int, Any] = mean_keys(program, tensors) if kv_format == "int8" else {}
-    assert bool(means) == (variant == "biases" and kv_format == "int8")
+    balanced: Mapping[int, Any] = balances(program, tensors) if is_int8 else {}
+    assert any(x[0].any() for x in balanced.values()) == (variant == "biases" and is_int8)
     dims = {op.layer: op.head_dim for op in program.ops if isinstance(op, Attention)}
 
     class Rounding(PagedCache):
         def store(self, span: Any, layer: int, at: Any, k: Any, v: Any) -> None:
             heads = [x.reshape(len(x), -1, dims[layer]) for x in (k, v)]
-            mean = means[layer].reshape(1, -1, dims[layer]) if layer in means else 0
-            own = stored(*heads, kv_format, mean)
+            mean, factor, _ = balanced[layer].reshape(3, -1, dims[layer]) if is_int8 else (0, 1, 1)
+            own = stored(*heads, kv_format, mean, factor)
             super().store(span, layer, at, *(x.reshape(len(k), -1) for x in own))
 
     exact = ReferenceBackend(program, tensors, 1, 16).score(TOKENS)

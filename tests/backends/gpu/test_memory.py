@@ -45,7 +45,7 @@ class Weights:
         self.packed: dict[str, Packed] = {}
         self.shapes: dict[str, Matrix] = {}
         self.matrices: dict[str, Any] = {}
-        self.mean_keys: dict[int, Any] = {}
+        self.balances: dict[int, Any] = {}
         for name, tensor in tensors.items():
             if len(tensor.shape) > 1 and tensor.format.name not in {"F16", "BF16"}:
                 self.packed[name] = pack(tensor, META)

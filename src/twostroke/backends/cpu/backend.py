@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.backends import BackendFacts
-from twostroke.backends.cpu.keys import mean_keys
+from twostroke.backends.cpu.keys import balances
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.plan import NativePlan, PlanLink, PlanPages
@@ -92,8 +92,8 @@ class CpuBackend:
             part = share.parts(program)[share.rank]
             own, held = part.program, share.tensors(part, tensors)
         self._lowered, library = self._lower([tapped] if tapped else []), load_library(choice.level)
-        means = mean_keys(own, tensors) if kv_format == "int8" else {}
-        pages = PlanPages(num_pages, page_size, kv_format, means)
+        balanced = balances(own, tensors) if kv_format == "int8" else {}
+        pages = PlanPages(num_pages, page_size, kv_format, balanced)
         with ExitStack() as opened:  # frees what was made if the rest fails
             if share_threads_with is None:
                 self._pool = opened.enter_context(thread_pool(library, num_threads))

@@ -1,12 +1,12 @@
-"""The mean of rotated key biases: what keys can lose before they become int8."""
+"""How keys are made small and even before they become int8, from a model's weights alone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from twostroke.backends.reference.operations import rotate
 from twostroke.program import ops
 
 if TYPE_CHECKING:
@@ -15,28 +15,97 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.program import Program
+    from twostroke.program.ops import Made, Rope
     from twostroke.quant import QuantTensor
 
     Array = NDArray[np.float32]
+    Doubles = NDArray[np.float64]
 
-_POSITIONS = np.arange(4096)
-_UNIT = np.float32(2**-8)  # means are rounded, so that they do not depend on a machine's cosine
+_POSITIONS: Final = np.arange(4096)
+_UNIT: Final = np.float32(2**-8)  # means are rounded: they do not depend on a machine's cosine
+_MOST: Final = 6  # factors are from 2^-6 to 2^6: a float16 scale must hold the largest key
+_LEAST: Final = 1e-6  # of the largest square in a layer
+_TINY: Final = 1e-30  # where all weights are 0
 
 
-def mean_keys(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[int, Array]:
-    """Return the mean over positions of each layer's rotated key bias, (kv_heads * head_dim,).
+def balances(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[int, Array]:
+    """Return for each layer means of keys, factors of keys, and of queries, (3, width of keys).
 
-    Layers without such a bias are left out. `tensors` are the whole weights, also for a rank's
-    part of a Program.
+    Keys lose their mean, that of their rotated bias over positions, where there is no soft cap.
+    A pair of channels is then multiplied by the root of the ratio of its sizes in queries and
+    keys, rounded to a power of two, which keeps both exact: spread, the error of int8 is the same
+    in all channels, so it does the least harm where queries times keys are largest in the sum.
+    `tensors` are the whole weights, also for a rank's part of a Program.
     """
     found = {}
     for op in program.ops:
-        if not isinstance(op, ops.Attention | ops.AttentionPieces) or op.key_bias is None:
+        if not isinstance(op, ops.Attention | ops.AttentionPieces) or op.origin is None:
             continue
-        first, count = op.key_bias.first, op.num_kv_heads * op.head_dim
-        bias = tensors[op.key_bias.weight].dequantize()[first : first + count]
-        rope = op.key_bias.rope.part(0, count)
-        keys = rotate(rope, np.tile(bias, (len(_POSITIONS), 1)), _POSITIONS)
-        mean = keys.mean(axis=0, dtype=np.float64).astype(np.float32)
-        found[op.layer] = np.round(mean / _UNIT) * _UNIT
+        origin, heads = op.origin, (-1, op.head_dim)
+        keys = _squares(origin.keys, tensors).reshape(heads)
+        queries = _squares(origin.queries, tensors).reshape(len(keys), -1, op.head_dim).mean(axis=1)
+        means = np.zeros(keys.shape, np.float32)
+        if origin.keys.bias is not None:
+            bias = tensors[origin.keys.bias].dequantize().reshape(heads)
+            if op.soft_cap is None:
+                means = _means(origin.rope, bias)
+            keys = keys - means.astype(np.float64) ** 2
+        factors = _factors(_of_pairs(keys, origin.rope), _of_pairs(queries, origin.rope))
+        own = (origin.first // op.head_dim + np.arange(op.num_kv_heads)) % len(keys)
+        made = np.stack([means[own], factors[own], 1 / factors[own]])
+        found[op.layer] = made.reshape(3, -1).astype(np.float32)
     return found
+
+
+def _squares(made: Made, tensors: Mapping[str, QuantTensor]) -> Doubles:
+    """Return the mean squares of values before rotation; of one head if all are alike."""
+    weight = tensors[made.weight].dequantize()
+    if weight.ndim == 1:
+        return (weight.astype(np.float64) + made.offset) ** 2
+    norm = tensors[made.input_norm].dequantize().astype(np.float64) + made.offset
+    squares: Doubles = np.einsum("ij,ij,j->i", weight, weight, norm**2)
+    if made.bias is not None:
+        squares += tensors[made.bias].dequantize().astype(np.float64) ** 2
+    return squares
+
+
+def _means(rope: Rope, bias: Array) -> Array:
+    """Return the mean of rotated biases (heads, head_dim) over positions."""
+    cosine, sine = _mean_turn(rope.inverse_frequencies)
+    first, second = _pairs(bias, rope)
+    turned = first * cosine - second * sine, first * sine + second * cosine
+    means = bias.copy()
+    for half, mean in zip(_pairs(means, rope), turned, strict=True):
+        half[:] = mean * rope.magnitude
+    rounded: Array = np.round(means / _UNIT) * _UNIT
+    return rounded
+
+
+@lru_cache(maxsize=4)
+def _mean_turn(frequencies: tuple[float, ...]) -> tuple[Doubles, Doubles]:
+    angles = _POSITIONS[:, None] * np.array(frequencies)
+    return np.cos(angles).mean(axis=0), np.sin(angles).mean(axis=0)
+
+
+def _pairs(x: NDArray[Any], rope: Rope) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return views of both values of each pair that turns, (heads, pairs), of (heads, head_dim)."""
+    count = len(rope.inverse_frequencies)
+    if rope.interleaved:
+        return x[:, 0 : 2 * count : 2], x[:, 1 : 2 * count : 2]
+    return x[:, :count], x[:, count : 2 * count]
+
+
+def _of_pairs(squares: Doubles, rope: Rope) -> Doubles:
+    """Return (heads, head_dim) in which values that are rotated together have their mean."""
+    even = squares.copy()
+    mean = sum(_pairs(squares, rope)) / 2
+    for half in _pairs(even, rope):
+        half[:] = mean
+    return even
+
+
+def _factors(keys: Doubles, queries: Doubles) -> Doubles:
+    """Return the factors of keys, from mean squares (heads, head_dim)."""
+    keys, queries = (np.maximum(x, _LEAST * x.max() + _TINY) for x in (keys, queries))
+    factors: Doubles = 2.0 ** np.clip(np.rint(np.log2(queries / keys) / 4), -_MOST, _MOST)
+    return factors

@@ -49,13 +49,13 @@ _RANK_LOST = 3
 class PlanPages(Frozen):
     """The pages of a plan: how many, of how many tokens, in which of `cache.FORMATS`.
 
-    `mean_keys` are subtracted from keys that become int8, by layer.
+    `balances` say by layer how keys change before they become int8 (`keys.balances`).
     """
 
     num_pages: int
     page_size: int
     kv_format: str
-    mean_keys: Mapping[int, Array]
+    balances: Mapping[int, Array]
 
 
 class PlanLink(Frozen):
@@ -118,7 +118,7 @@ class NativePlan:
             ("weights", WeightRecord, [weights.records[name] for name in lowered.matrices]),
             ("vectors", c_void_p, vectors),
             ("ropes", RopeRecord, [_rope_record(rope) for rope in lowered.ropes]),
-            ("layers", LayerRecord, _layer_records(program, pages.mean_keys)),
+            ("layers", LayerRecord, _layer_records(program, pages.balances)),
             ("experts", ExpertRecord, lowered.experts),
             ("buffers", BufferRecord, [(b.memory, b.first_column) for b in lowered.buffers]),
             *_shared_arrays(lowered, 0 if link is None else link.max_rows),
@@ -225,7 +225,7 @@ class NativePlan:
         return self._plan
 
 
-def _layer_records(program: Program, mean_keys: Mapping[int, Array]) -> list[LayerRecord]:
+def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[LayerRecord]:
     group_of = {
         layer: number for number, group in enumerate(program.cache_groups) for layer in group.layers
     }
@@ -237,7 +237,7 @@ def _layer_records(program: Program, mean_keys: Mapping[int, Array]) -> list[Lay
             group_of[index],
             layer.places,
             place_of.get(index, 0),
-            mean_keys[index].ctypes.data if index in mean_keys else None,
+            balances[index].ctypes.data if index in balances else None,
         )
         for index, layer in enumerate(program.cache_layers)
     ]

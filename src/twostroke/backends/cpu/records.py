@@ -163,7 +163,7 @@ class LayerRecord(ctypes.Structure):
         ("group", c_int32),
         ("num_places", c_int32),
         ("place", c_int32),
-        ("mean_key", c_void_p),
+        ("balance", c_void_p),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from triton.runtime.errors import TritonError
 
 from twostroke.backends import BackendFacts
-from twostroke.backends.cpu.keys import mean_keys
+from twostroke.backends.cpu.keys import balances
 from twostroke.backends.cpu.plan import OpTime
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.gpu.cache import PageMemory
@@ -115,8 +115,8 @@ class GpuBackend:
         self._steps.tables.note_changes()
         self._graphs = Graphs(self._gpu, self._kernels)
         on_host = device.is_interpreted if draws_on_host is None else draws_on_host
-        means = mean_keys(program, tensors) if kv_format == "int8" else {}
-        given = tensors, release, progress, means
+        balanced = balances(program, tensors) if kv_format == "int8" else {}
+        given = tensors, release, progress, balanced
         try:
             self._weights = DeviceWeights(self._gpu, self._lowered, *given)
             self._pages = PageMemory(self._gpu, program, num_pages, page_size, kv_format)

@@ -306,8 +306,8 @@ class Plan:
         output = self.memory.tensor(record.output, rows)
         heads = self._heads(record.op)
         given = (q, k, v), (turns[0], turns[1]), heads, self._cache.memory, output
-        means = self._weights.mean_keys.get(record.op.layer)
-        rope.launch(self._gpu, frame, rows, where, *given, means)
+        balance = self._weights.balances.get(record.op.layer)
+        rope.launch(self._gpu, frame, rows, where, *given, balance)
 
     def _source(self, source: Source, rows: int) -> rope.Source:
         parts, bias = self._biased(source.place, rows)

@@ -58,11 +58,11 @@ class DeviceWeights:
         tensors: Mapping[str, QuantTensor],
         release: Release = lambda _: None,
         progress: Progress = lambda *_: None,
-        mean_keys: Mapping[int, NDArray[np.float32]] = MappingProxyType({}),
+        balances: Mapping[int, NDArray[np.float32]] = MappingProxyType({}),
     ) -> None:
         """Load what a lowered Program reads; see `PackedWeights.pack` for the two callbacks.
 
-        `mean_keys` are subtracted from keys, by layer.
+        `balances` say by layer how keys change before they become int8 (`keys.balances`).
         """
         self._gpu, self._tensors = gpu, tensors
         self.converted: Counter[str] = Counter()
@@ -72,7 +72,7 @@ class DeviceWeights:
         self.joined: dict[tuple[str, ...], Packed] = {}
         self.products: dict[tuple[str, ...], Tensor] = {}
         self.experts: dict[str, ExpertWeights] = {}  # by the mixture's output
-        self.mean_keys = {k: torch.from_numpy(x).to(gpu.device) for k, x in mean_keys.items()}
+        self.balances = {k: torch.from_numpy(x).to(gpu.device) for k, x in balances.items()}
         self._vectors: dict[tuple[str, float], Tensor] = {}
         groups = [record.weights for record in lowered.records if isinstance(record, Products)]
         tables = [record.table for record in lowered.records if isinstance(record, Embed)]

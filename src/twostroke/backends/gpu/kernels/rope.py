@@ -58,12 +58,13 @@ def launch(
     heads: Heads,
     cache: Tensor,
     output: Tensor,
-    mean_keys: Tensor | None = None,
+    balance: Tensor | None = None,
 ) -> None:
     """Write queries to `output` (rows, heads * head_dim), keys and values to the `cache`.
 
     `sources` are queries, keys and values; `turns` those of queries and keys. In the format int8
-    keys first lose `mean_keys` (kv_heads * head_dim), float32.
+    keys first lose the first row of `balance` (3, kv_heads * head_dim), float32, and are multiplied
+    by the second; queries are multiplied by the third.
     """
     unused = header
     parts = [source.parts for source in sources]
@@ -89,7 +90,7 @@ def launch(
         *tables,
         heads.layer(cache),
         heads.scales(cache),
-        unused if mean_keys is None else mean_keys,
+        unused if balance is None else balance,
         output,
         *(number for part in parts for number in (part.count, part.part_stride)),
         q_tiles,
@@ -97,7 +98,7 @@ def launch(
         num_warps=max(1, min(4, block_h * block_d // 256)),
         **_constants_of(sources, turns),
         **heads.constants,
-        HAS_MEAN=mean_keys is not None,
+        HAS_BALANCE=balance is not None,
         LEVELS=_levels(heads.head_dim) if heads.kv_format == "int8" else 0,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
@@ -197,7 +198,7 @@ _CHANGING += ["q_tiles", "kv_tiles"]
 @triton.jit(do_not_specialize=_CHANGING)
 def _rope(
     header, positions, tables_of, first_extra, extra, tables, q, k, v, q_bias, k_bias, v_bias,
-    q_weight, k_weight, q_turn, k_turn, cache, scales, mean, output, q_count, q_part_stride,
+    q_weight, k_weight, q_turn, k_turn, cache, scales, balance, output, q_count, q_part_stride,
     k_count, k_part_stride, v_count, v_part_stride, q_tiles, kv_tiles,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     HAS_Q_BIAS: tl.constexpr, HAS_K_BIAS: tl.constexpr, HAS_V_BIAS: tl.constexpr,
@@ -206,7 +207,7 @@ def _rope(
     IS_INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
     VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr, KV: tl.constexpr,
-    SCALES_AT: tl.constexpr, HAS_MEAN: tl.constexpr, LEVELS: tl.constexpr, BLOCK_H: tl.constexpr,
+    SCALES_AT: tl.constexpr, HAS_BALANCE: tl.constexpr, LEVELS: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     num_rows = tl.load(header)
@@ -223,6 +224,9 @@ def _rope(
             q, q_bias, q_weight, q_turn, q_count, q_part_stride, rows, heads, position, inside,
             Q_STRIDE, HAS_Q_BIAS, HAS_Q_NORM, Q_EPSILON, Q_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
         )  # fmt: skip
+        if HAS_BALANCE:
+            balance += (heads // (HEADS // KV_HEADS))[:, None] * DIM + tl.arange(0, BLOCK_D)
+            turned *= tl.load(balance + 2 * KV_HEADS * DIM, inside, 0.0)
         turned = spread(turned, BLOCK_H, BLOCK_D, LEVELS)
         at = rows[:, None] * (HEADS * DIM) + heads[:, None] * DIM + tl.arange(0, BLOCK_D)[None, :]
         tl.store(output + at, turned.to(output.dtype.element_ty), inside)
@@ -239,8 +243,10 @@ def _rope(
                 k, k_bias, k_weight, k_turn, k_count, k_part_stride, rows, heads, position, inside,
                 K_STRIDE, HAS_K_BIAS, HAS_K_NORM, K_EPSILON, K_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
             )  # fmt: skip
-            if HAS_MEAN:
-                x -= tl.load(mean + heads[:, None] * DIM + tl.arange(0, BLOCK_D), inside, 0.0)
+            if HAS_BALANCE:
+                balance += heads[:, None] * DIM + tl.arange(0, BLOCK_D)
+                x -= tl.load(balance, inside, 0.0)
+                x *= tl.load(balance + KV_HEADS * DIM, inside, 0.0)
             x = spread(x, BLOCK_H, BLOCK_D, LEVELS) * (1 / (1 << LEVELS))
         else:
             x = _turned(
