@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.config import ComputeOptions
@@ -55,6 +56,14 @@ def test_large_models_are_chosen_for_when_asked(model, monkeypatch):
     chosen = with_known_bits(AUTO, *model).activation_bits
     assert with_known_bits(AUTO, *model, said.append, 1000).activation_bits == chosen
     assert len(said) == 1
+
+
+def test_equal_choices_have_the_same_name():
+    bits = {"a.weight": 8, "b.weight": 9}
+    one = ActivationBits("model", METHOD, bits, 1e-4, 3)
+    other = replace(one, bits=dict(reversed(bits.items())), divergence=2e-4)
+    assert str(one) == str(other)
+    assert str(one) != str(replace(one, bits=bits | {"b.weight": 8}))
 
 
 def test_choices_in_the_package_are_of_this_method():

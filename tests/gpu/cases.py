@@ -194,7 +194,9 @@ def paged(kv_format: str, step: str, architecture: int) -> Case:
     q = _empty(rows, heads * dim, dtype=gpu.element)
     places = rope.Places(*(_empty(rows + 3) for _ in range(5)))
     given = (source, source, source), (turn, turn), shape, pages.memory
-    rope.launch(gpu, _empty(4), rows, places, *given, q)
+    is_even = kv_format == "int8"
+    balance = _empty(3, kv_heads * dim, dtype=torch.float32) if is_even else None
+    rope.launch(gpu, _empty(4), rows, places, *given, q, balance)
     floats = [_empty(1 << 20, dtype=torch.float32) for _ in range(2)]
     work = attention.Work(frame, frame, _empty(1 << 16), floats[0], floats[1])
     block = attention.small_block(4) if step == "decode" else attention.large_block(4, dim)

@@ -133,7 +133,7 @@ class ThreadRanks:
             self._open.callback(weights.close)
             part = self.parts[rank].program
             end = PlanLink(link, max_rows)
-            balanced = balances(part, tensors) if kv_format == "int8" else {}
+            balanced = balances(part, tensors, kv_format)
             pages = PlanPages(all_pages, self.page_size, kv_format, balanced)
             plan = NativePlan(self.library, pool, part, lowered, weights, pages, link=end)
             self._open.callback(plan.close)

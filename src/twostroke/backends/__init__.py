@@ -60,13 +60,14 @@ class BackendFacts(Frozen):
 
     There are `num_pages` pages, each for `page_size` tokens of any one cache group; rows of group
     g see `windows[g]` positions. `level` names the instruction set of the kernels, or the one that
-    the backend's speed is compared with. With `one_arithmetic` prompt rows and generated rows are
-    computed alike, bit for bit, so that pages filled by either serve the other. Up to
-    `rows_together` rows take as long as the next power of two of them, because kernels compute
-    that many at once. With `steps_ahead` it is a `StartRunner`, and a step may be started while
-    that many others are in flight. `draws_ahead` says the same, and that rows may follow tokens
-    which these draw (`Slice.is_blind`). `ranks` are those that run the Program together, if
-    they are several, and `link` names what connects them; sizes are those of all.
+    the backend's speed is compared with, `precision` what else decides how numbers are rounded.
+    With `one_arithmetic` prompt rows and generated rows are computed alike, bit for bit, so that
+    pages filled by either serve the other. Up to `rows_together` rows take as long as the next
+    power of two of them, because kernels compute that many at once. With `steps_ahead` it is a
+    `StartRunner`, and a step may be started while that many others are in flight. `draws_ahead`
+    says the same, and that rows may follow tokens which these draw (`Slice.is_blind`). `ranks` are
+    those that run the Program together, if they are several, and `link` names what connects them;
+    sizes are those of all.
     """
 
     name: str
@@ -78,6 +79,7 @@ class BackendFacts(Frozen):
     weight_bytes: int
     cache_bytes: int
     level: str = "portable"
+    precision: str = ""
     one_arithmetic: bool = True
     rows_together: int = 1
     steps_ahead: int = 0

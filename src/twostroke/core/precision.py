@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, TypeAlias
 
 from twostroke.core.frozen import Frozen
@@ -29,6 +30,11 @@ class ActivationBits(Frozen):
     bits: dict[str, int]
     divergence: float
     num_products: int
+
+    def __str__(self) -> str:
+        """Return a short name: equal choices have the same one, wherever they were made."""
+        lines = "".join(f"{name} {bits}\n" for name, bits in sorted(self.bits.items()))
+        return f"chosen-{hashlib.sha256(lines.encode()).hexdigest()[:12]}"
 
     def describe(self) -> str:
         """Return in a few words how many products have how many bits."""

@@ -97,12 +97,13 @@ class HealthReports:
         stats, prefill = reading.snapshot.scheduler, reading.snapshot.strokes.prefill
         pace_s = prefill.time_s / prefill.rows if prefill.rows else 0.0
         backend = engine.facts.backend
+        how = backend.name, backend.level, backend.precision
         body = LoadBody(
             status="ok" if status == Health.READY.value else status,
             epoch=f"{self._started}-{engine.num_deaths}",
             models=list(self._names),
             version=VERSION,
-            numerics=f"{engine.card.identity[:16]} {backend.name} {backend.level}",
+            numerics=" ".join(filter(None, (engine.card.identity[:16], *how))),
             running=stats.num_running,
             waiting=stats.num_waiting,
             work_s=pace_s * (stats.num_waiting_tokens + stats.num_uncomputed),

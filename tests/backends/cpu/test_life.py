@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from support.cpu import LEVELS, PAGE_SIZE, Sequence, cpu_backend, greedy_request, run, tiny_model
+from support.mixed_bits import mixed_bits
 from support.native import IS_ARM, load_level, native_dir
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.plan import OpTime
@@ -53,6 +54,16 @@ def test_tensors_are_released_and_progress_reaches_the_end(model):
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) == 2]
     assert {id(t) for t in released} == {id(t) for t in matrices}
     assert progress[-1][0] == progress[-1][1] == sum(t.num_bytes for t in matrices)
+
+
+def test_facts_tell_apart_what_rounds_otherwise(model):
+    told = []
+    for options in ({}, {"kv_format": "int8"}, {"activation_bits": mixed_bits(*model)}):
+        backend = CpuBackend(*model, 4, 16, 1, level="portable", **options)
+        told.append(backend.facts.precision)
+        backend.close()
+    assert told[0] == "15 f16"
+    assert len(set(told)) == 3
 
 
 def test_steps_may_come_from_any_thread(model):

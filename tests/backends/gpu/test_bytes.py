@@ -155,7 +155,7 @@ def test_logits_are_those_of_a_reference_that_rounds(
     for name in [name for name in tensors if name.endswith("attn_k.bias")]:
         values = tensors[name].dequantize() + 20
         tensors[name] = type(tensors[name]).from_floats(values, tensors[name].format)
-    balanced: Mapping[int, Any] = balances(program, tensors) if is_int8 else {}
+    balanced: Mapping[int, Any] = balances(program, tensors, kv_format)
     assert any(x[0].any() for x in balanced.values()) == (variant == "biases" and is_int8)
     dims = {op.layer: op.head_dim for op in program.ops if isinstance(op, Attention)}
 

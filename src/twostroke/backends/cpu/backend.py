@@ -92,8 +92,7 @@ class CpuBackend:
             part = share.parts(program)[share.rank]
             own, held = part.program, share.tensors(part, tensors)
         self._lowered, library = self._lower([tapped] if tapped else []), load_library(choice.level)
-        balanced = balances(own, tensors) if kv_format == "int8" else {}
-        pages = PlanPages(num_pages, page_size, kv_format, balanced)
+        pages = PlanPages(num_pages, page_size, kv_format, balances(own, tensors, kv_format))
         with ExitStack() as opened:  # frees what was made if the rest fails
             if share_threads_with is None:
                 self._pool = opened.enter_context(thread_pool(library, num_threads))
@@ -111,6 +110,7 @@ class CpuBackend:
             name="cpu",
             detail=_detail(choice.level, num_threads, activation_bits, kv_format),
             level=choice.level,
+            precision=f"{activation_bits} {kv_format}",
             num_threads=num_threads,
             num_pages=num_pages,
             page_size=page_size,

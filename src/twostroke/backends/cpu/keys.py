@@ -28,17 +28,19 @@ _LEAST: Final = 1e-6  # of the largest square in a layer
 _TINY: Final = 1e-30  # where all weights are 0
 
 
-def balances(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[int, Array]:
+def balances(
+    program: Program, tensors: Mapping[str, QuantTensor], kv_format: str = "int8"
+) -> dict[int, Array]:
     """Return for each layer means of keys, factors of keys, and of queries, (3, width of keys).
 
-    Keys lose their mean, that of their rotated bias over positions, where there is no soft cap.
-    A pair of channels is then multiplied by the root of the ratio of its sizes in queries and
-    keys, rounded to a power of two, which keeps both exact: spread, the error of int8 is the same
-    in all channels, so it does the least harm where queries times keys are largest in the sum.
+    Only int8 has any. Keys lose their mean, that of their rotated bias over positions, where there
+    is no soft cap. A pair of channels is then multiplied by the root of the ratio of its sizes in
+    queries and keys, rounded to a power of two, which keeps both exact: the error of keys that are
+    spread is the same in all channels, so it harms scores least where both sizes are alike.
     `tensors` are the whole weights, also for a rank's part of a Program.
     """
-    found = {}
-    for op in program.ops:
+    found: dict[int, Array] = {}
+    for op in program.ops if kv_format == "int8" else ():
         if not isinstance(op, ops.Attention | ops.AttentionPieces) or op.origin is None:
             continue
         origin, heads = op.origin, (-1, op.head_dim)

@@ -115,8 +115,7 @@ class GpuBackend:
         self._steps.tables.note_changes()
         self._graphs = Graphs(self._gpu, self._kernels)
         on_host = device.is_interpreted if draws_on_host is None else draws_on_host
-        balanced = balances(program, tensors) if kv_format == "int8" else {}
-        given = tensors, release, progress, balanced
+        given = tensors, release, progress, balances(program, tensors, kv_format)
         try:
             self._weights = DeviceWeights(self._gpu, self._lowered, *given)
             self._pages = PageMemory(self._gpu, program, num_pages, page_size, kv_format)

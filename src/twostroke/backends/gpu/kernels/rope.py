@@ -160,6 +160,31 @@ def _turned(
 
 
 @triton.jit
+def _even_queries(
+    x, balance, groups, inside, HAS_BALANCE: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Return queries (pairs, dims) for keys that `_even_keys` has made even."""
+    if HAS_BALANCE:
+        balance += (2 * KV_HEADS + groups)[:, None] * DIM + tl.arange(0, x.shape[1])
+        x *= tl.load(balance, inside, 0.0)
+    return spread(x, x.shape[0], x.shape[1], LEVELS)
+
+
+@triton.jit
+def _even_keys(
+    x, balance, heads, inside, HAS_BALANCE: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Return keys (pairs, dims) without their means, even and spread."""
+    if HAS_BALANCE:
+        balance += heads[:, None] * DIM + tl.arange(0, x.shape[1])
+        x -= tl.load(balance, inside, 0.0)
+        x *= tl.load(balance + KV_HEADS * DIM, inside, 0.0)
+    return spread(x, x.shape[0], x.shape[1], LEVELS) * (1 / (1 << LEVELS))
+
+
+@triton.jit
 def _put(
     cache, scales, tables, tables_of, first_extra, extra, rows, heads, position, x, inside, at,
     scale_at, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
@@ -224,10 +249,8 @@ def _rope(
             q, q_bias, q_weight, q_turn, q_count, q_part_stride, rows, heads, position, inside,
             Q_STRIDE, HAS_Q_BIAS, HAS_Q_NORM, Q_EPSILON, Q_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
         )  # fmt: skip
-        if HAS_BALANCE:
-            balance += (heads // (HEADS // KV_HEADS))[:, None] * DIM + tl.arange(0, BLOCK_D)
-            turned *= tl.load(balance + 2 * KV_HEADS * DIM, inside, 0.0)
-        turned = spread(turned, BLOCK_H, BLOCK_D, LEVELS)
+        groups = heads // (HEADS // KV_HEADS)
+        turned = _even_queries(turned, balance, groups, inside, HAS_BALANCE, KV_HEADS, DIM, LEVELS)
         at = rows[:, None] * (HEADS * DIM) + heads[:, None] * DIM + tl.arange(0, BLOCK_D)[None, :]
         tl.store(output + at, turned.to(output.dtype.element_ty), inside)
     else:
@@ -243,11 +266,7 @@ def _rope(
                 k, k_bias, k_weight, k_turn, k_count, k_part_stride, rows, heads, position, inside,
                 K_STRIDE, HAS_K_BIAS, HAS_K_NORM, K_EPSILON, K_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
             )  # fmt: skip
-            if HAS_BALANCE:
-                balance += heads[:, None] * DIM + tl.arange(0, BLOCK_D)
-                x -= tl.load(balance, inside, 0.0)
-                x *= tl.load(balance + KV_HEADS * DIM, inside, 0.0)
-            x = spread(x, BLOCK_H, BLOCK_D, LEVELS) * (1 / (1 << LEVELS))
+            x = _even_keys(x, balance, heads, inside, HAS_BALANCE, KV_HEADS, DIM, LEVELS)
         else:
             x = _turned(
                 v, v_bias, v_bias, v_bias, v_count, v_part_stride, rows, heads, position, inside,
