@@ -9,6 +9,7 @@ import msgspec
 
 from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
 from twostroke.core.hardware import memory_available
+from twostroke.engine.activations import with_known_bits
 from twostroke.engine.compute import make_backend
 from twostroke.engine.sizing import size_cache
 from twostroke.measure.divergence import Comparison, compare
@@ -92,6 +93,7 @@ def answers_quality(
 
 def _backend(loaded: LoadedModel, compute: ComputeOptions) -> Backend:
     program = build_program(loaded.spec)
+    compute = with_known_bits(compute, loaded, program)
     cache = CacheOptions(context_length=min(512, program.context_length))
     budget = BatchOptions().token_budget
     size = size_cache(program, cache, budget, loaded.file_bytes, memory_available())
