@@ -6,14 +6,19 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from support.tiny import Tiny, write_tiny_gguf
+from twostroke.core.precision import ActivationBits
+from twostroke.measure import compare as module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from conftest import Ran
+    from twostroke.core.config import ComputeOptions
+    from twostroke.weights import LoadedModel
 
     Cli = Callable[..., Ran]
 
@@ -74,6 +79,22 @@ def test_bits_of_activations_are_lines_too(cli: Cli, coarse: str) -> None:
     kl = [reader["comparison"]["mean_kl"] for reader in (fifteen, nine, eight)]
     assert kl == sorted(kl)
     assert kl[-1] < 1e-1
+
+
+def test_chosen_bits_are_measured_against_fifteen(
+    cli: Cli, coarse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(compute: ComputeOptions, loaded: LoadedModel, _: object) -> ComputeOptions:
+        if compute.activation_bits != "auto":
+            return compute
+        names = {name: 8 for name, one in loaded.tensors.items() if len(one.shape) == 2}
+        return replace(compute, activation_bits=ActivationBits("", 0, names, 0.0, len(names)))
+
+    monkeypatch.setattr(module, "with_known_bits", chosen)
+    for bits in ((), ("--activation-bits", "auto")):
+        ran = cli("compare", coarse, "--tokens", "100", "--right", "cpu", *bits, "--json")
+        (reader,) = json.loads(ran.out)["readers"]
+        assert reader["comparison"]["mean_kl"] > 1e-7
 
 
 def test_check_fails_for_a_coarser_format(cli: Cli, tiny: str, coarse: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
+from msgspec.structs import replace
 
 from twostroke.cli.help import Command, ListOf, OneOf, TextFile, option
 from twostroke.cli.options import PARALLEL, parallel_options
@@ -16,6 +17,7 @@ from twostroke.core.config import (
     ACTIVATION_BITS,
     AUTO_BITS,
     BACKENDS,
+    DEFAULT_ACTIVATION_BITS,
     KV_FORMATS,
     CacheOptions,
     ComputeOptions,
@@ -94,7 +96,8 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
 
     against = model if given["against"] is None else given["against"]
     subjects = _subjects(model, given)
-    right = measured.Subject(against, _compute(given["right"], given), CacheOptions())
+    precise = replace(_compute(given["right"], given), activation_bits=DEFAULT_ACTIVATION_BITS)
+    right = measured.Subject(against, precise, CacheOptions())
     text = given["text"] or measured.held_out_text()
     models = [model] if against == model else [model, against]
     pieces = measured.pieces_of(text, models, given["length"], given["tokens"])
