@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM, SamplingParams
-from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.errors import QualityError, TwostrokeError, UsageError
 from twostroke.engine.loading import load
 from twostroke.models import build_program
 from twostroke.quant import FORMATS, QuantTensor
@@ -197,9 +197,42 @@ def test_it_goes_on_where_it_was_stopped(
                 str(teacher), StudentShape(3), tmp_path, replace(SHORT, minutes=9.0), lines.append
             )
     assert steps == [1, 2, 3, 4, 5, 6]
+    assert not (tmp_path / ".student.part.gguf").exists()
     assert sum("remain" in line for line in lines) <= 4  # chosen once
     with pytest.raises(UsageError, match="another model or with other options"):
         distill(str(teacher), StudentShape(2), tmp_path, SHORT, lines.append)
+
+
+def test_a_student_is_not_named_while_it_writes_garbage(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twostroke.compress.distill import distill
+    from twostroke.engine.canary import FirstLoad
+    from twostroke.train import imitate
+
+    def ask() -> Path:
+        return distill(str(teacher), StudentShape(3), tmp_path, replace(SHORT, minutes=9.0), print)
+
+    monkeypatch.setattr(imitate.Imitator, "_step", stopping_after(3))
+    with monkeypatch.context() as patch:
+        fault = lambda first, _: None if first.name == "teacher" else "it stammers"  # noqa: E731
+        patch.setattr(FirstLoad, "fault", fault)
+        with pytest.raises(KeyboardInterrupt, match=r"kept .*no student yet: .* it stammers"):
+            ask()
+        monkeypatch.setattr("twostroke.compress.distill.train", lambda *_: None)
+        with pytest.raises(QualityError, match="it stammers"):
+            ask()
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".gguf"]
+    assert ask() == tmp_path / "student.gguf", "a sound one, from the same training"
+
+
+def test_a_folder_is_for_what_was_made_in_it(teacher: Path, tmp_path: Path) -> None:
+    from twostroke.compress.distill import distill
+
+    mistyped = replace(SHORT, data=str(tmp_path / "nowhere.txt"))
+    with pytest.raises(UsageError, match="cannot be read"):
+        distill(str(teacher), StudentShape(3), tmp_path / "student", mistyped, print)
+    assert distill(str(teacher), StudentShape(3), tmp_path / "student", SHORT, print).is_file()
 
 
 def test_impossible_students_are_refused(teacher: Path, tmp_path: Path) -> None:

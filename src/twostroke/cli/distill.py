@@ -36,7 +36,7 @@ def command(
     """Train a smaller model on TEACHER's answers, such as a draft for speculation.
 
     Its tokens' probabilities learn from TEACHER's; with another vocabulary it learns the text.
-    Ctrl-C stops the training and saves the student; the same command continues it.
+    Ctrl-C stops and keeps the training; the same command continues it.
     """
     from twostroke.train.options import DistillOptions, StudentShape
 

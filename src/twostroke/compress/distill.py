@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import struct
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from twostroke.backends.torch import TorchModel
 from twostroke.compress.quantize import stored
+from twostroke.compress.report import scoring_backend, sound_canary
 from twostroke.compress.unfinished import need, unfinished
-from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.errors import QualityError, TwostrokeError, UsageError
 from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
-from twostroke.engine.build import build
 from twostroke.engine.guessers import has_same_tokens
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.models import build_program
@@ -69,7 +70,7 @@ def distill(
     """Train `student`, a model or a part of the teacher, on the teacher's answers.
 
     Answers, weights and the optimizer's state are kept in `folder`, and the student as it is by
-    then; the same call continues. Returns the student's file.
+    then, once it passes the canary; the same call continues. Returns the student's file.
 
     Raises:
         UsageError: the student is no smaller than its teacher or has another text, the folder
@@ -115,10 +116,10 @@ def distill(
         report(f"before: {_told(run.imitator.test(), is_same=translation is None)}")
     else:
         run.imitator.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
-    what = f"student so far is in {run.path}"
+    what = "training so far was kept"
     train(run.imitator.descent, run.imitator.stepper(), run.save, what, report)
-    with build(str(run.path)):  # refuses a model that writes garbage
-        return run.path
+    run.write()
+    return run.path
 
 
 class _Run(Frozen):
@@ -153,22 +154,32 @@ class _Run(Frozen):
         return self.folder / FILE_NAME
 
     def save(self) -> str:
-        """Write the student and a checkpoint; return how well it does."""
-        imitator, student = self.imitator, self.student
+        """Write a checkpoint, and the student if it is sound; return how well it does."""
+        imitator, descent = self.imitator, self.imitator.descent
         told = _told(imitator.test(), is_same=imitator.teacher is not None)
+        arrays = descent.arrays()
+        save_checkpoint(
+            self.folder, Checkpoint(self.about, (), descent.seconds, descent.num_steps, arrays)
+        )
+        try:
+            self.write()
+        except QualityError as error:
+            return f"{told}; no student yet: {error}"
+        return f"{told}; the student so far is in {self.path}"
+
+    def write(self) -> None:
+        """Write the student; QualityError if it would write garbage, and then there is no file."""
+        student = self.student
         tensors = dict(student.fixed)
-        for name, weight in imitator.model.weights.items():
+        for name, weight in self.imitator.model.weights.items():
             fmt = _VECTOR if weight.ndim == 1 else _MATRIX
             tensors[name] = QuantTensor.from_floats(weight.detach().numpy(), fmt)
         with unfinished(self.path) as part:
             need(part, sum(tensor.num_bytes for tensor in tensors.values()))
             write_gguf(part, student.metadata | {"general.file_type": 1}, tensors)
-        descent = imitator.descent
-        arrays = descent.arrays()
-        save_checkpoint(
-            self.folder, Checkpoint(self.about, (), descent.seconds, descent.num_steps, arrays)
-        )
-        return told
+            written = load(str(part))
+            with closing(scoring_backend(written)) as backend:
+                sound_canary(written, backend)
 
 
 def _check_smaller(base: LoadedModel, teacher: LoadedModel) -> None:
@@ -182,9 +193,10 @@ def _check_smaller(base: LoadedModel, teacher: LoadedModel) -> None:
 
 
 def _claim(folder: Path, about: dict[str, Any]) -> None:
-    """Note what a folder is for; refuse one that is for something else."""
+    """Note what a folder is for; refuse one that has something made for something else."""
     path = folder / _ABOUT_FILE
-    if path.is_file() and read_json(path) != about:
+    has_work = path.is_file() and any(one != path for one in folder.iterdir())
+    if has_work and read_json(path) != about:
         raise UsageError(
             f"{folder} holds training for another model or with other options: use the same "
             "options, or another --output."

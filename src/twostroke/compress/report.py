@@ -130,7 +130,7 @@ def make_report(
     compute = ComputeOptions(backend="cpu", activation_bits=DEFAULT_ACTIVATION_BITS)
     right, other = (Subject(str(one), compute, CacheOptions()) for one in (source.path, path))
     (scored, *_) = compare_subjects(right, [other], pieces, lambda _: None)
-    with closing(_backend(source)) as backend:
+    with closing(scoring_backend(source)) as backend:
         asked = choices(backend, build_tokenizer(source))
     return FileReport(
         source=source.name,
@@ -150,6 +150,20 @@ def make_report(
         canary=measured.canary,
         flips=Flips.between(asked, measured.choices),
     )
+
+
+def sound_canary(loaded: LoadedModel, backend: CpuBackend) -> Canary:
+    """Return the canary of a model that was just written.
+
+    Raises:
+        QualityError: it writes garbage.
+    """
+    program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
+    first_load = FirstLoad.of(loaded, tokenizer, program, EngineOptions())
+    canary = score_canary(backend, first_load.tokens)
+    if fault := first_load.fault(canary):
+        raise QualityError(f"The new file would write garbage: {fault}. It was removed.")
+    return canary
 
 
 def report_of(model: str) -> FileReport:
@@ -177,13 +191,9 @@ def bits_of(tensors: Mapping[str, QuantTensor]) -> float:
 
 def _measure(loaded: LoadedModel) -> _Measured:
     program, tokenizer = build_program(loaded.spec), build_tokenizer(loaded)
-    first_load = FirstLoad.of(loaded, tokenizer, program, EngineOptions())
-    with closing(_backend(loaded)) as backend:
-        canary = score_canary(backend, first_load.tokens)
-        if fault := first_load.fault(canary):
-            raise QualityError(f"The new file would write garbage: {fault}. It was removed.")
+    with closing(scoring_backend(loaded)) as backend:
         return _Measured(
-            canary,
+            sound_canary(loaded, backend),
             backend.facts.weight_bytes + _stored_bytes(program),
             1 / _step_s(backend, program, _shape(program)),
             backend.facts.detail,
@@ -191,7 +201,8 @@ def _measure(loaded: LoadedModel) -> _Measured:
         )
 
 
-def _backend(loaded: LoadedModel) -> CpuBackend:
+def scoring_backend(loaded: LoadedModel) -> CpuBackend:
+    """Return the backend that scores a model, with pages for one short stream."""
     program = build_program(loaded.spec)
     groups = PageGroups(_PAGE_SIZE, tuple(group.window for group in program.cache_groups))
     num_pages = _shape(program).num_pages(groups)
