@@ -17,6 +17,8 @@ from twostroke.compress import choose
 from twostroke.compress import folder as folders
 from twostroke.compress import quantize as module
 from twostroke.compress.calibrate import own_pieces
+from twostroke.compress.unfinished import unfinished
+from twostroke.core.errors import TwostrokeError
 from twostroke.engine.loading import load
 from twostroke.measure.compare import held_out_text
 from twostroke.measure.questions import questions
@@ -176,6 +178,8 @@ def test_nothing_is_named_that_cannot_pass(
     (short := folder.parent / "short.txt").write_text("Too short. " * 20)
     (held_out := folder.parent / "held.txt").write_text(TEXT + held_out_text()[1000:2000])
 
+    (directory := folder.parent / "folder.gguf").mkdir()
+
     def refused(sentence: str, code: int, *more: str, name: str = "x.gguf") -> None:
         out = str(folder / name)
         ran = cli("quantize", tiny, "--to", "q4_0", "--out", out, *text, *more)
@@ -188,8 +192,14 @@ def test_nothing_is_named_that_cannot_pass(
     refused("tokens, 1024 are needed", 2, "--text", str(short))
     refused("has parts of the held-out text", 2, "--text", str(held_out))
     refused("must end with .gguf", 2, name="x.bin")
+    refused("cannot be written: Is a directory", 1, "--out", str(directory))
+    with pytest.raises(TwostrokeError, match="Is a directory"), unfinished(directory):
+        pytest.fail("the work was done all the same")
     refused("must not be the source", 2, "--out", tiny)
     refused("cannot be written: No such file", 1, name="no/x.gguf")
+    for name in ("--bits", "--kl", "--tune"):
+        refused("'nan' is not a finite number", 2, name, "nan")
+    refused("is not in the range 1024<=x<=1000000", 2, "--tokens", "2000000000")
     with file_limit(60_000):
         refused("cannot be written: File too large", 1)
     free = shutil.disk_usage("/")._replace(free=1000)

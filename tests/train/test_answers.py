@@ -137,6 +137,7 @@ def test_options_out_of_range_are_refused() -> None:
         ("kind", "hydra", "kind must be one of eagle, medusa"),
         ("depth", 17, "depth must be from 1 to 16, got 17"),
         ("num_tokens", 0, "num_tokens must be at least 1, got 0"),
+        ("seed", -1, "seed must be at least 0, got -1"),
         ("minutes", 0, "minutes must be a finite number above 0, got 0"),
         ("learning_rate", float("inf"), "learning_rate must be a finite number above 0, got inf"),
     ):

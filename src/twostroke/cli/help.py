@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -102,6 +103,19 @@ class WordOr(click.ParamType):  # type: ignore[type-arg]
     ) -> int | str:
         """Return the number or the word."""
         return self._word if value == self._word else int(click.INT.convert(value, param, ctx))
+
+
+class Number(click.FloatRange):
+    """A finite number within a range."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):  # click's comparisons let `nan` pass
+            self.fail(f"'{value}' is not a finite number.", param, ctx)
+        return number
 
 
 class Counts(click.ParamType):  # type: ignore[type-arg]

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from twostroke.cli.extras import needing_torch
-from twostroke.cli.help import ByteSize, Command, OneOf, TextFile, option
+from twostroke.cli.help import ByteSize, Command, Number, OneOf, TextFile, option
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable
 from twostroke.core.errors import UsageError
@@ -18,13 +18,13 @@ from twostroke.core.errors import UsageError
 @option("--to", "target", help="Format of the weights, such as q4_k_m or iq4_nl.")
 @option(
     "--bits",
-    type=click.FloatRange(1, 16),
+    type=Number(1, 16),
     help="Instead: the best mix of formats with so many bits for each weight of a layer.",
 )
 @option("--size", type=ByteSize(), help="Instead: the best mix of a file of this size.")
 @option(
     "--kl",
-    type=click.FloatRange(0, 10, min_open=True),
+    type=Number(0, 10, min_open=True),
     help="Instead: the smallest mix with this KL divergence from MODEL, in nats.",
 )
 @option(
@@ -42,14 +42,14 @@ from twostroke.core.errors import UsageError
 @option(
     "--tokens",
     "num_tokens",
-    type=click.IntRange(1024),
+    type=click.IntRange(1024, 1_000_000),
     default=8192,
     help="Tokens of it to calibrate on.",
 )
 @option(
     "--tune",
     "tuning_minutes",
-    type=click.FloatRange(0),
+    type=Number(0),
     default=0.0,
     help="Minutes in which scales and norms learn from MODEL, codes unchanged (extra [train]).",
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from twostroke.cli.given import check_batching
-from twostroke.cli.help import ByteSize, Command, OneOf, option
+from twostroke.cli.help import ByteSize, Command, Number, OneOf, option
 from twostroke.cli.listening import listening, open_records, say_stop, tell
 from twostroke.cli.options import (
     BATCHING,
@@ -70,7 +70,7 @@ _logger = logging.getLogger("twostroke.serve")
 @option(
     "--idle-timeout",
     "idle_timeout_s",
-    type=click.FloatRange(0, 1e9),
+    type=Number(0, 1e9),
     default=300.0,
     metavar="SECONDS",
     help="Unload one of --models that was not asked for so long; 0 never does.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -26,6 +28,8 @@ def unfinished(out: Path) -> Iterator[Path]:
     part = out.with_name(f".{out.stem}.part{out.suffix}")
     with _told(out):
         try:
+            if out.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             part.touch()  # to fail now, not after the work
             yield part
             place_file(part, out)

@@ -35,7 +35,7 @@ class LearnOptions(Frozen):
 
     def __post_init__(self) -> None:
         """Check the ranges; UsageError for a value outside."""
-        check_least(self, num_tokens=1)
+        check_least(self, num_tokens=1, seed=0)
         for name in ("minutes", "learning_rate"):
             number = getattr(self, name)
             if not 0 < number < math.inf:
