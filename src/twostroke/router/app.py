@@ -50,7 +50,7 @@ from twostroke.router.prompt import read_prompt
 from twostroke.router.refusals import NO_BACKGROUND, NO_BATCHES, NO_RECORDS, BatchPathError
 from twostroke.router.response import LostError, ReplicaError
 from twostroke.router.state import fleet_state
-from twostroke.router.watch import Watch, fetch
+from twostroke.router.watch import Watch, decoded, fetch, rows
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -297,17 +297,19 @@ class Router:
             raise self.fleet.nothing()
         asked = [fetch(one, "/v1/models", headers) for one in ready]
         whole: dict[str, Any] = {}
-        rows: dict[str, Any] = {}
+        models: dict[str, Any] = {}
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, BaseException) or answer[0] != 200:
                 continue
-            found = msgspec.json.decode(answer[1])
-            whole = whole or found
-            for row in found.get("data", []):
-                rows.setdefault(row["id"], row)
-        if not rows:
+            whole = whole or decoded(answer[1])
+            for row in rows(answer[1]):
+                if isinstance(name := row.get("id"), str):
+                    models.setdefault(name, row)
+        if not models:
             raise LostError("No replica lists its models.")
-        return _json(whole | {"data": list(rows.values())})
+        if "last_id" in whole:  # Anthropic's list
+            whole |= {"first_id": next(iter(models)), "last_id": next(reversed(models))}
+        return _json(whole | {"data": list(models.values())})
 
     @property
     def num_running(self) -> int:

@@ -183,6 +183,8 @@ class Fleet:
                 text = f" {reason}" if reason else ""
                 _logger.log(level, "Replica %s is %s.%s", replica.url, state.value, text)
         replica.state = state
+        if state is State.DOWN:
+            replica.is_foreign = False  # another server may come back
         self.dispatcher.open(replica.place, is_open=state is State.READY)
         if state is State.READY:
             self._changed.set()

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from twostroke.http.tenants.telling import MARK, STREAMS, USAGE_HEADER, Spent, read_usage
-from twostroke.router.prompt import FALSE
+from twostroke.router.prompt import FALSE, UNREADABLE
 from twostroke.router.response import LostError
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def asking(body: bytes, path: str) -> bytes | None:
     try:
         fields = _fields.decode(body)
         options = _options.decode(fields.get("stream_options", b"null")) or {}
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return None  # its server says what is wrong
     is_stream = bytes(fields.get("stream", b"")) not in FALSE
     if not is_stream or options.get("include_usage") is True:
@@ -266,7 +266,7 @@ def _parts(texts: list[bytes]) -> list[_Part]:
     for text in texts:
         try:
             found = _bodies.decode(text.removeprefix(b"data:"))
-        except (msgspec.MsgspecError, RecursionError):
+        except UNREADABLE:
             continue
         parts += found if isinstance(found, list) else [found]
     return parts

@@ -22,6 +22,7 @@ _MOST_NAME: Final = 1024  # of a model's name, which the fleet remembers: longer
 _MOST_TOKENS: Final = 1 << 40  # of one request: more would not fit a bucket's arithmetic
 _LIST: Final = re.compile(rb'\[\s*(["\[])')
 _NONE: Final = Raw()
+UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)  # JSON of others
 FALSE: Final = frozenset((b"", b"false", b"null", b"0"))  # some servers take 1 and "true"
 
 
@@ -90,7 +91,7 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
     num_tokens = len(body) // _TOKEN_BYTES
     try:
         found = _decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return Prompt(Asked((), len(body), _hash(salt)), num_tokens)
     model = _text(found.model)[:_MOST_NAME]
     salt += model.encode()
@@ -140,7 +141,7 @@ def _text(raw: Raw) -> str:
     """Return a value that is a string; of any other, an empty one."""
     try:
         return msgspec.json.decode(raw, type=str) if bytes(raw)[:1] == b'"' else ""
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return ""
 
 

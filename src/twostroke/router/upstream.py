@@ -56,11 +56,12 @@ class Address(Frozen):
         except ValueError:
             raise UsageError(wanted, field="replicas", value=repr(url)) from None
         is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or not is_plain:
+        is_there = parts.hostname is not None and is_name(parts.hostname)
+        if parts.scheme not in {"http", "https"} or not is_there or not is_plain:
             raise UsageError(wanted, field="replicas", value=repr(url))
         path = parts.path.rstrip("/").removesuffix("/v1")
         whole = f"{parts.scheme}://{netloc}{path}"
-        return cls(whole, parts.hostname, port, parts.scheme == "https", path, host)
+        return cls(whole, parts.hostname or "", port, parts.scheme == "https", path, host)
 
 
 class Connection(asyncio.Protocol):
@@ -330,6 +331,15 @@ class Pool:
             why = os.strerror(error.errno or 0) if is_system else error.strerror or str(error)
             raise ReplicaError(f"{address.url} cannot be reached: {why}.") from None
         return connection
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can be looked up as a name or an address."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return bool(text)
 
 
 def request_head(

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import logging
 import socket
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.router.fleet import Facts, State
+from twostroke.router.prompt import UNREADABLE
 from twostroke.router.response import CutOffError, ReplicaError
-from twostroke.router.upstream import Address, request_head
+from twostroke.router.upstream import Address, is_name, request_head
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -221,6 +222,9 @@ class Watch:
                 replica.look.set()
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # that sums of them can be counted in
+
+
 class Load(Frozen):
     """What `GET /api/load` of a server of ours says."""
 
@@ -229,10 +233,10 @@ class Load(Frozen):
     models: tuple[str, ...]
     version: str
     numerics: str
-    work_s: float
+    work_s: Seconds
     prompt_tokens: int
     cached_tokens: int
-    horizon_s: float | None
+    horizon_s: Seconds | None
     context_length: int = 0
     prefill_per_decode: float | None = None
     keeps_files: bool | None = None  # older versions do not say it, nor the next
@@ -289,43 +293,45 @@ def _wants_key(shown: str | None) -> str:
 def _load(body: bytes) -> Load | None:
     try:
         return _loads.decode(body)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
 
 
 def _status(body: bytes) -> str:
-    found = _decoded(body)
+    found = decoded(body)
     status = found.get("status")
     return status if isinstance(status, str) else ""
 
 
 def _message(body: bytes) -> str:
     """Return the sentence of an error of OpenAI's form; empty if it is none."""
-    error = _decoded(body).get("error")
+    error = decoded(body).get("error")
     message = error.get("message") if isinstance(error, dict) else None
     return message[:_MOST_TEXT] if isinstance(message, str) else ""
 
 
 def _models(body: bytes) -> tuple[str, ...]:
-    names = [row.get("id") for row in _rows(body)]
+    names = [row.get("id") for row in rows(body)]
     return tuple(sorted({name for name in names if isinstance(name, str)}))
 
 
 def _context_length(body: bytes) -> int:
     """Return the longest context that the rows of models say, as vLLM's do; 0 if none does."""
-    given = [row.get("max_model_len") for row in _rows(body)]
+    given = [row.get("max_model_len") for row in rows(body)]
     return max((one for one in given if isinstance(one, int) and one > 0), default=0)
 
 
-def _rows(body: bytes) -> list[dict[str, Any]]:
-    data = _decoded(body).get("data")
+def rows(body: bytes) -> list[dict[str, Any]]:
+    """Return the objects in `data` of a list; none of what is not one."""
+    data = decoded(body).get("data")
     return [row for row in data if isinstance(row, dict)] if isinstance(data, list) else []
 
 
-def _decoded(body: bytes) -> dict[str, Any]:
+def decoded(body: bytes) -> dict[str, Any]:
+    """Return an object of JSON; an empty one for anything else."""
     try:
         found = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -356,7 +362,8 @@ def _host(address: str | int) -> str:
 def _split(text: str) -> tuple[str, int]:
     """Return a name and its port; raises UsageError."""
     name, _, port = text.removeprefix("http://").rpartition(":")
-    if not name or not port.isdecimal() or not 0 < int(port) < 65536:
+    name = name.strip("[]")
+    if not is_name(name) or not port.isdecimal() or not 0 < int(port) < 65536:
         reason = "must be a DNS name and a port, such as replicas.local:8000, got {value}."
         raise UsageError(reason, field="discover", value=repr(text))
-    return name.strip("[]"), int(port)
+    return name, int(port)
