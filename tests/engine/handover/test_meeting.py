@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -14,9 +15,6 @@ from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.core.handover_options import HandoverOptions
 from twostroke.engine.handover.connection import PeerLostError, connect
 from twostroke.engine.handover.messages import Kind
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KIND = Kind("m", "f16", 16, (None,), 100, "cpu", False, 1)
 
@@ -39,6 +37,26 @@ def test_another_format_is_refused_and_prompts_are_read_here(
             assert llm.generate(["hello"])
             assert view(llm).borrower.decisions["gone"] == 1
     assert "has another format of keys and values (--kv-format)" in caplog.text
+
+
+def test_a_refusal_leaves_no_open_file(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
+    with prefill(path, kv_format="int8") as (_, address):
+        count = _num_shared()
+        assert count, "nothing is shared"
+        handover = HandoverOptions("decode", None, (address,), "always")
+        with LLM(path, options(handover, kv_format="f16")) as llm:
+            wait_until(lambda: view(llm).borrower.peers[0].state == "refused")
+            wait_until(lambda: _num_shared() == count)
+
+
+def _num_shared() -> int:
+    """Return how many open files of this process are page memory."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            count += "memfd:twostroke" in str(link.readlink())
+    return count
 
 
 @pytest.mark.parametrize(("theirs", "word"), [("", "TWOSTROKE_PEER_SECRET"), ("b", "same secret")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
@@ -198,7 +199,12 @@ class Peer:
         self._connection = connection
         if self._closing.is_set():
             connection.cut()
-        self._num_pages = meet(connection, self._kind)
+        try:
+            self._num_pages = meet(connection, self._kind)
+        except PeerLostError:
+            if file is not None:
+                os.close(file)
+            raise
         if file is not None:
             try:
                 self._shared = SharedPages(file, self._num_pages, self._kind.page_bytes)
