@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import random
 import time
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
-from twostroke.cache.disk import DiskTier, stored_pages
+from twostroke.cache.disk import ABOUT, DiskTier, stored_pages
+from twostroke.cache.folder import clean, read_folder, verify
 from twostroke.cache.tiers import PageKind, Worth
 from twostroke.core.errors import UsageError
 
@@ -127,6 +129,44 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used: Not a directory"):
         tier_of(tmp_path / "file" / "pages")
+
+
+def test_pages_are_written_again_after_the_folder_was_cleaned(tmp_path: Path) -> None:
+    tier, of = tier_of(tmp_path), kind()
+    assert put(tier, of, 1)
+    assert clean(tmp_path, None, math.inf)[0] == 1
+    assert not list(tmp_path.iterdir())
+    assert put(tier, of, 2)
+    assert get(tier, of.name(KEYS[2])) == content_of(2)
+    (found,) = read_folder(tmp_path, 0.0)
+    assert (found.model, found.num_pages) == ("tiny", 1)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"groups": 3}', '{"groups": {"page_size": "x"}}', "{"])
+def test_a_damaged_description_is_no_hindrance(tmp_path: Path, text: str) -> None:
+    put(tier_of(tmp_path), kind(), 1)
+    (about,) = tmp_path.glob(f"*/{ABOUT}")
+    about.write_text(text)
+    (found,) = read_folder(tmp_path, 0.0)
+    assert (found.model, found.page_size, found.num_pages) == ("?", 0, 1)
+
+
+def test_a_damaged_page_that_cannot_be_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tier_of(tmp_path), kind(), 1)
+    path = next(stored_pages(tmp_path))
+    path.write_bytes(b"x" * 100)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(path), "unlink", fail)
+        ((_, _, why),) = verify(tmp_path)
+    assert why == os.strerror(errno.EROFS)
+    ((_, _, why),) = verify(tmp_path)
+    assert (why, path.exists()) == ("", False)
 
 
 def test_what_a_killed_server_left_is_removed_later(tmp_path: Path) -> None:

@@ -58,15 +58,14 @@ class DiskTier:
             UsageError: it cannot be made or read.
         """
         self._root, self._folder = folder, folder / kind.digest.hex()[:16]
+        self._about = json.dumps({"name": model, **asdict(kind)}, default=asdict)
         self._page_bytes = kind.page_bytes
         self._ledger = Ledger(most_bytes)
         self._lock = threading.Lock()
         self._resume_s = self._scanned_s = 0.0  # when to write again; when the folder was read
         self._count = 0
         try:
-            self._folder.mkdir(0o700, parents=True, exist_ok=True)
-            about = {"name": model, **asdict(kind)}
-            (self._folder / ABOUT).write_text(json.dumps(about, default=asdict))
+            self._make_folder()
         except OSError as error:
             if not self._folder.is_dir() and not folder.is_dir():
                 reason = f"{folder} cannot be used: {error.strerror}."
@@ -158,9 +157,17 @@ class DiskTier:
         text = name.hex()
         return self._folder / text[:2] / text[2:]
 
+    def _make_folder(self) -> None:
+        self._folder.mkdir(0o700, parents=True, exist_ok=True)
+        (self._folder / ABOUT).write_text(self._about)
+
     def _write(self, path: Path, name: bytes, page: memoryview[Any], worth: Worth) -> None:
         self._count += 1
-        path.parent.mkdir(0o700, exist_ok=True)
+        try:
+            path.parent.mkdir(0o700, exist_ok=True)
+        except FileNotFoundError:  # the folder was cleaned meanwhile
+            self._make_folder()
+            path.parent.mkdir(0o700, exist_ok=True)
         part = path.parent / f"{os.getpid()}-{threading.get_ident()}-{self._count}{_PART}"
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:

@@ -47,8 +47,10 @@ def read_folder(root: Path, now_s: float) -> list[StoredKind]:
     return [_kind(place, now_s) for place in sorted(root.iterdir()) if (place / ABOUT).is_file()]
 
 
-def verify(root: Path) -> Iterator[tuple[Path, str]]:
+def verify(root: Path) -> Iterator[tuple[Path, str, str]]:
     """Read all pages; yield those that are damaged, with what is wrong, after removing them.
+
+    The last text says why a page could not be removed; it is empty if it was.
 
     Raises:
         UsageError: it is not the folder of a page cache.
@@ -62,9 +64,12 @@ def verify(root: Path) -> Iterator[tuple[Path, str]]:
         except OSError as error:
             fault = f"cannot be read: {error.strerror}."
         if fault is not None:
-            with suppress(OSError):
-                path.unlink()
-            yield path, fault
+            why = ""
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                why = error.strerror or str(error)
+            yield path, fault, why
 
 
 def clean(root: Path, model: str | None, before_s: float) -> tuple[int, int]:
@@ -105,7 +110,8 @@ def _check(root: Path) -> None:
 def _kind(place: Path, now_s: float) -> StoredKind:
     about: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        about = json.loads((place / ABOUT).read_text())
+        found = json.loads((place / ABOUT).read_text())
+        about = found if isinstance(found, dict) else {}
     entries, used_s = [], 0.0
     for path in place.glob("??/*"):
         with suppress(OSError):
@@ -120,7 +126,7 @@ def _kind(place: Path, now_s: float) -> StoredKind:
         model=str(about.get("name", "?")),
         kv_format=str(about.get("kv_format", "?")),
         arithmetic=str(about.get("arithmetic", "?")),
-        page_size=int(about.get("groups", {}).get("page_size", 0)),
+        page_size=_page_size(about.get("groups")),
         num_pages=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries),
         saved_s=sum(entry.saved_s for entry in entries),
@@ -128,3 +134,8 @@ def _kind(place: Path, now_s: float) -> StoredKind:
         used_s=used_s,
         until_s=max(kept, default=0.0),
     )
+
+
+def _page_size(groups: Any) -> int:
+    found = groups.get("page_size") if isinstance(groups, dict) else None
+    return found if isinstance(found, int) else 0

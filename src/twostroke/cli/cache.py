@@ -73,9 +73,10 @@ def verify_command(folder: Path) -> int:
 
     num_pages = sum(kind.num_pages for kind in read_folder(folder, time.time()))
     count = 0
-    for path, fault in verify(folder):
+    for path, fault, why in verify(folder):
         count += 1
-        click.echo(f"Removed {path}: {fault}")
+        done = f"Not removed ({why}):" if why else "Removed"
+        click.echo(f"{done} {path}: {fault}")
     click.echo(f"Read {num_pages:,} pages; {count:,} were damaged.")
     return int(count > 0)
 
