@@ -69,13 +69,35 @@ def test_pools_that_read_prompts_need_ports_of_their_own(tmp_path: Path) -> None
 
 
 def test_options_override_the_threads() -> None:
-    assert Pool(model="a", options={"threads": 4}).arguments == ("serve", "a", "--threads", "4")
+    words = ("serve", "a", "--threads", "4", "--name", "a")
+    assert Pool(model="a", options={"threads": 4}).arguments == words
     assert flags({"a": False}) == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("qwen2.5-coder-1.5b", "qwen2.5-coder-1.5b"),
+        ("hf:Qwen/Qwen2.5-0.5B", "Qwen2.5-0.5B"),
+        ("./a/model.v2.gguf", "model.v2"),
+        ("/m/big-00001-of-00003.gguf", "big"),
+    ],
+)
+def test_a_replica_is_served_by_the_name_that_its_work_is_asked_by(model: str, label: str) -> None:
+    pool = Pool(model=model)
+    assert pool.label == label
+    assert pool.arguments[-2:] == ("--name", label)
+    several = Pool(model=model, options={"models": "b"})
+    assert "--name" not in several.arguments, "servers of several models take no name"
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        (
+            _PAIR.format("prefill", "peer_port: 65535"),
+            "line 6: models[1].peer_port needs the ports from 65535 to 65536",
+        ),
         ("models: []", "line 1: models must name at least one model."),
         ("models:\n- model: a\n  replica: 2", "line 3: there is no field 'replica'. Did you mean"),
         ("models:\n- model: a\nrouter:\n  prot: 1", "line 4: there is no field 'prot'. Did you"),
@@ -115,7 +137,8 @@ def test_a_pool_that_reads_prompts_has_a_port_for_each_replica(tmp_path: Path) -
     assert spec.prefill_labels == {"prefill"}
     assert prefill.reading(2).options == {"role": "prefill", "peer-address": "{host}:7902"}
     words = decode.writing(["x:1", "y:2"]).arguments
-    assert words[4:] == ("--role", "decode", "--prefill-peer", "x:1", "--prefill-peer", "y:2")
+    peers = ("--prefill-peer", "x:1", "--prefill-peer", "y:2")
+    assert words[4:] == ("--role", "decode", *peers, "--name", "a")
 
 
 def test_what_a_replica_cannot_take_up_is_another_version() -> None:

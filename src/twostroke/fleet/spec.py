@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 Options = dict[str, str | int | float | bool | list[str]]
 
 _NEEDS: Final = "Fleets need the packages ray and pyyaml: run pip install 'twostroke[cluster]'."
+_LAST_PORT: Final = 65535
 HOST: Final = "{host}"  # stands for the machine's address
+_FILE: Final = re.compile(r"(-\d{5}-of-\d{5})?\.(gguf|safetensors)$")
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,48}[a-z0-9])?")
 
 
@@ -30,7 +32,7 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         model: a path, hf:owner/repo or a name, as for `twostroke serve`.
-        name: how clients call it; the model's own if not given.
+        name: how clients call it; the last part of `model`, without a file's suffix, if not given.
         replicas: how many, if their number is fixed.
         min_replicas, max_replicas: bounds, between which the router's work decides.
         scale_down_after: seconds for which fewer must suffice before one is drained.
@@ -58,7 +60,7 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Refuse what is out of range."""
-        check_range(self, "peer_port", least=1, most=65535)
+        check_range(self, "peer_port", least=1, most=_LAST_PORT)
         if self.replicas is not None:
             check_range(self, "replicas", least=1, most=10_000)
             if (self.min_replicas, self.max_replicas) != (1, 1):
@@ -71,7 +73,7 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
     @property
     def label(self) -> str:
         """The model's name for clients."""
-        return self.name or Path(self.model).stem
+        return self.name or _FILE.sub("", Path(self.model.removeprefix("hf:")).name)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -100,8 +102,8 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
     def arguments(self) -> tuple[str, ...]:
         """The command line after `twostroke`, without the address."""
         options: Options = {"threads": max(1, int(self.cpus)), **self.options}
-        if self.name:
-            options["name"] = self.name
+        if self.name or "models" not in options:
+            options["name"] = self.label  # by which the router tells its work
         return ("serve", self.model, *flags(options))
 
 
@@ -114,7 +116,7 @@ class RouterSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Refuse what is out of range."""
-        check_range(self, "port", least=1, most=65535)
+        check_range(self, "port", least=1, most=_LAST_PORT)
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -163,6 +165,9 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
             if pool.label not in self.prefill_labels:
                 continue
             last = pool.peer_port + pool.bounds[1]  # one more than replicas, for updates
+            if last > _LAST_PORT:
+                reason = f"needs the ports from {pool.peer_port} to {last}, and {_LAST_PORT} is "
+                raise UsageError(reason + "the last one.", field=f"models[{index}].peer_port")
             for port in range(pool.peer_port, last + 1):
                 if port in taken:
                     reason = f"needs the ports from {pool.peer_port} to {last}, but {taken[port]} "
