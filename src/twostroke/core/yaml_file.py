@@ -86,6 +86,8 @@ class YamlFile:
             children = node.value if node is not None and node.id != "scalar" else []
             if isinstance(step, int):
                 node = mark = children[step] if step < len(children) else None
+                if isinstance(node, tuple):  # in a value of any name, which the path does not say
+                    break
             else:
                 pairs = [one for one in children if isinstance(one, tuple)]
                 mark, node = next((one for one in pairs if one[0].value == step), (None, None))

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.core.ranges import check_range
-from twostroke.core.yaml_file import YamlFile
+from twostroke.core.ranges import check_number, check_range
+from twostroke.core.yaml_file import YamlFile, steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +69,13 @@ class Pool(Frozen, forbid_unknown_fields=True, kw_only=True):
         check_range(self, "max_replicas", least=self.min_replicas, most=10_000)
         check_range(self, "cpus", most=1e4)
         check_range(self, "memory", "scale_down_after", least=0, most=1e6)
+        for name, amount in self.resources.items():
+            check_number(f"resources.{name}", amount, least=0, most=1e12)
+        for field in ("model", "name"):
+            if getattr(self, field).startswith("-"):
+                raise UsageError("must not begin with a dash.", field=field)
+        if not self.model.strip() or not self.label:
+            raise UsageError("must be a path, hf:owner/repo or a name.", field="model")
 
     @property
     def label(self) -> str:
@@ -199,9 +206,9 @@ def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
     """
     file = YamlFile(path, _NEEDS)
 
-    def owner(steps: Sequence[str | int]) -> type[Frozen]:
+    def owner(place: Sequence[str | int]) -> type[Frozen]:
         kinds: dict[str | int, type[Frozen]] = {"models": Pool, "router": RouterSpec}
-        return kinds.get([*steps, ""][0], FleetSpec)
+        return kinds.get([*place, ""][0], FleetSpec)
 
     spec = file.read(FleetSpec, owner)
     parts: list[tuple[list[str | int], Pool | RouterSpec]] = [(["router"], spec.router)]
@@ -210,7 +217,7 @@ def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
         try:
             part.check()
         except UsageError as error:
-            raise file.at([*place, error.field or ""], str(error)) from None
+            raise file.at([*place, *steps(error.field or "")], str(error)) from None
     return spec, file
 
 
