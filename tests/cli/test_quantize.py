@@ -206,6 +206,10 @@ def test_nothing_is_named_that_cannot_pass(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: free)
         refused(", and the disk has ", 1)
+        for goal in (("--to", "w4a16"), ("--bits", "5"), ("--size", "1TB")):
+            ran = cli("quantize", tiny, *goal, "--out", str(folder / "x.gguf"), *text)
+            assert ", and the disk has " in ran.err
+            assert "Rounded" not in ran.err
     for stage in ("rounded_to", "make_report"):  # while it rounds, and once the file is whole
         with monkeypatch.context() as patch:
             patch.setattr(module, stage, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -85,11 +85,17 @@ def rounded_to(
 
 def check_size(
     tensors: Mapping[str, QuantTensor], names: Iterable[str], goal: Goal, other_bytes: int
-) -> None:
-    """Raise UsageError, before hours of work, if no formats of these matrices are so small."""
+) -> float:
+    """Return the bytes that these matrices have at most.
+
+    Raises:
+        UsageError: no formats are so small; before hours of work.
+    """
     shapes = {name: tensors[name].shape for name in names}
     formats = {name: formats_for(shape[1]) for name, shape in shapes.items()}
-    size_limit(formats, {name: prod(shape) for name, shape in shapes.items()}, goal, other_bytes)
+    values = {name: prod(shape) for name, shape in shapes.items()}
+    largest = (max(FORMATS[one].num_bytes(values[name]) for one in formats[name]) for name in names)
+    return min(size_limit(formats, values, goal, other_bytes), sum(largest))
 
 
 class Chooser:

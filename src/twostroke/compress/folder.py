@@ -14,6 +14,7 @@ from twostroke.compress.grids import group_grid
 from twostroke.compress.hf_files import config_of, write_tokenizer
 from twostroke.compress.report import make_report
 from twostroke.compress.round import round_to
+from twostroke.compress.unfinished import need
 from twostroke.compress.walk import round_products, watched
 from twostroke.core.errors import ModelFormatError, TwostrokeError
 from twostroke.core.files import write_json, write_text
@@ -69,6 +70,11 @@ def write_folder(
         key: QuantTensor.from_floats(tensor.dequantize(), FORMATS[dtype])
         for key, tensor in source.tensors.items()
     }
+    sizes = [
+        (fmt if key in products else FORMATS[dtype]).num_bytes(tensor.num_values)
+        for key, tensor in tensors.items()
+    ]
+    need(part, sum(sizes))
     pieces = calibration.pieces
     store = calibration.kept.matrices(tensors, fmt.name, pieces)
     matrices = round_products(
@@ -82,6 +88,7 @@ def write_folder(
         stored |= _parts(names[key], tensor, dtype) if key in products else {names[key]: tensor}
     write_safetensors(part / "model.safetensors", stored)
     config |= {"quantization_config": _quantization(bits, group)}
+    config.pop("dtype", None)  # the newer name, which would count
     config["torch_dtype"] = "float16" if dtype == "F16" else "bfloat16"
     write_json(part / "config.json", config)
     _check(part, tensors)

@@ -110,7 +110,7 @@ def _write(
     else:
         other_bytes = _other_bytes(source, tensors, fixed, rounded)
         if wanted.kl is None:
-            check_size(tensors, rounded, wanted, other_bytes)
+            need(part, other_bytes + check_size(tensors, rounded, wanted, other_bytes))
         chooser = Chooser(program, source, tensors, list(rounded), calibration, notice)
         tensors |= chooser.reach(wanted, other_bytes)
         need(part, sum(tensor.num_bytes for tensor in tensors.values()))
