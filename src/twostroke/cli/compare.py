@@ -98,7 +98,7 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     subjects = _subjects(model, given)
     precise = replace(_compute(given["right"], given), activation_bits=DEFAULT_ACTIVATION_BITS)
     right = measured.Subject(against, precise, CacheOptions())
-    text = given["text"] or measured.held_out_text()
+    text = measured.held_out_text() if given["text"] is None else given["text"]
     models = [model] if against == model else [model, against]
     pieces = measured.pieces_of(text, models, given["length"], given["tokens"])
 

@@ -44,7 +44,8 @@ def own_threads() -> Iterator[ThreadPoolExecutor]:
 def _libraries() -> list[str]:
     """Return the paths of the OpenBLAS libraries of this process."""
     lines = _MAPS.read_text().splitlines() if _MAPS.exists() else []
-    return sorted({line.split()[-1] for line in lines if "openblas" in line})
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line}
+    return sorted(path for path in paths if Path(path).exists())
 
 
 def _functions(path: str) -> tuple[Any, Any] | None:
