@@ -17,6 +17,7 @@ from twostroke import LLM, EngineOptions
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import ModelFormatError, QualityError
+from twostroke.engine import activations
 from twostroke.engine.canary import REPORT_KEY, Canary, FirstLoad
 from twostroke.engine.loading import build_tokenizer
 from twostroke.models import build_program
@@ -65,18 +66,27 @@ def test_a_file_that_passed_is_not_scored_again(smollm2_path: Path, scored: list
     for _ in range(2):
         LLM(smollm2_path, SMALL).close()
     assert scored == [64]
+    for _ in range(2):
+        LLM(smollm2_path, replace(SMALL, cache=CacheOptions(None, 128, kv_format="int8"))).close()
+    assert scored == [64, 64], "once with other keys, too"
 
 
 @pytest.mark.model
 def test_garbage_is_refused_each_time_unless_it_is_accepted(
-    smollm2_path: Path, scored: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    smollm2_path: Path,
+    scored: list[int],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = damaged_copy(smollm2_path, tmp_path)
+    monkeypatch.setattr(activations, "choose", lambda *_: pytest.fail("bits were chosen for it"))
     for _ in range(2):
         with pytest.raises(QualityError, match=r"would write garbage: .* accept_quality uses it"):
             LLM(path, SMALL)
     with caplog.at_level(logging.WARNING):
-        LLM(path, replace(SMALL, accept_quality=True)).close()
+        precise = ComputeOptions(activation_bits=15)
+        LLM(path, replace(SMALL, accept_quality=True, compute=precise)).close()
     assert "writes garbage: its perplexity on counting is" in caplog.text
     assert scored == [64] * 3
 

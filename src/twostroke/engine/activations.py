@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from twostroke.weights import LoadedModel
 
     Say = Callable[[str], None]
+    Check = Callable[[CpuBackend], None]
 
 _NUM_TOKENS = 256
 _PAGE_SIZE = 16
@@ -58,11 +59,13 @@ def with_known_bits(
     program: Program,
     say: Say = note,
     most_weights: float = math.inf,
+    check: Check = lambda _: None,
 ) -> ComputeOptions:
     """Return options in which "auto" bits of activations are those chosen for the model.
 
     A choice that is neither in the package nor in the cache folder is made now and kept, unless
     products have more than `most_weights`: they then keep 15 bits. `say` gets a line in both cases.
+    `check` gets a backend with 15 bits before a choice is made; what it raises is passed on.
 
     Raises:
         BackendError, MemoryLimitError: the model cannot be run here.
@@ -85,7 +88,7 @@ def with_known_bits(
     if choice is None:
         say(f"Choosing the bits of activations of {loaded.name}, once (--activation-bits 15: not).")
         began = time.perf_counter()
-        choice = _choose(compute, loaded, program, products, model_id)
+        choice = _choose(compute, loaded, program, products, model_id, check)
         with suppress(OSError):  # it is then made again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, msgspec.json.format(msgspec.json.encode(choice)).decode())
@@ -99,6 +102,7 @@ def _choose(
     program: Program,
     products: list[Product],
     model_id: str,
+    check_backend: Check,
 ) -> ActivationBits:
     tokenizer, length = build_tokenizer(loaded), min(_NUM_TOKENS, program.context_length)
     begin = list(tokenizer.prefix_ids)  # as prompts have it
@@ -128,6 +132,7 @@ def _choose(
         return total / sum(map(len, pieces))
 
     try:
+        check_backend(backend)
         return choose(products, score, check, model_id)
     finally:
         backend.close()

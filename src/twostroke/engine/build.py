@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.chat.conversation import Chat
-from twostroke.core.config import EngineOptions
+from twostroke.core.config import DEFAULT_ACTIVATION_BITS, EngineOptions
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import give_back_memory, resolve_num_threads
@@ -127,9 +127,8 @@ def build(
     loaded = load(model)
     program = build_program(loaded.spec)
     check_backend(options, program, say)
-    compute = with_known_bits(options.compute, loaded, program, say, MOST_UNASKED)
-    options = replace(options, compute=compute)
-    speculation = options.speculation
+    options = _with_known_bits(options, loaded, program, say)
+    compute, speculation = options.compute, options.speculation
     mesh = mesh_for(options, program)
     num_weight_bytes = weight_bytes(loaded, compute)
     with ExitStack() as if_it_fails:
@@ -174,6 +173,24 @@ def build(
         if_it_fails.pop_all()
     name = draft.loaded.name if draft and drafter else None
     return Engine(client, facts, size.context_length, limits, name, mesh)
+
+
+def _with_known_bits(
+    options: EngineOptions, loaded: LoadedModel, program: Program, say: Callable[[str], None]
+) -> EngineOptions:
+    """Return options with known bits of activations; garbage is refused before minutes of choosing.
+
+    Raises:
+        QualityError: the model writes garbage.
+    """
+    precise = replace(options.compute, activation_bits=DEFAULT_ACTIVATION_BITS)
+
+    def check(backend: Backend) -> None:
+        given = replace(options, compute=precise)
+        FirstLoad.of(loaded, build_tokenizer(loaded), program, given).check(backend)
+
+    compute = with_known_bits(options.compute, loaded, program, say, MOST_UNASKED, check)
+    return replace(options, compute=compute)
 
 
 def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *guessers: object) -> bool:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends import Backend
-    from twostroke.core.config import ComputeOptions, EngineOptions
+    from twostroke.core.config import EngineOptions
     from twostroke.program import Program
     from twostroke.tokenize import Tokenizer
     from twostroke.weights import LoadedModel
@@ -157,7 +157,7 @@ class FirstLoad(Frozen):
         used = bits.bits.values() if isinstance(bits, ActivationBits) else [bits]
         return cls(
             name=loaded.name,
-            identity=_identity(loaded, options.compute),
+            identity=_identity(loaded, options),
             tokens=canary_tokens(tokenizer, program.context_length),
             recorded=_recorded(loaded),
             judged=size >= _LEAST_JUDGED and loaded.pooling is None,
@@ -233,13 +233,19 @@ class _HasCanary(Frozen):
     canary: Canary | None = None
 
 
-def _identity(loaded: LoadedModel, compute: ComputeOptions) -> str:
+def _identity(loaded: LoadedModel, options: EngineOptions) -> str:
     """Return what changes with a model's files, and with the arithmetic on them."""
-    source = loaded.tokenizer_source
+    source, compute = loaded.tokenizer_source, options.compute
     paths = [mapping.path for mapping in loaded.mappings]
     if not isinstance(source, GgufTokenizer):
         paths += [source.path, loaded.path / "config.json", loaded.path / REPORT_FILE]
-    how = (VERSION, compute.backend, compute.level, compute.activation_bits)
+    how = (
+        VERSION,
+        compute.backend,
+        compute.level,
+        compute.activation_bits,
+        options.cache.kv_format,
+    )
     text = repr((how, [_stamp(path) for path in paths]))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
