@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from twostroke.serve.health import HealthReports
+from twostroke.serve.names import ModelNames
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -70,7 +71,7 @@ def test_commands_and_their_options_are_known(where: str) -> None:
 
 @pytest.mark.parametrize("where", pods())
 def test_probes_ask_paths_that_are_served(where: str) -> None:
-    paths = HealthReports(None, [""], lambda: False, None).routes()  # type: ignore[arg-type]
+    paths = HealthReports(None, ModelNames(("",)), lambda: False, None).routes()  # type: ignore[arg-type]
     [container] = pods()[where]["containers"]
     asked = {name: container[name]["httpGet"]["path"] for name in PROBES if name in container}
     assert set(asked.values()) <= paths.keys()

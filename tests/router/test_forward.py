@@ -222,6 +222,33 @@ def test_a_model_is_found_under_all_its_names(fakes: Loop) -> None:
     assert (len(other.seen), len(third.seen)) == (6, 1)
 
 
+def test_a_name_that_no_replica_has_is_answered_with_those_of_all(fakes: Loop) -> None:
+    replicas = [fakes.start(FakeReplica(name)) for name in ("alpha", "beta")]
+    for one in replicas:
+        one.load = {"takes_any_name": False}
+    with live_router(*(one.url for one in replicas)) as router:
+        wait_for(lambda: len(router.router.fleet.ready) == 2)
+        found = post(router.url, _BODY | {"model": "alpa"})
+        text = "The model 'alpa' does not exist. Did you mean 'alpha'? Served: alpha, beta."
+        assert (found.status_code, found.json()["error"]["message"]) == (404, text)
+        assert httpx.get(router.url + "/v1/models/gamma", trust_env=False).status_code == 404
+        assert not any(one.seen for one in replicas)
+        assert post(router.url, {"messages": []}).status_code == 200, "it names none"
+
+
+@pytest.mark.parametrize("load", [None, {}, {"takes_any_name": True}])
+def test_a_name_that_no_replica_lists_goes_to_who_may_take_it(
+    fakes: Loop, load: dict[str, Any] | None
+) -> None:
+    strict, free = fakes.start(FakeReplica("alpha")), fakes.start(FakeReplica("beta"))
+    strict.load, free.load = {"takes_any_name": False}, load
+    with live_router(strict.url, free.url, policy="round-robin") as router:
+        wait_for(lambda: len(router.router.fleet.ready) == 2)
+        for _ in range(3):
+            assert post(router.url, _BODY | {"model": "gpt-4o"}).status_code == 200
+    assert (len(strict.seen), len(free.seen)) == (0, 3)
+
+
 def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> None:
     replicas = [fakes.start(FakeReplica()) for _ in range(3)]
     for number, one in enumerate(replicas):

@@ -50,6 +50,7 @@ def pids(server: Several) -> list[int]:
 def test_a_model_loads_when_asked_for_and_another_makes_room(server: Several) -> None:
     assert server.http.get("/health/ready").status_code == 200
     assert server.loaded == []
+    assert server.http.get("/api/load").json()["numerics"] == "", "which nobody can know yet"
     assert server.http.get("/api/ps").json() == {"models": []}
     texts = {}
     for name in ("a", "b", "C:latest"):
@@ -59,6 +60,10 @@ def test_a_model_loads_when_asked_for_and_another_makes_room(server: Several) ->
         texts[name] = answer.json()["choices"][0]["text"]
     assert len(set(texts.values())) == 3
     assert server.loaded == ["b", "c"]
+    said = server.http.get("/api/load").json()
+    assert said["numerics"]
+    assert said["prompt_tokens"] > 0, "of others than the first"
+    assert said["takes_any_name"] is False
     assert server.count("model_loads_total") == {"a": 1, "b": 1, "c": 1}
     assert server.count("model_unloads_total") == {"a": 1, "b": 0, "c": 0}
     assert [one["name"] for one in server.http.get("/api/ps").json()["models"]] == [

@@ -16,6 +16,7 @@ from twostroke.core import env
 from twostroke.engine.health import Health
 from twostroke.http.watchdog import Watchdog
 from twostroke.serve.health import HealthReports
+from twostroke.serve.names import ModelNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +49,7 @@ def heard(listener: socket.socket) -> list[bytes]:
 def feed_for(health: Health, seconds: float) -> None:
     async def run() -> None:
         engine: Any = SimpleNamespace(health=health)
-        vitals = HealthReports(engine, ("tiny",), lambda: False, None)
+        vitals = HealthReports(engine, ModelNames(("tiny",)), lambda: False, None)
         watchdog = Watchdog(lambda: vitals.is_well)
         watchdog.begin()
         await asyncio.sleep(seconds)

@@ -13,7 +13,7 @@ import numpy as np
 
 from twostroke.core.frozen import Frozen
 from twostroke.http.errors import GatewayError
-from twostroke.http.names import bare_name
+from twostroke.http.names import bare_name, unknown_model
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.policy import mix
 from twostroke.router.prompt import extent
@@ -57,7 +57,8 @@ class Facts(Frozen):
 
     `numerics` is what must be equal for equal answers; `epoch` is another after each start;
     `context_length` counts tokens, 0 if it is not known. `keeps_files` is whether it has files and
-    batches, None if it does not say it.
+    batches, None if it does not say it; `takes_any_name` is whether it takes names that it does not
+    list.
     """
 
     models: tuple[str, ...] = ()
@@ -66,6 +67,7 @@ class Facts(Frozen):
     numerics: str = ""
     context_length: int = 0
     keeps_files: bool | None = None
+    takes_any_name: bool | None = None
 
     def find(self, model: str) -> str:
         """Return how a model is listed; owner, tag and case do not count. Empty if it is not."""
@@ -194,7 +196,8 @@ class Fleet:
         """Note what a replica says of itself; one that was started again holds nothing."""
         if facts.epoch != replica.facts.epoch or (not facts.epoch and replica.state is State.DOWN):
             self.dispatcher.restart(replica.place)
-        if facts.models != replica.facts.models:
+        named = facts.models, facts.takes_any_name
+        if named != (replica.facts.models, replica.facts.takes_any_name):
             self._masks.clear()
         is_same = facts.context_length == replica.facts.context_length
         replica.facts = facts
@@ -236,12 +239,21 @@ class Fleet:
     def suits(self, model: str) -> npt.NDArray[np.bool_] | None:
         """Return by place which replicas have a model; None if all, or none that is ready.
 
-        Those that list the name as it is written come before those that call it otherwise.
+        Those that list the name as it is written come before those that call it otherwise, and
+        these before those that may take any name.
+
+        Raises:
+            ModelNotFoundError: no replica has it, or takes any name.
         """
         if model not in self._masks:
             facts = {one.place: one.facts for one in self.replicas.values()}
             having = [place for place, one in facts.items() if model in one.models]
             having = having or [place for place, one in facts.items() if one.find(model)]
+            if model and facts and not having and all(one.models for one in facts.values()):
+                having = [place for place, one in facts.items() if one.takes_any_name is not False]
+                if not having:
+                    names = sorted({name for one in facts.values() for name in one.models})
+                    raise unknown_model(model, names)
             mask = np.zeros(len(self._places), np.bool_)
             mask[having] = True
             is_split = 0 < len(having) < len(self.replicas)

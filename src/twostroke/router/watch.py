@@ -157,6 +157,7 @@ class Watch:
             said.numerics,
             said.context_length,
             said.keeps_files,
+            said.takes_any_name,
         )
         replica.num_prompt_tokens, replica.num_cached_tokens = (
             said.prompt_tokens,
@@ -241,6 +242,7 @@ class Load(Frozen):
     prefill_per_decode: float | None = None
     keeps_files: bool | None = None  # older versions do not say it, nor the next
     trusts_sender: bool | None = None
+    takes_any_name: bool | None = None
 
 
 async def fetch(

@@ -61,6 +61,8 @@ class LoadBody(msgspec.Struct, frozen=True):
     the first model. `prefill_per_decode` is how many prefill engines one such decode engine can
     use, once that was measured. `keeps_files` is whether it has files and batches. `trusts_sender`
     is whether the request had the router's key, whose sender is believed when it names a tenant.
+    `takes_any_name` is whether names that it does not list are taken for its first model.
+    Of several models work and tokens are summed, and `numerics` is empty until the first is loaded.
     """
 
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
@@ -78,6 +80,7 @@ class LoadBody(msgspec.Struct, frozen=True):
     prefill_per_decode: float | None
     keeps_files: bool
     trusts_sender: bool
+    takes_any_name: bool
 
 
 class Capabilities(msgspec.Struct, frozen=True):

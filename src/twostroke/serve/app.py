@@ -120,7 +120,7 @@ class Api:
         self._descriptions: dict[bool, bytes] = {}  # by whether a key is needed
         self._checks = AnswerChecks(Verifier(), self.metrics)
         self._readers = Readers(_NUM_READERS)
-        self.vitals = HealthReports(engine, self.names, lambda: self.is_draining, records)
+        self.vitals = HealthReports(engine, self.models.names, lambda: self.is_draining, records)
         journal = Journal(records) if records is not None else None
         self.answers = Store(options.max_stored, options.max_stored_bytes, journal)
         self.keeping = Keeping(records, options.limits, self._room, options.api_keys)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.health import Health
+from twostroke.engine.roster import Roster
 from twostroke.http.served import served_of
 from twostroke.http.waiting import RETRY_AFTER_S
 from twostroke.serve.about import VERSION, HealthBody, LoadBody, ProgressBody
@@ -14,13 +16,14 @@ from twostroke.serve.dialect import to_json
 from twostroke.serve.observe.handover import prefill_per_decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.engine.served import ServedEngine
+    from twostroke.engine.served import Reading, ServedEngine
     from twostroke.records import Records
+    from twostroke.serve.names import ModelNames
 
 _RETRY: Final = {"retry-after": str(RETRY_AFTER_S)}
 _FINE: Final = (Health.READY.value, "draining")
@@ -33,14 +36,16 @@ class HealthReports:
     def __init__(
         self,
         engine: ServedEngine,
-        names: Sequence[str],
+        names: ModelNames,
         is_draining: Callable[[], bool],
         records: Records | None,
     ) -> None:
         """Report on a server that calls its models `names`, and keeps files in its records."""
         self._engine, self._names, self._is_draining = engine, names, is_draining
+        several = list(engine.engines.values()) if isinstance(engine, Roster) else []
+        self._engines: list[ServedEngine] = [*several] or [engine]
         self._keeps_files = records is not None
-        self._name, self._started = names[0], secrets.token_hex(8)
+        self._name, self._started = names.known[0], secrets.token_hex(8)
         self._last = Health.READY.value
 
     @property
@@ -91,28 +96,35 @@ class HealthReports:
         return to_json(ProgressBody(health.value, known.num_steps, known.step_s), 503, _RETRY)
 
     async def _load(self, request: Request) -> Response:
-        """Return what a router wants to know; the queue's seconds are those of past prefill."""
-        engine, status = self._engine, self.status
-        reading = await engine.read()
-        stats, prefill = reading.snapshot.scheduler, reading.snapshot.strokes.prefill
-        pace_s = prefill.time_s / prefill.rows if prefill.rows else 0.0
-        backend = engine.facts.backend
-        how = backend.name, backend.level, backend.precision
+        """Return what a router wants to know."""
+        engine, status, backend = self._engine, self.status, self._engine.facts.backend
+        readings = await asyncio.gather(*(one.read() for one in self._engines))
+        stats = [one.snapshot.scheduler for one in readings]
+        horizons = [one.horizon_s for one in stats if one.horizon_s is not None]
+        how = engine.card.identity[:16], backend.name, backend.level, backend.precision
         body = LoadBody(
             status="ok" if status == Health.READY.value else status,
             epoch=f"{self._started}-{engine.num_deaths}",
-            models=list(self._names),
+            models=list(self._names.known),
             version=VERSION,
-            numerics=" ".join(filter(None, (engine.card.identity[:16], *how))),
-            running=stats.num_running,
-            waiting=stats.num_waiting,
-            work_s=pace_s * (stats.num_waiting_tokens + stats.num_uncomputed),
-            prompt_tokens=stats.num_prompt_tokens,
-            cached_tokens=stats.num_hit_tokens,
-            horizon_s=stats.horizon_s,
+            numerics=" ".join(filter(None, how)) if backend.num_threads else "",
+            running=sum(one.num_running for one in stats),
+            waiting=sum(one.num_waiting for one in stats),
+            work_s=sum(map(_work_s, readings)),
+            prompt_tokens=sum(one.num_prompt_tokens for one in stats),
+            cached_tokens=sum(one.num_hit_tokens for one in stats),
+            horizon_s=min(horizons, default=None),
             context_length=engine.card.context_length,
-            prefill_per_decode=prefill_per_decode(reading, engine.card),
+            prefill_per_decode=prefill_per_decode(readings[0], engine.card),
             keeps_files=self._keeps_files,
             trusts_sender=served_of(request.scope).is_from_router,
+            takes_any_name=self._names.takes_any,
         )
         return to_json(body)
+
+
+def _work_s(reading: Reading) -> float:
+    """Return how long an engine's queue takes, at the pace of past prefill."""
+    stats, prefill = reading.snapshot.scheduler, reading.snapshot.strokes.prefill
+    pace_s = prefill.time_s / prefill.rows if prefill.rows else 0.0
+    return pace_s * (stats.num_waiting_tokens + stats.num_uncomputed)

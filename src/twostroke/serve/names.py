@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from twostroke.core.errors import ModelNotFoundError, nearest
 from twostroke.core.frozen import Frozen
-from twostroke.http.names import bare_name
-from twostroke.serve.body.explain import MAX_NAME_LENGTH
+from twostroke.http.names import bare_name, unknown_model
 
 _MAX_ECHO_LENGTH: Final = 200  # of a name that responses repeat
 
@@ -50,11 +48,4 @@ class ModelNames(Frozen):
                 return name
         if self.takes_any:
             return self.known[0]
-        word = asked[:MAX_NAME_LENGTH]
-        raise ModelNotFoundError(
-            "The model '{name}' does not exist.{hint} Served: {served}.",
-            field="model",
-            name=word,
-            hint=nearest(word, self.known),
-            served=", ".join(self.known),
-        )
+        raise unknown_model(asked, self.known)
