@@ -359,6 +359,21 @@ def test_the_first_request_gives_pages_more_time(
     assert waits == pytest.approx([1.01 / 2, 0.1, 0.05])
 
 
+def test_what_is_offered_as_the_writer_goes_to_sleep_is_written(tmp_path: Path) -> None:
+    with engine(tmp_path) as (client, paging):
+        clear = paging._has_offers.clear
+
+        def late() -> None:
+            paging._has_offers.clear = clear
+            paging._offer([bytes(32)], 0, 1, 0.0)
+            clear()
+
+        paging._has_offers.clear = late
+        answer(client, PROMPT, hints=Hints(keep_s=60.0))
+        assert paging.flush(5.0)
+        assert paging._has_offers.clear == clear
+
+
 def test_short_prompts_are_not_looked_up(tmp_path: Path) -> None:
     tier = Faulty("damaged")
     with engine(tmp_path, [tier], token_s=0.0005) as (client, _):

@@ -325,6 +325,8 @@ class Paging:
                 return
             if not self._offers:
                 self._has_offers.clear()
+                if self._offers or self._is_closing:  # which came between
+                    self._has_offers.set()
                 continue
             try:
                 self._write(self._offers.popleft())
