@@ -136,6 +136,16 @@ def test_a_later_model_does_not_take_memory_that_an_earlier_one_waits_for() -> N
     assert decide(10.2, 6, [there, large, small]) == Decision(load=("b", "c"))
 
 
+def test_a_model_that_turned_out_larger_than_the_budget_loads_again_alone() -> None:
+    there, asked = ResidentView("a", 4, 1.0, IN), ResidentView("b", 12, 1.0, asked_s=0.0)
+    assert decide(100.0, 10, [there, asked]) == Decision(unload=("a",), close=("a",))
+    assert decide(100.0, 10, [asked]) == Decision(load=("b",))
+    loaded = ResidentView("b", 12, 1.0, IN)
+    other = ResidentView("a", 4, 1.0, asked_s=99.9)
+    assert decide(100.0, 10, [loaded, other]) == Decision(unload=("b",), close=("b",))
+    assert decide(5.0, 10, [loaded, ResidentView("a", 4, 1.0, asked_s=4.9)]) == Decision()
+
+
 def test_the_least_worth_goes_first_and_an_idle_one_before_a_busy_one() -> None:
     common = {"num_bytes": 1, "load_s": 1.0, "state": IN}
     asked = ResidentView("z", 1, 1.0, asked_s=0.0)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -84,8 +86,10 @@ def decide(now_s: float, budget_bytes: int, views: Sequence[ResidentView]) -> De
     """Return what to do now with models that share `budget_bytes`.
 
     Models load in the order in which they were asked for; a later one never takes memory that an
-    earlier one waits for. A model with requests is closed, and goes once they have ended.
+    earlier one waits for. A model with requests is closed, and goes once they have ended. One that
+    has turned out larger than the budget takes all of it.
     """
+    views = [replace(view, num_bytes=min(view.num_bytes, budget_bytes)) for view in views]
     free_bytes = budget_bytes - sum(
         view.num_bytes for view in views if view.state is not Residence.OUT
     )
