@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -106,3 +107,36 @@ def test_a_server_ends_when_the_process_that_watches_it_was_killed(tiny: str) ->
     killed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     assert killed.returncode == 9
     wait_for(lambda: is_gone(int(killed.stdout)), 20)
+
+
+def test_a_server_without_an_address_is_tried_again() -> None:
+    server = ServerProcess(("serve", "none"), "203.0.113.1")  # an address of no machine
+    try:
+        wait_for(lambda: server.state.trouble != "", 10)
+        assert server.state.trouble.startswith("it cannot be started: ")
+    finally:
+        assert server.close(5)
+    wait_for(lambda: not server._thread.is_alive(), 5)
+
+
+def test_a_server_that_is_closed_as_it_starts_is_not_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, start = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def late(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        server._stop.set()
+        started.append(start([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        return started[0]
+
+    monkeypatch.setattr(fleet_process, "_free_port", lambda _host: go.wait(10) and 1)
+    go = threading.Event()
+    server = ServerProcess(("serve", "none"), "127.0.0.1")
+    monkeypatch.setattr(subprocess, "Popen", late)
+    go.set()
+    try:
+        server._thread.join(10)
+        assert not server._thread.is_alive()
+        assert started[0].poll() == -signal.SIGTERM
+    finally:
+        started[0].kill()

@@ -106,7 +106,10 @@ class ServerProcess:
         pause_s, num_starts = _FIRST_PAUSE_S, 0
         while not self._stop.is_set():
             began_s, num_starts = time.monotonic(), num_starts + 1
-            code, trouble = self._live(num_starts)
+            try:
+                code, trouble = self._live(num_starts)
+            except OSError as error:
+                code, trouble = 0, f"it cannot be started: {error.strerror or error}"
             if self._stop.is_set():
                 break
             if code == _PORT_TAKEN and self._fixed_port is None and not _is_free(self.state.url):
@@ -132,6 +135,8 @@ class ServerProcess:
             env=self._environment,
             start_new_session=True,
         )
+        if self._stop.is_set():  # `close` came before there was a process to end
+            process.terminate()
         assert process.stdin is not None
         assert process.stderr is not None
         last = deque[str]([], _LAST_LINES)
