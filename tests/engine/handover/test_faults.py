@@ -69,6 +69,17 @@ def test_pages_whose_lease_has_ended_are_not_used(tmp_path: Path) -> None:
     assert _outcomes(tmp_path, answer, 10.0) == {"late": 1}
 
 
+def test_a_page_that_an_offer_names_twice_is_fetched_once(tmp_path: Path) -> None:
+    def answer(connection: Connection, question: Any) -> None:
+        if isinstance(question, messages.Read):
+            connection.send(messages.Offer(question.id, 1, [(0, 0, 0), (0, 0, 1), (0, 0, 0)]))
+        elif isinstance(question, messages.Fetch):
+            assert len(question.wanted) == 1
+            connection.send(messages.Content(question.number, is_valid=False))
+
+    assert _outcomes(tmp_path, answer, 10.0) == {"late": 1}
+
+
 def test_a_transfer_without_progress_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

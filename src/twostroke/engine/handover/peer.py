@@ -274,13 +274,13 @@ class Peer:
                 (at, one.keys.get((group, place)), page)
                 for at, (group, place, page) in enumerate(offer.pages)
             ]
-            rest = [
-                (at, key, page)
+            found = {
+                key: (at, key, page)  # once, however often it is named
                 for at, key, page in named
                 if key in one.transfer.wanted and key not in one.asked
-            ]
-            rest.sort(key=lambda one: one[2])  # neighbours are copied together
-            one.asked.update(key for _, key, _ in rest)
+            }
+            one.asked.update(found)
+            rest = sorted(found.values(), key=lambda one: one[2])  # neighbours are copied together
         if not all(0 <= page < self._num_pages for _, _, page in rest):
             raise PeerLostError("A page was offered that cannot be.")
         self._fetch(one, offer.offer, rest)
