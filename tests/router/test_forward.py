@@ -274,6 +274,23 @@ def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> 
         assert found["by"] == 1
 
 
+def test_a_stored_answer_of_any_length_is_found(fakes: Loop) -> None:
+    replicas = [fakes.start(FakeReplica()) for _ in range(2)]
+    replicas.sort(key=lambda one: one.url)
+
+    async def has_it(exchange: Exchange) -> None:
+        await exchange.answer({"id": "resp_1", "text": "x" * 2_000_000})
+
+    async def has_not(exchange: Exchange) -> None:
+        await exchange.answer({"error": {}}, 404)
+
+    replicas[0].behaviour, replicas[1].behaviour = has_not, has_it
+    with live_router(*(one.url for one in replicas)) as router:
+        wait_for(lambda: len(router.router.fleet.ready) == 2)
+        found = httpx.get(router.url + "/v1/responses/resp_1", trust_env=False)
+        assert (found.status_code, len(found.json()["text"])) == (200, 2_000_000)
+
+
 def test_an_id_that_breaks_lines_is_asked_of_nobody(fakes: Loop) -> None:
     replica = fakes.start(FakeReplica())
     with live_router(replica.url) as router:

@@ -50,7 +50,7 @@ from twostroke.router.prompt import read_prompt
 from twostroke.router.refusals import NO_BACKGROUND, NO_BATCHES, NO_RECORDS, BatchPathError
 from twostroke.router.response import LostError, ReplicaError
 from twostroke.router.state import fleet_state
-from twostroke.router.watch import Watch, decoded, fetch, rows
+from twostroke.router.watch import Watch, decoded, fetch, fetch_status, rows
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -226,10 +226,10 @@ class Router:
         kind = "chat/completions" if id_.startswith("chatcmpl-") else "responses"
         headers = credentials(scope, self.options.replica_key)
         path = f"/v1/{kind}/{id_}"
-        asked = [fetch(one, path, headers) for one in ready]
+        asked = [fetch_status(one, path, headers) for one in ready]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for replica, answer in zip(ready, answers, strict=True):
-            if not isinstance(answer, BaseException) and answer[0] == 200:
+            if answer == 200:
                 self.fleet.store(id_, replica)
                 return replica
         return ready[0]

@@ -256,6 +256,16 @@ async def fetch(
         connection.release()
 
 
+async def fetch_status(replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]) -> int:
+    """Return the status of a GET, whose body may be of any length; raises ReplicaError."""
+    connection = await replica.pool.take()
+    try:
+        connection.send(request_head(replica.address, "GET", path.encode(), headers, None))
+        return (await connection.head()).status
+    finally:
+        connection.release()
+
+
 async def _probe(
     replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[int, bytes]:
