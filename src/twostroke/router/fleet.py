@@ -271,15 +271,18 @@ class Fleet:
             return False
         return True
 
-    def nothing(self) -> NoReplicaError:
-        """Return the error where no replica is ready."""
+    def nothing(self, model: str = "") -> NoReplicaError:
+        """Return the error where no replica is ready, or none that has a model."""
         if not self.replicas:
             listing, name = self.options.listing, self.options.discover
             where = f"{name} has no address" if listing is None else f"{listing} names none"
             return NoReplicaError(f"No replica is known: {where}.")
-        states = Counter(one.state.value for one in self.replicas.values())
+        all_ = list(self.replicas.values())
+        having = [one for one in all_ if model and one.facts.find(model)] or all_
+        which = f" of the model '{model}'" if len(having) < len(all_) else ""
+        states = Counter(one.state.value for one in having)
         how = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        return NoReplicaError(f"No replica can answer now: of {len(self.replicas)}, {how}.")
+        return NoReplicaError(f"No replica{which} can answer now: of {len(having)}, {how}.")
 
     def store(self, id_: str, replica: Replica) -> None:
         """Note which replica stores an answer."""

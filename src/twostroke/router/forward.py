@@ -63,7 +63,7 @@ class Forwarder:
                 if (busy is not None and busy.is_full) or not await fleet.wait(until_s):
                     if busy is not None:
                         return await busy.pass_on(errand)
-                    raise error or fleet.nothing()
+                    raise error or fleet.nothing(errand.model)
                 tried.clear()
                 continue
             replica = fleet.at(ticket.place)
