@@ -96,7 +96,8 @@ def test_a_tiny_model_needs_finite_logits_only(scored: list[int], tmp_path: Path
     good = write_gguf(tmp_path / "good.gguf", tiny_metadata(Tiny()), tensors)
     LLM(good, SMALL).close()
     norm = tensors["output_norm.weight"]
-    lost = QuantTensor.from_floats(np.full(norm.shape, np.nan, np.float32), norm.format)
+    signaling = np.full(norm.shape, 0x7F800001, np.uint32).view(np.float32)  # NumPy warns of these
+    lost = QuantTensor.from_floats(signaling, norm.format)
     tensors["output_norm.weight"] = lost
     bad = write_gguf(tmp_path / "bad.gguf", tiny_metadata(Tiny()), tensors)
     with pytest.raises(QualityError, match="its logits are not finite"):

@@ -114,7 +114,7 @@ def pieces_of(
     cut = [tokens[i : i + num_own] for i in range(0, len(tokens), num_own)]
     kept = [[*begin, *piece] for piece in cut if len(piece) > 1]
     if not kept:
-        raise UsageError(f"The text has {len(tokens)} tokens, too few to compare anything.")
+        raise UsageError(f"The text has {len(tokens)} tokens, and at least 2 are needed.")
     return kept
 
 

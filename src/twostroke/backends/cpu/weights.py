@@ -48,10 +48,11 @@ class PackedWeights:
         """
         self._library = library
         self._tensors = {name: tensors[name] for name in matrices}
-        self.vectors: dict[Vector, NDArray[np.float32]] = {
-            vector: tensors[vector.name].dequantize().reshape(-1) + np.float32(vector.offset)
-            for vector in vectors
-        }
+        with np.errstate(invalid="ignore"):  # of a damaged file; its canary says so
+            self.vectors: dict[Vector, NDArray[np.float32]] = {
+                vector: tensors[vector.name].dequantize().reshape(-1) + np.float32(vector.offset)
+                for vector in vectors
+            }
         # Equal orders are one array: matrices that read the same gathered rows share them.
         orders = {name: tensors[name].order for name in matrices}
         shared = {order.tobytes(): order for order in orders.values() if order is not None}
