@@ -139,7 +139,8 @@ def test_act_order_keeps_the_answer(tmp_path: Path) -> None:
     assert np.allclose(*scores, rtol=1e-4, atol=1e-4)
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED: list[tuple[dict[str, Any] | None, str]] = [
+    (None, r"parts of quantized weights, such as '.*', and config.json has no quantization_config"),
     ({"quant_method": "bitsandbytes"}, "'bitsandbytes', which is not supported; supported: gptq"),
     (gptq_config(4, 32, checkpoint_format="marlin"), "supported: gptq, gptq_v2"),
     (gptq_config(8, 32), r"self_attn.q_proj.qweight' has not the shape of the 8 bits"),
@@ -152,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("config", "reason"), REFUSED)
 def test_what_does_not_fit_is_refused_in_a_sentence(
-    tmp_path: Path, config: dict[str, Any], reason: str
+    tmp_path: Path, config: dict[str, Any] | None, reason: str
 ) -> None:
     write_published(tmp_path, gptq(4, 32), config)
     with pytest.raises(ModelFormatError, match=reason) as caught:

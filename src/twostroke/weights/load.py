@@ -145,7 +145,13 @@ def _load_folder(
     tensors = _canonical(files.tensors, family)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
-    refuse_unsupported(source, _canonical(files.unsupported, family))
+    unsupported = _canonical(files.unsupported, family)
+    if layout is None and unsupported and files.arrays:
+        raise ModelFormatError(
+            f"{source!r} has parts of quantized weights, such as {min(files.arrays)[:80]!r}, and "
+            "config.json has no quantization_config that says how they are stored."
+        )
+    refuse_unsupported(source, unsupported)
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} has no tokenizer.json.")
