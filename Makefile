@@ -233,7 +233,7 @@ fuzz: $(CORE_REQUIREMENTS) ## Feed damaged model files to the readers (FUZZ_ARGS
 ##@ Measure (BENCH_ARGS=--help lists what each script takes)
 
 correctness: build pull ## Compare each level of this machine with the float32 reference.
-	@$(BIN)/twostroke compare $(MODEL) --levels all --check $(BENCH_ARGS)
+	@$(BIN)/twostroke compare $(MODEL) --levels all --activation-bits 15 --check $(BENCH_ARGS)
 
 bench: native pull ## Measure speed, policies, start, memory and sizes.
 	@$(BIN)/python benchmarks/speed.py $(BENCH_ARGS)
