@@ -70,7 +70,8 @@ void store_key_bytes(const LayerPages& pages, uint8_t* block, int64_t token, con
                      int64_t first) {
   Head head(source, pages.head_dim);
   for (int64_t i = 0; pages.balance && i < pages.head_dim; i += kLanes) {
-    const Lanes near = subtract(load_lanes(head.values + i), load_lanes(pages.key_means(first + i)));
+    const Lanes near =
+        subtract(load_lanes(head.values + i), load_lanes(pages.key_means(first + i)));
     store_lanes(head.values + i, multiply(near, load_lanes(pages.key_factors(first + i))));
   }
   spread(head.values, pages.head_dim);

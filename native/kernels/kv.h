@@ -41,7 +41,9 @@ struct LayerPages {
   const float* balance = nullptr;
 
   const float* key_means(int64_t first) const { return balance + first; }
-  const float* key_factors(int64_t first) const { return key_means(num_kv_heads * head_dim + first); }
+  const float* key_factors(int64_t first) const {
+    return key_means(num_kv_heads * head_dim + first);
+  }
   const float* query_factors(int64_t first) const {
     return key_factors(num_kv_heads * head_dim + first);
   }
