@@ -192,16 +192,16 @@ def test_refusals_are_sentences(visit: Visiting, server: Any) -> None:
     visit.set(form="", temperature=7)
     visit.send("Hello.")
     assert visit.page.inner_text(".reply .trouble") == "Temperature must be at most 2."
-    visit.set(temperature=1, extra='{"temperatur": 1}')
+    visit.set(temperature=1, extra='{"seed": "one"}')
     visit.page.click("[aria-label='Answer again']")
-    visit.page.wait_for_selector(".reply .trouble:has-text('temperature')")
+    visit.page.wait_for_selector(".reply .trouble:has-text('seed')")
 
 
 def test_refusal_of_several_answers_is_told_once(visit: Visiting, server: Any) -> None:
     visit = visit(server, allowed=("400 (Bad Request)",))
-    visit.set(n=3, extra='{"temperatur": 1}')
+    visit.set(n=3, extra='{"seed": "one"}')
     visit.send("Hello.")
-    assert "temperature" in visit.page.inner_text(".reply .trouble")
+    assert "seed" in visit.page.inner_text(".reply .trouble")
     assert "of 3" not in visit.page.inner_text(".reply .tools")
     assert visit.page.locator(".reply .figures").count() == 0  # of figures, where there are none
 

@@ -180,6 +180,3 @@ def test_wrong_tools_are_told_in_sentences(visit: Visiting, server: Any) -> None
     visit.page.click(".panel details:has(#setting-tools) button:has-text('Example')")
     visit.page.click(".panel details:has(#setting-tools) button:has-text('Check')")
     visit.page.wait_for_selector("#verdict-tools[data-kind=right]")
-    visit.set(form="json_object")
-    visit.send("Hello.")
-    assert "cannot be combined" in visit.page.inner_text(".reply .trouble")
