@@ -64,12 +64,17 @@ class Pair:
         given = (*command, *size, *roles[side], *always)
         self.servers[side] = Server(side, given, self._path.parent, self._stack)
 
-    def harm(self, side: str, kind: str) -> None:
-        """Send a signal to a process."""
-        pid = self.servers[side].pid
-        if kind != "kill server":
-            pid = next(one for one in descendants(pid) if _is_engine(one))
-        os.kill(pid, signal.SIGSTOP if kind == "stop engine" else signal.SIGKILL)
+    async def harm(self, side: str, kind: str) -> None:
+        """Send a signal to a server or to its engine, which may have been stopped just before."""
+        server = self.servers[side].pid
+        if kind == "kill server":
+            os.kill(server, signal.SIGKILL)
+            return
+        until_s = time.monotonic() + _BACK_S
+        while not (engines := [one for one in descendants(server) if _is_engine(one)]):
+            assert time.monotonic() < until_s, f"The {side} server starts no engine."
+            await asyncio.sleep(0.05)
+        os.kill(engines[0], signal.SIGSTOP if kind == "stop engine" else signal.SIGKILL)
 
     async def ask(self, prompt: Sequence[int]) -> str:
         """Return an answer's text, or `error: ` and what the client was told."""
@@ -123,7 +128,7 @@ async def _fault(
     began_s = time.monotonic()
     asked = [asyncio.create_task(pair.ask(prompt)) for prompt in prompts]
     await asyncio.sleep(rng.uniform(0.0, _MOMENT_S))
-    pair.harm(side, kind)
+    await pair.harm(side, kind)
     done, late = await asyncio.wait(asked, timeout=_ANSWERED_S)
     for task in late:
         task.cancel()
