@@ -70,6 +70,7 @@ _ANTHROPIC = (
     b'event: x\ndata: {"type":"content_block_delta","delta":{"text":"\\"usage\\": {"}}\n\n',
     b'event: message_delta\ndata: {"type":"message_delta","usage":{"output_tokens":4}}\n\n',
 )
+_CHOICES_END = b'data: {"choices":[],"timings":{},"usage":' + json.dumps(USAGE).encode() + b"}\n\n"
 _FOREIGN: dict[str, tuple[str, Callable[[Exchange], Any], tuple[int, int, int]]] = {
     "a whole chat": (CHAT, whole({"choices": [], "usage": USAGE}), (9, 0, 4)),
     "cached": (
@@ -99,6 +100,33 @@ _FOREIGN: dict[str, tuple[str, Callable[[Exchange], Any], tuple[int, int, int]]]
         "/completion",
         whole([{"tokens_predicted": 1, "tokens_evaluated": 3}] * 2),
         (6, 0, 2),
+    ),
+    "a stream of several of llama-server's": (
+        "/completion",
+        streamed(
+            b'data: {"index":0,"stop":true,"tokens_predicted":4,"tokens_evaluated":9,'
+            b'"timings":{"prompt_n":9}}\n\n',
+            b'data: {"index":1,"stop":false,"tokens_predicted":1,"tokens_evaluated":5}\n\n',
+            b'data: {"index":1,"stop":true,"tokens_predicted":2,"tokens_evaluated":5,'
+            b'"timings":{"prompt_n":5}}\n\n',
+        ),
+        (14, 0, 6),
+    ),
+    "llama-server's stream of several choices": (
+        CHAT,
+        streamed(*[_CHOICES_END] * 2, b"data: [DONE]\n\n"),
+        (18, 0, 8),
+    ),
+    "several choices of llama-server's, which says the first one's": (
+        "/v1/completions",
+        whole(
+            {
+                "choices": [{"text": "x" * 45, "finish_reason": "length"}] * 2,
+                "usage": USAGE,
+                "timings": {"prompt_n": 9},
+            }
+        ),
+        (6, 0, 74),
     ),
     "a path below": (f"{CHAT}/batch", whole({"usage": {**USAGE, "prompt_tokens": -1}}), (0, 0, 4)),
     "a sum alone": ("/rerank", whole({"usage": {"total_tokens": 8}}), (8, 0, 0)),

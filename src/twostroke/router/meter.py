@@ -29,7 +29,8 @@ _ASKED: Final = frozenset(("/v1/chat/completions", "/v1/completions"))  # whose 
 _MOST_KEPT: Final = 4 << 20  # of an answer that is not streamed
 _TOKEN_BYTES: Final = 4
 _NEWEST: Final = 0.1  # the weight of the newest answer in the pace
-_USAGE: Final = re.compile(rb'"usage": ?\{')  # in a text its quotes would be escaped
+# In a text its quotes would be escaped. llama-server's own protocol says counts where it stops.
+_USAGE: Final = re.compile(rb'"usage": ?\{|"stop": ?true')
 _ENDS: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")  # of events
 _LAST: Final = b"\n" + MARK
 _MOST_LAST: Final = 80  # bytes of that line
@@ -141,11 +142,13 @@ class Meter:
         if self._is_told:  # and did not tell at its end
             served.error = LostError.code
         elif self._last:
-            for part in _parts(self._last.splitlines()):
+            for part in _parts(self._last.splitlines()) if self._used is self._guess else ():
                 self._note(part)
             self._is_final = self._used is not self._guess
         else:
-            found = [one for one in map(_spent, _parts([b"".join(self._body)])) if one is not None]
+            parts = _parts([b"".join(self._body)])
+            found = [] if any(one.says_first for one in parts) else list(map(_spent, parts))
+            found = [one for one in found if one is not None]
             sums = [sum(getattr(one, name) for one in found) for name in Spent.__struct_fields__]
             num_output = min(self._most, self._num_bytes // _TOKEN_BYTES)
             guess = Spent(self._guess.prompt_tokens, 0, num_output)
@@ -164,7 +167,8 @@ class Meter:
         """Take events of another server."""
         self._num_events += data.count(self._end) or data.count(b"\n\r\n")
         self._last = data
-        if b'"usage"' not in data or not _USAGE.search(data):
+        has_mark = b'"usage"' in data or b'"stop"' in data
+        if not has_mark or not _USAGE.search(data):
             return data
         rest: list[bytes] = []
         for event in _ENDS.split(data):
@@ -184,15 +188,15 @@ class Meter:
         return data
 
     def _note(self, part: _Part) -> None:
-        """Take the usage of an event, which is that of its answer so far."""
+        """Take the usage of an event: that so far, or llama-server's, of one of the answers."""
         found, before = _spent(part), self._used
         if found is None or before is None:
             return
         if before is self._guess:
             self._used = found
             return
-        names = Spent.__struct_fields__
-        self._used = Spent(*(max(getattr(before, n), getattr(found, n)) for n in names))
+        names, join = Spent.__struct_fields__, sum if bytes(part.timings) else max
+        self._used = Spent(*(join((getattr(before, n), getattr(found, n))) for n in names))
 
 
 def asking(body: bytes, path: str) -> bytes | None:
@@ -249,10 +253,16 @@ class _Part(msgspec.Struct):
     response: _Inner | str | None = None
     message: _Inner | str | None = None
     choices: Raw = Raw()
+    timings: Raw = Raw()  # llama-server's, with the end of each answer
     tokens_evaluated: int | None = None
     tokens_predicted: int | None = None
     prompt_eval_count: int | None = None
     eval_count: int | None = None
+
+    @property
+    def says_first(self) -> bool:
+        """Whether it is llama-server's, with several answers and the usage of the first."""
+        return bool(bytes(self.timings)) and bytes(self.choices).count(b'"finish_reason":') > 1
 
 
 _fields: Final = msgspec.json.Decoder(dict[str, Raw])
