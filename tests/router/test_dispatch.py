@@ -53,6 +53,16 @@ def test_a_conversation_comes_back_to_its_pages() -> None:
     assert (again.place, again.hit, again.missing) == (first.place, 30, 10)
 
 
+def test_prompts_of_an_idle_fleet_fill_the_caches_of_all() -> None:
+    fleet, places = Fleet(), Counter[int]()
+    for number in range(100):
+        ticket = fleet.ask(mix(number))
+        fleet.finish(ticket)
+        places[ticket.place] += 1
+    assert len(places) == 4
+    assert max(places.values()) < 50
+
+
 def test_a_holder_that_is_too_busy_is_passed_over() -> None:
     fleet = Fleet()
     first = fleet.ask(1)

@@ -177,7 +177,7 @@ class Dispatcher:
         """Return the blocks of the longest known prefix, and those that each candidate holds."""
         longest, holders = self.known.longest(path)
         held = {place: longest for place in holders if wait_s.item(place) != math.inf}
-        for place in (nearest, *self._ring.homes(affinity, wait_s)):
+        for place in (*self._ring.homes(affinity, wait_s), nearest):  # of equals the first
             if place not in held:
                 held[place] = self.known.num_held(path, place)
         return longest, held
