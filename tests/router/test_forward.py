@@ -6,6 +6,7 @@ import asyncio
 import errno
 import functools
 import json
+import logging
 import re
 import socket
 import threading
@@ -83,11 +84,15 @@ def test_a_request_that_is_lost_before_its_first_byte_is_sent_to_another(
     assert bad.seen
 
 
-def test_what_is_lost_after_its_first_byte_ends_with_an_error_event(fakes: Loop) -> None:
+def test_what_is_lost_after_its_first_byte_ends_with_an_error_event(
+    fakes: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "twostroke")
     bad, good = fakes.start(FakeReplica()), fakes.start(FakeReplica())
     bad.behaviour = good.behaviour = cut_in_body
-    with live_router(bad.url, good.url) as router:
+    with live_router(bad.url, good.url, access_log=True) as router:
         answer = post(router.url)
+        wait_for(lambda: "'replica_failed'" in str([vars(one) for one in caplog.records]))
     first, error, end = answer.text.split("\n\n")
     assert (first, end) == ('data: {"n":1}', "")  # and no part of the second event
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_failed"

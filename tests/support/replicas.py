@@ -67,13 +67,13 @@ class Exchange:
 class FakeReplica:
     """A server whose behaviours a test sets by path; `seen` are the requests to others than these.
 
-    `models` are its own; `health` is its status, None if it does not say it. With `load` it is a
-    server of ours, which says this besides.
+    `models` are its own, `row` is what their rows say besides; `health` is its status, None if it
+    does not say it. With `load` it is a server of ours, which says this besides.
     """
 
     def __init__(self, *models: str) -> None:
         """Begin with the model `tiny`."""
-        self.models = models or ("tiny",)
+        self.models, self.row = models or ("tiny",), dict[str, Any]()
         self.health: tuple[int, dict[str, Any]] | None = (200, {"status": "ok"})
         self.load: dict[str, Any] | None = None
         self.behaviour: Behaviour = hello
@@ -105,7 +105,7 @@ class FakeReplica:
             else:
                 await exchange.answer(self.health[1], self.health[0])
         elif exchange.path == "/v1/models":
-            rows = [{"id": name, "object": "model"} for name in self.models]
+            rows = [{"id": name, "object": "model", **self.row} for name in self.models]
             await exchange.answer({"object": "list", "data": rows})
         elif exchange.path == "/api/load" and self.load is not None:
             await exchange.answer(LOAD | {"models": self.models} | self.load)

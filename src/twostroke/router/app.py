@@ -129,7 +129,7 @@ class Router:
             if error.http_status >= 500:
                 report(error, scope)
             if isinstance(error, ReplicaError):
-                error = LostError("The server of this request was lost, and so were others.")
+                error = LostError("The server of this request was lost.")
             await to_response(error, scope)(scope, receive, send)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:

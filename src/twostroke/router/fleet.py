@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from twostroke.router.upstream import Connection
 
 _MOST_IDS: Final = 100_000
+_ASK_S: Final = 2.5
 _CONTEXT_LENGTH: Final = 4096  # where no replica says it
 _SHARED: Final = (
     "share cached prompts, turns and stored answers: give the router and its replicas the same "
@@ -115,6 +117,15 @@ class Replica:
         """Return the replica's name of a model; that of its first if it does not have it."""
         names = self.facts.models or (model,)
         return self.facts.find(model) or names[0]
+
+    async def is_well(self) -> bool:
+        """Ask it at once; return whether it gets requests."""
+        self.was_asked.clear()
+        self.look.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ASK_S):
+                await self.was_asked.wait()
+        return self.state is State.READY
 
     def close(self) -> None:
         """Close the connections that no request uses."""

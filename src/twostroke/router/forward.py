@@ -11,7 +11,7 @@ from twostroke.http.disconnect import drop, until_gone
 from twostroke.http.errors import ClientGoneError, report
 from twostroke.http.forms.anthropic import ANTHROPIC
 from twostroke.http.gathering import WRITE
-from twostroke.http.tenants.telling import STREAMS, USAGE_HEADER
+from twostroke.http.tenants.telling import MARK, STREAMS, USAGE_HEADER
 from twostroke.router.errand import HOPS, tokens
 from twostroke.router.fleet import State
 from twostroke.router.paths import COMPUTED, FREE
@@ -34,6 +34,8 @@ _BUSY: Final = frozenset((429, 503, 529))  # another replica may have room
 _NOT_RETURNED: Final = HOPS | frozenset(
     [*b"date server x-request-id request-id".split(), USAGE_HEADER]
 )
+# Comments of a stream and spaces before JSON, sent while nothing is computed yet.
+_SIGNS_OF_LIFE: Final = re.compile(rb"(?::[^\r\n]*[\r\n]|\s)+")
 _ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-)[A-Za-z0-9_-]{1,80})"')
 
 
@@ -165,17 +167,13 @@ class Forwarder:
             meter.begin(head, is_silent=is_silent, strips=errand.asks_usage)
         if head.status in _BUSY:
             raise _BusyError(head, await _whole(connection))
+        if head.status == 500 and replica.is_foreign and ticket is not None:
+            return await self._fail(errand, replica, _BusyError(head, await _whole(connection)))
         try:
             data = await connection.read()
         except ReplicaError:
             errand.passage.num_tries += 1
             raise
-        is_computed = errand.scope["path"] not in FREE  # others say nothing of the pace
-        if ticket is not None and head.status < 300 and is_computed:
-            is_whole = head.media_type not in STREAMS
-            self._fleet.dispatcher.begin(ticket, is_whole=is_whole)
-        if head.status < 300 and (found := _ID.search(data, 0, 4096)):
-            self._fleet.store(found[1].decode(), replica)
         await errand.send(
             {
                 "type": "http.response.start",
@@ -186,7 +184,23 @@ class Forwarder:
         errand.has_begun = True
         errand.free()
         errand.media_type = head.media_type
-        await self._pass_body(errand, connection, data)
+        while not connection.is_read and _SIGNS_OF_LIFE.fullmatch(data) and MARK not in data:
+            await errand.send({"type": "http.response.body", "body": data, "more_body": True})
+            data = await connection.read()
+        if head.status < 300 and (found := _ID.search(data, 0, 4096)):
+            self._fleet.store(found[1].decode(), replica)
+        is_computed = errand.scope["path"] not in FREE  # others say nothing of the pace
+        if ticket is not None and head.status < 300 and is_computed:
+            is_whole = head.media_type not in STREAMS
+            self._fleet.dispatcher.begin(ticket, is_whole=is_whole)
+        return await self._pass_body(errand, connection, data)
+
+    async def _fail(self, errand: Errand, replica: Replica, error: _BusyError) -> None:
+        """Pass an error of another server on, or let another replica answer if it has failed."""
+        if await replica.is_well():
+            return await error.pass_on(errand)
+        errand.passage.num_tries += 1
+        raise ReplicaError(f"{replica.url} answers with an error, and is not well.")
 
     async def _pass_body(self, errand: Errand, connection: Connection, data: bytes) -> None:
         """Pass a body on as it comes, from its first bytes on."""
@@ -248,6 +262,7 @@ class Forwarder:
         report(error, errand.scope)
         if isinstance(error, ReplicaError):
             error = LostError("The server that wrote this answer was lost.")
+            errand.served.error = error.code
         scope, form = errand.scope, errand.served.error_form
         body = form.body(error, errand.served.request_id, str)
         kind = errand.media_type

@@ -328,8 +328,9 @@ def _models(body: bytes) -> tuple[str, ...]:
 
 
 def _context_length(body: bytes) -> int:
-    """Return the longest context that the rows of models say, as vLLM's do; 0 if none does."""
-    given = [row.get("max_model_len") for row in rows(body)]
+    """Return the longest context that the rows of models say, as vLLM's and llama-server's do."""
+    meta = [row["meta"] for row in rows(body) if isinstance(row.get("meta"), dict)]
+    given = [row.get("max_model_len") for row in rows(body)] + [one.get("n_ctx") for one in meta]
     return max((one for one in given if isinstance(one, int) and one > 0), default=0)
 
 
