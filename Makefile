@@ -35,6 +35,7 @@ DEV_READY := $(VENV)/.dev-tools
 CORE_REQUIREMENTS := build/core-requirements.txt
 ARM := build/aarch64
 SUITE := build/json-schema-suite
+NIXL := PYTHONPATH=src:tests:benchmarks:.venv-nixl $(BIN)/python
 LARGER_MODELS := gemma3-270m qwen2.5-coder-0.5b qwen2.5-coder-1.5b
 NATIVE_SOURCES := $(shell find native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inc' \) 2>/dev/null)
 CMAKE = $(BIN)/cmake -S native -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
@@ -50,7 +51,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile gpu-campaign test-parallel test-kills test-machine test-handover test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile gpu-campaign test-parallel test-kills test-machine test-handover test-handover-nixl test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -168,6 +169,12 @@ test-machine: build ## Do 10,000,000 random operations on pages, scheduler, engi
 
 test-handover: build ## Lose and double messages between prefill and decode engines, kill both (HANDOVER_ARGS=).
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/handover.py $(HANDOVER_ARGS)
+
+test-handover-nixl: build pull ## Let NIXL move the pages between prefill and decode engines (HANDOVER_ARGS=, EXACT_ARGS=).
+	@$(MAKE) --no-print-directory .venv-nixl/.ready
+	@$(NIXL) -m pytest --require-model $(PYTEST_ARGS) tests/engine/handover
+	@$(NIXL) tests/exact/handover.py --nixl $(HANDOVER_ARGS)
+	@$(NIXL) tests/exact/handed_over.py --nixl $(EXACT_ARGS)
 
 test-exact-fleet: build pull ## Compare answers of prefill and decode engines with those of one (EXACT_ARGS=).
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/handed_over.py $(EXACT_ARGS)
@@ -339,6 +346,12 @@ $(SUITE)/tests:
 	@mkdir -p $(SUITE)
 	@$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(SUITE) jsonschema==4.26.0
 	@tar xzf $(SUITE)/jsonschema-4.26.0.tar.gz -C $(SUITE) --strip-components=2 jsonschema-4.26.0/json
+	@touch $@
+
+# Its requirements name PyTorch, which it does not need.
+.venv-nixl/.ready: $(READY)
+	@echo "Installing NIXL into $(@D)"
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(@D) nixl-cu12
 	@touch $@
 
 .venv-page/node_modules/axe-core:

@@ -34,6 +34,7 @@ FRAMEWORKS = (
     "ray",
     "mpi4py",
     "libucx",
+    "nixl_cu12",
     "huggingface_hub",
     "matplotlib",
     "opentelemetry",

@@ -1,9 +1,10 @@
 """`make test-exact-fleet`: prompts that a prefill engine's process reads, 500; no answer differs.
 
 Engines on a real model and on tiny ones with windows and experts, with every format of keys and
-values, hand prompts over in shared memory and by TCP. Answers are greedy or drawn, constrained,
-guessed ahead, one or three for a prompt. Tokens, texts and log-probabilities must be those of one
-engine without a prefix cache. A case in which few prompts were handed over fails, too.
+values, hand prompts over in shared memory and by TCP, or with `--nixl` by NIXL. Answers are greedy
+or drawn, constrained, guessed ahead, one or three for a prompt. Tokens, texts and log-probabilities
+must be those of one engine without a prefix cache. A case in which few prompts were handed over
+fails, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from support.tiny import tiny_of, write_tiny_gguf
 
 _FORMATS = ("f16", "bf16", "int8")
 _FAMILIES = ("llama", "gemma2", "gemma3", "qwen3-moe")
+_NIXL_WAYS = (("127.0.0.2", "off", "nixl-read"), ("127.0.0.2", "ngram", "nixl-write"))
 _WAYS = (("127.0.0.1", "off"), ("127.0.0.2", "ngram"), ("127.0.0.1", "ngram"))
 _LEAST_SHARE = 0.5  # of the prompts that must be handed over
 
@@ -31,6 +33,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prompts", type=int, default=500, help="in all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nixl", action="store_true", help="let NIXL move the pages")
     given = parser.parse_args()
     os.environ["TWOSTROKE_PEER_SECRET"] = "a secret of the tests"
     num_wrong, began_s = 0, time.monotonic()
@@ -42,7 +45,7 @@ def main() -> int:
             Case(model, kv_format, *way)
             for (model, kv_format), way in zip(
                 [(model, kv_format) for kv_format in _FORMATS for model in models],
-                cycle(_WAYS),
+                cycle(_NIXL_WAYS if given.nixl else _WAYS),
                 strict=False,
             )
         ]
@@ -53,9 +56,10 @@ def main() -> int:
             found = compare(case, count, given.seed + number, folder)
             is_wrong = found.different or found.transfers.get("done", 0) < _LEAST_SHARE * count
             num_wrong += bool(is_wrong)
+            way = "shared memory" if case.host == "127.0.0.1" else case.link
             print(
                 f"{'WRONG  ' if is_wrong else ''}{Path(case.model).stem} {case.kv_format}, "
-                f"{'shared memory' if case.host == '127.0.0.1' else 'TCP'}, guesses "
+                f"{way}, guesses "
                 f"{case.speculate}: {len(found.different)} of {count} prompts' {found.num_answers} "
                 f"answers differ; {found.transfers} {found.num_bytes / 1e6:.1f} MB",
                 flush=True,

@@ -2,7 +2,8 @@
 
 First each message suffers each fault, over each link; then come random rounds, which cut
 connections, too. Every request must be answered as by one engine, nothing may hang, and no page may
-stay held. Last, engines and servers are killed and stopped (see support/handover_kills.py).
+stay held. Last, engines and servers are killed and stopped (see support/handover_kills.py). With
+`--nixl` pages are moved by NIXL, which must be installed, and its processes suffer, too.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from support.handover import LINKS
-from support.handover_kills import KINDS, SIDES, campaign
+from support.handover import LINKS, NIXL_LINKS, SECRET
+from support.handover_kills import CARRIER_KINDS, KINDS, SIDES, campaign
 from support.handover_rounds import play_each, play_round
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def main() -> int:
@@ -29,31 +35,41 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first random round")
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--first", type=int, default=0, help="kill to go on with, without rounds")
+    parser.add_argument("--nixl", action="store_true", help="let NIXL move the pages")
     given = parser.parse_args()
+    os.environ["TWOSTROKE_PEER_SECRET"] = SECRET
+    links = NIXL_LINKS if given.nixl else LINKS
+    rounds_links = links if given.nixl else ("shared", "tcp")
     logging.disable(logging.WARNING)  # lost connections are no news here
     counts, began_s = Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        for link in LINKS if not given.first else ():
+        for link in links if not given.first else ():
             play_each(Path(place), link, counts)
         for seed in range(given.seed, given.seed + given.rounds) if not given.first else ():
             print(f"\rround {seed}", end="", file=sys.stderr, flush=True)
-            play_round(seed, Path(place), counts)
+            play_round(seed, Path(place), counts, rounds_links)
     for what, count in sorted(counts.items()):
         print(f"  {what}: {count:,}")
-    wrong = _kill(given.kills, given.seed, given.first)
+    wrong = _kill(given.kills, given.seed, given.first, links if given.nixl else ("",))
     words = f"{len(wrong)} things went wrong" if wrong else "No request was lost"
     print("\n".join([*wrong, f"{words}, in {time.monotonic() - began_s:.0f} s."]))
     return 1 if wrong else 0
 
 
-def _kill(count: int, seed: int, first: int) -> list[str]:
-    """Do the last of `count` faults of processes, and print the results; return what was wrong."""
-    every = [(side, kind) for side in SIDES for kind in KINDS]
+def _kill(count: int, seed: int, first: int, links: Sequence[str]) -> list[str]:
+    """Do the last of `count` faults of processes, and print the results; return what was wrong.
+
+    Each of the `links` suffers its share of them.
+    """
+    if len(links) > 1:
+        return [one for link in links for one in _kill(count // len(links), seed, first, [link])]
+    kinds = (*KINDS, *CARRIER_KINDS) if links[0] else KINDS
+    every = [(side, kind) for side in SIDES for kind in kinds]
     faults = [every[number % len(every)] for number in range(count)]
     random.Random(seed).shuffle(faults)
     with tempfile.TemporaryDirectory() as place:
-        counts, wrong = asyncio.run(campaign(Path(place), faults, seed, first=first))
-    print(f"{count - first} faults of processes:")
+        counts, wrong = asyncio.run(campaign(Path(place), faults, seed, first=first, link=links[0]))
+    print(f"{count - first} faults of processes{links[0] and ', ' + links[0]}:")
     for what, number in sorted(counts.items()):
         print(f"  {what}: {number:,}")
     return wrong

@@ -43,6 +43,7 @@ class Case(NamedTuple):
     kv_format: str = "f16"
     host: str = "127.0.0.1"  # any other is not known as this machine, so pages are sent
     speculate: str = "off"
+    link: str = "socket"  # --peer-link, where no memory is shared
 
 
 class Found(NamedTuple):
@@ -66,7 +67,7 @@ def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
         role = ("--role", "prefill", "--peer-address", address)
         cache = ("--kv-format", case.kv_format, "--context-length", str(_CONTEXT))
         Server("prefill", (*command, *role, *cache), folder, stack)
-        handover = HandoverOptions("decode", None, (address,), "always")
+        handover = HandoverOptions("decode", None, (address,), "always", case.link)
         llm = stack.enter_context(LLM(case.model, _options(case, handover)))
         wait_until(lambda: view(llm).borrower.peers[0].state == "up")
         found: list[Any] = []

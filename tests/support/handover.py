@@ -31,6 +31,7 @@ SECRET = "a secret of the tests"
 # Messages of a hand-over, which must all be able to get lost.
 KINDS = ("Read", "Offer", "Fetch", "Content", "Finished", "Abort", "Load")
 LINKS = ("shared", "sockets", "tcp")
+NIXL_LINKS = ("nixl-read", "nixl-write")
 _MEMORY = 4_000_000
 _LATE_S = 0.15
 
@@ -58,7 +59,8 @@ def options(
 @contextmanager
 def prefill(path: Path, link: str = "shared", **given: Any) -> Iterator[tuple[LLM, str]]:
     """Yield a prefill engine, and its address."""
-    host = "127.0.0.2" if link == "tcp" else "127.0.0.1"  # the former is not known as this machine
+    # The former is not known as this machine.
+    host = "127.0.0.2" if link in {"tcp", *NIXL_LINKS} else "127.0.0.1"
     handover = HandoverOptions("prefill", f"{host}:0")
     if link == "sockets":
         given["backend"] = "reference"  # its memory cannot be shared
@@ -67,9 +69,11 @@ def prefill(path: Path, link: str = "shared", **given: Any) -> Iterator[tuple[LL
 
 
 @contextmanager
-def decode(path: Path, address: str, rule: str = "always", **given: Any) -> Iterator[LLM]:
+def decode(
+    path: Path, address: str, rule: str = "always", peer_link: str = "socket", **given: Any
+) -> Iterator[LLM]:
     """Yield a decode engine that has met the prefill engine at `address`."""
-    handover = HandoverOptions("decode", None, (address,), rule)
+    handover = HandoverOptions("decode", None, (address,), rule, peer_link)
     with LLM(path, options(handover, **given)) as llm:
         wait_until(lambda: view(llm).borrower.peers[0].state == "up")
         yield llm
@@ -80,7 +84,11 @@ def pair(path: Path, link: str, **given: Any) -> Iterator[tuple[LLM, LLM]]:
     """Yield a prefill engine and a decode engine that has met it."""
     if link == "sockets":
         given["backend"] = "reference"
-    with prefill(path, link, **given) as (first, address), decode(path, address, **given) as second:
+    peer_link = link if link in NIXL_LINKS else "socket"
+    with (
+        prefill(path, link, **given) as (first, address),
+        decode(path, address, peer_link=peer_link, **given) as second,
+    ):
         yield first, second
 
 

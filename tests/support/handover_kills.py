@@ -1,9 +1,10 @@
 """Kills and stops the processes of a prefill and a decode engine while prompts are handed over.
 
-Faults hit engines (their servers start them again) and servers (they are started again here), at
-random moments of a hand-over. A fault of the prefill side must cost no request and change no token.
-One of the decode side ends its requests with an error, or not at all. After each fault the engines
-must meet again, and neither may hold a page.
+Faults hit engines (their servers start them again), servers (they are started again here), and the
+processes in which NIXL runs, at random moments of a hand-over. A fault of the prefill side, or of
+such a process, must cost no request and change no token. Others of the decode side end its requests
+with an error, or not at all. After each fault the engines must meet again, and neither may hold a
+page.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 SIDES = ("prefill", "decode")
 KINDS = ("kill engine", "stop engine", "kill server")
+CARRIER_KINDS = ("kill carrier", "stop carrier")  # of processes in which NIXL runs
 _TOKENS, _CONTEXT = 8, 4096
 _MOMENT_S = 1.0  # in which a fault happens, after prompts were sent; reading them takes longer
 _ANSWERED_S, _BACK_S = 30.0, 30.0
@@ -44,10 +46,11 @@ _MODEL = Tiny(num_layers=6, hidden_size=256, ffn_size=1024, context_length=_CONT
 class Pair:
     """Servers of both roles, and their clients."""
 
-    def __init__(self, path: Path, stack: ExitStack, http: httpx.AsyncClient) -> None:
-        """Start both."""
+    def __init__(self, path: Path, stack: ExitStack, http: httpx.AsyncClient, link: str) -> None:
+        """Start both; `link` is their --peer-link, "" for shared memory."""
         self._path, self._stack, self._http = path, stack, http
-        self._peer = f"127.0.0.1:{free_port()}"
+        host = "127.0.0.2" if link else "127.0.0.1"  # the former is not known as this machine
+        self._peer, self._link = f"{host}:{free_port()}", link
         self.servers: dict[str, Server] = {}
         for side in SIDES:
             self.start(side)
@@ -61,20 +64,24 @@ class Pair:
         always = ("always",) if side == "decode" else ()
         command = (*our_command(str(self._path), 1), "--accept-quality", "--no-access-log")
         size = ("--context-length", str(_CONTEXT), "--token-budget", "64", "--dashboard")
-        given = (*command, *size, *roles[side], *always)
+        link = ("--peer-link", self._link) if self._link else ()
+        given = (*command, *size, *roles[side], *always, *link)
         self.servers[side] = Server(side, given, self._path.parent, self._stack)
 
     async def harm(self, side: str, kind: str) -> None:
-        """Send a signal to a server or to its engine, which may have been stopped just before."""
+        """Send a signal to a server or a process of it, which may have been stopped just before."""
         server = self.servers[side].pid
-        if kind == "kill server":
-            os.kill(server, signal.SIGKILL)
+        how, what = kind.split()
+        signal_ = signal.SIGSTOP if how == "stop" else signal.SIGKILL
+        if what == "server":
+            os.kill(server, signal_)
             return
+        name = b"twostroke.engine." + (b"process" if what == "engine" else b"handover.carrier")
         until_s = time.monotonic() + _BACK_S
-        while not (engines := [one for one in descendants(server) if _is_engine(one)]):
-            assert time.monotonic() < until_s, f"The {side} server starts no engine."
+        while not (found := [one for one in descendants(server) if _is(one, name)]):
+            assert time.monotonic() < until_s, f"The {side} server starts no {what}."
             await asyncio.sleep(0.05)
-        os.kill(engines[0], signal.SIGSTOP if kind == "stop engine" else signal.SIGKILL)
+        os.kill(found[0], signal_)
 
     async def ask(self, prompt: Sequence[int]) -> str:
         """Return an answer's text, or `error: ` and what the client was told."""
@@ -139,7 +146,7 @@ async def _fault(
         answer = task.result()
         if answer == text:
             counts["answered"] += 1
-        elif answer.startswith("error: ") and side == "decode":
+        elif answer.startswith("error: ") and side == "decode" and "carrier" not in kind:
             counts[answer] += 1
         else:
             wrong.append(f"{answer!r} in place of {text!r}")
@@ -169,10 +176,12 @@ async def campaign(
     together: int = 4,
     most_tokens: int = 3000,
     first: int = 0,
+    link: str = "",
 ) -> tuple[Counter[str], list[str]]:
     """Do the faults from `first` on, each a side and a kind, while `together` prompts are asked.
 
-    Returns what came of the requests, and what was wrong.
+    `link` is the engines' --peer-link, "" for shared memory. Returns what came of the requests, and
+    what was wrong.
     """
     rng = random.Random(f"{seed} {first}")
     path = write_tiny_gguf(folder / "m.gguf", _MODEL)
@@ -192,7 +201,7 @@ async def campaign(
     counts, wrong = Counter[str](), list[str]()
     async with httpx.AsyncClient(timeout=_ANSWERED_S, trust_env=False) as http:
         with ExitStack() as stack:
-            pair = Pair(path, stack, http)
+            pair = Pair(path, stack, http, link)
             wrong += await _at_rest(pair)
             for number, (side, kind) in enumerate(faults[first:]):
                 print(f"\rfault {first + number}", end="", file=sys.stderr, flush=True)
@@ -204,7 +213,7 @@ async def campaign(
     return counts, wrong
 
 
-def _is_engine(pid: int) -> bool:
+def _is(pid: int, name: bytes) -> bool:
     with contextlib.suppress(OSError):
-        return b"twostroke.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return name in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

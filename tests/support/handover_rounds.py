@@ -27,11 +27,11 @@ from support.handover import (
 )
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
-from twostroke.engine.handover import lending, peer
+from twostroke.engine.handover import guest, peer
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 FAULTS = ("lost", "late", "doubled", "cut")
@@ -42,7 +42,7 @@ _NUM_PROMPTS = 6
 def be_impatient(patch: pytest.MonkeyPatch) -> None:
     """Shorten the times after which a fault is noticed."""
     patch.setattr(peer, "PATIENCE_S", 0.3)
-    patch.setattr(lending, "LEASE_S", 0.5)
+    patch.setattr(guest, "LEASE_S", 0.5)
     patch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
 
 
@@ -75,10 +75,19 @@ def play_each(folder: Path, link: str, counts: Counter[str]) -> None:
             counts.update({f"transfers {k}": n for k, n in view(second).borrower.transfers.items()})
 
 
-def play_round(seed: int, folder: Path, counts: Counter[str]) -> None:
-    """Play a random round: its model, its link, its faults, and who cancels."""
+def play_round(
+    seed: int,
+    folder: Path,
+    counts: Counter[str],
+    links: Sequence[str] = ("shared", "tcp"),
+    use: Callable[[pytest.MonkeyPatch, Callable[[], str]], None] | None = None,
+) -> None:
+    """Play a random round: its model, its link, its faults, and who cancels.
+
+    `use` patches carriers that move pages, which then fail as often as messages do.
+    """
     rng = random.Random(seed)
-    link = rng.choice(("shared", "tcp"))
+    link = rng.choice(links)
     chance = rng.choice((0.02, 0.1, 0.3))
     given: dict[str, Any] = {
         "kv_format": rng.choice(("f16", "bf16", "int8")),
@@ -98,7 +107,13 @@ def play_round(seed: int, folder: Path, counts: Counter[str]) -> None:
             hits = is_on[0] and faults.random() < chance
             return faults.choice(FAULTS) if hits else ""
 
+        def choose_move() -> str:
+            hits = is_on[0] and faults.random() < chance / 2
+            return faults.choice(("fails", "stuck")) if hits else ""
+
         Network(patch, choose, counts)
+        if use is not None:
+            use(patch, choose_move)
         with pair(path, link, **given) as (first, second):
             is_on[0] = True
             client = second.engine.client

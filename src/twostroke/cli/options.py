@@ -30,6 +30,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.handover_options import (
     DEFAULT_PEER_ADDRESS,
     DISAGGREGATE,
+    PEER_LINKS,
     ROLES,
     HandoverOptions,
 )
@@ -237,8 +238,7 @@ HANDOVER: Final = [
         ["--role"],
         type=OneOf(ROLES),
         default="mixed",
-        help="prefill: also read prompts for decode engines; decode: let prefill engines read "
-        "prompts, and fetch the pages.",
+        help="prefill: read prompts for decode engines, too; decode: let such engines read them.",
     ),
     _handing(
         ["--peer-address"],
@@ -257,6 +257,12 @@ HANDOVER: Final = [
         type=OneOf(DISAGGREGATE),
         default="auto",
         help="Which prompts prefill engines read; auto: those for which it saves time.",
+    ),
+    _handing(
+        ["--peer-link"],
+        type=OneOf(PEER_LINKS),
+        default="auto",
+        help="How pages travel if no memory is shared; auto: socket or NIXL, what is faster.",
     ),
 ]
 

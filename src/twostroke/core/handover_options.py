@@ -9,6 +9,7 @@ from twostroke.core.frozen import Frozen
 
 ROLES: Final = ("mixed", "prefill", "decode")
 DISAGGREGATE: Final = ("auto", "always", "never")
+PEER_LINKS: Final = ("auto", "socket", "nixl", "nixl-read", "nixl-write")
 DEFAULT_PEER_ADDRESS: Final = "127.0.0.1:7800"
 
 
@@ -22,16 +23,21 @@ class HandoverOptions(Frozen):
         peer_address: HOST:PORT to listen at; port 0 takes a free one.
         prefill_peers: HOST:PORT of each prefill engine.
         disaggregate: "always", "never", or "auto": where it saves time.
+        peer_link: how pages travel between engines that share no memory: by their socket, or by
+            NIXL, where the decode engine reads or the prefill engine writes. "auto" and "nixl" take
+            what is measured to be faster.
     """
 
     role: str = "mixed"
     peer_address: str | None = None
     prefill_peers: tuple[str, ...] = ()
     disaggregate: str = "auto"
+    peer_link: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse unknown names, and parts that do not fit together."""
-        for name, known in (("role", ROLES), ("disaggregate", DISAGGREGATE)):
+        names = ("role", ROLES), ("disaggregate", DISAGGREGATE), ("peer_link", PEER_LINKS)
+        for name, known in names:
             value = getattr(self, name)
             if value not in known:
                 hint = nearest(value, known)
@@ -47,6 +53,9 @@ class HandoverOptions(Frozen):
             raise UsageError("needs {other} decode.", field="disaggregate", other=Field("role"))
         if self.role != "prefill" and self.peer_address is not None:
             raise UsageError("needs {other} prefill.", field="peer_address", other=Field("role"))
+        if self.role == "mixed" and self.peer_link != "auto":
+            reason = "needs {other} prefill or decode."
+            raise UsageError(reason, field="peer_link", other=Field("role"))
         for address in self.prefill_peers:
             parse_address(address, "prefill_peers")
         parse_address(self.own_address, "peer_address")

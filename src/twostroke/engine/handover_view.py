@@ -20,7 +20,8 @@ class PeerView(Frozen):
     """A prefill engine as a decode engine sees it; rates are 0.0 until they were measured.
 
     `overhead_s` is what transfers took beyond the queue there, computing, and moving.
-    `state` is "up", "down" or "refused", `link` "shared memory" or "socket".
+    `state` is "up", "down" or "refused"; `link` is "" without a connection, else the `title` of
+    its `Way`.
     """
 
     address: str

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support import carriers
 from support.cached_pages import keys_of, young_to_old
 from support.handover import (
+    NIXL_LINKS,
     SAMPLED,
     Network,
     answers,
@@ -25,7 +27,7 @@ from support.handover import (
 from support.handover_rounds import play_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
-from twostroke.engine.handover import lending, messages, peer
+from twostroke.engine.handover import guest, messages, peer
 from twostroke.engine.handover.connection import connect, meet
 
 if TYPE_CHECKING:
@@ -40,6 +42,11 @@ PROMPT = [3 + n % 200 for n in range(100)]  # six full pages, and a part of one
 @pytest.mark.seeds(6)
 def test_faults_cost_time_and_no_request(seed: int, tmp_path: Path) -> None:
     play_round(seed, tmp_path, Counter())
+
+
+@pytest.mark.seeds(6)
+def test_moves_that_fail_and_write_on_cost_time_and_no_request(seed: int, tmp_path: Path) -> None:
+    play_round(seed, tmp_path, Counter(), NIXL_LINKS, carriers.use)
 
 
 def _outcomes(folder: Path, answer: Callable[[Connection, Any], None], within_s: float) -> Any:
@@ -94,7 +101,7 @@ def test_a_lost_connection_ends_its_transfers_at_once(tmp_path: Path) -> None:
 def test_a_lease_ends_though_nothing_more_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "LEASE_S", 0.3)
+    monkeypatch.setattr(guest, "LEASE_S", 0.3)
     monkeypatch.setattr(peer, "PATIENCE_S", 0.1)
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     Network(monkeypatch, lambda kind: "lost" if kind in {"Fetch", "Abort"} else "", Counter())

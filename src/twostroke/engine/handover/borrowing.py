@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.handover_options import parse_address
 from twostroke.engine.handover.chooser import Chooser
 from twostroke.engine.handover.peer import Peer
+from twostroke.engine.handover.ways import OwnPages
 from twostroke.engine.handover_view import BorrowerView
 
 if TYPE_CHECKING:
@@ -31,8 +33,13 @@ class Borrower:
         kind: messages.Kind,
         options: HandoverOptions,
         secret: bytes,
+        file: int | None = None,
     ) -> None:
-        """Connect to the peers of `options`, now or whenever they are there."""
+        """Connect to the peers of `options`, now or whenever they are there.
+
+        `file` is the open file of this engine's pages, if NIXL may move them.
+        """
+        self._file = file
         self._loop, self._pages = client.loop, client.loop.pages
         self._chooser = Chooser(
             options.disaggregate,
@@ -43,7 +50,9 @@ class Borrower:
         )
         self._paced_s = self._known_pace = 0.0
         addresses = [parse_address(one, "prefill_peers") for one in options.prefill_peers]
-        self.peers = [Peer(one, secret, kind, self._loop) for one in addresses]
+        own = OwnPages(file, self._loop.facts.num_pages, kind.page_bytes)
+        given = secret, kind, self._loop, own, options.peer_link
+        self.peers = [Peer(one, *given) for one in addresses]
         self._pages.on_submit.append(self._consider)
         self._pages.on_end.append(self._ended)
         self._pages.on_close.append(self.close)
@@ -52,6 +61,9 @@ class Borrower:
         """End all transfers and connections."""
         for peer in self.peers:
             peer.close()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
         return True
 
     def view(self) -> BorrowerView:

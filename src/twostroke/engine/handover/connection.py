@@ -199,7 +199,7 @@ def connect(address: tuple[str, int], secret: bytes) -> tuple[Connection, int | 
         PeerLostError: it does not answer, or has another secret.
     """
     host, port = address
-    if _is_own(host):
+    if is_own(host):
         with suppress(OSError):
             return _connect_locally(port)
     if not secret:
@@ -253,7 +253,7 @@ def _connect_locally(port: int) -> tuple[Connection, int | None]:
     return Connection(sock, messages.answers), files[0] if files else None
 
 
-def _is_own(host: str) -> bool:
+def is_own(host: str) -> bool:
     """Whether an address is this machine's; loopback addresses beyond the usual are not counted."""
     if host in _LOCAL_HOSTS or host.startswith("127."):
         return host in _LOCAL_HOSTS

@@ -1,6 +1,7 @@
 """The messages between a decode engine and a prefill engine.
 
-They travel in frames (`engine/frames.py`). No message holds a path, a descriptor or a pointer. The
+They travel in frames (`engine/frames.py`). No message holds a path or a descriptor, and none a
+pointer but `Join` and `Joined`: engines that move pages by NIXL have proved the secret before. The
 pages of a `Content` follow its frame where they travel by the same socket.
 """
 
@@ -15,7 +16,12 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from twostroke.cache.tiers import PageKind
 
-VERSION: Final = 1  # raise it when a message changes
+VERSION: Final = 2  # raise it when a message changes
+
+# How pages come to a decode engine.
+COPIED: Final = "copied"  # it reads them itself: from shared memory, or by NIXL
+SENT: Final = "sent"  # after a `Content`
+WRITTEN: Final = "written"  # by NIXL, before the `Content`
 
 # The words for a fact in which two engines differ.
 _FACTS: Final = {
@@ -62,6 +68,17 @@ class Kind(Frozen, array_like=True):
         return next((_FACTS[name] for name in differ), None)
 
 
+class Place(Frozen, array_like=True):
+    """Where pages can be reached by NIXL: its metadata, and addresses in a carrier's process.
+
+    `pages` is that of the engine's first page, `probe` that of memory of no use.
+    """
+
+    metadata: bytes
+    pages: int
+    probe: int
+
+
 # To the prefill engine. `id` numbers the prompts of a connection; it only grows.
 
 
@@ -89,8 +106,9 @@ class Read(Frozen, array_like=True, tag=2):
 class Fetch(Frozen, array_like=True, tag=3):
     """The answer to an `Offer`: take some of its pages, by their places in it.
 
-    In shared memory they have been copied already; `Content` says whether they may be used. With
-    `is_last` no other page of the offer is wanted. `number` only grows.
+    Those that are `COPIED` have been read already; `Content` says whether they may be used.
+    `targets` are the pages to which others are to be `WRITTEN`. With `is_last` no other page of the
+    offer is wanted. `number` only grows.
     """
 
     number: int
@@ -98,6 +116,8 @@ class Fetch(Frozen, array_like=True, tag=3):
     offer: int
     wanted: list[int]
     is_last: bool
+    how: str = COPIED
+    targets: list[int] = msgspec.field(default_factory=list)
 
 
 class Abort(Frozen, array_like=True, tag=4):
@@ -106,7 +126,20 @@ class Abort(Frozen, array_like=True, tag=4):
     id: int
 
 
-Question = Hello | Read | Fetch | Abort
+class Join(Frozen, array_like=True, tag=5):
+    """Move pages by NIXL, if both engines can: the decode engine's place."""
+
+    place: Place
+
+
+class Probe(Frozen, array_like=True, tag=6):
+    """Move `nixl.PROBE_BYTES` of no use in this way, to measure it, and answer with `Content`."""
+
+    number: int
+    how: str
+
+
+Question = Hello | Read | Fetch | Abort | Join | Probe
 
 # From the prefill engine.
 
@@ -134,7 +167,7 @@ class Offer(Frozen, array_like=True, tag=3):
 
 
 class Content(Frozen, array_like=True, tag=4):
-    """The answer to `Fetch`. The lease ended before if not `is_valid`.
+    """The answer to `Fetch` or `Probe`. If not `is_valid`, the lease ended or NIXL failed.
 
     So many bytes of pages follow the frame.
     """
@@ -163,7 +196,14 @@ class Load(Frozen, array_like=True, tag=6):
     last_id: int = 0
 
 
-Answer = Welcome | Refused | Offer | Content | Finished | Load
+class Joined(Frozen, array_like=True, tag=7):
+    """The answer to `Join`: the prefill engine's place, or why it has none."""
+
+    place: Place | None
+    reason: str = ""
+
+
+Answer = Welcome | Refused | Offer | Content | Finished | Load | Joined
 
 questions: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
 answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)

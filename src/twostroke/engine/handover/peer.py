@@ -12,6 +12,8 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from twostroke.engine.handover import messages
 from twostroke.engine.handover.choice import Overhead, There
 from twostroke.engine.handover.connection import PeerLostError, RefusedError, connect, meet
@@ -25,8 +27,9 @@ from twostroke.engine.handover.ongoing import (
     PARTIAL,
     Fetching,
     Ongoing,
+    begin,
 )
-from twostroke.engine.handover.shared import SharedPages
+from twostroke.engine.handover.ways import choose_way
 from twostroke.engine.handover_view import PeerView
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.engine.handover.chooser import Chosen
     from twostroke.engine.handover.connection import Connection
+    from twostroke.engine.handover.ways import OwnPages, Way
     from twostroke.engine.loop import EngineLoop
 
 _logger = logging.getLogger("twostroke.handover")
@@ -57,8 +61,10 @@ class Peer:
         secret: bytes,
         kind: messages.Kind,
         loop: EngineLoop,
+        own: OwnPages,
+        link: str,
     ) -> None:
-        """Connect, again and again until it is closed."""
+        """Connect, again and again until it is closed; `link` is a word of `PEER_LINKS`."""
         self.open: dict[int, Ongoing] = {}
         self._unused: list[Ongoing] = []  # have ended, and hold pages until their requests start
         self.outcomes: Counter[str] = Counter()
@@ -66,7 +72,8 @@ class Peer:
         self._address, self._secret, self._kind = address, secret, kind
         self._pages = loop.pages
         self._connection: Connection | None = None
-        self._shared: SharedPages | None = None
+        self._own, self._link, self._num_failed = own, link, 0  # times that NIXL failed in turn
+        self._way: Way | None = None
         self._num_pages = 0
         self._state = "down"
         self._load = messages.Load(0.0, 0.0)
@@ -92,6 +99,8 @@ class Peer:
         """End all transfers and the connection."""
         self._closing.set()
         self._cut()
+        if (way := self._way) is not None:
+            way.end()
         for thread in self._threads:
             thread.join()
         with self._pages.lock:
@@ -101,7 +110,7 @@ class Peer:
     def view(self) -> PeerView:
         """Return its state."""
         load, (host, port) = self._load, self._address
-        link = "shared memory" if self._shared is not None else "socket"
+        link = self._way.title if self._way is not None else ""
         rates = load.queue_flops, load.flops_per_s, self._rate
         overhead_s = self._overhead.seconds(time.monotonic())
         return PeerView(f"{host}:{port}", self._state, link, len(self.open), *rates, overhead_s)
@@ -117,22 +126,11 @@ class Peer:
 
     def begin(self, request: Request, chosen: Chosen) -> None:
         """Have it read the prompt of a request."""
-        transfer, wanted = chosen.transfer, chosen.wanted
-        places = {key: place for place, key in enumerate(transfer.keys, transfer.first_place)}
-        keys = {(group, places[key]): (group, key) for group, key in wanted}
-        end = transfer.first_place + len(transfer.keys)
-        firsts = [end] * len(self._kind.windows)
-        for group, place in keys:
-            firsts[group] = min(firsts[group], place)
-        now_s, patience_s = time.monotonic(), PATIENCE_S + 3 * chosen.seconds
-        one = Ongoing(
-            *(next(self._ids), request, transfer, keys, chosen.flops, chosen.seconds),
-            *(now_s, patience_s, now_s + patience_s),
-        )
+        one = begin(next(self._ids), request, chosen, PATIENCE_S, len(self._kind.windows))
         self.open[one.id] = one
+        end = chosen.transfer.first_place + len(chosen.transfer.keys)
         tokens = request.tokens[: end * self._kind.page_size]
-        read = messages.Read(one.id, tokens, request.salt, tuple(firsts), request.priority)
-        self._to_send.put(read)
+        self._to_send.put(messages.Read(one.id, tokens, request.salt, one.firsts, request.priority))
 
     def request_ended(self, request: Request) -> None:
         """Abort the transfer of a request that has ended."""
@@ -148,7 +146,7 @@ class Peer:
     def _end(self, one: Ongoing, outcome: str) -> None:
         """Let requests compute what has not arrived, and give the pages back when none writes."""
         del self.open[one.id]
-        self._fetches = {n: fetch for n, fetch in self._fetches.items() if fetch.one is not one}
+        self._fetches = {n: f for n, f in self._fetches.items() if f.one is not one or f.is_written}
         one.has_ended = True
         if not one.is_finished and outcome != DONE:
             self._to_send.put(messages.Abort(one.id))
@@ -205,19 +203,16 @@ class Peer:
             if file is not None:
                 os.close(file)
             raise
-        if file is not None:
-            try:
-                self._shared = SharedPages(file, self._num_pages, self._kind.page_bytes)
-            except OSError as error:
-                raise PeerLostError(f"The pages cannot be mapped: {error}.") from None
+        link = "socket" if self._link == "auto" and self._num_failed > 1 else self._link
+        self._way = choose_way(connection, file, self._num_pages, self._own, link)
         self._heard_s = time.monotonic()
         with self._pages.lock:
             self._load = messages.Load(0.0, 0.0)
             self._ids = itertools.count(1)
             self._to_send = queue.SimpleQueue()
             self._state = "up"
-        how = "pages lie in shared memory" if self._shared else "pages are sent"
-        _logger.info("Prefill engine %s:%d reads prompts; %s.", *self._address, how)
+        title = self._way.title
+        _logger.info("Prefill engine %s:%d reads prompts; way of pages: %s.", *self._address, title)
 
     def _receive(self) -> messages.Answer:
         assert self._connection is not None
@@ -231,9 +226,15 @@ class Peer:
             self._state = "refused" if isinstance(error, RefusedError) else "down"
             for one in list(self.open.values()):
                 self._end(one, LOST)
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        if self._way is not None:
+            self._num_failed += self._way.is_nixl
+            self._way.close()
+            self._way = None
+        with self._pages.lock:  # nothing writes any more
+            for fetch in self._fetches.values():
+                fetch.one.num_writing -= fetch.is_written
+            self._fetches = {}
+            self._let_go()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -270,52 +271,46 @@ class Peer:
                 return
             one.offers.add(offer.offer)
             one.due_s = time.monotonic() + one.patience_s
-            named = [
-                (at, one.keys.get((group, place)), page)
-                for at, (group, place, page) in enumerate(offer.pages)
-            ]
-            found = {
-                key: (at, key, page)  # once, however often it is named
-                for at, key, page in named
-                if key in one.transfer.wanted and key not in one.asked
-            }
-            one.asked.update(found)
-            rest = sorted(found.values(), key=lambda one: one[2])  # neighbours are copied together
+            rest = one.choose(offer)
         if not all(0 <= page < self._num_pages for _, _, page in rest):
             raise PeerLostError("A page was offered that cannot be.")
         self._fetch(one, offer.offer, rest)
 
     def _fetch(self, one: Ongoing, offer: int, rest: list[tuple[int, PageKey, int]]) -> None:
         """Fetch as many pages of an offer as there is room for, the others after these."""
+        assert self._way is not None
+        how, is_written = self._way.how, self._way.how == messages.WRITTEN
         with self._pages.lock:
             if one.has_ended:
                 return  # and was aborted
-            pages = self._pages.take(one.transfer, [key for _, key, _ in rest])
+            most = self._way.most_pages(self._kind.page_bytes)
+            pages = self._pages.take(one.transfer, [key for _, key, _ in rest[:most]])
             part, rest = rest[: len(pages)], rest[len(pages) :]
             if rest and not part:
                 self._end(one, NO_ROOM)
                 return
             number = next(self._numbers)
             keys = [key for _, key, _ in part]
-            self._fetches[number] = Fetching(one, offer, keys, rest, time.monotonic())
+            self._fetches[number] = Fetching(one, offer, keys, rest, time.monotonic(), how)
             one.num_pending += 1
             one.num_writing += 1
         try:
-            if self._shared is not None:
-                self._shared.copy([page for _, _, page in part], self._memory, pages)
+            self._way.copy([page for _, _, page in part], self._memory, pages)
         finally:
-            self._written(one)
+            if not is_written:
+                self._written(one)
         wanted = [at for at, _, _ in part]
+        fetch = messages.Fetch(number, one.id, offer, wanted, is_last=not rest, how=how)
         assert self._connection is not None
-        self._connection.send(messages.Fetch(number, one.id, offer, wanted, is_last=not rest))
+        self._connection.send(replace(fetch, targets=pages) if is_written else fetch)
 
     def _arrived(self, content: messages.Content) -> None:
         with self._pages.lock:
             fetch = self._fetches.pop(content.number, None)
             if fetch is not None:
-                one, is_sent = fetch.one, content.is_valid and self._shared is None
+                one, is_sent = fetch.one, content.is_valid and fetch.how == messages.SENT
                 pages = [one.transfer.pages[key] for key in fetch.keys] if is_sent else []
-                one.num_writing += 1
+                one.num_writing += not fetch.is_written
         if fetch is None:
             self._drain(content.num_bytes)
             return
@@ -333,6 +328,7 @@ class Peer:
             if not content.is_valid:
                 self._end(one, LATE)
                 return
+            self._num_failed = 0
             self._pages.arrive(one.transfer, fetch.keys)
             now_s = time.monotonic()
             one.due_s = now_s + one.patience_s
@@ -394,6 +390,10 @@ class Peer:
             for one in [one for one in self.open.values() if one.due_s < now_s]:
                 self._end(one, LATE)
             self._let_go()
+            ended = (fetch.one for fetch in self._fetches.values() if fetch.one.has_ended)
+            is_stuck = any(one.due_s + PATIENCE_S < now_s for one in ended)
+        if is_stuck:
+            self._cut()  # nothing writes to the pages then
 
     def _cut(self) -> None:
         if (connection := self._connection) is not None:

@@ -1,0 +1,216 @@
+"""Pages that NIXL moves: as if it was installed, and by the real one where it is."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support import carriers
+from support.handover import (
+    NIXL_LINKS,
+    SAMPLED,
+    SECRET,
+    answers,
+    check_clean,
+    decode,
+    options,
+    pair,
+    prefill,
+    random_prompts,
+    view,
+    wait_until,
+)
+from support.handover_rounds import play_round
+from support.tiny import tiny_of, write_tiny_gguf
+from twostroke import LLM
+from twostroke.core.errors import UsageError
+from twostroke.core.handover_options import HandoverOptions
+from twostroke.engine.handover import nixl, peer, ways
+from twostroke.engine.handover.nixl import Carrier, CarrierError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+TITLES = {"nixl-read": "NIXL, read", "nixl-write": "NIXL, written"}
+is_real = pytest.mark.skipif(nixl.obstacle() is not None, reason=nixl.INSTALL)
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
+
+
+def _check_tokens(folder: Path, link: str, family: str) -> None:
+    path = write_tiny_gguf(folder / "m.gguf", tiny_of(family))
+    prompts = random_prompts(random.Random(1), 12)
+    with LLM(path, options()) as alone:
+        expected = answers(alone, prompts, SAMPLED)
+    with pair(path, link) as (first, second):
+        assert answers(second, prompts, SAMPLED) == expected
+        borrower = view(second).borrower
+        assert borrower.peers[0].link == TITLES[link]
+        assert set(borrower.transfers) == {"done"}
+        assert borrower.transfers["done"] >= 8
+        for llm in (first, second):
+            check_clean(llm)
+
+
+@pytest.mark.parametrize(("link", "family"), [("nixl-read", "gemma3"), ("nixl-write", "llama")])
+def test_the_tokens_are_those_of_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, family: str
+) -> None:
+    carriers.use(monkeypatch)
+    _check_tokens(tmp_path, link, family)
+
+
+@pytest.mark.parametrize(
+    ("link", "seconds", "title"),
+    [
+        ("auto", (1.0, 2.0, 3.0), "socket"),
+        ("auto", (2.0, 1.0, 3.0), "NIXL, read"),
+        ("auto", (3.0, 2.0, 1.0), "NIXL, written"),
+        ("nixl", (2.0, 1.0), "NIXL, written"),
+        ("socket", (), "socket"),
+    ],
+)
+def test_the_way_that_is_measured_to_be_faster_is_taken(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    link: str,
+    seconds: tuple[float, ...],
+    title: str,
+) -> None:
+    carriers.use(monkeypatch)
+    left = list(seconds)
+
+    def measure(probe: Callable[[], None]) -> float:
+        probe()
+        return left.pop(0)
+
+    monkeypatch.setattr(ways, "_seconds", measure)
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    with prefill(path, "tcp") as (_, address), decode(path, address, peer_link=link) as llm:
+        assert view(llm).borrower.peers[0].link == title
+        assert not left
+        assert answers(llm, [list(range(3, 60))], SAMPLED)
+        assert view(llm).borrower.transfers == {"done": 1}
+
+
+def test_without_nixl_there_auto_takes_the_socket_and_nixl_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    carriers.use(monkeypatch)
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    there = HandoverOptions("prefill", "127.0.0.2:0", peer_link="socket")
+    with LLM(path, options(there)) as first:
+        address = f"127.0.0.2:{view(first).lender.port}"
+        with decode(path, address, peer_link="auto") as llm:
+            assert view(llm).borrower.peers[0].link == "socket"
+        here = HandoverOptions("decode", None, (address,), "always", "nixl")
+        with LLM(path, options(here)) as llm:
+            wait_until(lambda: view(llm).borrower.peers[0].state == "refused")
+            assert llm.generate(["hello"])
+    assert "does not move pages by NIXL: its --peer-link is socket" in caplog.text
+
+
+def test_nixl_that_is_not_installed_is_refused_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "obstacle", lambda: nixl.INSTALL)
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    given = HandoverOptions("prefill", "127.0.0.2:0", peer_link="nixl")
+    with pytest.raises(UsageError, match=r"cannot be nixl\. NIXL is not installed: run pip"):
+        LLM(path, options(given))
+
+
+def test_nixl_that_fails_twice_in_turn_is_replaced_by_the_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carriers.use(monkeypatch, lambda: "fails")
+    monkeypatch.setattr(peer, "PATIENCE_S", 0.5)
+    seconds = itertools.cycle((3, 1, 2))  # the second one is that of reading
+    monkeypatch.setattr(ways, "_seconds", lambda _: next(seconds))
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    prompts = random_prompts(random.Random(3), 3)
+    with LLM(path, options()) as alone:
+        expected = answers(alone, prompts, SAMPLED)
+    with prefill(path, "tcp") as (_, address), decode(path, address, peer_link="auto") as llm:
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            wait_until(lambda: view(llm).borrower.peers[0].state == "up")
+            assert answers(llm, [prompt], SAMPLED) == [tokens]
+        assert view(llm).borrower.peers[0].link == "socket"
+        assert view(llm).borrower.transfers == {"lost": 2, "done": 1}
+
+
+@is_real
+@pytest.mark.parametrize("link", NIXL_LINKS)
+def test_the_tokens_are_those_of_one_engine_with_the_real_one(tmp_path: Path, link: str) -> None:
+    _check_tokens(tmp_path, link, "llama")
+
+
+@is_real
+@pytest.mark.seeds(2)
+def test_faults_cost_time_and_no_request_with_the_real_one(seed: int, tmp_path: Path) -> None:
+    play_round(seed, tmp_path, Counter(), NIXL_LINKS)
+
+
+_SIZE, _COUNT = 1 << 18, 256
+
+
+@pytest.fixture
+def pages() -> Iterator[list[tuple[int, Any]]]:
+    """Open files of two engines' pages, and views of these; only the first one's are not zero."""
+    with ExitStack() as stack:
+        found = []
+        for value in (1, 0):
+            file = os.memfd_create("pages")
+            stack.callback(os.close, file)
+            os.ftruncate(file, _SIZE * _COUNT)
+            view_ = np.frombuffer(mmap.mmap(file, _SIZE * _COUNT), np.uint8)
+            view_[:] = value
+            found.append((file, view_.reshape(_COUNT, _SIZE)))
+        yield found
+
+
+@is_real
+@pytest.mark.parametrize("is_write", [False, True])
+@pytest.mark.parametrize(("who", "how"), [(0, "stop"), (1, "stop"), (0, "kill"), (1, "kill")])
+def test_nothing_is_written_once_a_carrier_is_closed(
+    pages: list[tuple[int, Any]], is_write: bool, who: int, how: str
+) -> None:
+    every = range(_COUNT)
+    both = [Carrier(file, _COUNT, _SIZE) for file, _ in pages]
+    lender, borrower = both
+    try:
+        lender.meet(borrower.place, 5)
+        borrower.meet(lender.place, 5)
+        mover = lender if is_write else borrower
+        mover.move([3, 1], [0, 2], 5, is_write=is_write)
+        target = pages[1][1]
+        assert target[[0, 2] if is_write else [3, 1]].all()
+        target[:] = 0
+        process = both[who]._process
+        signal_ = signal.SIGSTOP if how == "stop" else signal.SIGKILL
+        threading.Timer(0.01, process.send_signal, (signal_,)).start()
+        with suppress(CarrierError):
+            mover.move(every, every, 1, is_write=is_write)
+        borrower.close()
+        before = target.copy()
+        process.send_signal(signal.SIGCONT)
+        with suppress(CarrierError):
+            lender.move(every, every, 1, is_write=True)
+        assert (target == before).all()
+    finally:
+        for one in both:
+            one.close()

@@ -1,0 +1,92 @@
+"""Carriers without NIXL, within one process, that fail as real ones do."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import threading
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from twostroke.engine.handover import guest, lending, nixl, ways
+from twostroke.engine.handover.messages import Place
+from twostroke.engine.handover.nixl import CarrierError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import pytest
+
+_MOVE_S = 0.3  # after which a move that is stuck is given up
+_names = itertools.count(1)
+
+
+class Carrier:
+    """See `nixl.Carrier`. A move that fails goes on writing until the target's carrier is closed.
+
+    `choose` says how the next move fails: "fails", "stuck" or not at all.
+    """
+
+    places: ClassVar[dict[bytes, Carrier]] = {}
+    choose: ClassVar[Callable[[], str]] = staticmethod(lambda: "")
+
+    def __init__(self, memory: int, num_pages: int, page_bytes: int) -> None:
+        memory_map = mmap.mmap(memory, num_pages * page_bytes)
+        self.pages = np.frombuffer(memory_map, np.uint8).reshape(num_pages, page_bytes)
+        self.place = Place(str(next(_names)).encode(), 0, 0)
+        self.places[self.place.metadata] = self
+        self._other = self
+        self._ended, self._writers = threading.Event(), list[threading.Thread]()
+
+    def meet(self, place: Place, within_s: float) -> None:
+        del within_s
+        self._other = self.places[place.metadata]
+
+    def move(
+        self, own: Sequence[int], theirs: Sequence[int], within_s: float, *, is_write: bool
+    ) -> None:
+        here, there = (self, self._other) if is_write else (self._other, self)
+        sources, targets = (own, theirs) if is_write else (theirs, own)
+        fault = type(self).choose()
+        if fault or here._ended.is_set() or there._ended.is_set():
+            there._haunt(list(targets))
+            if fault == "stuck":
+                self._ended.wait(within_s)
+            self.close()
+            raise CarrierError("NIXL failed, as it was told.")
+        there.pages[list(targets)] = here.pages[list(sources)]
+
+    def probe(self, within_s: float, *, is_write: bool) -> None:
+        del within_s, is_write
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def close(self) -> None:
+        self.end()
+        for writer in self._writers:
+            writer.join()
+
+    def _haunt(self, targets: list[int]) -> None:
+        """Write nonsense to pages until this carrier has ended."""
+        if self._ended.is_set():
+            return
+
+        def write() -> None:
+            while not self._ended.wait(0.001):
+                self.pages[targets] ^= 0xFF
+
+        self._writers.append(threading.Thread(target=write, daemon=True))
+        self._writers[-1].start()
+
+
+def use(patch: pytest.MonkeyPatch, choose: Callable[[], str] = lambda: "") -> None:
+    """Let engines use such carriers, as if NIXL was installed."""
+    patch.setattr(Carrier, "choose", staticmethod(choose))
+    for module in (lending, ways):
+        patch.setattr(module, "Carrier", Carrier)
+    for module in (guest, ways):
+        patch.setattr(module, "MOVE_S", _MOVE_S)
+    for module in (nixl, ways):
+        patch.setattr(module, "obstacle", lambda: None)
