@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -191,6 +192,16 @@ def test_no_replica_is_said_in_a_sentence(fakes: Loop) -> None:
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "No replica can answer now: of 1, 1 down."
     assert (health.status_code, health.json()["status"]) == (503, "no replica")
+
+
+def test_a_router_that_stops_lets_nobody_wait() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with live_router(url, wait_s=60.0) as router, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, router.url)
+        wait_for(lambda: router.router.num_running == 1)
+        router.abort()
+        assert asked.result(10).json()["error"]["code"] == "no_replica"
 
 
 def test_a_request_waits_for_a_replica_that_comes_back(fakes: Loop) -> None:

@@ -165,9 +165,14 @@ class Loop:
 class LiveRouter:
     """A router that runs in a thread."""
 
-    def __init__(self, url: str, router: Router) -> None:
-        """Know its URL."""
-        self.url, self.router = url, router
+    def __init__(self, url: str, router: Router, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Know its URL, and the loop to which it belongs."""
+        self.url, self.router, self._loop = url, router, loop
+
+    def abort(self) -> None:
+        """Cut off all requests, as a second signal does."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.router.abort)
 
 
 @contextmanager
@@ -176,4 +181,4 @@ def live_router(*urls: str, records: Records | None = None, **options: Any) -> I
     options = {"drain_s": 1.0, "wait_s": 1.0, **options}
     router = Router(RouteOptions(replicas=urls, **options), records)
     with closing(router), closing(ServerThread(build_app(router), router)) as thread:
-        yield LiveRouter(f"http://127.0.0.1:{thread.port}", router)
+        yield LiveRouter(f"http://127.0.0.1:{thread.port}", router, thread.loop)

@@ -335,6 +335,7 @@ class Router:
 
     def abort(self) -> None:
         """Cut off all requests."""
+        self.fleet.give_up()
         for errand in list(self._forwarder.running):
             if errand.connection is not None:
                 errand.connection.fail(ServerStoppingError("The router is stopping."))

@@ -144,7 +144,7 @@ class Fleet:
         self.dispatcher = Dispatcher(options.policy, time.monotonic, extent)
         self._places: list[Replica] = []
         self._free: list[int] = []
-        self._changed = asyncio.Event()
+        self._changed, self._is_over = asyncio.Event(), False
         self._stored: OrderedDict[str, str] = OrderedDict()  # URLs by the id of an answer
         self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}
         self.context_length = _CONTEXT_LENGTH  # the longest of any replica
@@ -280,7 +280,12 @@ class Fleet:
                 await self._changed.wait()
         except TimeoutError:
             return False
-        return True
+        return not self._is_over
+
+    def give_up(self) -> None:
+        """Let nobody wait for a replica any more."""
+        self._is_over = True
+        self._changed.set()
 
     def nothing(self, model: str = "") -> NoReplicaError:
         """Return the error where no replica is ready, or none that has a model."""
