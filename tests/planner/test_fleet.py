@@ -171,6 +171,16 @@ def test_numbers_are_read_as_yaml_has_them_now(tmp_path):
         assert (found.prompt, found.requests_per_s) == (2000, value)
 
 
+def test_a_model_is_called_by_the_last_part_of_its_path(tmp_path):
+    path = tmp_path / "fleet.yaml"
+    for model, label in (
+        ("qwen2.5-coder-1.5b", "qwen2.5-coder-1.5b"), ("hf:Qwen/Qwen2.5-7B", "Qwen2.5-7B"),
+        ("./a.b.gguf", "a.b"), ("/m/llama-3.1/config.json", "llama-3.1"), ("./c.json", "c"),
+    ):  # fmt: skip
+        path.write_text(f"models:\n- model: {model}\n  requests_per_s: 1\n")
+        assert read_fleet(path).models[0].label == label
+
+
 def test_a_model_that_is_not_there_is_named_with_its_line(tmp_path):
     path = tmp_path / "fleet.yaml"
     path.write_text("mfu: 0.5\nmodels:\n- requests_per_s: 1\n  model: ./nothing.gguf\n")

@@ -48,7 +48,8 @@ class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
     def label(self) -> str:
         """Its name in answers."""
         path = Path(self.model)
-        return self.name or (path.parent.name if path.name == "config.json" else path.stem)
+        stem = path.stem if path.suffix in {".gguf", ".json"} else path.name
+        return self.name or (path.parent.name if path.name == "config.json" else stem)
 
     @property
     def formats(self) -> tuple[str, ...]:
