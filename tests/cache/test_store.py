@@ -177,12 +177,20 @@ def test_the_password_is_checked_at_the_start_and_never_shown(
             with pytest.raises(UsageError, match=host) as told:
                 StoreTier(wrong, kind())
             assert "hunter2" not in str(told.value)
+            assert str(told.value).endswith(".")
         assert put(StoreTier(f"redis://:p%40ss%2Fword@{host}", kind()), 1)
         monkeypatch.setenv("TWOSTROKE_STORE_PASSWORD", "p@ss/word")
         tier = StoreTier(server.url, kind())
         assert get(tier, 1) == content_of(1)
     assert get(tier, 1) is None
     assert "p@ss" not in caplog.text
+
+
+def test_a_password_where_none_is_wanted_is_told_in_sentences(tmp_path: Path) -> None:
+    with store(tmp_path) as server, pytest.raises(UsageError) as told:
+        StoreTier(server.url.replace("//", "//:secret@"), kind())
+    assert "without any password" in str(told.value)
+    assert not str(told.value).endswith("?.")
 
 
 def test_a_store_is_reached_by_tls(tmp_path: Path) -> None:

@@ -157,7 +157,9 @@ class StoreTier:
         try:
             self._redis.ping()
         except (AuthenticationError, ResponseError) as error:
-            raise UsageError(f"{self.address}: {error}.", field="page_store") from None
+            text = f"{self.address}: {str(error).removesuffix('.')}"  # some of its texts ask
+            end = "" if text.endswith("?") else "."
+            raise UsageError(text + end, field="page_store") from None
 
     def _ask(self, do: Callable[[], T], *, otherwise: T, writes: bool = False) -> T:
         """Do something with the store, or return `otherwise` if it failed lately or fails now."""
