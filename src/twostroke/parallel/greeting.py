@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -44,13 +45,19 @@ def introduce(sock: socket.socket, secret: bytes, sides: Sides) -> None:
 
 
 def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    """Return `count` bytes; ConnectionError if the other end closes before."""
-    data = b""
+    """Return `count` bytes; OSError if the other end closes before, or exceeds the timeout.
+
+    The timeout is for all of them together, for peers that send a byte now and then.
+    """
+    data, patience_s, began_s = b"", sock.gettimeout(), time.monotonic()
     while len(data) < count:
+        if patience_s is not None:
+            sock.settimeout(max(1e-3, began_s + patience_s - time.monotonic()))
         part = sock.recv(count - len(data))
         if not part:
             raise ConnectionError("the connection ended")
         data += part
+    sock.settimeout(patience_s)
     return data
 
 

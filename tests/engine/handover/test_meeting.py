@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import errno
+import socket
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,8 +17,12 @@ from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.core.handover_options import HandoverOptions
-from twostroke.engine.handover.connection import PeerLostError, connect
+from twostroke.engine.handover.connection import Connection, PeerListener, PeerLostError, connect
 from twostroke.engine.handover.messages import Kind
+from twostroke.parallel.greeting import introduce, receive_exactly
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KIND = Kind("m", "f16", 16, (None,), 100, "cpu", False, 1)
 
@@ -69,6 +77,73 @@ def test_a_stranger_is_refused(
         host, port = address.split(":")
         with pytest.raises(PeerLostError, match=word):
             connect((host, int(port)), theirs.encode())
+
+
+@contextmanager
+def listening() -> Iterator[tuple[PeerListener, Event]]:
+    """A listener to TCP, and what is set once an engine has proved itself."""
+    proved = Event()
+
+    def serve(connection: Connection) -> None:
+        connection.close()
+        proved.set()
+
+    listener = PeerListener(("127.0.0.1", 0), b"a", None, serve)
+    with closing(listener):
+        yield listener, proved
+
+
+def test_strangers_that_prove_nothing_are_few_and_keep_nobody_out_later() -> None:
+    with listening() as (listener, proved), ExitStack() as stack:
+        address = "127.0.0.1", listener.port
+        strangers = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(40)]
+        greeted = [bool(one.recv(1)) for one in strangers]
+        assert sum(greeted) == 32, "the others are closed at once"
+        for one in strangers:
+            one.close()
+        wait_until(lambda: _proves(address))
+        assert proved.wait(10)
+
+
+def test_a_listener_goes_on_after_a_connection_that_could_not_be_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accept, failures = socket.socket.accept, [errno.EMFILE] * 3
+
+    def failing(self: socket.socket) -> tuple[socket.socket, Any]:
+        if failures:
+            raise OSError(failures.pop(), "too many open files")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    with listening() as (listener, proved):
+        assert _proves(("127.0.0.1", listener.port))
+        assert proved.wait(10)
+
+
+def _proves(address: tuple[str, int]) -> bool:
+    with socket.create_connection(address, 10) as sock, suppress(OSError):
+        introduce(sock, b"a", (b"decode", b"prefill"))
+        return True
+    return False
+
+
+def test_a_peer_that_sends_a_byte_now_and_then_is_given_up() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        here.settimeout(0.2)
+        stop = Event()
+
+        def drip() -> None:
+            while not stop.wait(0.05):
+                there.send(b"x")
+
+        thread = Thread(target=drip)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            receive_exactly(here, 64)
+        stop.set()
+        thread.join()
 
 
 def test_an_address_in_use_ends_the_start(tmp_path: Path) -> None:

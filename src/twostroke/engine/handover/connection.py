@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -34,6 +35,8 @@ _logger = logging.getLogger("twostroke.handover")
 _CREDENTIALS: Final = struct.Struct("3i")
 _SIDES: Final = (b"decode", b"prefill")
 _PATIENCE_S: Final = 5.0  # with a peer that has not proved itself
+_MOST_STRANGERS: Final = 32  # at once
+_PAUSE_S: Final = 0.05
 _STALL_S: Final = 10  # that a peer may leave unread what was sent
 _SILENCE_S: Final = 4  # of the other host, after which the connection ends
 _MOST_BUFFERS: Final = 512  # of one call
@@ -134,7 +137,7 @@ class PeerListener:
             PortInUseError: the address is taken, or not of this machine.
         """
         self._secret, self._memory, self._serve = secret, memory, serve
-        self.is_open = True
+        self.is_open, self._room = True, threading.Semaphore(_MOST_STRANGERS)
         host, port = address
         local = socket.socket(socket.AF_UNIX)
         others = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -169,9 +172,13 @@ class PeerListener:
         while self.is_open:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+            except OSError:  # closed, or this process may not open more files
+                time.sleep(_PAUSE_S)
+                continue
+            if self._room.acquire(blocking=False):
+                threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+            else:
+                sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
         try:
@@ -189,6 +196,8 @@ class PeerListener:
             if isinstance(error, PermissionError):
                 _logger.warning("A decode engine was refused: %s.", error)
             return
+        finally:
+            self._room.release()
         self._serve(Connection(sock, messages.questions))
 
 
