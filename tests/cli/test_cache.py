@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -87,3 +88,21 @@ def test_folders_of_other_things_are_refused(cli: Cli, tmp_path: Path) -> None:
         assert "is not the folder of a page cache." in done.err
     assert "There is no folder" in cli("cache", "ls", str(tmp_path / "none")).err
     assert (tmp_path / "photo.jpg").exists()
+
+
+def test_what_cannot_be_removed_or_stored_is_said(
+    cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(type(folder), "unlink", refuse)
+    done = cli("cache", "clean", str(folder), "--all")
+    assert done.out.startswith("Removed 0 pages, 0 MB. Others cannot be removed: Read-only")
+    assert done.code == 1
+    (tmp_path / "new.txt").write_text("Another prompt that nobody has stored. " * 6)
+    monkeypatch.setattr(os, "writev", refuse)
+    names = str(tmp_path / "tiny.gguf"), str(folder), "--prompt", str(tmp_path / "new.txt")
+    done = cli("cache", "warm", *names, "--backend", "cpu")
+    assert done.out.endswith("tokens; their pages could not be written.\n")
+    assert done.code == 1

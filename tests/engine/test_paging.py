@@ -224,7 +224,7 @@ def test_other_engines_are_asked_for_what_the_tiers_lack(tmp_path: Path) -> None
 class Faulty:
     """A tier that claims to have every page, and does with each of them as it is told."""
 
-    title = "faulty"
+    title, is_writable = "faulty", True
 
     def __init__(self, fault: str) -> None:
         self.fault = fault

@@ -74,6 +74,11 @@ class DiskTier:
         self._scanner = threading.Thread(target=self._scan, name="twostroke-scan", daemon=True)
         self._scanner.start()
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether pages that are offered are written now."""
+        return time.time() >= self._resume_s
+
     def find(self, names: Sequence[bytes]) -> set[bytes]:
         """Return those of the names that have a file."""
         return {name for name in names if self._path(name).exists()}
@@ -98,7 +103,7 @@ class DiskTier:
     def offer(self, name: bytes, page: memoryview[Any], worth: Worth) -> bool:
         """Write a page that is not there, unless a write failed a moment ago."""
         until_s = worth.until_s
-        if time.time() < self._resume_s:
+        if not self.is_writable:
             return False
         path = self._path(name)
         with self._lock:

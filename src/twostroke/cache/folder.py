@@ -72,10 +72,11 @@ def verify(root: Path) -> Iterator[tuple[Path, str, str]]:
             yield path, fault, why
 
 
-def clean(root: Path, model: str | None, before_s: float) -> tuple[int, int]:
+def clean(root: Path, model: str | None, before_s: float) -> tuple[int, int, str]:
     """Remove pages that were last used before a moment, of one model or of all.
 
-    Returns how many pages and bytes. A page that is to stay longer was not used before then.
+    Returns how many pages and bytes, and why others could not be removed; empty if all were. A page
+    that is to stay longer was not used before then.
 
     Raises:
         UsageError: it is not the folder of a page cache, or has nothing of the model.
@@ -85,19 +86,23 @@ def clean(root: Path, model: str | None, before_s: float) -> tuple[int, int]:
     if model is not None and not chosen:
         known = ", ".join(sorted({kind.model for kind in kinds})) or "nothing"
         raise UsageError(f"{root} has no pages of {model!r}; it has: {known}.")
-    count = num_bytes = 0
+    count, num_bytes, why = 0, 0, ""
     for path in stored_pages(root):
         if path.parent.parent.name not in chosen:
             continue
-        with suppress(OSError):
+        try:
             facts = path.stat()
             if facts.st_mtime < before_s:
                 path.unlink()
                 count, num_bytes = count + 1, num_bytes + facts.st_size
+        except FileNotFoundError:  # a server has removed it
+            continue
+        except OSError as error:
+            why = error.strerror or str(error)
     for name in chosen:
         if not any((root / name).glob("??/*")):
             shutil.rmtree(root / name, ignore_errors=True)
-    return count, num_bytes
+    return count, num_bytes, why
 
 
 def _check(root: Path) -> None:

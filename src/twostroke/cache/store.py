@@ -68,6 +68,11 @@ class StoreTier:
         self._is_gone = self._is_full = False
         self._ask(self._check_password, otherwise=None)
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether pages that are offered are written now."""
+        return time.monotonic() >= max(self._resume_s, self._resume_writing_s)
+
     def find(self, names: Sequence[bytes]) -> set[bytes]:
         """Return those of the names that have an entry."""
 

@@ -96,6 +96,10 @@ class Tier(Protocol):
     def title(self) -> str:
         """Its name in metrics."""
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether the last write did not fail, or was long ago."""
+
     def find(self, names: Sequence[bytes]) -> set[bytes]:
         """Return those of the names that it seems to have."""
 

@@ -86,15 +86,17 @@ def verify_command(folder: Path) -> int:
 @option("--model", help="Remove the pages of this model only, as `ls` names it.")
 @option("--days", type=Number(min=0), help="Remove what was not used for so many days.")
 @option("--all", "is_all", is_flag=True, help="Remove all pages, also those that are kept.")
-def clean_command(folder: Path, model: str | None, days: float | None, is_all: bool) -> None:
+def clean_command(folder: Path, model: str | None, days: float | None, is_all: bool) -> int:
     """Remove pages: of a model, those that were not used for some days, or all."""
     from twostroke.cache.folder import clean
 
     if not is_all and days is None and model is None:
         raise UsageError("Say what to remove: --all, --days, or --model.")
     before_s = time.time() - days * _DAY_S if days is not None else float("inf")
-    count, num_bytes = clean(folder, model, before_s)
-    click.echo(f"Removed {count:,} pages, {megabytes(num_bytes)}.")
+    count, num_bytes, why = clean(folder, model, before_s)
+    others = f" Others cannot be removed: {why}." if why else ""
+    click.echo(f"Removed {count:,} pages, {megabytes(num_bytes)}.{others}")
+    return int(bool(why))
 
 
 @command.command("warm", cls=Command, params=[*MACHINE.values(), *TIERS[1:]])
@@ -103,7 +105,7 @@ def clean_command(folder: Path, model: str | None, days: float | None, is_all: b
 @option("--system", "systems", type=TextFile(), multiple=True, help="A file with a system prompt.")
 @option("--prompt", "prompts", type=TextFile(), multiple=True, help="A file with a whole prompt.")
 @option("--days", type=Number(min=0), default=30.0, help="How long to keep its pages.")
-def warm_command(model: str, folder: Path, **given: Any) -> None:
+def warm_command(model: str, folder: Path, **given: Any) -> int:
     """Compute prompts with MODEL and store their pages in DIR, before a server needs them.
 
     The other options must be those of the server, which finds only pages of its own kind.
@@ -118,12 +120,14 @@ def warm_command(model: str, folder: Path, **given: Any) -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0)
     hints = Hints(keep_s=days * _DAY_S)
     with open_engine(model, engine_options(given, model)) as engine:
-        num_tokens = 0
+        num_tokens, are_written = 0, True
         for tokens in _encoded(engine, systems, prompts):
             engine.client.generate(tokens, params, hints=hints).wait()
             num_tokens += len(tokens)
-            engine.client.loop.pages.flush(_FLUSH_S)
-    click.echo(f"Read {num_tokens:,} tokens; their pages are in {folder}.")
+            are_written &= engine.client.loop.pages.flush(_FLUSH_S)
+    where = f"their pages are in {folder}" if are_written else "their pages could not be written"
+    click.echo(f"Read {num_tokens:,} tokens; {where}.")
+    return int(not are_written)
 
 
 def _encoded(

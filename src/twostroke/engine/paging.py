@@ -152,13 +152,13 @@ class Paging:
         return tuple(tier.totals() for tier in self._tiers)
 
     def flush(self, within_s: float) -> bool:
-        """Wait until all pages that were offered are written; False if that takes longer."""
+        """Wait until all offered pages are written; False if that fails, or takes longer."""
         until_s = time.monotonic() + within_s
         while self._offers or self._has_offers.is_set():
             if time.monotonic() > until_s:
                 return False
             time.sleep(0.01)
-        return True
+        return all(tier.tier.is_writable for tier in self._tiers)
 
     def close(self) -> bool:
         """Write what was offered, for a moment at most, and end all transfers.
