@@ -188,6 +188,18 @@ def test_a_replica_that_would_answer_otherwise_is_refused(fakes: Loop) -> None:
         wait_for(lambda: len(router.router.fleet.ready) == 3)
 
 
+def test_each_model_of_several_must_be_computed_alike(fakes: Loop) -> None:
+    first, second = (fakes.start(FakeReplica("a", "b")) for _ in range(2))
+    first.load = {"numerics_by_model": {"a": "1", "b": "1"}}
+    second.load = {"numerics": "2", "numerics_by_model": {"b": "1"}}  # `a` is not loaded yet
+    with live_router(first.url, second.url) as router:
+        fleet = router.router.fleet
+        wait_for(lambda: len(fleet.ready) == 2)
+        second.load = {"numerics": "1", "numerics_by_model": {"a": "1", "b": "2"}}
+        wait_for(lambda: len(fleet.ready) == 1)
+        assert "another model file, settings" in fleet.replicas[second.url].reason
+
+
 def test_what_a_replica_stores_is_found_when_it_is_listed_again() -> None:
     address = Address.of("http://127.0.0.1:1")
     fleet = Fleet(RouteOptions(replicas=(address.url,)))

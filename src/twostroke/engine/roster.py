@@ -38,6 +38,7 @@ class Roster:
         self.card: ModelCard = self._first.card
         self._changed = asyncio.Event()
         self._gone_worth = 0.0
+        self.unloaded_s: float | None = None  # when a model's pages went last
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_ended = False
         for engine in engines.values():
@@ -132,6 +133,7 @@ class Roster:
             engine.close_door(is_closed=name in decision.close)
         for name in decision.unload:
             self._gone_worth = max(self._gone_worth, self.engines[name].worth)
+            self.unloaded_s = now_s
             self._spawn(self.engines[name].leave())
         for name in decision.load:
             self.engines[name].wake()

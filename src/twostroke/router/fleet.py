@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -21,6 +22,8 @@ from twostroke.router.prompt import extent
 from twostroke.router.upstream import Address, Pool
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
     from twostroke.router.options import RouteOptions
@@ -70,6 +73,14 @@ class Facts(Frozen):
     context_length: int = 0
     keeps_files: bool | None = None
     takes_any_name: bool | None = None
+    numerics_by_model: Mapping[str, str] = {}
+
+    def said(self, fact: str, model: str) -> str:
+        """Return its version, or the numerics of a model, by the name of the fact."""
+        if fact == "numerics" and self.numerics_by_model:
+            return self.numerics_by_model.get(model, "")
+        found: str = getattr(self, fact)
+        return found
 
     def find(self, model: str) -> str:
         """Return how a model is listed; owner, tag and case do not count. Empty if it is not."""
@@ -236,10 +247,9 @@ class Fleet:
         if self.options.mixed:
             return ""
         for other in self.ready:
-            if other is replica or not set(other.facts.models) & set(facts.models):
-                continue
-            for name, words in _EQUAL.items():
-                here, there = getattr(facts, name), getattr(other.facts, name)
+            shared = set(other.facts.models) & set(facts.models) if other is not replica else ()
+            for model, (fact, words) in itertools.product(sorted(shared), _EQUAL.items()):
+                here, there = facts.said(fact, model), other.facts.said(fact, model)
                 if here and there and here != there:
                     return (
                         f"It has another {words} than {other.url} ({here}, not {there}): answers "

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Mapping  # noqa: TC003 - msgspec reads it
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
@@ -158,6 +159,7 @@ class Watch:
             said.context_length,
             said.keeps_files,
             said.takes_any_name,
+            said.numerics_by_model,
         )
         replica.num_prompt_tokens, replica.num_cached_tokens = (
             said.prompt_tokens,
@@ -243,6 +245,7 @@ class Load(Frozen):
     keeps_files: bool | None = None  # older versions do not say it, nor the next
     trusts_sender: bool | None = None
     takes_any_name: bool | None = None
+    numerics_by_model: Mapping[str, str] = {}
 
 
 async def fetch(

@@ -62,7 +62,8 @@ class LoadBody(msgspec.Struct, frozen=True):
     use, once that was measured. `keeps_files` is whether it has files and batches. `trusts_sender`
     is whether the request had the router's key, whose sender is believed when it names a tenant.
     `takes_any_name` is whether names that it does not list are taken for its first model.
-    Of several models work and tokens are summed, and `numerics` is empty until the first is loaded.
+    Of several models work and tokens are summed, and `numerics` are the first one's.
+    `numerics_by_model` has those of all that were loaded; unloading one evicts its pages.
     """
 
     status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
@@ -70,6 +71,7 @@ class LoadBody(msgspec.Struct, frozen=True):
     models: list[str]
     version: str
     numerics: str
+    numerics_by_model: dict[str, str]
     running: int
     waiting: int
     work_s: Annotated[float, Meta(description="Seconds that the tokens in the queue take.")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.health import Health
@@ -97,17 +98,21 @@ class HealthReports:
 
     async def _load(self, request: Request) -> Response:
         """Return what a router wants to know."""
-        engine, status, backend = self._engine, self.status, self._engine.facts.backend
+        engine, status = self._engine, self.status
         readings = await asyncio.gather(*(one.read() for one in self._engines))
         stats = [one.snapshot.scheduler for one in readings]
         horizons = [one.horizon_s for one in stats if one.horizon_s is not None]
-        how = engine.card.identity[:16], backend.name, backend.level, backend.precision
+        if isinstance(engine, Roster) and engine.unloaded_s is not None:
+            horizons.append(time.monotonic() - engine.unloaded_s)
+        several = engine.engines if isinstance(engine, Roster) else {self._name: engine}
+        numerics = {name: how for name, one in several.items() if (how := _numerics(one))}
         body = LoadBody(
             status="ok" if status == Health.READY.value else status,
             epoch=f"{self._started}-{engine.num_deaths}",
             models=list(self._names.known),
             version=VERSION,
-            numerics=" ".join(filter(None, how)) if backend.num_threads else "",
+            numerics=_numerics(engine),
+            numerics_by_model=numerics,
             running=sum(one.num_running for one in stats),
             waiting=sum(one.num_waiting for one in stats),
             work_s=sum(map(_work_s, readings)),
@@ -121,6 +126,13 @@ class HealthReports:
             takes_any_name=self._names.takes_any,
         )
         return to_json(body)
+
+
+def _numerics(engine: ServedEngine) -> str:
+    """Return what decides an engine's answers; empty before it was loaded."""
+    backend = engine.facts.backend
+    how = engine.card.identity[:16], backend.name, backend.level, backend.precision
+    return " ".join(filter(None, how)) if backend.num_threads else ""
 
 
 def _work_s(reading: Reading) -> float:
