@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
 
 class FakeCluster:
-    """Machines with `room` places; servers become ready, and drain, when `pass_time` says so."""
+    """Machines with `room` places; servers become ready, and drain, when `pass_time` says so.
 
-    def __init__(self, room: int = 100) -> None:
+    Those of the model `broken` never become ready.
+    """
+
+    def __init__(self, room: int = 100, broken: str = "") -> None:
+        self.broken = broken
         self.room, self.servers, self.pools = room, dict[str, ServerState](), dict[str, Pool]()
 
     def start(self, name: str, pool: Pool | None) -> None:
@@ -43,7 +47,8 @@ class FakeCluster:
             if state.is_ending:
                 del self.servers[name]
             elif state.url:
-                self.servers[name] = ServerState(state.url, is_ready=True)
+                is_ready = name.split("/")[0] != self.broken
+                self.servers[name] = ServerState(state.url, is_ready=is_ready)
             elif name == ROUTER or placed <= self.room:
                 self.servers[name] = ServerState(f"http://{name}")
 
@@ -147,6 +152,30 @@ def test_a_model_that_left_the_file_is_drained() -> None:
     manager, clock = make(FleetSpec(models=both.models[1:]), cluster, router)
     play(manager, cluster, clock)
     assert [name.split("/")[0] for name in cluster.ready] == ["b"]
+
+
+def test_a_model_stays_until_those_that_replace_it_are_up() -> None:
+    cluster, router = FakeCluster(room=3, broken="b"), FakeRouter()
+    manager, clock = make(FleetSpec(models=(Pool(model="a", replicas=2),)), cluster, router)
+    play(manager, cluster, clock)
+    manager, clock = make(FleetSpec(models=(Pool(model="b"),)), cluster, router)
+    play(manager, cluster, clock)
+    assert len(cluster.ready) == 2
+    assert len(router.told["a"]) == 2
+    cluster.broken = ""
+    play(manager, cluster, clock)
+    assert [name.split("/")[0] for name in cluster.ready] == ["b"]
+
+
+def test_a_model_makes_room_for_those_that_replace_it() -> None:
+    cluster, router = FakeCluster(room=2), FakeRouter()
+    manager, clock = make(FleetSpec(models=(Pool(model="a", replicas=2),)), cluster, router)
+    play(manager, cluster, clock)
+    manager, clock = make(FleetSpec(models=(Pool(model="b", replicas=2),)), cluster, router)
+    for _ in range(80):
+        play(manager, cluster, clock, 1)
+        assert cluster.ready
+    assert [name.split("/")[0] for name in cluster.ready] == ["b", "b"]
 
 
 @pytest.mark.seeds(50)

@@ -138,18 +138,41 @@ class Manager:
             pools.append(self._tend(self._with_role(pool), states, known.get(pool.label)))
             if pool.label in readers:
                 self._note_peers(pool, pools[-1])
-        labels = {pool.label for pool in self._spec.models}
-        for name, state in states.items():
-            if name != ROUTER and _split(name)[0] not in labels and not state.is_ending:
-                self._cluster.stop(name)
+        gone = self._let_go(states, pools)
         self._router.tell(
             {
                 pool.label: [one.state.url for one in pool.replicas if _is_usable(one)]
                 for pool in pools
                 if pool.label not in readers
             }
+            | gone
         )
         self.status = FleetStatus(self._spec.name, router.url, router, tuple(pools))
+
+    def _let_go(
+        self, states: Mapping[str, ServerState], pools: Sequence[PoolStatus]
+    ) -> dict[str, list[str]]:
+        """Stop models that left the file once the others are up, or one by one to give them room.
+
+        Return the URLs of those that stay, by model.
+        """
+        labels, now_s = {pool.label for pool in self._spec.models}, self._clock()
+        gone = [name for name in states if name != ROUTER and _split(name)[0] not in labels]
+        alive = sorted(name for name in gone if not states[name].is_ending)
+        are_up = all(one.num_ready >= one.wanted for one in pools)
+        lack_room = any(
+            name in states and not states[name].url and now_s - at_s >= _PLACE_S
+            for name, at_s in self._placed_s.items()
+        )
+        ends = alive if are_up else alive[: int(lack_room and len(alive) == len(gone))]
+        for name in ends:
+            _logger.info("Replica %s drains: its model is not in the file any more.", name)
+            self._cluster.stop(name)
+        stay: dict[str, list[str]] = {}
+        for name in alive:
+            if name not in ends and states[name].url:
+                stay.setdefault(_split(name)[0], []).append(states[name].url)
+        return stay
 
     def _with_role(self, pool: Pool) -> Pool:
         """Return a pool with the options of its role in a hand-over."""
