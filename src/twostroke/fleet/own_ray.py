@@ -71,23 +71,29 @@ class OwnRay:
                 stderr=output,
                 start_new_session=True,
             )
+        try:
+            address = self._wait(process, folder, log)
+            begun = _begun(process.pid)
+            facts = {"address": address, "token": token, "pid": process.pid, "begun": begun}
+            write_json(self._record, facts | {"folder": str(folder)})
+            self._record.chmod(0o600)
+        except BaseException:  # also Ctrl-C: nothing else would know of it
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return address
+
+    def _wait(self, process: subprocess.Popen[bytes], folder: Path, log: Path) -> str:
+        """Return the cluster's address once it has one; raises BackendError."""
         address, until_s = folder / "ray_current_cluster", time.monotonic() + _START_S
         while not address.exists():
             if process.poll() is not None or time.monotonic() > until_s:
-                process.kill()
                 last = log.read_text(errors="replace").strip().splitlines()[-1:]
                 raise BackendError(f"Ray does not start: {''.join(last) or 'it wrote nothing'}.")
             time.sleep(_LOOK_S)
-        facts = {
-            "address": address.read_text().strip(),
-            "token": token,
-            "pid": process.pid,
-            "begun": _begun(process.pid),
-            "folder": str(folder),
-        }
-        write_json(self._record, facts)
-        self._record.chmod(0o600)
-        return str(facts["address"])
+        return address.read_text().strip()
 
     def stop(self) -> None:
         """End it and remove its files."""
