@@ -5,28 +5,18 @@
 #include <type_traits>
 
 #include "kernels/attention_tile.h"
+#include "kernels/soften.h"
 #include "kernels/spread.h"
 
 namespace ts {
 
 namespace {
 
-constexpr int64_t kBlocksPerPiece = kPieceTokens / kBlockTokens;
-constexpr float kMinusInfinity = -__builtin_inff();
-constexpr float kLog2E = 1.44269504088896341F;
-
 /// A piece's share of a few queries.
 struct TileShare {
   float peak[kTileQueries];
   float sum[kTileQueries];
   float* out;  // (queries, head_dim)
-};
-
-/// What the numbers of a piece must be multiplied with, for each block and token.
-struct PieceScales {
-  bool are_there;
-  const uint16_t* keys[kBlocksPerPiece];  // float16
-  const uint16_t* values[kBlocksPerPiece];
 };
 
 /// The keys and values of one piece, as stored in the pages or as float32 in the scratch.
@@ -40,12 +30,6 @@ struct Piece {
   PieceScales scales;
 };
 
-/// Keys [begin, end) of a piece, or blocks of 16 of them.
-struct Range {
-  int64_t begin;
-  int64_t end;
-};
-
 /// The keys that a query sees.
 Range seen_by(const AttentionRows& rows, int64_t piece_begin, int64_t query) {
   const int64_t position = rows.position + query / rows.group;
@@ -53,57 +37,60 @@ Range seen_by(const AttentionRows& rows, int64_t piece_begin, int64_t query) {
           std::min(position + 1 - piece_begin, kPieceTokens)};
 }
 
-int first_lanes(int64_t count) { return static_cast<int>(std::clamp<int64_t>(count, 0, kLanes)); }
-
-/// Turns a row of scores into shares 2^(score - peak), which are summed; keys that are not seen
-/// get 0, which changes no sum. The shares are multiplied with the scales of their values.
-void soften(const AttentionRows& rows, const PieceScales& scales, const Range& seen,
-            const Range& blocks, float* scores, float* peak, float* sum) {
-  const Lanes unseen = broadcast(kMinusInfinity);
-  Lanes largest = unseen;
-  for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-    Lanes score = load_lanes(scores + b * kLanes);
-    if (scales.are_there) score = multiply(score, load_halves(scales.keys[b]));
-    if (rows.soft_cap != 0) score = multiply(tanh(score), broadcast(rows.soft_cap * kLog2E));
-    score = choose_first(first_lanes(seen.end - b * kLanes), score, unseen);
-    score = choose_first(first_lanes(seen.begin - b * kLanes), unseen, score);
-    store_lanes(scores + b * kLanes, score);
-    largest = larger(largest, score);
-  }
-  *peak = largest_across(largest);
-  Lanes total = zero_lanes();
-  for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-    Lanes share = exp2(subtract(load_lanes(scores + b * kLanes), broadcast(*peak)));
-    total = add(total, share);
-    if (scales.are_there) share = multiply(share, load_halves(scales.values[b]));
-    store_lanes(scores + b * kLanes, share);
-  }
-  *sum = sum_across(total);
-}
-
-/// The same where every key of the piece is seen and its scores are what they were computed as.
-void soften_whole(float* scores, float* peak, float* sum) {
-  Lanes values[kBlocksPerPiece];
-  TS_UNROLL for (int b = 0; b < kBlocksPerPiece; ++b) values[b] = load_lanes(scores + b * kLanes);
-  Lanes largest = broadcast(kMinusInfinity);
-  TS_UNROLL for (int b = 0; b < kBlocksPerPiece; ++b) largest = larger(largest, values[b]);
-  *peak = largest_across(largest);
-  const Lanes most = broadcast(*peak);
-  Lanes total = zero_lanes();
-  TS_UNROLL for (int b = 0; b < kBlocksPerPiece; ++b) {
-    const Lanes share = exp2(subtract(values[b], most));
-    total = add(total, share);
-    store_lanes(scores + b * kLanes, share);
-  }
-  *sum = sum_across(total);
-}
-
-/// Computes the shares of `num_queries` (at most kTileQueries) queries from index `first`; each
-/// sees a key of the piece.
+/// The queries of a tile, as their product with stored numbers takes them.
 template <class T>
-void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& piece, const float* q,
-                 int64_t first, int64_t num_queries, TileShare& share) {
+struct TileQueries {
+  const typename Arithmetic<T>::Factor* q;
+  const float* scales;  // of whole numbers
+  int64_t first;        // index of the first one
+  int64_t count;        // at most kTileQueries
+};
+
+/// Turns scores into shares as whole numbers. A row's bits do not depend on those beside it.
+template <int Q>
+void soften_codes(const AttentionRows& rows, const Piece<Short>& piece,
+                  const TileQueries<Short>& queries, const Range& blocks, float* scores,
+                  TileShare& share, int16_t* codes, float* scales) {
+  const auto is_whole = [&](const Range& seen) {
+    return rows.soft_cap == 0 && seen.begin == 0 && seen.end == kPieceTokens;
+  };
+  Range seen[Q];
+  bool are_whole = true;
+  for (int i = 0; i < Q; ++i) {
+    seen[i] = seen_by(rows, piece.begin, queries.first + i);
+    are_whole = are_whole && is_whole(seen[i]);
+  }
+  if (are_whole) {
+    soften_whole_codes<Q>(piece.scales, queries.scales, scores, share.peak, share.sum, codes,
+                          scales);
+    return;
+  }
+  for (int i = 0; i < Q; ++i) {
+    float* row = scores + i * kPieceTokens;
+    int16_t* own = codes + i * kPieceTokens;
+    const float* scale = queries.scales + i;
+    float* peak = &share.peak[i];
+    float* sum = &share.sum[i];
+    if (is_whole(seen[i])) {
+      soften_whole_codes<1>(piece.scales, scale, row, peak, sum, own, scales + i);
+    } else {
+      soften(rows.soft_cap, piece.scales, *scale, seen[i], blocks, row, peak, sum);
+      scales[i] = make_codes(blocks, row, own);
+    }
+  }
+}
+
+/// Computes the shares of some queries, each of which sees a key of the piece.
+template <bool Fetches, class T>
+void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& piece,
+                 const TileQueries<T>& queries, TileShare& share) {
+  constexpr bool kIsWhole = std::is_same_v<T, Short>;
+  constexpr int kTogether = Arithmetic<T>::kTogether;
   alignas(64) float scores[kTileQueries * kPieceTokens];
+  alignas(64) int16_t codes[kIsWhole ? kTileQueries * kPieceTokens : 1];
+  float scales[kTileQueries];
+  const int64_t first = queries.first;
+  const int64_t num_queries = queries.count;
   const int64_t num_tokens = seen_by(rows, piece.begin, first + num_queries - 1).end;
   const Range blocks{seen_by(rows, piece.begin, first).begin / kLanes,
                      round_up(num_tokens, kLanes) / kLanes};
@@ -113,18 +100,23 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
     for (int64_t b = blocks.begin; b < blocks.end; b += kVectors) {
       with_constant<kVectors>(blocks.end - b, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
-        score_tile<Q, B>(q, piece.keys + b, piece.next_keys + b, head_dim, scores + b * kLanes,
-                         kPieceTokens);
+        score_tile<Q, B, Fetches>(queries.q, piece.keys + b, piece.next_keys + b, head_dim,
+                                  scores + b * kLanes, kPieceTokens);
       });
     }
-    const bool is_plain = !piece.scales.are_there && rows.soft_cap == 0;
-    for (int i = 0; i < Q; ++i) {
-      const Range seen = seen_by(rows, piece.begin, first + i);
-      float* row = scores + i * kPieceTokens;
-      if (is_plain && seen.begin == 0 && seen.end == kPieceTokens) {
-        soften_whole(row, &share.peak[i], &share.sum[i]);
-      } else {
-        soften(rows, piece.scales, seen, blocks, row, &share.peak[i], &share.sum[i]);
+    if constexpr (kIsWhole) {
+      soften_codes<Q>(rows, piece, queries, blocks, scores, share, codes, scales);
+    } else {
+      const bool is_plain = !piece.scales.are_there && rows.soft_cap == 0;
+      for (int i = 0; i < Q; ++i) {
+        const Range seen = seen_by(rows, piece.begin, first + i);
+        float* row = scores + i * kPieceTokens;
+        if (is_plain && seen.begin == 0 && seen.end == kPieceTokens) {
+          soften_whole(row, &share.peak[i], &share.sum[i]);
+        } else {
+          soften(rows.soft_cap, piece.scales, 1.0F, seen, blocks, row, &share.peak[i],
+                 &share.sum[i]);
+        }
       }
     }
     for (int64_t d = 0; d < head_dim; d += kVectors * kLanes) {
@@ -133,11 +125,17 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
         const T* values[kBlocksPerPiece];
         const T* next[kBlocksPerPiece];
         for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-          values[b] = piece.values[b] + d;
-          next[b] = piece.next_values[b] + d;
+          values[b] = piece.values[b] + d * kTogether;
+          next[b] = piece.next_values[b] + d * kTogether;
         }
-        value_tile<Q, B>(scores, kPieceTokens, values, next, head_dim, blocks.begin * kBlockTokens,
-                         num_tokens, share.out + d);
+        const typename Arithmetic<T>::Factor* factors;
+        if constexpr (kIsWhole) {
+          factors = codes;
+        } else {
+          factors = scores;
+        }
+        value_tile<Q, B, Fetches>(factors, kPieceTokens, scales, values, next, head_dim,
+                                  blocks.begin * kBlockTokens, num_tokens, share.out + d);
       });
     }
   });
@@ -168,6 +166,14 @@ void merge(const float* share_peak, const float* share_sum, const float* share_o
   }
 }
 
+void make_query_codes(int64_t num_queries, int64_t head_dim, AttentionScratch& scratch) {
+  for (int64_t i = 0; i < num_queries; ++i) {
+    const int64_t first = i * head_dim;
+    const float* query = scratch.q.data() + first;
+    scratch.scales.data()[i] = query_codes(query, head_dim, scratch.codes() + first);
+  }
+}
+
 void gather_queries(const AttentionRows& rows, const LayerPages& pages, AttentionScratch& scratch) {
   const int64_t head_dim = pages.head_dim;
   scratch.fit(rows.num_queries(), head_dim);
@@ -181,6 +187,8 @@ void gather_queries(const AttentionRows& rows, const LayerPages& pages, Attentio
       store_lanes(q, multiply(load_lanes(source + i), factor));
     }
   }
+  if (pages.format == CacheFormat::Int16)
+    return make_query_codes(rows.num_queries(), head_dim, scratch);
   if (pages.format != CacheFormat::Int8) return;
   const float* factors = pages.balance ? pages.query_factors(rows.head * head_dim) : nullptr;
   for (int64_t i = 0; i < rows.num_queries(); ++i) {
@@ -237,10 +245,14 @@ void end_merging(const AttentionRows& rows, int64_t head_dim, const Pieces& piec
   });
 }
 
+Lanes load_half_scales(const uint16_t* p) { return load_halves(p); }
+
 template <class T>
 Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t index,
                     AttentionScratch& scratch) {
-  Piece<T> piece{index * kPieceTokens, {}, {}, {}, {}, {pages.format == CacheFormat::Int8, {}, {}}};
+  Piece<T> piece;
+  piece.begin = index * kPieceTokens;
+  piece.scales.are_there = pages.has_scales();
   // Keys outside of these are seen by no row; their pages may not exist.
   const int64_t begin = first_seen(rows.position, rows.window);
   const int64_t end = rows.position + rows.num_rows;
@@ -252,8 +264,10 @@ Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t 
     if (position >= end) break;
     uint8_t* block = pages.block(rows.page_table, rows.head, position);
     if (piece.scales.are_there) {
-      piece.scales.keys[b] = pages.scales(block);
-      piece.scales.values[b] = piece.scales.keys[b] + kBlockTokens;
+      const uint16_t* scales = pages.scales(block);
+      const auto load = std::is_same_v<T, Short> ? load_bfloat16s : load_half_scales;
+      store_lanes(piece.scales.keys + b * kLanes, load(scales));
+      store_lanes(piece.scales.values + b * kLanes, load(scales + kBlockTokens));
     }
     if constexpr (std::is_same_v<T, float>) {
       float* keys = scratch.keys.data() + b * block_values;
@@ -275,7 +289,7 @@ Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t 
 }
 
 /// Calls `take(piece, share, first, count)` for each tile of queries and each piece stored here.
-template <class T, class Take>
+template <class T, bool Fetches, class Take>
 void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
                 AttentionScratch& scratch, Take take) {
   const int64_t head_dim = pages.head_dim;
@@ -289,7 +303,13 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces
       const int64_t count = std::min<int64_t>(kTileQueries, query_end - i);
       TileShare share;
       share.out = out;
-      attend_tile(rows, head_dim, piece, scratch.q.data() + i * head_dim, i, count, share);
+      TileQueries<T> queries{nullptr, scratch.scales.data() + i, i, count};
+      if constexpr (std::is_same_v<T, Short>) {
+        queries.q = scratch.codes() + i * head_dim;
+      } else {
+        queries.q = scratch.q.data() + i * head_dim;
+      }
+      attend_tile<Fetches>(rows, head_dim, piece, queries, share);
       take(index, share, i, count);
     }
   }
@@ -299,16 +319,23 @@ template <class Take>
 void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
                 AttentionScratch& scratch, Take take) {
   // Few queries read each key once or twice: converting it first would cost more than it saves.
-  if (rows.num_queries() > 2 * kTileQueries) {
-    return for_shares<float>(rows, pages, pieces, scratch, take);
+  const bool are_many = rows.num_queries() > 2 * kTileQueries;
+  if (pages.format == CacheFormat::Int16) {
+    if (are_many) return for_shares<Short, false>(rows, pages, pieces, scratch, take);
+    return for_shares<Short, true>(rows, pages, pieces, scratch, take);
+  }
+  if (are_many) {
+    return for_shares<float, false>(rows, pages, pieces, scratch, take);
   }
   switch (pages.format) {
     case CacheFormat::Half:
-      return for_shares<Half>(rows, pages, pieces, scratch, take);
+      return for_shares<Half, true>(rows, pages, pieces, scratch, take);
     case CacheFormat::BFloat16:
-      return for_shares<BFloat16>(rows, pages, pieces, scratch, take);
+      return for_shares<BFloat16, true>(rows, pages, pieces, scratch, take);
     case CacheFormat::Int8:
-      return for_shares<int8_t>(rows, pages, pieces, scratch, take);
+      return for_shares<int8_t, true>(rows, pages, pieces, scratch, take);
+    case CacheFormat::Int16:
+      return;
   }
 }
 
@@ -316,6 +343,8 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces
 
 void AttentionScratch::fit(int64_t num_queries, int64_t head_dim) {
   q.fit(num_queries * head_dim);
+  half_floats.fit(num_queries * head_dim / 2);
+  scales.fit(num_queries);
   out.fit(num_queries * head_dim);
   peak.fit(num_queries);
   sum.fit(num_queries);

@@ -83,12 +83,16 @@ class Floats {
 struct AttentionScratch {
   void fit(int64_t num_queries, int64_t head_dim);
 
-  Floats q;       // (queries, head_dim), scaled
-  Floats out;     // (queries, head_dim), not yet divided by the sums
-  Floats peak;    // (queries)
-  Floats sum;     // (queries)
-  Floats keys;    // a piece in float32
-  Floats values;  // the same piece
+  int16_t* codes() const { return reinterpret_cast<int16_t*>(half_floats.data()); }
+
+  Floats q;            // (queries, head_dim), scaled
+  Floats half_floats;  // the same as whole numbers
+  Floats scales;       // (queries), of whole numbers
+  Floats out;          // (queries, head_dim), not yet divided by the sums
+  Floats peak;         // (queries)
+  Floats sum;          // (queries)
+  Floats keys;         // a piece in float32
+  Floats values;       // the same piece
 };
 
 /// Where the shares of pieces wait to be merged when several tasks or ranks cover a context.

@@ -3,6 +3,7 @@
 #include "kernels/kv.h"
 
 #include "kernels/attention_tile.h"
+#include "kernels/codes.h"
 #include "kernels/lane_math.h"
 #include "kernels/spread.h"
 #include "linear/number.h"
@@ -12,12 +13,7 @@ namespace ts {
 namespace {
 
 constexpr float kLargestHalf = 65504.0F;
-constexpr float kLargestBFloat16 = 0x1p64F;  // could be 2^127, but sums of products overflow
 constexpr float kLargestByte = 127.0F;
-
-Lanes saturate(Lanes x, float largest) {
-  return larger(smaller(x, broadcast(largest)), broadcast(-largest));
-}
 
 /// Sixteen numbers in a format of two bytes.
 void store_sixteen(CacheFormat format, Lanes x, uint16_t* out) {
@@ -91,6 +87,22 @@ void store_value_bytes(const LayerPages& pages, uint8_t* block, int64_t token,
       store_bytes(head.values, pages.head_dim, values + token * pages.head_dim, 1);
 }
 
+void store_key_codes(const LayerPages& pages, uint8_t* block, int64_t token, const float* source) {
+  int16_t codes[kMostHeadDim];
+  pages.scales(block)[token] = head_codes(source, pages.head_dim, codes);
+  auto* keys = reinterpret_cast<int16_t*>(block) + 2 * token;
+  for (int64_t d = 0; d < pages.head_dim; ++d) keys[d / 2 * 2 * kBlockTokens + d % 2] = codes[d];
+}
+
+void store_value_codes(const LayerPages& pages, uint8_t* block, int64_t token,
+                       const float* source) {
+  int16_t codes[kMostHeadDim];
+  pages.scales(block)[kBlockTokens + token] = head_codes(source, pages.head_dim, codes);
+  auto* values = reinterpret_cast<int16_t*>(block + pages.key_bytes());
+  values += token / 2 * 2 * pages.head_dim + token % 2;
+  for (int64_t d = 0; d < pages.head_dim; ++d) values[2 * d] = codes[d];
+}
+
 template <class T>
 void unpack(const uint8_t* numbers, int64_t count, float* out) {
   const auto* source = reinterpret_cast<const T*>(numbers);
@@ -106,6 +118,10 @@ void store_keys(const LayerPages& pages, const int32_t* page_table, int64_t posi
     uint8_t* block = pages.block(page_table, i / pages.head_dim, position - token);
     if (pages.format == CacheFormat::Int8) {
       store_key_bytes(pages, block, token, row + i, i);
+      continue;
+    }
+    if (pages.format == CacheFormat::Int16) {
+      store_key_codes(pages, block, token, row + i);
       continue;
     }
     uint16_t stored[kLanes];
@@ -125,6 +141,10 @@ void store_values(const LayerPages& pages, const int32_t* page_table, int64_t po
       store_value_bytes(pages, block, token, row + i);
       continue;
     }
+    if (pages.format == CacheFormat::Int16) {
+      store_value_codes(pages, block, token, row + i);
+      continue;
+    }
     auto* values = reinterpret_cast<uint16_t*>(block + pages.key_bytes());
     store_sixteen(pages.format, load_lanes(row + i),
                   values + token * pages.head_dim + i % pages.head_dim);
@@ -139,6 +159,8 @@ void unpack_numbers(CacheFormat format, const uint8_t* numbers, int64_t count, f
       return unpack<BFloat16>(numbers, count, out);
     case CacheFormat::Int8:
       return unpack<int8_t>(numbers, count, out);
+    case CacheFormat::Int16:
+      return;
   }
 }
 

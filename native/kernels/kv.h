@@ -9,8 +9,9 @@ constexpr int64_t kBlockTokens = 16;  // tokens that lie together
 constexpr int64_t kPieceTokens = 64;  // tokens of a request, from its first on, that stay together
 
 /// How the numbers in pages are stored. Int8 has a float16 scale for each token's keys, and one for
-/// its values, of each head; its keys are balanced and spread first (kernels/spread.h).
-enum class CacheFormat : int32_t { Half = 0, BFloat16 = 1, Int8 = 2 };
+/// its values, of each head; its keys are balanced and spread first (kernels/spread.h). Int16 has
+/// such scales in bfloat16, and meets queries and shares that are whole numbers, too.
+enum class CacheFormat : int32_t { Half = 0, BFloat16 = 1, Int8 = 2, Int16 = 3 };
 
 /// Stored numbers, as types of their own.
 struct Half {
@@ -19,11 +20,15 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+struct Short {
+  int16_t code;
+};
 
 /// Pages of one layer. A page holds, for each layer of its group, for each key-value head, blocks
-/// of 16 tokens: keys as [head_dim][16 tokens], then values as [16 tokens][head_dim], then, with
-/// int8, scales of keys [16 tokens] and of values [16 tokens]. Nothing is ever cleared: a row reads
-/// only the positions up to its own, all of them written by its request.
+/// of 16 tokens: keys as [head_dim][16 tokens], then values as [16 tokens][head_dim]; with int16
+/// [head_dim / 2][16 tokens][2] and [8 tokens][head_dim][2]. With int8 and int16 follow scales of
+/// keys [16 tokens] and of values [16 tokens]. Nothing is ever cleared: a row reads only the
+/// positions up to its own, all of them written by its request.
 ///
 /// Ranks may divide keys and values by places: of every `num_places` pieces of a request, this one
 /// stores piece `place`. A page has all of them, and `page_size` counts those that are stored here.
@@ -55,12 +60,13 @@ struct LayerPages {
     return piece + (place + num_places - piece % num_places) % num_places;
   }
 
+  bool has_scales() const { return format == CacheFormat::Int8 || format == CacheFormat::Int16; }
   /// Of the keys of a block; its values take as many.
   int64_t key_bytes() const {
     return kBlockTokens * head_dim * (format == CacheFormat::Int8 ? 1 : 2);
   }
   int64_t block_bytes() const {
-    return 2 * key_bytes() + (format == CacheFormat::Int8 ? 2 * kBlockTokens * 2 : 0);
+    return 2 * key_bytes() + (has_scales() ? 2 * kBlockTokens * 2 : 0);
   }
   /// Of this layer's part of a page.
   int64_t page_bytes() const { return num_kv_heads * page_size / kBlockTokens * block_bytes(); }
@@ -82,7 +88,7 @@ struct LayerPages {
   }
 
   /// Into how many neighbouring values a row of keys or values may be cut for storing.
-  int64_t unit() const { return format == CacheFormat::Int8 ? head_dim : kBlockTokens; }
+  int64_t unit() const { return has_scales() ? head_dim : kBlockTokens; }
 };
 
 /// Stores values [begin, end), multiples of `unit()`, of a row of keys (heads x head_dim).
@@ -93,7 +99,8 @@ void store_keys(const LayerPages& pages, const int32_t* page_table, int64_t posi
 void store_values(const LayerPages& pages, const int32_t* page_table, int64_t position,
                   const float* row, int64_t begin, int64_t end);
 
-/// Numbers of a block as float32, exactly; without their scales. `count` is a multiple of 16.
+/// Numbers of a block as float32, exactly, without their scales; not int16. `count` is a multiple
+/// of 16.
 void unpack_numbers(CacheFormat format, const uint8_t* numbers, int64_t count, float* out);
 
 }  // namespace ts

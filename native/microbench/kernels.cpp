@@ -21,6 +21,7 @@ struct Attention {
   int64_t format;
   float scale;
   float soft_cap;
+  const float* balance;
 };
 
 struct Kernels {
@@ -31,7 +32,7 @@ struct Kernels {
 };
 
 constexpr int64_t kPageSize = 16;
-constexpr const char* kCacheFormats[] = {"f16", "bf16", "int8"};
+constexpr const char* kCacheFormats[] = {"f16", "bf16", "int8", "int16"};
 
 std::vector<float> random_floats(int64_t count) {
   std::vector<float> values(static_cast<size_t>(count));
@@ -45,7 +46,7 @@ void measure_attention(const Kernels& kernels, Attention a, int64_t footprint, c
   const int64_t context = a.position + a.num_rows;
   const int64_t num_pages = (context + kPageSize - 1) / kPageSize;
   const int64_t value_bytes = a.format == 2 ? 1 : 2;
-  const int64_t scale_bytes = a.format == 2 ? 4 : 0;  // of a token's keys and values
+  const int64_t scale_bytes = a.format >= 2 ? 4 : 0;  // of a token's keys and values
   const int64_t token_bytes = a.num_kv_heads * (2 * a.head_dim * value_bytes + scale_bytes);
   const int64_t cache_bytes = num_pages * kPageSize * token_bytes;
   const int64_t copies = std::max<int64_t>(1, footprint / cache_bytes);
@@ -75,7 +76,7 @@ void measure_attention(const Kernels& kernels, Attention a, int64_t footprint, c
       static_cast<double>(a.num_rows * a.position + a.num_rows * (a.num_rows + 1) / 2);
   const double macs = 2 * seen * static_cast<double>(width * copies);
   const auto bytes = static_cast<double>(copies * cache_bytes);
-  std::printf("attention %-4s %ld x %3ld wide, %4ld rows after %5ld", kCacheFormats[a.format],
+  std::printf("attention %-5s %ld x %3ld wide, %4ld rows after %5ld", kCacheFormats[a.format],
               a.group, a.head_dim, a.num_rows, a.position);
   print_rates(time_s, bytes, macs, std::max(bytes / peaks.read_bytes_s, macs / peaks.float_macs_s));
   std::printf("\n");
@@ -118,7 +119,7 @@ void measure_kernels(void* library, int64_t footprint, const Peaks& peaks) {
   find(library, "ts_kernel_attention", &kernels.attend);
   find(library, "ts_kernel_rms_norm", &kernels.rms_norm);
   find(library, "ts_kernel_gate", &kernels.gate);
-  for (const int64_t format : {0, 1, 2}) {
+  for (const int64_t format : {0, 1, 2, 3}) {
     for (const auto& [group, head_dim] : {std::pair{3, 64}, {6, 128}, {4, 256}}) {
       Attention a{};
       a.page_size = kPageSize;

@@ -15,6 +15,7 @@ def test_every_format_has_the_bytes_that_its_pages_take():
     assert layer.bytes_per_token(FORMATS["bf16"]) == 2 * values
     for name in ("int8", "fp8"):
         assert layer.bytes_per_token(FORMATS[name]) == values + 2 * 3 * 2
+    assert layer.bytes_per_token(FORMATS["int16"]) == 2 * values + 2 * 3 * 2
 
 
 def test_options_name_exactly_the_known_formats():

@@ -13,6 +13,8 @@ import pytest
 
 from support.tiny import write_tiny_gguf
 from twostroke.cache.disk import stored_pages
+from twostroke.core.config import ComputeOptions
+from twostroke.engine.compute import auto_kv_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +44,7 @@ def test_ls_shows_what_warm_has_stored(cli: Cli, folder: Path) -> None:
     (kind,) = json.loads(cli("cache", "ls", str(folder), "--json").out)
     assert kind["num_pages"] == kind["kept"] > 5
     assert kind["model"] == "tiny"
-    assert kind["kv_format"] == "f16"
+    assert kind["kv_format"] == auto_kv_format(ComputeOptions())
     assert kind["used_s"] <= time.time() < kind["until_s"]
     text = cli("cache", "ls", str(folder)).out
     used, until = (

@@ -39,7 +39,7 @@ def test_formats_of_keys_and_values_are_shown_side_by_side(cli: Cli, tiny: str) 
     assert ran.code == 0
     named = [text for text in ran.out.splitlines() if text.startswith("cpu, ")]
     assert ["int8 keys and values" in text for text in named] == [False, True]
-    assert "'int4' is not one of f16, bf16, int8." in cli(*line, "int4").err
+    assert "'int4' is not one of f16, bf16, int16, int8." in cli(*line, "int4").err
 
 
 def test_the_cpu_reader_is_shown_against_the_reference(cli: Cli, tiny: str) -> None:
@@ -63,10 +63,11 @@ def test_all_levels_that_run_here_are_lines_of_the_json(cli: Cli, tiny: str) -> 
 
 def test_formats_of_keys_and_values_are_lines_too(cli: Cli, tiny: str) -> None:
     ran = cli("compare", tiny, "--tokens", "100", "--kv-formats", "all", "--json")
-    half, bfloat, eighth = json.loads(ran.out)["readers"]
+    half, bfloat, whole, eighth = json.loads(ran.out)["readers"]
     assert "bf16 keys and values" in bfloat["name"]
     assert "int8 keys and values" in eighth["name"]
-    assert half["comparison"]["mean_kl"] < bfloat["comparison"]["mean_kl"]
+    for precise in (half, whole):
+        assert precise["comparison"]["mean_kl"] < bfloat["comparison"]["mean_kl"]
     assert half["comparison"]["mean_kl"] < eighth["comparison"]["mean_kl"] < 1e-2
 
 
@@ -125,14 +126,14 @@ def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
         (("--readers", "cpu,refrence"), "'refrence' is not one of cpu, gpu, reference, torch."),
         (("--readers", ""), "'' is not one of cpu, gpu, reference, torch."),
         (("--levels", ""), "Invalid value for '--levels': '' is not one of"),
-        (("--kv-formats", ""), "'' is not one of f16, bf16, int8."),
+        (("--kv-formats", ""), "'' is not one of f16, bf16, int16, int8."),
         (("--against", ""), "There is no model ''"),
         (("--levels", "avx9"), "Invalid value for '--levels': 'avx9' is not one of"),
         (("--length", "100000"), "lower --length"),
         (("--device", "cuda"), "--device needs the torch backend: add it to --readers."),
         (("--levels", "all", "--readers", "reference"), "--levels needs the cpu backend"),
         (("--activation-bits", "7"), "'7' is not one of auto, 15, 9, 8."),
-        (("--kv-formats", "f16,int4"), "'int4' is not one of f16, bf16, int8."),
+        (("--kv-formats", "f16,int4"), "'int4' is not one of f16, bf16, int16, int8."),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(

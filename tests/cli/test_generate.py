@@ -288,7 +288,7 @@ def test_the_real_model_knows_a_capital(
         "generate",
         str(smollm2_path),
         *("-p", "What is the capital of France?", "--temperature", "0", "--max-tokens", "20"),
-        "--json",
+        *("--activation-bits", "15", "--json"),
     )
     assert "Paris" in json.loads(ran.out)["text"]
 

@@ -51,7 +51,14 @@ def request(seed: int) -> Request:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("llama", "f16"), ("llama", "int8"), ("gemma3", "bf16"), ("gemma3", "int8"), ("gemma3", "")],
+    [
+        ("llama", "f16"),
+        ("llama", "int8"),
+        ("llama", "int16"),
+        ("gemma3", "bf16"),
+        ("gemma3", "int8"),
+        ("gemma3", ""),
+    ],
 )
 def test_pages_of_one_backend_serve_another(tmp_path: Path, family: str, kind: str) -> None:
     loaded = load_path(write_tiny_gguf(tmp_path / "m.gguf", tiny_of(family)))

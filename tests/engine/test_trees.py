@@ -67,7 +67,7 @@ class BeginsWithNothing(drafting.Drafting):
 
 
 @pytest.mark.parametrize("fault", [None, KeepsItsOwnPages, DropsAStore, BeginsWithNothing])
-@pytest.mark.parametrize("kv_format", ["f16", "int8"])
+@pytest.mark.parametrize("kv_format", ["f16", "int16", "int8"])
 def test_wrong_pages_of_branches_would_change_tokens(
     monkeypatch: pytest.MonkeyPatch, fault: type[drafting.Drafting] | None, kv_format: str
 ) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from support.handed_over import Case, compare
 from support.tiny import tiny_of, write_tiny_gguf
 
-_FORMATS = ("f16", "bf16", "int8")
+_FORMATS = ("f16", "bf16", "int16", "int8")
 _FAMILIES = ("llama", "gemma2", "gemma3", "qwen3-moe")
 _NIXL_WAYS = (("127.0.0.2", "off", "nixl-read"), ("127.0.0.2", "ngram", "nixl-write"))
 _WAYS = (("127.0.0.1", "off"), ("127.0.0.2", "ngram"), ("127.0.0.1", "ngram"))

@@ -78,7 +78,7 @@ def main() -> int:
                         help="names, files, tiny for each family, or tiny-FAMILY")  # fmt: skip
     parser.add_argument("--meshes", nargs="+", choices=list(MESHES), metavar="MESH",
                         help=", ".join(MESHES))  # fmt: skip
-    parser.add_argument("--kv-formats", nargs="+", default=["f16", "int8"])
+    parser.add_argument("--kv-formats", nargs="+", default=["int16", "int8"])
     parser.add_argument("--prompts", type=int, default=500, help="for each model, mesh and format")
     parser.add_argument("--prompt-tokens", type=int, default=100, help="at most")
     parser.add_argument("--tokens", type=int, default=24)

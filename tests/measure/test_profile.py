@@ -94,7 +94,7 @@ def test_the_beginning_of_a_long_context_stands_for_the_rest(
         backend.close()
 
 
-@pytest.mark.parametrize("kv_format", ["f16", "int8"])
+@pytest.mark.parametrize("kv_format", ["f16", "int16", "int8"])
 def test_rows_add_up_to_the_cost_of_the_step(path: Path, kv_format: str) -> None:
     loaded = load_path(path)
     program = build_program(loaded.spec)

@@ -31,7 +31,8 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
-FORMATS = ("f16", "bf16", "int8")
+FORMATS = ("f16", "bf16", "int8", "int16")
+MOST_STORED, MOST_SUM = 4095, 2**31 - 1
 
 
 def as_bfloat16(x):
@@ -47,6 +48,22 @@ def as_bytes(x):
     return np.clip(np.rint(x * factor), -127, 127).astype(np.float64) * wide
 
 
+def as_codes(x):
+    """Heads (..., head_dim) as they come back from int16 with a bfloat16 scale, rounded up."""
+    scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(MOST_STORED)
+    scale = ((scale.view(np.uint32) + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
+    factor = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    return np.clip(np.rint(x * factor), -MOST_STORED, MOST_STORED).astype(np.float64) * scale
+
+
+def as_query_codes(q, factor):
+    """Queries (..., head_dim), times a factor, as the whole numbers that meet int16 keys."""
+    most = np.float32(min(MOST_SUM // (64 * MOST_STORED), MOST_SUM // (q.shape[-1] * MOST_STORED)))
+    q = q * np.float32(factor)
+    largest = np.abs(q).max(axis=-1, keepdims=True)
+    return np.rint(q * (most / largest)).astype(np.float64) * (largest / most) / factor
+
+
 def spread(x):
     """Heads (..., head_dim) after sums and differences of values ever further apart."""
     distance = 1
@@ -59,6 +76,8 @@ def spread(x):
 
 def as_stored(fmt, keys, values):
     """Keys and values as pages give them back, in float64."""
+    if fmt == "int16":
+        return as_codes(keys), as_codes(values)
     if fmt != "int8":
         through = as_bfloat16 if fmt == "bf16" else np.float16
         return through(keys).astype(np.float64), through(values).astype(np.float64)
@@ -76,7 +95,7 @@ class Context:
         self.keys[..., 3] *= 4  # a channel that sticks out, as real keys have
         num_pages = -(-length // page_size)
         self.table = rng.permutation(2 * num_pages).astype(np.int32)[:num_pages]
-        head_bytes = head_dim + 2 if fmt == "int8" else 2 * head_dim
+        head_bytes = {"int8": head_dim + 2, "int16": 2 * head_dim + 2}.get(fmt, 2 * head_dim)
         self.pages = np.full(4 * num_pages * page_size * kv_heads * head_bytes, 0xFF, np.uint8)
         self.arguments = AttentionArguments(
             self.pages.ctypes.data, self.table.ctypes.data, page_size, kv_heads, head_dim, group,
@@ -120,7 +139,10 @@ class Context:
 
     def expected(self, q, position):
         k, v = as_stored(self.fmt, self.keys, self.values)
-        out = np.empty(q.shape)
+        out, scale = np.empty(q.shape), np.float32(q.shape[2] ** -0.5)
+        if self.fmt == "int16":
+            cap = np.float32(self.arguments.soft_cap)
+            q = as_query_codes(q, scale / cap if cap else scale * np.float32(np.log2(np.e)))
         for row in range(len(q)):
             seen = slice(self.first_seen(position + row), position + row + 1)
             for head in range(q.shape[1]):
@@ -130,6 +152,13 @@ class Context:
                 shares = np.exp(scores - scores.max())
                 out[row, head] = shares / shares.sum() @ v[seen, head // self.group]
         return out
+
+
+def within(fmt, values):
+    """Tolerances; with int16 shares are rounded, too, to at most half of a code each."""
+    if fmt != "int16":
+        return {"rtol": 1e-4, "atol": 3e-5}
+    return {"rtol": 1e-4, "atol": 2.5 * np.abs(values).max() / (MOST_SUM // (64 * MOST_STORED))}
 
 
 def test_attention_matches_its_formula(library, rng):
@@ -145,21 +174,23 @@ def test_attention_matches_its_formula(library, rng):
             for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (250, 50), (299, 1)):
                 q = floats(rng.normal(size=(num_rows, kv_heads * group, head_dim)) * 3)
                 out = context.attend(q, position)
-                np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=3e-5)
+                np.testing.assert_allclose(
+                    out, context.expected(q, position), **within(fmt, context.values)
+                )
 
 
 def test_windows_and_caps_match_their_formulas(library, rng):
     for soft_cap in [None, 5.0]:
         for window in [None, 1, 7, 16, 17, 63, 64, 65, 150, 299]:
-            for page_size, group, head_dim in ((16, 5, 32), (64, 1, 112)):
-                context = Context(library, rng, page_size, 1, group, head_dim, 300).see(
+            for page_size, group, head_dim, fmt in ((16, 5, 32, "f16"), (64, 1, 112, "int16")):
+                context = Context(library, rng, page_size, 1, group, head_dim, 300, fmt).see(
                     window, soft_cap
                 )
                 for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (210, 90), (299, 1)):
                     q = floats(rng.normal(size=(num_rows, group, head_dim)) * 3)
                     out = context.attend(q, position)
                     np.testing.assert_allclose(
-                        out, context.expected(q, position), rtol=1e-4, atol=3e-5
+                        out, context.expected(q, position), **within(fmt, context.values)
                     )
 
 
@@ -224,10 +255,35 @@ def test_int8_keys_lose_their_mean_and_change_by_factors_and_scores_stay(library
 
 
 def test_a_head_of_zeros_is_stored_as_zeros(library, rng):
-    context = Context(library, rng, 16, 1, 1, 32, 16, "int8")
-    context.values[:], context.keys[:] = 0, 0
-    context.store()
-    assert np.all(context.attend(floats(rng.normal(size=(16, 1, 32))), 0) == 0)
+    for fmt in ("int8", "int16"):
+        for head in (0, 1e-35):
+            context = Context(library, rng, 16, 1, 1, 32, 16, fmt)
+            context.values[:], context.keys[:] = head, head
+            context.store()
+            out = context.attend(floats(rng.normal(size=(16, 1, 32))), 0)
+            assert np.all(np.abs(out) <= head)
+
+
+def test_a_query_that_is_no_number_spoils_its_own_row_alone(library, rng):
+    for fmt in FORMATS:
+        context = Context(library, rng, 16, 1, 1, 64, 100, fmt)
+        q = floats(rng.normal(size=(100, 1, 64)))
+        before = context.attend(q, 0)
+        q[50, 0, 7], q[80, 0, 9] = np.nan, np.inf
+        out = context.attend(q, 0)
+        spoiled = np.isin(np.arange(100), (50, 80))
+        assert np.isnan(out[spoiled]).all(axis=(1, 2)).all()
+        assert np.array_equal(out[~spoiled], before[~spoiled])
+
+
+def test_the_largest_numbers_of_int16_do_not_overflow(library):
+    for head_dim in (16, 64, 128, 256, 512):
+        ones = np.ones((130, 1, head_dim), np.float32)
+        for sign in (1, -1):
+            context = Context(library, np.random.default_rng(1), 16, 1, 1, head_dim, 130, "int16")
+            context.keys, context.values = ones * sign, ones
+            context.store()
+            np.testing.assert_allclose(context.attend(ones, 0), ones, rtol=1e-3)
 
 
 def test_spreading_evens_out_an_outlier_and_keeps_products(library, rng):

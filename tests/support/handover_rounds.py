@@ -90,7 +90,7 @@ def play_round(
     link = rng.choice(links)
     chance = rng.choice((0.02, 0.1, 0.3))
     given: dict[str, Any] = {
-        "kv_format": rng.choice(("f16", "bf16", "int8")),
+        "kv_format": rng.choice(("f16", "bf16", "int8", "int16")),
         "budget": rng.choice((16, 48, 128)),
     }
     path = write_tiny_gguf(folder / "m.gguf", tiny_of(rng.choice(_FAMILIES)))

@@ -14,6 +14,7 @@ FORMATS: Final = {
     "f16": FLOAT16,
     "bf16": CacheFormat(2),
     "int8": CacheFormat(1, head_bytes=2),  # a float16 scale
+    "int16": CacheFormat(2, head_bytes=2),  # a bfloat16 scale; for the cpu backend
     "fp8": CacheFormat(1, head_bytes=2),  # E4M3, with such a scale; for the gpu backend
 }
 DEFAULT: Final = "f16"

@@ -56,7 +56,7 @@ def _levels() -> list[str]:
     "--kv-formats",
     type=ListOf(lambda: [name for name in KV_FORMATS if name not in {"auto", "fp8"}]),
     help="Formats of keys and values of the cpu backend, such as f16,int8, or 'all' "
-    "[default: f16].",
+    "[default: as serve].",
 )
 @option(
     "--activation-bits",

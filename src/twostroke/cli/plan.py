@@ -113,8 +113,11 @@ def command(
     check_file(plot, "plot", PLOTS)
     check_file(html, "html", (".html",))
     is_here = device == HERE
-    if given["token_budget"] is None:
-        given["token_budget"] = planner.usual_budget(is_here=is_here)
+    usual = {
+        "token_budget": planner.usual_budget(is_here=is_here),
+        "kv_format": planner.usual_kv_format(is_here=is_here),
+    }
+    given |= {name: value for name, value in usual.items() if given[name] is None}
     question = planner.Question(**given)
     check_threads(device)
     found = None if is_here else planner.find_device(device)

@@ -51,7 +51,9 @@ weights_option = option(
     help="How weights are stored [default: as in the file].",
 )
 kv_format_option = option(
-    "--kv-format", type=OneOf(tuple(FORMATS)), default="f16", help="Format of keys and values."
+    "--kv-format",
+    type=OneOf(tuple(FORMATS)),
+    help="Format of keys and values [default: as serve here; f16 elsewhere].",
 )
 threads_option = option(
     "--threads",

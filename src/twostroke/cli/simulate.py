@@ -197,12 +197,12 @@ def _setup(model: str, given: dict[str, Any]) -> Setup:
 
     device, weights, threads = (given.pop(name) for name in ("device", "weights", "num_threads"))
     check_threads(device)
-    kv_format = given.pop("kv_format")
     asked = {name: given.pop(name) for name in ("count", "mfu", "mbu", "usd_per_hour")}
+    is_here = device == HERE
+    kv_format = given.pop("kv_format") or planner.usual_kv_format(is_here=is_here)
     question = planner.Question(kv_format=kv_format, **asked)
     disaggregate = given.pop("disaggregate")  # an option of engines, too, but of two roles
     options = engine_options(given, model)
-    is_here = device == HERE
     is_ideal = not is_here or is_given("mfu") or is_given("mbu")
     found = planner.this_machine(threads) if is_here else planner.find_device(device)
     planned = planner.planned_model(model)

@@ -20,7 +20,7 @@ DEFAULT_PAGE_SIZE: Final = 16  # tokens
 ACTIVATION_BITS: Final = (15, 9, 8)
 DEFAULT_ACTIVATION_BITS: Final = 15
 AUTO_BITS: Final = "auto"  # chosen for each product of the model
-KV_FORMATS: Final = ("auto", "f16", "bf16", "int8", "fp8")
+KV_FORMATS: Final = ("auto", "f16", "bf16", "int16", "int8", "fp8")
 PARTNER: Final = "auto"  # the draft model in the catalogue
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
 MAX_DRAFTS: Final = 24  # for one request in one step
@@ -83,9 +83,10 @@ class CacheOptions(Frozen):
     `context_length` None is the model's own; `page_size` None is 16 tokens, or what places need.
     `strict_prefix` keeps pages filled by generated rows out of the prefix cache on backends that
     compute these rows differently. `kv_format` is how the backends cpu and gpu store keys and
-    values: "f16" (also "auto"), "bf16" for models whose keys or values exceed 65504, or "int8" for
-    about half of the memory (its cost is in docs/adr/0011-keys-are-spread-before-int8.md). The gpu
-    backend also has "fp8", of the same size.
+    values: "f16", "bf16" for models whose keys or values exceed 65504, or "int8" for about half of
+    the memory (its cost is in docs/adr/0011-keys-are-spread-before-int8.md). The cpu backend also
+    has "int16", which is the fastest on x86 processors and "auto" there; elsewhere that is "f16".
+    The gpu backend also has "fp8", as small as int8.
     """
 
     memory_bytes: int | None = None
@@ -333,6 +334,8 @@ class EngineOptions(Frozen):
             self._check_tiers()
         if self.cache.kv_format != "auto" and backend not in {"auto", "cpu", "gpu"}:
             raise UsageError("needs the backend cpu or gpu.", field="kv_format")
+        if self.cache.kv_format == "int16" and backend == "gpu":
+            raise UsageError("can be int16 only on the backend cpu.", field="kv_format")
         if self.cache.kv_format == "fp8" and backend != "gpu":
             reason = "can be fp8 only on the backend gpu; int8 is as small."
             raise UsageError(reason, field="kv_format")

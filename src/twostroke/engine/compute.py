@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from twostroke.backends.cpu import CpuBackend
-from twostroke.backends.cpu.library import choose_level
+from twostroke.backends.cpu.library import choose_level, usual_kv_format
 from twostroke.cache import DEFAULT_FORMAT, FORMATS
 from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError
@@ -223,7 +223,13 @@ def for_guesses(compute: ComputeOptions) -> ComputeOptions:
 
 
 def auto_kv_format(compute: ComputeOptions) -> str:
-    """Return the format of keys and values that "auto" stands for."""
+    """Return the format of keys and values that "auto" stands for.
+
+    Raises:
+        UsageError, BackendError: as `choose_level`.
+    """
+    if is_native(compute):
+        return usual_kv_format(choose_level(compute.level).level)
     return "f32" if compute.backend in FLOAT32_BACKENDS else DEFAULT_FORMAT
 
 

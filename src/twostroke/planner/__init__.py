@@ -11,7 +11,7 @@ from twostroke.planner.devices import Device, find_device, known_devices, this_m
 from twostroke.planner.models import PlannedModel, planned_model
 from twostroke.planner.plan import Plan, WhatIf, make_plan
 from twostroke.planner.planner import Memory, Row
-from twostroke.planner.question import Question, usual_budget
+from twostroke.planner.question import Question, usual_budget, usual_kv_format
 from twostroke.planner.usual import usual
 from twostroke.program.storage import WEIGHTS
 
@@ -36,4 +36,5 @@ __all__ = [
     "this_machine",
     "usual",
     "usual_budget",
+    "usual_kv_format",
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.cache import FORMATS
-from twostroke.core.config import BatchOptions
+from twostroke.cache import DEFAULT_FORMAT, FORMATS
+from twostroke.core.config import BatchOptions, ComputeOptions
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
@@ -102,6 +102,15 @@ class Question(Frozen):
     def mean_context(self) -> int:
         """Tokens before a generated one, half of the answer included."""
         return self.prompt + self.output // 2
+
+
+def usual_kv_format(*, is_here: bool) -> str:
+    """Return how keys and values are stored: as engines do by default here, or as is usual."""
+    if not is_here:
+        return DEFAULT_FORMAT
+    from twostroke.engine.compute import auto_kv_format  # other devices need no kernels
+
+    return auto_kv_format(ComputeOptions())
 
 
 def usual_budget(*, is_here: bool) -> int:

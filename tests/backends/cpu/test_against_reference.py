@@ -172,7 +172,9 @@ def test_tiny_models_of_every_family_agree_with_the_reference(level, family):
             assert same > (0.9 if tiles and not spec.experts else 0.97)
 
 
-@pytest.mark.parametrize(("kv_format", "most_kl"), [("bf16", 1e-4), ("int8", 1e-3)])
+@pytest.mark.parametrize(
+    ("kv_format", "most_kl"), [("bf16", 1e-4), ("int16", 1e-5), ("int8", 1e-3)]
+)
 @pytest.mark.parametrize("level", LEVELS)
 def test_keys_and_values_in_fewer_bits_stay_close_to_the_reference(level, kv_format, most_kl):
     program, tensors = tiny_model(head_dim=64, windows=(50, None))

@@ -162,7 +162,7 @@ def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
     tiny = replace(tiny_of(family), num_layers=3, fmt=chance.choice(["Q4_1", "Q8_0", "F16"]))
     loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
     program = build_program(loaded.spec)
-    model, kv_format = (program, loaded.tensors), chance.choice(["f16", "int8"])
+    model, kv_format = (program, loaded.tensors), chance.choice(["f16", "int8", "int16"])
     fewest = 8 * len(program.cache_groups)
     setting = replace(Setting.chosen_by(chance, fewest, 4 * fewest), max_running=50)
     setting = replace(setting, token_budget=max(setting.token_budget, 50))
@@ -182,7 +182,10 @@ def test_pieces_on_several_ranks_give_the_answers_of_one_process(seed, monkeypat
     sizes = chance.choice([{"num_heads": 6, "num_kv_heads": 3}, {"head_dim": 48}])
     if chance.random() < 0.5:
         sizes |= {"num_layers": 3, "windows": (37, None, 100), "soft_cap": 4.0}
-    model, kv_format = tiny_model(fmt="Q8_0", **sizes), chance.choice(["f16", "bf16", "int8"])
+    model, kv_format = (
+        tiny_model(fmt="Q8_0", **sizes),
+        chance.choice(["f16", "bf16", "int8", "int16"]),
+    )
     requests = random_requests(chance, 8, model[0].vocab_size, 440, 20)
     num_groups = len(model[0].cache_groups)
     setting = Setting.chosen_by(chance, 8 * num_groups, 12 * num_groups)

@@ -116,7 +116,7 @@ def test_a_page_of_another_tenant_is_never_read(level, model):
         assert sequence.decode(10) == expected
 
 
-@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8", "int16"])
 @pytest.mark.parametrize("sizes", [{"head_dim": 48}, {"windows": (37, None), "soft_cap": 4.0}])
 def test_logprobs_do_not_depend_on_chunks_in_any_page_format(level, kv_format, sizes):
     model = tiny_model(fmt="Q4_1", embedding_fmt="Q8_0", **sizes)
@@ -202,7 +202,7 @@ def test_drawn_tokens_do_not_depend_on_other_requests(level, model):
         assert answers(together=True) == answers(together=False)
 
 
-@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8"])
+@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8", "int16"])
 def test_vector_levels_agree_bit_for_bit(level, model, kv_format):
     """AVX2, AVX-512 and the generated rows of AMX, or those of NEON (docs/adr/0003)."""
     best = VECTOR_LEVELS[-1]

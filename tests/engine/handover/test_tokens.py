@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CASES = [
     ("llama", "f16", "shared"),
     ("gemma3", "int8", "shared"),
-    ("gemma2", "bf16", "tcp"),
+    ("gemma2", "int16", "tcp"),
     ("qwen3-moe", "int8", "tcp"),
     ("llama", "auto", "sockets"),
 ]

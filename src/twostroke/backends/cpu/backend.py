@@ -12,7 +12,7 @@ import numpy as np
 
 from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.keys import balances
-from twostroke.backends.cpu.library import choose_level, load_library
+from twostroke.backends.cpu.library import choose_level, load_library, usual_kv_format
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.plan import NativePlan, PlanLink, PlanPages
 from twostroke.backends.cpu.steps import StepArrays, record_of
@@ -279,6 +279,6 @@ def _detail(
         parts.append(activation_bits.describe())
     elif activation_bits != DEFAULT_ACTIVATION_BITS:
         parts.append(f"{activation_bits}-bit activations")
-    if kv_format != DEFAULT_FORMAT:
+    if kv_format != usual_kv_format(level):
         parts.append(f"{kv_format} keys and values")
     return ", ".join(parts)

@@ -16,11 +16,12 @@ from twostroke.backends.cpu.records import (
     PlanRecord,
     StepRecord,
 )
+from twostroke.cache import DEFAULT_FORMAT
 from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 
-INTERFACE_VERSION = 25  # as in native/c_interface.cpp
+INTERFACE_VERSION = 26  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
@@ -33,6 +34,9 @@ _X86_LEVELS = {
 _LEVELS = (_ARM_LEVELS if _IS_ARM else _X86_LEVELS) | {"portable": (0, "nothing")}
 # Chosen by name only: the AMX level on emulated tiles, for tests on machines without AMX.
 _EMULATED = {} if _IS_ARM else {"amx_emulated": (16, "AVX-512 F, BW, DQ, VL, VNNI and BF16")}
+
+# Levels that multiply whole numbers of two bytes faster than float32.
+_FAST_PAIRS = frozenset(_X86_LEVELS | _EMULATED)
 
 _SIGNATURES = {
     "ts_interface_version": (c_int32, ()),
@@ -106,6 +110,11 @@ def choose_level(requested: str | None) -> LevelChoice:
         message = f"Level '{wanted}' ({knob}) cannot be used: {obstacle}. Usable here: {usable}."
         raise BackendError(message)
     return LevelChoice(wanted, knob)
+
+
+def usual_kv_format(level: str) -> str:
+    """Return the format of keys and values that is fastest on a level, a name in `FORMATS`."""
+    return "int16" if level in _FAST_PAIRS else DEFAULT_FORMAT
 
 
 def level_reports() -> dict[str, str]:

@@ -76,6 +76,7 @@ class CacheFormat(IntEnum):
     F16 = 0
     BF16 = 1
     INT8 = 2
+    INT16 = 3
 
 
 class OutputRecord(ctypes.Structure):
