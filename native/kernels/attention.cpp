@@ -141,31 +141,6 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
   });
 }
 
-/// Adds a share to what was merged so far; peak minus infinity says that nothing was.
-void merge(const float* share_peak, const float* share_sum, const float* share_out, int64_t count,
-           int64_t head_dim, float* peak, float* sum, float* out) {
-  const int n = static_cast<int>(count);
-  const Lanes before = load_first(peak, n);
-  const Lanes piece = load_first(share_peak, n);
-  const Lanes both = larger(before, piece);
-  float keep[kLanes];
-  float take[kLanes];
-  const Lanes keep_lanes = exp2(subtract(before, both));
-  const Lanes take_lanes = exp2(subtract(piece, both));
-  store_lanes(keep, keep_lanes);
-  store_lanes(take, take_lanes);
-  const Lanes taken = multiply(load_first(share_sum, n), take_lanes);
-  store_first(sum, multiply_add(load_first(sum, n), keep_lanes, taken), n);
-  store_first(peak, both, n);
-  for (int i = 0; i < n; ++i) {
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-      float* merged = out + i * head_dim + d;
-      const Lanes added = multiply(load_lanes(share_out + i * head_dim + d), broadcast(take[i]));
-      store_lanes(merged, multiply_add(load_lanes(merged), broadcast(keep[i]), added));
-    }
-  }
-}
-
 void make_query_codes(int64_t num_queries, int64_t head_dim, AttentionScratch& scratch) {
   for (int64_t i = 0; i < num_queries; ++i) {
     const int64_t first = i * head_dim;

@@ -15,24 +15,17 @@ from support.servers import wait_for
 from support.stored_pages import kind
 from support.stores import SECRET, missing, store
 from support.tiny import write_tiny_gguf
-from twostroke.cache import FORMATS, PageGroups
+from twostroke.cache import PageGroups
 from twostroke.cache.disk import DiskTier, entry_of, stored_pages
 from twostroke.cache.ledger import Ledger
 from twostroke.cache.store import StoreTier
-from twostroke.core.config import (
-    CacheOptions,
-    ComputeOptions,
-    EngineOptions,
-    ParallelOptions,
-    SpeculationOptions,
-)
+from twostroke.core.config import CacheOptions, EngineOptions, ParallelOptions, SpeculationOptions
 from twostroke.core.errors import UsageError
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.tier_options import TierOptions
 from twostroke.engine.build import build
 from twostroke.engine.client import Caller
-from twostroke.engine.compute import auto_kv_format
 from twostroke.engine.loading import load
 from twostroke.engine.paging import Paging
 from twostroke.models import build_program
@@ -391,8 +384,7 @@ def test_an_engine_without_pages_to_spare_says_so(tmp_path: Path) -> None:
     tiny_path = write_tiny_gguf(tmp_path / "tiny.gguf")
     program = build_program(load(str(tiny_path)).spec)
     tiers = TierOptions(page_cache=str(tmp_path))
-    stored = FORMATS[auto_kv_format(ComputeOptions())]
-    few = CacheOptions(memory_bytes=32 * program.page_bytes(16, stored), context_length=512)
+    few = CacheOptions(32 * program.page_bytes(16), 512, kv_format="f16")
     with pytest.raises(UsageError, match="needs more pages than those of the longest request"):
         build(str(tiny_path), EngineOptions(cache=few, tiers=tiers))
 
