@@ -2,7 +2,8 @@
 
 - transfer: pages of a prompt that a prefill engine has read before, into a decode engine's memory
   that has been used before, from their offer until they can be used; in turns with a copy of as
-  many bytes within one process.
+  many bytes within one process; again without shared memory, by the socket and by NIXL, where that
+  is installed, between two network namespaces, where they can be made.
 - first: the time from the end of a prefill engine's last step to the first token, less the decode
   engine's own step, which computes the rest of the prompt.
 - streams, virtual, auto: see handover_load.py.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -26,12 +29,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from handover_load import LOADS, MIXES, auto, streams, virtual
+from namespaces import obstacle, two_hosts
 from pipe import Worker, claim_output, serve
 from report import RESULTS, caption, machine_facts, note, positive, save, table
 from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.handover_options import HandoverOptions
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build
+from twostroke.engine.handover import nixl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,14 +76,15 @@ def _note_steps(engine: Engine) -> list[tuple[float, float]]:
 def _prefill_worker(given: argparse.Namespace) -> None:
     """Be the prefill engine, and answer questions."""
     answers = claim_output()
-    with build(given.model, _options(given, HandoverOptions("prefill", "127.0.0.1:0"))) as engine:
+    handover = HandoverOptions("prefill", f"{given.host}:0")
+    with build(given.model, _options(given, handover)) as engine:
         steps, look = _note_steps(engine), engine.client.view_handover
         assert look is not None
 
         def address() -> dict[str, Any]:
             lender = look().lender
             assert lender is not None
-            return {"address": f"127.0.0.1:{lender.port}"}
+            return {"address": f"{given.host}:{lender.port}"}
 
         def read(prompt: list[int]) -> dict[str, Any]:
             engine.client.generate(prompt, _ONE).wait()
@@ -90,15 +96,17 @@ def _prefill_worker(given: argparse.Namespace) -> None:
 class Pair:
     """A decode engine in this process, and its prefill engine in another one."""
 
-    def __init__(self, given: argparse.Namespace, stack: ExitStack) -> None:
-        """Start both, and wait until they have met."""
+    def __init__(self, given: argparse.Namespace, stack: ExitStack, link: str = "") -> None:
+        """Start both, and wait until they have met; without a `link` they share memory."""
         command = [sys.executable, __file__, "--worker", "--model", given.model]
-        command += ["--tokens", str(given.tokens)]
+        command += ["--tokens", str(given.tokens), "--host", given.host]
+        if given.namespace:
+            command = ["ip", "netns", "exec", given.namespace, *command]
         folder = Path(stack.enter_context(TemporaryDirectory()))
         self.prefill = Worker("prefill", command, folder / "log")
         stack.callback(self.prefill.close)
         address = self.prefill.ask("address")["address"]
-        handover = HandoverOptions("decode", None, (address,), "always")
+        handover = HandoverOptions("decode", None, (address,), "always", link or "auto")
         self.engine = stack.enter_context(build(given.model, _options(given, handover)))
         self.steps = _note_steps(self.engine)
         while self.view().peers[0].state != "up":
@@ -126,12 +134,38 @@ class Pair:
 
 
 def transfer(given: argparse.Namespace) -> dict[str, Any]:
+    """Return bytes/s of transfers and of copies, by shared memory and by each link."""
+    os.environ["TWOSTROKE_PEER_SECRET"] = "a secret of the benchmark"
+    links = ("socket", *(() if nixl.obstacle() else ("nixl-read", "nixl-write")))
+    between = "one host" if obstacle() else "two network namespaces"
+    found = _transfer(given, "")
+    return found | {"links": {link: _apart(given, link) for link in links}, "between": between}
+
+
+def _apart(given: argparse.Namespace, link: str) -> dict[str, Any]:
+    """Return what `_transfer` returns for engines that share no memory."""
+    command = [sys.executable, __file__, "--link", link, "--model", given.model]
+    for name in ("tokens", "rounds", "seed"):
+        command += [f"--{name}", str(getattr(given, name))]
+    with ExitStack() as stack:
+        if obstacle() is None:
+            hosts = stack.enter_context(two_hosts())
+            command += ["--host", hosts.addresses[1], "--namespace", hosts.names[1]]
+            command = hosts.command(0, command)
+        else:
+            command += ["--host", "127.0.0.2"]  # which is not known as this machine
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+
+def _transfer(given: argparse.Namespace, link: str) -> dict[str, Any]:
     """Return bytes/s of transfers and of copies, the first of them into unused memory."""
     ways, asked, copies, num_bytes = [], [], [], 0
     with ExitStack() as stack:
-        pair = Pair(given, stack)
+        pair = Pair(given, stack, link)
         for number, prompt in enumerate(pair.prompts(_WARM + given.rounds)):
-            note(f"Transfer {number + 1} of {_WARM + given.rounds}")
+            note(f"Transfer {number + 1} of {_WARM + given.rounds} {link}")
             pair.prefill.ask("read", prompt=prompt)
             before = pair.view()
             pair.ask(prompt)
@@ -179,6 +213,13 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         asked, unused = median(found["asked_bytes_per_s"]), found["unused"]
         rows += [("the same from the question on", "", f"{asked / 1e9:.1f} GB/s")]
         rows += [("the same into memory that was never used", "", f"{unused / 1e9:.1f} GB/s")]
+        for link, one in found.get("links", {}).items():
+            rate, asked = median(one["bytes_per_s"]), median(one["asked_bytes_per_s"])
+            share = 100 * rate / median(one["copy_bytes_per_s"])
+            reached = (
+                f"{share:.0f}% ({rate / 1e9:.1f} GB/s, {asked / 1e9:.1f} from the question on)"
+            )
+            rows += [(f"{link} between {found['between']}, beside memcpy", "", reached)]
     if found := result.get("first"):
         pairs = zip(found["late_s"], found["step_s"], strict=True)
         extra = sorted(1e3 * (late - step) for late, step in pairs)
@@ -237,9 +278,16 @@ def main() -> None:
     parser.add_argument("--turns", type=positive, default=4, help="of each rule, for rule auto")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--host", default="127.0.0.1", help=argparse.SUPPRESS)
+    parser.add_argument("--namespace", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--link", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         _prefill_worker(given)
+        return
+    if given.link:
+        answers = claim_output()
+        print(json.dumps(_transfer(given, given.link)), file=answers, flush=True)
         return
     path = RESULTS / "handover.json"
     result = json.loads(path.read_text()) if path.exists() else {}

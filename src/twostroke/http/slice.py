@@ -14,8 +14,10 @@ _SET_ATTR: Final = {"x86_64": 314, "aarch64": 274}  # the number of sched_setatt
 _RESET_ON_FORK: Final = 1
 
 
-def run_at_once() -> bool:
-    """Ask for short slices for this thread, but not its children; return whether that was granted.
+def run_at_once(thread: int = 0) -> bool:
+    """Ask for short slices for a thread, but not its children; return whether that was granted.
+
+    `thread` is the system's number of one of this process, 0 for the calling one.
 
     Linux since 6.12 lets a thread with a short slice interrupt those with long ones when it wakes.
     An event loop, which works for a moment, then does not wait behind threads that compute. Its
@@ -34,4 +36,4 @@ def run_at_once() -> bool:
         return False
     fields = (48, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, _SLICE_NS, 0, 0)
     attributes = ctypes.create_string_buffer(struct.pack("=IIQiIQQQ", *fields))
-    return bool(ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0)
+    return bool(ctypes.CDLL(None).syscall(number, thread, attributes, 0) == 0)

@@ -78,6 +78,7 @@ def test_the_tokens_are_those_of_one_engine(
     ("link", "seconds", "title"),
     [
         ("auto", (1.0, 2.0, 3.0), "socket"),
+        ("auto", (1.0, 0.9, 0.9), "socket"),
         ("auto", (2.0, 1.0, 3.0), "NIXL, read"),
         ("auto", (3.0, 2.0, 1.0), "NIXL, written"),
         ("nixl", (2.0, 1.0), "NIXL, written"),

@@ -13,11 +13,13 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.frames import WireError, read_frame
 from twostroke.engine.handover.messages import Place
 from twostroke.engine.handover.nixl import PROBE_BYTES, Done, Meet, Move, Opened, pack, questions
+from twostroke.http.slice import run_at_once
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -112,6 +114,8 @@ def main() -> None:
             if agent is None:
                 signal.alarm(_STUCK_S)
                 agent = _Agent(*given)
+                for thread in Path("/proc/self/task").iterdir():
+                    run_at_once(int(thread.name))  # engines compute on all cores
                 answer = Opened(agent.place)
             else:
                 question = read_frame(file, questions)

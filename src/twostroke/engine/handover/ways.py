@@ -33,6 +33,7 @@ _CHOICES: Final = {
 _TITLES: Final = {SENT: "socket", COPIED: "NIXL, read", WRITTEN: "NIXL, written"}
 MOVE_S: Final = 2.0  # in which a move by NIXL must end
 _MOST_BYTES: Final = 8 << 20  # of one
+_WORTH: Final = 0.8  # of the socket's seconds, which NIXL must do with: carriers use cores, too
 _NUM_PROBES: Final = 4
 _PROBES_S: Final = 0.25  # after which a way is not measured again
 
@@ -157,6 +158,8 @@ def _fastest(connection: Connection, carrier: Carrier | None, choices: Sequence[
         WRITTEN: lambda: ask(WRITTEN),
     }
     seconds = {how: _seconds(probes[how]) for how in choices}
+    if SENT in seconds:
+        seconds[SENT] *= _WORTH
     how = min(seconds, key=seconds.__getitem__)
     if how != SENT:
         return Way(how, carrier=carrier)
