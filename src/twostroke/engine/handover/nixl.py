@@ -99,8 +99,9 @@ class Carrier:
             raise CarrierError(reason)
         self._lock = threading.Lock()
         self._is_ended = False
+        ours: socket.socket | None = None
         try:
-            self._socket, theirs = socket.socketpair()
+            ours, theirs = socket.socketpair()
             with theirs:
                 files = theirs.fileno(), memory
                 given = map(str, (*files, num_pages, page_bytes))
@@ -113,8 +114,11 @@ class Carrier:
                     start_new_session=True,
                 )
         except OSError as error:
+            if ours is not None:
+                ours.close()
             raise CarrierError(f"NIXL's process cannot be started: {error}.") from None
-        self._file = self._socket.makefile("rb")
+        self._socket = ours
+        self._file = ours.makefile("rb")
         answer = self._receive(_OPEN_S)
         if not isinstance(answer, Opened):
             self.close()
