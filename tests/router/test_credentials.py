@@ -171,6 +171,16 @@ def test_a_router_can_be_a_replica_of_another(fakes: Loop) -> None:
         wait_for(lambda: "no replica" in found.reason)
 
 
+def test_a_router_is_no_replica_of_itself(fakes: Loop, tmp_path: Path) -> None:
+    replica, listing = fakes.start(FakeReplica()), tmp_path / "replicas"
+    listing.write_text("")
+    with live_router(replica.url, listing=listing) as router:
+        listing.write_text(f"{router.url}\n")
+        replicas = router.router.fleet.replicas
+        wait_for(lambda: router.url in replicas and "itself" in replicas[router.url].reason)
+        assert router.router.fleet.ready == [replicas[replica.url]]
+
+
 def test_a_replica_that_would_answer_otherwise_is_refused(fakes: Loop) -> None:
     first, second, other = (fakes.start(FakeReplica(name)) for name in ("tiny", "tiny", "big"))
     first.load, second.load, other.load = {}, {"numerics": "2"}, {"numerics": "3"}

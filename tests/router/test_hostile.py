@@ -112,6 +112,11 @@ def test_names_that_cannot_be_looked_up_are_refused_at_once(name: str) -> None:
         Watch(Fleet(RouteOptions(discover=f"{name}:80")))
 
 
+def test_a_url_with_a_slash_too_few_is_no_host_called_http() -> None:
+    with pytest.raises(UsageError, match="must be a URL such as"):
+        Address.of("http:/127.0.0.1:8000")
+
+
 @pytest.mark.parametrize("url", ["http://[::1]:80", "http://127.0.0.1", "http://a_b.c.:8000"])
 def test_addresses_and_names_with_a_last_dot_are_taken(url: str) -> None:
     assert Address.of(url).url == url

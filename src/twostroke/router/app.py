@@ -286,7 +286,7 @@ class Router:
 
     async def _load(self, _request: Request) -> Response:
         """Say that this is not a server, to another router or to this one itself."""
-        raise UnknownPathError("A router has no load of its own.")
+        raise UnknownPathError(f"A router has no load of its own ({self.fleet.mark}).")
 
     async def _models(self, request: Request) -> Response:
         """Return all models that replicas have, each as the first of them describes it."""

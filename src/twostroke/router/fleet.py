@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import secrets
 import time
 from collections import Counter, OrderedDict
 from enum import StrEnum
@@ -150,7 +151,7 @@ class Fleet:
 
     def __init__(self, options: RouteOptions) -> None:
         """Begin with none."""
-        self.options = options
+        self.options, self.mark = options, secrets.token_hex(8)
         self.replicas: dict[str, Replica] = {}  # by URL
         self.dispatcher = Dispatcher(options.policy, time.monotonic, extent)
         self._places: list[Replica] = []

@@ -57,6 +57,7 @@ class Address(Frozen):
             raise UsageError(wanted, field="replicas", value=repr(url)) from None
         is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
         is_there = parts.hostname is not None and is_name(parts.hostname)
+        is_there &= not netloc.endswith(":")  # as of http:/host:8000
         if parts.scheme not in {"http", "https"} or not is_there or not is_plain:
             raise UsageError(wanted, field="replicas", value=repr(url))
         path = parts.path.rstrip("/").removesuffix("/v1")

@@ -127,8 +127,10 @@ class Watch:
         headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         if not replica.is_foreign:
             status, body = await _probe(replica, "/api/load", headers)
-            if status == 401:
-                return State.DOWN, _wants_key(key), None
+            is_itself = self._fleet.mark.encode() in body  # requests would go round in circles
+            if status == 401 or is_itself:
+                why = "It is this router itself." if is_itself else _wants_key(key)
+                return State.REFUSED if is_itself else State.DOWN, why, None
             replica.is_foreign = status == 404
             if status == 200 and (said := _load(body)) is not None:
                 return self._take(replica, said)

@@ -71,7 +71,8 @@ function show(state) {
   tiles.running.show(count(values.running), "requests", line("running"));
   tiles.work.show(duration(values.work), "for a new request", line("work"));
   tiles.hits.show(percent(state.hit_rate), `at best ${percent(state.best_hit_rate)}`, line("hits"));
-  tiles.lost.show(count(sum("lost_after_first_byte")), `${count(sum("lost_before_first_byte"))} more were sent again`);
+  const again = sum("lost_before_first_byte");
+  tiles.lost.show(count(sum("lost_after_first_byte")), `${count(again)} more ${again === 1 ? "was" : "were"} sent again`);
   tiles.wanted.show(count(state.wanted_replicas), "replicas");
   rows.replaceChildren(...replicas.map((one) =>
     h("tr", {}, COLUMNS.map(([, , read], index) => h(index ? "td" : "th", index ? {} : { scope: "row" }, read(one))))));
