@@ -176,7 +176,9 @@ SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, seed=5, ignore_eos=True)
 
 
 @contextmanager
-def scripted_prefill(answer: Callable[[Connection, Any], None]) -> Iterator[str]:
+def scripted_prefill(
+    answer: Callable[[Connection, Any], None], host: str = "127.0.0.1"
+) -> Iterator[str]:
     """Yield the address of a peer that welcomes all, and then does with each question as told.
 
     Like a prefill engine that lives, it reports its load.
@@ -197,8 +199,8 @@ def scripted_prefill(answer: Callable[[Connection, Any], None]) -> Iterator[str]
                 connection.send(messages.Load(0.0, 0.0))
                 time.sleep(0.2)
 
-    listener = PeerListener(("127.0.0.1", 0), b"", None, serve)
+    listener = PeerListener((host, 0), SECRET.encode(), None, serve)
     try:
-        yield f"127.0.0.1:{listener.port}"
+        yield f"{host}:{listener.port}"
     finally:
         listener.close()

@@ -27,6 +27,7 @@ from support.handover import (
     pair,
     prefill,
     random_prompts,
+    scripted_prefill,
     view,
     wait_until,
 )
@@ -35,12 +36,14 @@ from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
 from twostroke.core.errors import UsageError
 from twostroke.core.handover_options import HandoverOptions
-from twostroke.engine.handover import nixl, peer, ways
+from twostroke.engine.handover import messages, nixl, peer, ways
 from twostroke.engine.handover.nixl import Carrier, CarrierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from twostroke.engine.handover.connection import Connection
 
 TITLES = {"nixl-read": "NIXL, read", "nixl-write": "NIXL, written"}
 is_real = pytest.mark.skipif(nixl.obstacle() is not None, reason=nixl.INSTALL)
@@ -49,6 +52,24 @@ is_real = pytest.mark.skipif(nixl.obstacle() is not None, reason=nixl.INSTALL)
 @pytest.fixture(autouse=True)
 def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
+
+
+_SIZE, _COUNT = 1 << 18, 256
+
+
+@pytest.fixture
+def pages() -> Iterator[list[tuple[int, Any]]]:
+    """Open files of two engines' pages, and views of these; only the first one's are not zero."""
+    with ExitStack() as stack:
+        found = []
+        for value in (1, 0):
+            file = os.memfd_create("pages")
+            stack.callback(os.close, file)
+            os.ftruncate(file, _SIZE * _COUNT)
+            view_ = np.frombuffer(mmap.mmap(file, _SIZE * _COUNT), np.uint8)
+            view_[:] = value
+            found.append((file, view_.reshape(_COUNT, _SIZE)))
+        yield found
 
 
 def _check_tokens(folder: Path, link: str, family: str) -> None:
@@ -154,6 +175,47 @@ def test_nixl_that_fails_twice_in_turn_is_replaced_by_the_socket(
         assert view(llm).borrower.transfers == {"lost": 2, "done": 1}
 
 
+def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: list[tuple[int, Any]]
+) -> None:
+    carriers.use(monkeypatch)
+    monkeypatch.setattr(peer, "PATIENCE_S", 0.3)
+    there = carriers.Carrier(pages[0][0], _COUNT, _SIZE)
+    targets: list[int] = []
+
+    def answer(connection: Connection, question: Any) -> None:
+        match question:
+            case messages.Join():
+                connection.send(messages.Joined(there.place))
+            case messages.Probe():
+                connection.send(messages.Content(question.number, is_valid=True))
+            case messages.Read():
+                connection.send(messages.Offer(question.id, 1, [(0, n, n) for n in range(6)]))
+            case messages.Fetch():
+                targets.extend(question.targets)  # and nothing more is heard
+
+    path, prompt = write_tiny_gguf(tmp_path / "m.gguf"), list(range(3, 103))
+    with LLM(path, options()) as alone:
+        expected = answers(alone, [prompt], SAMPLED)
+    with (
+        scripted_prefill(answer, "127.0.0.2") as address,
+        decode(path, address, peer_link="nixl-write") as llm,
+    ):
+        transfers = llm.engine.client.loop.pages.scheduler.prefixes.transfers
+        held, close = list[int](), carriers.Carrier.close
+
+        def note(carrier: carriers.Carrier) -> None:
+            held.append(transfers.num_held)
+            close(carrier)
+
+        monkeypatch.setattr(carriers.Carrier, "close", note)
+        assert answers(llm, [prompt], SAMPLED) == expected
+        wait_until(lambda: bool(held))
+        assert held[0] == len(targets) == 6
+        assert view(llm).borrower.transfers == {"late": 1}
+        check_clean(llm)
+
+
 @is_real
 @pytest.mark.parametrize("link", NIXL_LINKS)
 def test_the_tokens_are_those_of_one_engine_with_the_real_one(tmp_path: Path, link: str) -> None:
@@ -164,24 +226,6 @@ def test_the_tokens_are_those_of_one_engine_with_the_real_one(tmp_path: Path, li
 @pytest.mark.seeds(2)
 def test_faults_cost_time_and_no_request_with_the_real_one(seed: int, tmp_path: Path) -> None:
     play_round(seed, tmp_path, Counter(), NIXL_LINKS)
-
-
-_SIZE, _COUNT = 1 << 18, 256
-
-
-@pytest.fixture
-def pages() -> Iterator[list[tuple[int, Any]]]:
-    """Open files of two engines' pages, and views of these; only the first one's are not zero."""
-    with ExitStack() as stack:
-        found = []
-        for value in (1, 0):
-            file = os.memfd_create("pages")
-            stack.callback(os.close, file)
-            os.ftruncate(file, _SIZE * _COUNT)
-            view_ = np.frombuffer(mmap.mmap(file, _SIZE * _COUNT), np.uint8)
-            view_[:] = value
-            found.append((file, view_.reshape(_COUNT, _SIZE)))
-        yield found
 
 
 @is_real
