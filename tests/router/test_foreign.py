@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
+from support.servers import wait_for
 
 if TYPE_CHECKING:
     from support.replicas import LiveRouter
@@ -34,6 +35,23 @@ def test_errors_of_a_server_whose_engine_has_died_are_not_passed_on(fakes: Loop)
         assert len(bad.seen) == 1
         good.behaviour = bad.behaviour  # and is well: its error is this request's
         assert "EngineCore" in post(router).text
+
+
+def test_an_error_that_comes_after_its_server_is_known_to_be_down_is_not_passed_on(
+    fakes: Loop,
+) -> None:
+    bad, good = fakes.start(FakeReplica()), fakes.start(FakeReplica())
+    with live_router(bad.url, good.url, policy="round-robin") as router:
+        fleet = router.router.fleet
+
+        async def fail(exchange: Exchange) -> None:
+            bad.health = (503, {})
+            await asyncio.to_thread(wait_for, lambda: len(fleet.ready) == 1)
+            await exchange.answer({"error": {"message": "EngineCore encountered an issue."}}, 500)
+
+        bad.behaviour = fail
+        assert [post(router).status_code for _ in range(2)] == [200] * 2
+        assert len(bad.seen) == 1
 
 
 def test_a_sign_of_life_is_no_first_token(fakes: Loop) -> None:

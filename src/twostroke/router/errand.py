@@ -65,6 +65,7 @@ class Errand:
         self.connection: Connection | None = None
         self.is_gone = False  # the client
         self.media_type = b""  # of the response
+        self.is_foreign = False  # the replica, as it was sent there
         self.asks_usage = False  # in the body, for the client, which does not
         self._num_held = 0  # bytes of the body that count as arriving
 
@@ -84,7 +85,7 @@ class Errand:
     def request_to(self, replica: Replica) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
         """Return the head and the body of the request to a replica."""
         body, path = self.body, self.scope["path"]
-        self.asks_usage = False
+        self.asks_usage, self.is_foreign = False, replica.is_foreign
         if self.meter is not None:
             self.meter.restart()
             asked = asking(body, path) if replica.is_foreign and isinstance(body, bytes) else None

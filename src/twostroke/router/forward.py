@@ -167,7 +167,7 @@ class Forwarder:
             meter.begin(head, is_silent=is_silent, strips=errand.asks_usage)
         if head.status in _BUSY:
             raise _BusyError(head, await _whole(connection))
-        if head.status == 500 and replica.is_foreign and ticket is not None:
+        if head.status == 500 and errand.is_foreign and ticket is not None:
             return await self._fail(errand, replica, _BusyError(head, await _whole(connection)))
         try:
             data = await connection.read()
