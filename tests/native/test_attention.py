@@ -195,7 +195,14 @@ def test_windows_and_caps_match_their_formulas(library, rng):
 
 
 def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rng):
-    for window, soft_cap in [(None, None), (1, None), (40, 3.0), (64, None), (100, 30.0)]:
+    for window, soft_cap in [
+        (None, None),
+        (1, None),
+        (40, 3.0),
+        (64, None),
+        (100, 30.0),
+        (200, None),
+    ]:
         for fmt in FORMATS:
             context = Context(library, rng, 16, 2, 3, 64, 400, fmt).see(window, soft_cap)
             q = floats(rng.normal(size=(400, 6, 64)) * 3)
