@@ -150,9 +150,14 @@ class Desk:
             now_s = time.monotonic()
             if now_s - self._pulse_s >= _PULSE_S:
                 self._pulse_s = now_s
-                self._wire.send(wire.Pulse(self.loop.progress))
+                self._wire.send(wire.Pulse(self.loop.progress, self._num_lent()))
                 if self.loop.health is Health.STOPPED:
                     raise self._failure or EngineStoppedError("The engine stopped.")
+
+    def _num_lent(self) -> int:
+        view = self._client.view_handover
+        lender = view().lender if view is not None else None
+        return lender.num_pages_lent if lender is not None else 0
 
     def _do(self, message: wire.Request) -> None:
         match message:

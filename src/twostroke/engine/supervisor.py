@@ -68,8 +68,9 @@ class Supervisor:
         self._process: EngineProcess
         self._load, self._guest = load, guest
         self._unsent = bytearray()
-        self._num_failures = 0  # deaths in a row, each before an output
+        self._num_failures = 0  # deaths in a row, each before an output or a page that was lent
         self._num_blameless = 0  # of them since a request was last to blame
+        self._num_lent = 0  # pages, by this process
         self._why = ""  # the process ended, if it or the watch has said so
         self._failure: TwostrokeError | None = None  # that the process has reported
         self._has_ended = False
@@ -171,7 +172,7 @@ class Supervisor:
             asyncio.get_running_loop().remove_writer(self._process.socket)
 
     def _begin(self, ready: wire.Ready) -> None:
-        self.is_up = True
+        self.is_up, self._num_lent = True, 0
         self._began_s = self._changed_s = time.monotonic()
         self.load_s = self._began_s - self._process.began_s
         self._watch = Watch(ready.card.longest_step_s, self._began_s)
@@ -204,6 +205,9 @@ class Supervisor:
             case wire.Said():
                 self._num_failures = self._num_blameless = 0
                 self._guest.take(message)
+            case wire.Pulse() if message.num_lent > self._num_lent:
+                self._num_failures = self._num_blameless = 0
+                self._num_lent = message.num_lent
             case wire.Log():
                 log(message)
             case wire.Failed():

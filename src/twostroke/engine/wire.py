@@ -179,9 +179,10 @@ class State(Frozen, array_like=True, tag=9):
 
 
 class Pulse(Frozen, array_like=True, tag=10):
-    """The process lives, whatever its engine does."""
+    """The process lives, whatever its engine does; it has lent so many pages to decode engines."""
 
     progress: Progress
+    num_lent: int = 0
 
 
 Answer = Loading | Log | Ready | Failed | Accepted | Began | Said | Compiled | State | Pulse

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
+from servers import free_port
 from support.handed_over import Case, compare
+from support.handover import decode, options, view, wait_until
 from support.handover_kills import campaign
-from support.tiny import tiny_of, write_tiny_gguf
+from support.remote import until
+from support.tiny import Tiny, tiny_of, write_tiny_gguf
+from twostroke import SamplingParams
+from twostroke.core.handover_options import HandoverOptions
+from twostroke.engine import supervisor
+from twostroke.engine.health import Health
+from twostroke.engine.remote import RemoteEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +36,37 @@ def test_answers_are_those_of_one_engine(
     found = compare(Case(str(path), *how), 40, 1, tmp_path)
     assert not found.different
     assert found.transfers["done"] >= 20
+
+
+def test_a_prefill_engine_that_reads_prompts_between_its_deaths_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0, 0.01))  # three deaths in a row are too many
+    path = write_tiny_gguf(tmp_path / "m.gguf", Tiny(context_length=512))
+    address = f"127.0.0.1:{free_port()}"
+    given = options(HandoverOptions("prefill", address))
+
+    async def run() -> None:
+        with (
+            RemoteEngine.start(str(path), given, "warning", lambda *_: None) as engine,
+            decode(path, address) as llm,
+        ):
+            engine.attach(lambda: None)
+            for number in range(4):
+                prompt = [number + 3, *range(3, 200)]
+                await asyncio.to_thread(llm.generate, [prompt], SamplingParams(max_tokens=1))
+                assert view(llm).borrower.transfers["done"] == number + 1
+                await asyncio.sleep(1.2)  # two pulses, which tell of the pages
+                pid = engine.life.pid
+                os.kill(pid, signal.SIGKILL)
+                await until(
+                    lambda pid=pid: engine.life.pid != pid and engine.health is Health.READY
+                )
+                await asyncio.to_thread(
+                    wait_until, lambda: view(llm).borrower.peers[0].state == "up"
+                )
+
+    asyncio.run(run())
 
 
 def test_a_killed_prefill_engine_costs_no_request(tmp_path: Path) -> None:
