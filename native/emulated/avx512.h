@@ -181,6 +181,19 @@ TS_EMULATED __m512i cvtepi8_epi32(__m128i v) { return widen<int8_t>(v); }
 TS_EMULATED __m512i cvtepu8_epi32(__m128i v) { return widen<uint8_t>(v); }
 TS_EMULATED __m512i cvtepu16_epi32(__m256i v) { return widen<uint16_t>(v); }
 /// Keeps the lowest byte of each number: it wraps.
+TS_EMULATED __m256i cvtepi32_epi16(__m512i v) {
+  const auto numbers = bits<Doublewords>(v);
+  uint16_t low[16];
+  for (int i = 0; i < 16; ++i) low[i] = static_cast<uint16_t>(numbers[i]);
+  return bits<__m256i>(low);
+}
+/// To the nearest integer, halves to even; the least one where there is none.
+TS_EMULATED __m512i cvtps_epi32(__m512 v) {
+  __m256 halves[2];
+  std::memcpy(halves, &v, sizeof v);
+  const __m256i rounded[2] = {_mm256_cvtps_epi32(halves[0]), _mm256_cvtps_epi32(halves[1])};
+  return bits<__m512i>(rounded);
+}
 TS_EMULATED_APART __m128i cvtepi32_epi8(__m512i v) {
   const auto numbers = bits<Doublewords>(v);
   uint8_t bytes[16];
@@ -267,6 +280,19 @@ TS_EMULATED_APART __m512i dpbusd_epi32(__m512i sums, __m512i unsigned_bytes, __m
   return integer<uint32_t>(result);
 }
 
+/// VPDPWSSD: two words x two words to each sum, which wraps.
+TS_EMULATED_APART __m512i dpwssd_epi32(__m512i sums, __m512i x, __m512i y) {
+  int16_t a[32];
+  int16_t b[32];
+  std::memcpy(a, &x, sizeof a);
+  std::memcpy(b, &y, sizeof b);
+  auto result = bits<Doublewords>(sums);
+  for (int i = 0; i < 16; ++i) {
+    for (int k = 2 * i; k < 2 * i + 2; ++k) result[i] += static_cast<uint32_t>(a[k] * b[k]);
+  }
+  return integer<uint32_t>(result);
+}
+
 // Places.
 
 /// Within each 16 bytes: an index's low four bits, or zero where its highest is set.
@@ -313,6 +339,7 @@ TS_EMULATED_APART __m512 shuffle_f32x4(__m512 a, __m512 b, unsigned control) {
 #define _mm512_castsi512_ps ts::emulated::castsi512_ps
 #define _mm512_cmp_ps_mask(a, b, predicate) ts::emulated::cmp_ps_mask<predicate>(a, b)
 #define _mm512_cvtepi32_epi8 ts::emulated::cvtepi32_epi8
+#define _mm512_cvtepi32_epi16 ts::emulated::cvtepi32_epi16
 #define _mm512_cvtepi32_ps ts::emulated::cvtepi32_ps
 #define _mm512_cvtepi8_epi32 ts::emulated::cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 ts::emulated::cvtepu16_epi32
@@ -320,8 +347,10 @@ TS_EMULATED_APART __m512 shuffle_f32x4(__m512 a, __m512 b, unsigned control) {
 #define _mm512_cvtne2ps_pbh ts::emulated::cvtne2ps_pbh
 #define _mm512_cvtph_ps ts::emulated::cvtph_ps
 #define _mm512_cvtps_ph(v, rounding) ts::emulated::cvtps_ph<rounding>(v)
+#define _mm512_cvtps_epi32 ts::emulated::cvtps_epi32
 #define _mm512_div_ps ts::emulated::div_ps
 #define _mm512_dpbusd_epi32 ts::emulated::dpbusd_epi32
+#define _mm512_dpwssd_epi32 ts::emulated::dpwssd_epi32
 #define _mm512_extractf32x8_ps ts::emulated::extractf32x8_ps
 #define _mm512_fmadd_ps ts::emulated::fmadd_ps
 #define _mm512_load_si512 ts::emulated::load_si512
