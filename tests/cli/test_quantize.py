@@ -145,21 +145,28 @@ def test_figures_against_a_source_of_as_few_bits_are_doubted(
 def test_a_file_that_differs_from_its_report_is_refused(
     cli: Callable[..., Ran], small: Path, folder: Path
 ) -> None:
-    path, whole = folder / "broken.gguf", small.read_bytes()
+    path = folder / "broken.gguf"
     ask = ("generate", str(path), "hello", "--max-tokens", "1")
-    path.write_bytes(whole)
+    path.write_bytes(small.read_bytes())
     assert cli(*ask).code == 0
-    for name, tensor in read_gguf(small).tensors.items():
-        if "ffn" in name and tensor.format.name == "Q4_0":
-            blocks = tensor.data.reshape(-1, 18).copy()
-            blocks[:, 2:] ^= 0x88  # the codes' highest bits
-            whole = whole.replace(tensor.data.tobytes(), blocks.tobytes())
-    path.write_bytes(whole)
+    path.write_bytes(broken(small))
     ran = cli(*ask)
     assert ran.code == 4
     assert "nats from those in its report" in ran.err
     assert "--accept-quality uses it all the same" in ran.err
     assert cli(*ask, "--accept-quality").code == 0
+
+
+def test_a_model_that_writes_garbage_is_not_rounded(
+    cli: Callable[..., Ran], small: Path, text: tuple[str, ...], folder: Path
+) -> None:
+    path = folder.parent / "broken.gguf"
+    path.write_bytes(broken(small))
+    ran = cli("quantize", str(path), "--to", "q4_0", "--out", str(folder / "x.gguf"), *text)
+    assert ran.code == 4
+    assert "writes garbage" in ran.err
+    assert "Rounded" not in ran.err
+    assert not list(folder.iterdir())
 
 
 def test_a_model_without_a_report_is_told_apart(cli: Callable[..., Ran], tiny: str) -> None:
@@ -195,6 +202,8 @@ def test_nothing_is_named_that_cannot_pass(
     refused("cannot be written: Is a directory", 1, "--out", str(directory))
     with pytest.raises(TwostrokeError, match="Is a directory"), unfinished(directory):
         pytest.fail("the work was done all the same")
+    with unfinished(folder.parent / "x.gguf"):
+        refused("Another command writes", 2, "--out", str(folder.parent / "x.gguf"))
     refused("must not be the source", 2, "--out", tiny)
     refused("cannot be written: No such file", 1, name="no/x.gguf")
     for name in ("--bits", "--kl", "--tune"):
@@ -253,6 +262,17 @@ def test_what_was_rounded_before_an_interruption_is_not_rounded_again(
     assert cli(*ask).code == 0
     assert len(calls) == 1 + 2 * num_matrices  # what was kept is gone
     assert whole == {key: tensor.data.tobytes() for key, tensor in load(str(out)).tensors.items()}
+
+
+def broken(small: Path) -> bytes:
+    """Return the bytes of `small` with wrong codes."""
+    whole = small.read_bytes()
+    for name, tensor in read_gguf(small).tensors.items():
+        if "ffn" in name and tensor.format.name == "Q4_0":
+            blocks = tensor.data.reshape(-1, 18).copy()
+            blocks[:, 2:] ^= 0x88  # the codes' highest bits
+            whole = whole.replace(tensor.data.tobytes(), blocks.tobytes())
+    return whole
 
 
 @contextmanager

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.oracle
 
-SHORT = DistillOptions(num_tokens=6000, minutes=0.2, length=64, learning_rate=5e-3)
+SHORT = DistillOptions(num_tokens=6000, minutes=0.2, length=64, learning_rate=5e-4)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])

@@ -11,7 +11,7 @@ import msgspec
 from twostroke.backends.torch import TorchModel
 from twostroke.compress.quantize import stored
 from twostroke.compress.report import scoring_backend, sound_canary
-from twostroke.compress.unfinished import need, unfinished
+from twostroke.compress.unfinished import alone, need, unfinished
 from twostroke.core.errors import QualityError, TwostrokeError, UsageError
 from twostroke.core.files import read_json, write_json
 from twostroke.core.frozen import Frozen
@@ -23,7 +23,7 @@ from twostroke.tokenize.translation import Translation
 from twostroke.train.answers import collect
 from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.train.descent import Descent, train
-from twostroke.train.imitate import Imitator
+from twostroke.train.imitate import Imitator, learned
 from twostroke.train.narrow import Widths, choose_widths
 from twostroke.train.options import StudentShape
 from twostroke.train.shorten import choose_layers, kept_names, shortened
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from twostroke.train.descent import Report
     from twostroke.train.imitate import Likeness
     from twostroke.train.options import DistillOptions
-    from twostroke.train.record import Answer
     from twostroke.train.teach import Example
     from twostroke.weights import LoadedModel
     from twostroke.weights.write_gguf import Value
@@ -74,7 +73,7 @@ def distill(
 
     Raises:
         UsageError: the student is no smaller than its teacher or has another text, the folder
-            holds other training, or the prompts cannot be read.
+            holds other training or is in use, or the prompts cannot be read.
         QualityError: the student writes garbage.
         TwostrokeError: a model cannot be loaded or is no GGUF file, or the disk is full.
     """
@@ -98,28 +97,29 @@ def distill(
     if shape is not None and shape.is_narrower:
         about |= {"kv_heads": shape.kv_heads, "feed_forward": shape.feed_forward}
     _claim(folder, about)
-    saved = load_checkpoint(folder, about)
-    answers = collect(teacher, loaded.spec, folder / "answers", options, report)
-    begun = Student(metadata, fixed, base.spec, base.tensors)
-    if shape is not None:
-        begun = _cut(begun, shape, answers, folder, report)
-    examples = list(
-        other_tokens(answers, translation, options.length)
-        if translation
-        else same_tokens(answers, options.length)
-    )
-    del answers
-    run = _Run.begin(
-        begun, folder, about, None if translation else Teacher(loaded), examples, options
-    )
-    if saved is None:
-        report(f"before: {_told(run.imitator.test(), is_same=translation is None)}")
-    else:
-        run.imitator.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
-    what = "training so far was kept"
-    train(run.imitator.descent, run.imitator.stepper(), run.save, what, report)
-    run.write()
-    return run.path
+    with alone(folder / ".lock", folder):
+        saved = load_checkpoint(folder, about)
+        answers = collect(teacher, loaded.spec, folder / "answers", options, report)
+        examples = list(
+            other_tokens(answers, translation, options.length)
+            if translation
+            else same_tokens(answers, options.length)
+        )
+        del answers
+        begun = Student(metadata, fixed, base.spec, base.tensors)
+        if shape is not None:
+            begun = _cut(begun, shape, examples, folder, report)
+        run = _Run.begin(
+            begun, folder, about, None if translation else Teacher(loaded), examples, options
+        )
+        if saved is None:
+            report(f"before: {_told(run.imitator.test(), is_same=translation is None)}")
+        else:
+            run.imitator.descent.restore(saved.arrays, saved.seconds, saved.num_steps)
+        what = "training so far was kept"
+        train(run.imitator.descent, run.imitator.stepper(), run.save, what, report)
+        run.write()
+        return run.path
 
 
 class _Run(Frozen):
@@ -223,12 +223,12 @@ def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | No
 
 
 def _cut(
-    whole: Student, shape: StudentShape, answers: list[Answer], folder: Path, report: Report
+    whole: Student, shape: StudentShape, examples: list[Example], folder: Path, report: Report
 ) -> Student:
     """Return the part of a teacher that has a shape; what it keeps is chosen once."""
     texts = [
-        [*answer.prompt, *map(int, answer.tokens)][-_CHOOSING_TOKENS:]
-        for answer in answers[:_CHOOSING_ANSWERS]
+        [int(token) for token in example.tokens[-_CHOOSING_TOKENS:]]
+        for example in learned(examples)[:_CHOOSING_ANSWERS]
     ]
     spec = whole.spec
     if shape.layers is not None and shape.layers < spec.num_layers:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from twostroke.compress.choose import Calibration, Chooser, check_size, rounded_to
 from twostroke.compress.folder import FOLDER_TARGETS, write_folder
 from twostroke.compress.mixes import MIXES, file_type_of, formats_of, is_rounded
-from twostroke.compress.report import FileReport, bits_of, make_report
+from twostroke.compress.report import (
+    FileReport,
+    bits_of,
+    make_report,
+    scoring_backend,
+    sound_canary,
+)
 from twostroke.compress.tuning import tuned
 from twostroke.compress.unfinished import need, unfinished, unfinished_folder
 from twostroke.core.config import ComputeOptions
@@ -37,6 +44,7 @@ TARGETS: Final = (*MIXES, *FOLDER_TARGETS)
 
 _CHOSEN: Final = "q4_k_m"  # the mix whose tables a chosen mix has
 _REPORT_BYTES: Final = 8192  # at most
+_DAMAGED: Final = "{model} writes garbage: {fault}. Its file may be damaged: fetch it again."
 # What describes the old file alone, or is written anew.
 _DROPPED = ("split.", "quantize.", "twostroke.", "general.alignment")
 
@@ -62,7 +70,7 @@ def quantize(
     Raises:
         UsageError: the text is too short, or has parts of the held-out text; no mix reaches the
             goal.
-        QualityError: the written file would write garbage.
+        QualityError: the model writes garbage, or the written file would.
         TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
     """
     is_folder = wanted in FOLDER_TARGETS
@@ -72,6 +80,8 @@ def quantize(
     source = load(model)
     if any(mapping.path.resolve() == out.resolve() for mapping in source.mappings):
         raise UsageError("must not be the source's file.", field="out")
+    with closing(scoring_backend(source)) as backend:
+        sound_canary(source, backend, _DAMAGED)
     calibration = Calibration(source, text, num_tokens, notice)
     if isinstance(wanted, str) and is_folder:
         if tuning_minutes:

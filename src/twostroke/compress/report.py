@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _PAGE_SIZE = 16
 _CONTEXT = 64  # tokens before the one whose time is measured
 _NUM_STEPS = 5
+_REMOVED = "The new file would write garbage: {fault}. It was removed."
 _STORED_TOKENS = 1024  # whose keys and values count as memory
 
 
@@ -152,8 +153,8 @@ def make_report(
     )
 
 
-def sound_canary(loaded: LoadedModel, backend: CpuBackend) -> Canary:
-    """Return the canary of a model that was just written.
+def sound_canary(loaded: LoadedModel, backend: CpuBackend, told: str = _REMOVED) -> Canary:
+    """Return the canary of a model, which is new unless `told` says otherwise.
 
     Raises:
         QualityError: it writes garbage.
@@ -162,7 +163,7 @@ def sound_canary(loaded: LoadedModel, backend: CpuBackend) -> Canary:
     first_load = FirstLoad.of(loaded, tokenizer, program, EngineOptions())
     canary = score_canary(backend, first_load.tokens)
     if fault := first_load.fault(canary):
-        raise QualityError(f"The new file would write garbage: {fault}. It was removed.")
+        raise QualityError(told, model=loaded.name, fault=fault)
     return canary
 
 

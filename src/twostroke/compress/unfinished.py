@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.fetch.disk import megabytes, place_file
+from twostroke.fetch.disk import locks, megabytes, place_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,10 +23,11 @@ def unfinished(out: Path) -> Iterator[Path]:
     If the block fails or is interrupted, the hidden file is removed, and `out` stays as it was.
 
     Raises:
+        UsageError: another process makes it.
         TwostrokeError: the disk cannot be written.
     """
     part = out.with_name(f".{out.stem}.part{out.suffix}")
-    with _told(out):
+    with _told(out), alone(out.with_name(f".{out.name}.lock"), out):
         try:
             if out.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -42,13 +43,13 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder beside `out`, which becomes `out` after the block; as `unfinished`.
 
     Raises:
-        UsageError: `out` is there already.
+        UsageError: `out` is there already, or another process makes it.
         TwostrokeError: the disk cannot be written.
     """
     if out.exists():
         raise UsageError(f"{str(out)!r} is there already.", field="out")
     part = out.with_name(f".{out.name}.part")
-    with _told(out):
+    with _told(out), alone(out.with_name(f".{out.name}.lock"), out):
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
@@ -56,6 +57,24 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
             part.replace(out)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def alone(path: Path, out: Path) -> Iterator[None]:
+    """Be the only process that makes `out`, by a lock file at `path`.
+
+    Raises:
+        UsageError: another process makes it.
+    """
+    with path.open("ab") as file:
+        taken = not locks(file.fileno())
+        # The other one may have removed the file just before it was locked here.
+        if taken or not os.fstat(file.fileno()).st_nlink:
+            raise UsageError(f"Another command writes {str(out)!r} now.", field="out")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

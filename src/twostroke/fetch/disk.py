@@ -65,7 +65,7 @@ def locked(path: Path, watch: Watcher) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
-        if not _lock(file.fileno()):
+        if not locks(file.fileno()):
             watch(Progress("wait"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -76,7 +76,7 @@ def is_locked(path: Path) -> bool:
     if not path.exists():
         return False
     with path.open("ab") as file:
-        return not _lock(file.fileno())
+        return not locks(file.fileno())
 
 
 def place_file(part: Path, path: Path) -> None:
@@ -126,8 +126,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock an open file; False if another process holds it."""
+def locks(descriptor: int) -> bool:
+    """Lock an open file until it is closed; False if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

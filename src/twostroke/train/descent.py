@@ -53,6 +53,7 @@ class Descent:
             [{"params": group, "share": share} for share, group in groups.items()],
             betas=(0.9, 0.95),
             weight_decay=0.01,
+            fused=True,  # an eighth of the time of separate operations
         )
 
     @property

@@ -13,6 +13,7 @@ from twostroke.backends.torch.operations import StepState
 from twostroke.backends.torch.pages import WholeSequences
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.train.products import fast_products
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 _HELD_OUT = 25  # one example of so many is for tests
 _MOST_TESTS = 64
 _BATCH_ROWS = 512
+
+
+def learned(examples: Sequence[Example]) -> list[Example]:
+    """Return the examples that are not held out."""
+    return [example for index, example in enumerate(examples) if index % _HELD_OUT]
 
 
 class Likeness(Frozen):
@@ -51,16 +57,16 @@ class Imitator:
     teacher: Teacher | None
     examples: Sequence[Example]
     seed: int
-    _ours: list[int] = field(init=False)
-    _held_out: list[int] = field(init=False)
+    _fast: torch.autocast = field(init=False, default_factory=fast_products)
+    _ours: list[Example] = field(init=False)
+    _held_out: list[Example] = field(init=False)
 
     def __post_init__(self) -> None:
         """Hold out some examples; UsageError if nothing is left."""
         if len(self.examples) < 2:
             raise UsageError("There are too few answers to learn from: raise --tokens.")
-        every = range(len(self.examples))
-        self._ours = [i for i in every if i % _HELD_OUT]
-        self._held_out = [i for i in every if not i % _HELD_OUT][:_MOST_TESTS]
+        self._ours = learned(self.examples)
+        self._held_out = list(self.examples[::_HELD_OUT][:_MOST_TESTS])
 
     def stepper(self) -> Callable[[], None]:
         """Return what learns from one batch more each time."""
@@ -71,15 +77,16 @@ class Imitator:
         """Compare with the held-out answers."""
         losses, right, count = 0.0, 0, 0
         with torch.no_grad():
-            for index in self._held_out:
-                loss, hits = self._compare([self.examples[index]])
+            for example in self._held_out:
+                loss, hits = self._compare([example])
                 losses, right, count = (
                     losses + float(loss.sum()), right + int(hits.sum()), count + len(hits),
                 )  # fmt: skip
         return Likeness(losses / count, right / count)
 
     def _step(self, batch: Sequence[Example]) -> None:
-        loss = self._compare(batch)[0].mean()
+        with self._fast:
+            loss = self._compare(batch)[0].mean()
         self.descent.descend(loss)
         self.descent.loss = float(loss.detach())
 
@@ -88,8 +95,8 @@ class Imitator:
         rng = np.random.default_rng([self.seed, self.descent.num_steps])
         batch: list[Example] = []
         while True:
-            for index in rng.permutation(self._ours):
-                batch.append(self.examples[index])
+            for index in rng.permutation(len(self._ours)):
+                batch.append(self._ours[index])
                 if sum(len(one.tokens) for one in batch) >= _BATCH_ROWS:
                     yield batch
                     batch = []
@@ -111,12 +118,12 @@ class Imitator:
         keeper = WholeSequences([len(part) for part in tokens])
         step = StepState(rows, places, drawn, self.weights(), keeper)
         name = self.model.program.ops[-1].output
-        logits = self.model.run(step, (name,))[name]
+        logits = self.model.run(step, (name,))[name].float()
         if self.teacher is None:
             loss = functional.cross_entropy(logits, wanted, reduction="none")
             return loss, logits.argmax(1) == wanted
         states = np.concatenate([one.states for one in batch if one.states is not None])
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             theirs = self.teacher.logits(torch.from_numpy(states).float())
         width = min(logits.shape[1], theirs.shape[1])  # either may have rows without a token
         ours, theirs = logits[:, :width].log_softmax(1), theirs[:, :width].log_softmax(1)

@@ -64,7 +64,7 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             return _rms_norm(op, values[op.x], weights[op.weight])
         case ops.Linear():
             bias = None if op.bias is None else weights[op.bias]
-            return functional.linear(values[op.x], weights[op.weight], bias)
+            return _linear(values[op.x], weights[op.weight], bias)
         case ops.Rope():
             return _rope(op, values[op.x], state.positions[state.own])
         case ops.Attention():
@@ -87,8 +87,13 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
         case ops.Add():
             return values[op.a] + values[op.b]
         case ops.Logits():
-            logits = functional.linear(values[op.x][state.sampled], weights[op.weight])
+            logits = _linear(values[op.x][state.sampled], weights[op.weight])
             return logits if op.soft_cap is None else _soft_cap(logits, op.soft_cap)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a product in the weight's type, in whatever type autocast computes it."""
+    return functional.linear(x, weight, bias).to(weight.dtype)
 
 
 def _exchange(
@@ -191,9 +196,9 @@ def _expert_terms(
         rows, places = torch.nonzero(chosen == index, as_tuple=True)
         if not len(rows):
             continue
-        gate = _activate(op.activation, functional.linear(x[rows], weights[expert.gate]))
-        mixed = gate * functional.linear(x[rows], weights[expert.up])
-        terms[rows, places] = functional.linear(mixed, weights[expert.down])
+        gate = _activate(op.activation, _linear(x[rows], weights[expert.gate]))
+        mixed = gate * _linear(x[rows], weights[expert.up])
+        terms[rows, places] = _linear(mixed, weights[expert.down])
     return terms.flatten(1)
 
 
