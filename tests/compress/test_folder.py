@@ -61,6 +61,6 @@ def test_no_folder_is_left_of_what_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     with pytest.raises(UsageError, match="is there already"):
         folder_of(file, "w4a16", tmp_path / "full")
-    with pytest.raises(UsageError, match="is for GGUF files"):
+    with pytest.raises(UsageError, match="tuning_minutes is for GGUF files"):
         quantize(str(file), "w4a16", tmp_path / "out", TEXT, 1024, print, tuning_minutes=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "tiny.gguf"]

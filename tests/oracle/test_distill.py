@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM, SamplingParams
+from twostroke.compress.unfinished import alone
 from twostroke.core.errors import QualityError, TwostrokeError, UsageError
 from twostroke.engine.loading import load
 from twostroke.models import build_program
@@ -229,10 +230,21 @@ def test_a_student_is_not_named_while_it_writes_garbage(
 def test_a_folder_is_for_what_was_made_in_it(teacher: Path, tmp_path: Path) -> None:
     from twostroke.compress.distill import distill
 
+    folder = tmp_path / "student"
+    lock = folder / ".lock"
+    lock.mkdir(parents=True)
+    with pytest.raises(TwostrokeError, match="cannot be written: Is a directory"):
+        distill(str(teacher), StudentShape(3), folder, SHORT, print)
+    lock.rmdir()
+    with alone(lock, folder), pytest.raises(UsageError, match="Another command writes"):
+        distill(str(teacher), StudentShape(3), folder, SHORT, print)
+    assert list(folder.iterdir()) == []
     mistyped = replace(SHORT, data=str(tmp_path / "nowhere.txt"))
     with pytest.raises(UsageError, match="cannot be read"):
-        distill(str(teacher), StudentShape(3), tmp_path / "student", mistyped, print)
-    assert distill(str(teacher), StudentShape(3), tmp_path / "student", SHORT, print).is_file()
+        distill(str(teacher), StudentShape(3), folder, mistyped, print)
+    lock.touch()  # as a command that was killed leaves it
+    assert distill(str(teacher), StudentShape(3), folder, SHORT, print).is_file()
+    assert not lock.exists()
 
 
 def test_impossible_students_are_refused(teacher: Path, tmp_path: Path) -> None:
@@ -254,11 +266,13 @@ def test_impossible_students_are_refused(teacher: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_few_answers_are_refused() -> None:
-    from twostroke.train.imitate import Imitator
+def test_too_few_answers_are_refused(teacher: Path, tmp_path: Path) -> None:
+    from twostroke.compress.distill import distill
 
+    (data := tmp_path / "one.txt").write_text("the world\n")
+    one = replace(SHORT, data=str(data), num_tokens=3)
     with pytest.raises(UsageError, match="too few answers"):
-        Imitator(None, None, None, None, [], 0)  # type: ignore[arg-type]
+        distill(str(teacher), StudentShape(3), tmp_path / "student", one, print)
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "IQ4_NL"])

@@ -43,7 +43,7 @@ def command(
     options = DistillOptions(**given)
     if (student is None) == (layers is None):
         raise UsageError("Give either --student MODEL or --layers N.")
-    wanted: str | StudentShape = student or StudentShape(layers)
+    wanted: str | StudentShape = StudentShape(layers) if student is None else student
     if student is not None and student.endswith((".yaml", ".yml")):
         wanted = StudentShape.read(Path(student))
     with needing_torch("distill"):

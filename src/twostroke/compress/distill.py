@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -32,7 +32,7 @@ from twostroke.weights import target_identity
 from twostroke.weights.write_gguf import write_gguf
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from twostroke.models import ModelSpec
@@ -96,8 +96,7 @@ def distill(
     }
     if shape is not None and shape.is_narrower:
         about |= {"kv_heads": shape.kv_heads, "feed_forward": shape.feed_forward}
-    _claim(folder, about)
-    with alone(folder / ".lock", folder):
+    with _claimed(folder, about):
         saved = load_checkpoint(folder, about)
         answers = collect(teacher, loaded.spec, folder / "answers", options, report)
         examples = list(
@@ -192,20 +191,24 @@ def _check_smaller(base: LoadedModel, teacher: LoadedModel) -> None:
         )
 
 
-def _claim(folder: Path, about: dict[str, Any]) -> None:
-    """Note what a folder is for; refuse one that has something made for something else."""
-    path = folder / _ABOUT_FILE
-    has_work = path.is_file() and any(one != path for one in folder.iterdir())
-    if has_work and read_json(path) != about:
-        raise UsageError(
-            f"{folder} holds training for another model or with other options: use the same "
-            "options, or another --output."
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, about)
-    except OSError as error:
-        raise TwostrokeError(f"{str(folder)!r} cannot be written: {error.strerror}.") from None
+@contextmanager
+def _claimed(folder: Path, about: dict[str, Any]) -> Iterator[None]:
+    """Be the only one in a folder, and note what it is for; refuse one with other work."""
+    path, lock = folder / _ABOUT_FILE, folder / ".lock"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(lock, folder))
+            has_work = path.is_file() and any(one not in {path, lock} for one in folder.iterdir())
+            if has_work and read_json(path) != about:
+                raise UsageError(
+                    f"{folder} holds training for another model or with other options: use the "
+                    "same options, or another --output."
+                )
+            write_json(path, about)
+        except OSError as error:
+            raise TwostrokeError(f"{str(folder)!r} cannot be written: {error.strerror}.") from None
+        yield
 
 
 def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | None:

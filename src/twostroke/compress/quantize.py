@@ -85,7 +85,7 @@ def quantize(
     calibration = Calibration(source, text, num_tokens, notice)
     if isinstance(wanted, str) and is_folder:
         if tuning_minutes:
-            raise UsageError("is for GGUF files, not for folders.", field="tune")
+            raise UsageError("is for GGUF files, not for folders.", field="tuning_minutes")
         with unfinished_folder(out) as part:
             report = write_folder(source, wanted, part, calibration, notice)
     else:

@@ -30,7 +30,9 @@ _BATCH_ROWS = 512
 
 
 def learned(examples: Sequence[Example]) -> list[Example]:
-    """Return the examples that are not held out."""
+    """Return the examples that are not held out; UsageError if there are none."""
+    if len(examples) < 2:
+        raise UsageError("There are too few answers to learn from: raise --tokens.")
     return [example for index, example in enumerate(examples) if index % _HELD_OUT]
 
 
@@ -63,8 +65,6 @@ class Imitator:
 
     def __post_init__(self) -> None:
         """Hold out some examples; UsageError if nothing is left."""
-        if len(self.examples) < 2:
-            raise UsageError("There are too few answers to learn from: raise --tokens.")
         self._ours = learned(self.examples)
         self._held_out = list(self.examples[::_HELD_OUT][:_MOST_TESTS])
 
