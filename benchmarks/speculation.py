@@ -171,7 +171,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--activation-bits", type=int, default=ComputeOptions().activation_bits)
+    parser.add_argument(
+        "--activation-bits",
+        type=lambda word: word if word == "auto" else int(word),
+        default=ComputeOptions().activation_bits,
+    )
     parser.add_argument("--no-acceptance", action="store_true")
     given = parser.parse_args()
     name = _name(given)
