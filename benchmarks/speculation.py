@@ -16,6 +16,7 @@ import asyncio
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -307,7 +308,8 @@ def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen
 
 def _name(given: argparse.Namespace) -> str:
     """Return what the measured way of guessing is called."""
-    helpers = [name for name in (given.draft, given.heads and "heads") if name]
+    draft = given.draft and Path(given.draft).name
+    helpers = [name for name in (draft, given.heads and "heads") if name]
     name = ", ".join([given.model, given.speculate, *helpers])
     if given.activation_bits != ComputeOptions().activation_bits:
         name += f", {given.activation_bits}-bit activations"
