@@ -148,9 +148,9 @@ class Mixture {
 
   /// Cuts the groups into panels that stay in the cache while the weights pass by.
   void cut(int64_t width) {
-    const int64_t rows = panel_rows(width);
     groups_.panels.clear();
     for (const ExpertGroup& group : groups_.groups) {
+      const int64_t rows = panel_rows(group.kind, width);
       for (int64_t begin = 0; begin < group.count; begin += rows) {
         groups_.panels.push_back({&group, begin, std::min(rows, group.count - begin)});
       }

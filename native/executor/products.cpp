@@ -185,13 +185,16 @@ int64_t slots_of_chunk(const Worker& worker, int64_t slot_groups, int64_t num_sl
 /// Calls `body(panel, slot_begin, slot_end)` for this thread's share of (rows x output slots).
 template <class Body>
 void share_products(Worker& worker, const Input& input, int64_t num_slots, Body body) {
-  const int64_t rows = panel_rows(input.op.width);
-  const int64_t panels[2] = {round_up(input.runs[0].count, rows) / rows,
-                             round_up(input.runs[1].count, rows) / rows};
+  int64_t rows[2];
+  int64_t panels[2];
+  for (int run = 0; run < 2; ++run) {
+    rows[run] = panel_rows(input.runs[run].kind, input.op.width);
+    panels[run] = round_up(input.runs[run].count, rows[run]) / rows[run];
+  }
   const auto panel_at = [&](int64_t index) {
     const int run = index < panels[0] ? 0 : 1;
-    const int64_t begin = (run == 0 ? index : index - panels[0]) * rows;
-    return Panel{run, begin, std::min(rows, input.runs[run].count - begin)};
+    const int64_t begin = (run == 0 ? index : index - panels[0]) * rows[run];
+    return Panel{run, begin, std::min(rows[run], input.runs[run].count - begin)};
   };
   const int64_t num_panels = panels[0] + panels[1];
   if (input.runs[0].count + input.runs[1].count <= kFewRows) {
@@ -261,7 +264,10 @@ Input own_rows(const Worker& worker, size_t index) {
 
 }  // namespace
 
-int64_t panel_rows(int64_t width) {
+int64_t panel_rows(RowKind kind, int64_t width) {
+  // Tiles meet a part of the width at a time.
+  const bool is_prompt = kind == RowKind::Prompt || kind == RowKind::PrecisePrompt;
+  if (TS_LEVEL == 3 && is_prompt) return kMostPanelRows;
   const int64_t rows = kPreparedBytes / (width * 5 / 2);
   return std::clamp<int64_t>(rows / kRowTile * kRowTile, kFewestPanelRows, kMostPanelRows);
 }

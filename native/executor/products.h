@@ -44,7 +44,7 @@ void multiply_gated(Worker& worker, Activation activation, const Factor& gate, c
 
 constexpr int64_t kFewestPanelRows = 32;
 
-/// Inputs in all of the rows that are multiplied at once, so that they stay in a cache.
-int64_t panel_rows(int64_t width);
+/// Most rows of a width that are multiplied at once, so that they stay in a cache.
+int64_t panel_rows(RowKind kind, int64_t width);
 
 }  // namespace ts

@@ -60,12 +60,14 @@ struct BlockFormat {
   bool has_zero = false;
   float unit = 1.0F;  // what the float16 of 256 inputs is multiplied by
 
-  constexpr bool has_table() const { return table != Table::None; }
-  constexpr int num_bits() const { return low_bits + high_bits; }
-  constexpr int quads_per_sub() const { return kQuads / num_subs; }
-  constexpr bool two_steps() const { return scales == Scales::Bytes || scales == Scales::Nibbles; }
+  TS_INLINE constexpr bool has_table() const { return table != Table::None; }
+  TS_INLINE constexpr int num_bits() const { return low_bits + high_bits; }
+  TS_INLINE constexpr int quads_per_sub() const { return kQuads / num_subs; }
+  TS_INLINE constexpr bool two_steps() const {
+    return scales == Scales::Bytes || scales == Scales::Nibbles;
+  }
   /// Bits of a code, or of what it is looked up as.
-  constexpr int value_bits() const {
+  TS_INLINE constexpr int value_bits() const {
     switch (table) {
       case Table::Levels:
         return 8;
@@ -83,29 +85,29 @@ struct BlockFormat {
     return num_bits();
   }
 
-  constexpr int64_t blocks_per_unit() const {
+  TS_INLINE constexpr int64_t blocks_per_unit() const {
     return two_steps() ? 8 : std::min(8, 2 * blocks_per_scale);
   }
-  constexpr int64_t quant_bytes() const { return 64 * num_bits(); }
+  TS_INLINE constexpr int64_t quant_bytes() const { return 64 * num_bits(); }
   /// Bytes between the scales of a sub-block and of the next.
-  constexpr int64_t scale_step() const {
+  TS_INLINE constexpr int64_t scale_step() const {
     return kGroupSize * (two_steps() ? 1 : scales == Scales::Floats ? 4 : 2);
   }
   /// From a block's scales to its minimums.
-  constexpr int64_t minimum_offset() const { return num_subs * scale_step(); }
+  TS_INLINE constexpr int64_t minimum_offset() const { return num_subs * scale_step(); }
   /// From a group's scales to its zero points.
-  constexpr int64_t zero_offset() const { return num_subs * scale_step(); }
-  constexpr int64_t scale_bytes() const {
+  TS_INLINE constexpr int64_t zero_offset() const { return num_subs * scale_step(); }
+  TS_INLINE constexpr int64_t scale_bytes() const {
     return minimum_offset() * (has_minimum && scales != Scales::Nibbles ? 2 : 1) +
            (has_zero ? kGroupSize : 0);
   }
-  constexpr int64_t unit_bytes() const {
+  TS_INLINE constexpr int64_t unit_bytes() const {
     const int64_t unit_scales = two_steps() ? 2 * kGroupSize * (has_minimum ? 2 : 1) : 0;
     const int64_t all_scales = blocks_per_unit() / blocks_per_scale * scale_bytes();
     return round_up(blocks_per_unit() * quant_bytes() + all_scales + unit_scales, 64);
   }
   /// An even share of a unit's bytes.
-  constexpr int64_t block_bytes() const { return unit_bytes() / blocks_per_unit(); }
+  TS_INLINE constexpr int64_t block_bytes() const { return unit_bytes() / blocks_per_unit(); }
 
   TS_INLINE constexpr int64_t unit_offset(int64_t block) const {
     return block / blocks_per_unit() * unit_bytes();

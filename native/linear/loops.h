@@ -260,7 +260,7 @@ const PanelBlock<Planes>* pair_panels(const Product<Planes>& product, int64_t ro
   return panels;
 }
 
-/// Rows in fours (on AMX in eights), groups in threes and twos (on AVX2 one by one).
+/// Rows in fours, groups in threes and twos (on AVX2 one by one); on AMX in eights and twos.
 template <WeightType T, int Planes>
 void multiply_unpacked(const Product<Planes>& product, int64_t row_begin, int64_t row_end,
                        int64_t group_begin, int64_t group_end) {
@@ -272,12 +272,14 @@ void multiply_unpacked(const Product<Planes>& product, int64_t row_begin, int64_
   }
 #else
 #if TS_LEVEL == 3
-  const TileSession session(byte_tiles(WideShape<T>::num_subs));
+  const TileSession session(byte_tiles(WideShape<T>::num_subs, Planes));
 #endif
-  WideProduct<T, 3, Planes> threes(product, panels, row_begin, row_end);
   int64_t group = group_begin;
-  for (; wide_groups(group_end - group) == 3; group += 3) {
-    threes.multiply(group, group + 6 <= group_end);
+  if constexpr (kGroupsTogether == 3) {
+    WideProduct<T, 3, Planes> threes(product, panels, row_begin, row_end);
+    for (; wide_groups(group_end - group) == 3; group += 3) {
+      threes.multiply(group, group + 6 <= group_end);
+    }
   }
   WideProduct<T, 2, Planes> twos(product, panels, row_begin, row_end);
   for (; wide_groups(group_end - group) == 2; group += 2) {

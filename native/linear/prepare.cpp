@@ -9,6 +9,7 @@
 #include "linear/layout.h"
 #include "linear/linear.h"
 #include "linear/number.h"
+#include "linear/tiles.h"
 
 namespace ts {
 namespace {
@@ -184,30 +185,45 @@ void prepare_floats(const float* x, int64_t num_inputs, int64_t row, void* prepa
   }
 }
 
-/// 32 inputs of one row; the rounding errors go to `low` if there is one.
+#if TS_LEVEL == 3
+
+/// Lays 32 numbers as bfloat16, rounded to nearest even.
+void store_bfloat16(const __m512 numbers[2], uint8_t* out) {
+  const auto rounded = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(numbers[1], numbers[0]));
+  _mm512_store_si512(out, rounded);
+}
+
+/// 32 inputs of one row; what rounding takes away goes to `low` if there is one.
 void prepare_tile_line(const float* x, int64_t count, uint8_t* high, uint8_t* low) {
-  uint16_t line[kBlockSize] = {};
-  for (int64_t i = 0; i < count; ++i) line[i] = bfloat16_from_float(x[i]);
-  std::memcpy(high, line, sizeof line);
-  if (low == nullptr) return;
-  uint16_t rest[kBlockSize] = {};
-  for (int64_t i = 0; i < count; ++i) {
-    rest[i] = bfloat16_from_float(x[i] - float_from_bfloat16(line[i]));
+  const auto mask = static_cast<uint32_t>((uint64_t{1} << count) - 1);
+  __m512 numbers[2];
+  for (int i = 0; i < 2; ++i) {
+    const auto half = static_cast<__mmask16>(mask >> (16 * i));
+    numbers[i] = _mm512_maskz_loadu_ps(half, x + 16 * i);
   }
-  std::memcpy(low, rest, sizeof rest);
+  store_bfloat16(numbers, high);
+  if (low == nullptr) return;
+  for (int i = 0; i < 2; ++i) {
+    const auto* stored = reinterpret_cast<const __m256i*>(high) + i;
+    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_load_si256(stored)), 16);
+    numbers[i] = _mm512_sub_ps(numbers[i], _mm512_castsi512_ps(bits));
+  }
+  store_bfloat16(numbers, low);
 }
 
 void prepare_tiles(const float* x, int64_t num_inputs, int64_t row, bool is_split, void* prepared) {
   const int64_t num_tiles = round_up(num_inputs, kBlockSize) / kBlockSize;
   const int64_t size = is_split ? 2 * kTileBytes : kTileBytes;
-  uint8_t* tiles =
-      static_cast<uint8_t*>(prepared) + row / kTileRows * num_tiles * size + row % kTileRows * 64;
+  uint8_t* tiles = static_cast<uint8_t*>(prepared) +
+                   row / kTileRows * row_tile_bytes(num_inputs, is_split) + row % kTileRows * 64;
   for (int64_t tile = 0; tile < num_tiles; ++tile, tiles += size) {
     const int64_t first = tile * kBlockSize;
     prepare_tile_line(x + first, std::min(num_inputs - first, kBlockSize), tiles,
                       is_split ? tiles + kTileBytes : nullptr);
   }
 }
+
+#endif
 
 }  // namespace
 
@@ -230,9 +246,9 @@ int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_
     case Preparation::Floats:
       return num_panels * num_blocks * 2 * static_cast<int64_t>(sizeof(FloatBlock));
     case Preparation::Tiles:
-      return round_up(num_rows, kTileRows) / kTileRows * num_blocks * kTileBytes;
+      return round_up(num_rows, kTileRows) / kTileRows * row_tile_bytes(num_inputs, false);
     case Preparation::SplitTiles:
-      return round_up(num_rows, kTileRows) / kTileRows * num_blocks * 2 * kTileBytes;
+      return round_up(num_rows, kTileRows) / kTileRows * row_tile_bytes(num_inputs, true);
   }
   return -1;
 }
@@ -245,9 +261,11 @@ void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_strid
     if (prepare_quants(form, values, num_inputs, row, prepared)) continue;
     if (form == Preparation::Floats) {
       prepare_floats(values, num_inputs, row, prepared);
-    } else {
-      prepare_tiles(values, num_inputs, row, form == Preparation::SplitTiles, prepared);
+      continue;
     }
+#if TS_LEVEL == 3
+    prepare_tiles(values, num_inputs, row, form == Preparation::SplitTiles, prepared);
+#endif
   }
 }
 

@@ -1,4 +1,8 @@
-// Prompt rows on AMX: a panel of 32 outputs is unpacked once, then meets all rows in 2 x 2 tiles.
+// Prompt rows on AMX: 32 outputs are unpacked, some of their inputs at a time, then meet all rows
+// in 2 x 2 tiles.
+//
+// Sums of some groups stay in the cache from part to part of the inputs, and are copied or added to
+// the result at last.
 #include "linear/layout.h"
 #include "linear/linear.h"
 
@@ -19,96 +23,127 @@
 namespace ts {
 namespace {
 
-void unpack_group(const PackedWeight& weight, int64_t group, const UnpackedTiles& tiles) {
-  const uint8_t* data = weight.data + group * group_bytes(weight.type, weight.num_inputs);
-  const int64_t num_tiles = round_up(weight.num_inputs, kBlockSize) / kBlockSize;
-  with_type(weight.type, [&](auto type) {
-    if constexpr (type() == WeightType::BF16) {
-      copy_group_tiles(data, num_tiles, tiles);
-    } else if constexpr (type() != WeightType::F32) {  // never prepared as tiles
-      if (tiles.low == 0) {
-        unpack_group_tiles<type(), false>(data, num_tiles, tiles);
-      } else {
-        unpack_group_tiles<type(), true>(data, num_tiles, tiles);
-      }
-    }
-  });
-}
+/// Most tiles of a group's depth that are multiplied at a time: those of two groups stay in the
+/// first-level cache (measured, docs/kernels/amx.md).
+constexpr int64_t kDepthTiles = 12;
 
-/// Operands of one run over the depth. Terms of a tile: itself, what rounding took away of it.
+/// Bytes of sums that stay in the second-level cache while the depth passes by.
+constexpr int64_t kSumBytes = 512 << 10;
+constexpr int64_t kTileSums = 256;
+
+/// Operands of one run over some of the depth. Terms of a tile: itself, what rounding took away of
+/// it.
 struct TileRun {
   const uint8_t* a;  // 16 rows: the terms of a tile, then those of the next
   int64_t next_a;    // from there to the next 16 rows
-  const uint8_t* b;  // 16 outputs; the next 16 follow each tile
-  int64_t b_stride;  // from one term to the next
+  const uint8_t* b;  // 16 outputs, likewise
+  int64_t next_b;
+  float* sums;        // 16 rows x 16 outputs; the next 16 outputs follow
+  int64_t next_sums;  // from there to the next 16 rows
   int64_t num_tiles;
   int64_t a_terms;
   int64_t b_terms;
+  bool is_first;  // else sums go on from what they hold
 };
 
 /// Calls body(a, b) for each pair of tiles whose product is to be summed.
 template <class Body>
 TS_INLINE void for_products(const TileRun& run, Body body) {
+  const uint8_t* a = run.a;
+  const uint8_t* b = run.b;
   for (int64_t tile = 0; tile < run.num_tiles; ++tile) {
-    const uint8_t* a = run.a + tile * run.a_terms * kTileBytes;
-    const uint8_t* b = run.b + tile * run.b_terms * run.b_stride;
     body(a, b);
     if (run.a_terms == 2) body(a + kTileBytes, b);
-    if (run.b_terms == 2) body(a, b + run.b_stride);
+    if (run.b_terms == 2) body(a, b + kTileBytes);
+    a += run.a_terms * kTileBytes;
+    b += run.b_terms * kTileBytes;
   }
 }
 
-using TileSums = float[4][256];
-
-/// 32 rows x 32 outputs into sums[2 * row tile + output tile].
-void run_2x2(const TileRun& run, TileSums sums) {
-  TS_TILE_ZERO(0);
-  TS_TILE_ZERO(1);
-  TS_TILE_ZERO(2);
-  TS_TILE_ZERO(3);
+/// 32 rows x 32 outputs.
+void run_2x2(const TileRun& run) {
+  float* sums = run.sums;
+  float* next = sums + run.next_sums;
+  if (run.is_first) {
+    TS_TILE_ZERO(0);
+    TS_TILE_ZERO(1);
+    TS_TILE_ZERO(2);
+    TS_TILE_ZERO(3);
+  } else {
+    TS_TILE_LOAD(0, sums, 64);
+    TS_TILE_LOAD(1, sums + kTileSums, 64);
+    TS_TILE_LOAD(2, next, 64);
+    TS_TILE_LOAD(3, next + kTileSums, 64);
+  }
   for_products(run, [&](const uint8_t* a, const uint8_t* b) {
-    TS_TILE_LOAD(4, a, 64);
     TS_TILE_LOAD(6, b, 64);
-    TS_TILE_DOT(0, 4, 6);
-    TS_TILE_LOAD(7, b + kTileBytes, 64);
-    TS_TILE_DOT(1, 4, 7);
+    TS_TILE_LOAD(4, a, 64);
+    TS_TILE_LOAD(7, b + run.next_b, 64);
     TS_TILE_LOAD(5, a + run.next_a, 64);
+    TS_TILE_DOT(0, 4, 6);
+    TS_TILE_DOT(1, 4, 7);
     TS_TILE_DOT(2, 5, 6);
     TS_TILE_DOT(3, 5, 7);
   });
-  TS_TILE_STORE(0, sums[0], 64);
-  TS_TILE_STORE(1, sums[1], 64);
-  TS_TILE_STORE(2, sums[2], 64);
-  TS_TILE_STORE(3, sums[3], 64);
+  TS_TILE_STORE(0, sums, 64);
+  TS_TILE_STORE(1, sums + kTileSums, 64);
+  TS_TILE_STORE(2, next, 64);
+  TS_TILE_STORE(3, next + kTileSums, 64);
 }
 
-/// 16 rows x 32 outputs into sums[0] and sums[1].
-void run_1x2(const TileRun& run, TileSums sums) {
-  TS_TILE_ZERO(0);
-  TS_TILE_ZERO(1);
+/// 16 rows x 32 outputs.
+void run_1x2(const TileRun& run) {
+  if (run.is_first) {
+    TS_TILE_ZERO(0);
+    TS_TILE_ZERO(1);
+  } else {
+    TS_TILE_LOAD(0, run.sums, 64);
+    TS_TILE_LOAD(1, run.sums + kTileSums, 64);
+  }
   for_products(run, [&](const uint8_t* a, const uint8_t* b) {
     TS_TILE_LOAD(4, a, 64);
     TS_TILE_LOAD(6, b, 64);
-    TS_TILE_LOAD(7, b + kTileBytes, 64);
+    TS_TILE_LOAD(7, b + run.next_b, 64);
     TS_TILE_DOT(0, 4, 6);
     TS_TILE_DOT(1, 4, 7);
   });
-  TS_TILE_STORE(0, sums[0], 64);
-  TS_TILE_STORE(1, sums[1], 64);
+  TS_TILE_STORE(0, run.sums, 64);
+  TS_TILE_STORE(1, run.sums + kTileSums, 64);
 }
 
-/// 16 rows x 16 outputs into sums[0].
-void run_1x1(const TileRun& run, TileSums sums) {
-  TS_TILE_ZERO(0);
+/// 16 rows x 16 outputs.
+void run_1x1(const TileRun& run) {
+  if (run.is_first) {
+    TS_TILE_ZERO(0);
+  } else {
+    TS_TILE_LOAD(0, run.sums, 64);
+  }
   for_products(run, [&](const uint8_t* a, const uint8_t* b) {
     TS_TILE_LOAD(4, a, 64);
     TS_TILE_LOAD(6, b, 64);
     TS_TILE_DOT(0, 4, 6);
   });
-  TS_TILE_STORE(0, sums[0], 64);
+  TS_TILE_STORE(0, run.sums, 64);
 }
 
-/// Copies one tile of sums to its place in the result, as far as rows and outputs exist.
+/// All rows against one or two groups. `run` has what the first rows need.
+void multiply_rows(int64_t num_rows, int64_t num_groups, TileRun run) {
+  for (int64_t row = 0; row < num_rows;) {
+    const int64_t row_tiles = num_groups == 2 && row + kTileRows < num_rows ? 2 : 1;
+    if (num_groups == 1) {
+      run_1x1(run);
+    } else if (row_tiles == 2) {
+      run_2x2(run);
+    } else {
+      run_1x2(run);
+    }
+    row += row_tiles * kTileRows;
+    run.a += row_tiles * run.next_a;
+    run.sums += row_tiles * run.next_sums;
+  }
+}
+
+/// Copies or adds one tile of sums to its place in the result, as far as rows and outputs exist.
 void store_tile(const TileProduct& product, const float* sums, int64_t row, int64_t group) {
   const int64_t num_rows = std::min(kTileRows, product.num_rows - row);
   const int64_t first = group * kGroupSize;
@@ -116,70 +151,107 @@ void store_tile(const TileProduct& product, const float* sums, int64_t row, int6
   const auto mask = static_cast<__mmask16>((1U << num_columns) - 1);
   float* out = product.out + row * product.out_stride + first;
   for (int64_t r = 0; r < num_rows; ++r, out += product.out_stride) {
-    __m512 values = _mm512_loadu_ps(sums + 16 * r);
+    __m512 values = _mm512_loadu_ps(sums + kGroupSize * r);
     if (product.accumulate) values = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), values);
     _mm512_mask_storeu_ps(out, mask, values);
   }
 }
 
-/// An unpacked panel of one or two groups.
-struct TilePanel {
-  const uint8_t* tiles;
-  int64_t group;
-  int64_t num_groups;
-  int64_t num_terms;
+/// Unpacks tiles of a group, the terms of each together.
+void unpack_group(const PackedWeight& weight, int64_t group, const UnpackedTiles& tiles) {
+  const uint8_t* data = weight.data + group * group_bytes(weight.type, weight.num_inputs);
+  with_type(weight.type, [&](auto type) {
+    // The one is never prepared as tiles, the other is tiles already.
+    if constexpr (type() != WeightType::F32 && type() != WeightType::BF16) {
+      if (tiles.low == 0) {
+        unpack_group_tiles<type(), false>(data, tiles);
+      } else {
+        unpack_group_tiles<type(), true>(data, tiles);
+      }
+    }
+  });
+}
+
+/// How a product is cut.
+struct Cut {
+  int64_t num_tiles;  // of the depth
+  int64_t row_terms;
+  int64_t weight_terms;
+  int64_t part;        // of the depth, in tiles
+  int64_t num_groups;  // whose sums stay in the cache
+
+  explicit Cut(const TileProduct& product)
+      : num_tiles(round_up(product.weight.num_inputs, kBlockSize) / kBlockSize),
+        row_terms(product.is_split ? 2 : 1),
+        weight_terms(product.weight.type == WeightType::BF16 ? 1 : row_terms) {
+    const int64_t num_parts = round_up(num_tiles * row_terms, kDepthTiles) / kDepthTiles;
+    part = round_up(num_tiles, num_parts) / num_parts;
+    num_groups = std::max<int64_t>(2, kSumBytes / sum_bytes(product.num_rows) / 2 * 2);
+  }
+
+  /// Of one group.
+  static int64_t sum_bytes(int64_t num_rows) {
+    return round_up(num_rows, kTileRows) * kGroupSize * static_cast<int64_t>(sizeof(float));
+  }
 };
 
-/// All rows against a panel.
-void multiply_tile_panel(const TileProduct& product, const TilePanel& panel) {
-  const int64_t num_tiles = round_up(product.weight.num_inputs, kBlockSize) / kBlockSize;
-  const int64_t row_terms = product.is_split ? 2 : 1;
-  const int64_t row_tile_bytes = num_tiles * row_terms * kTileBytes;
-  const int64_t group = panel.group;
-  const int64_t num_panel_groups = panel.num_groups;
-  alignas(64) TileSums sums;
-  for (int64_t row = 0; row < product.num_rows; row += kTileRows) {
-    const TileRun run = {product.prepared + row / kTileRows * row_tile_bytes,
-                         row_tile_bytes,
-                         panel.tiles,
-                         num_panel_groups * kTileBytes,
-                         num_tiles,
-                         row_terms,
-                         panel.num_terms};
-    const bool two_row_tiles = num_panel_groups == 2 && row + kTileRows < product.num_rows;
-    if (num_panel_groups == 1) {
-      run_1x1(run, sums);
-    } else if (two_row_tiles) {
-      run_2x2(run, sums);
-    } else {
-      run_1x2(run, sums);
+/// A thread's own memory for a product.
+struct TileMemory {
+  uint8_t* tiles;  // of one or two groups, unpacked
+  float* sums;     // (row tiles, groups, 256)
+};
+
+/// Tiles [begin, end) of the depth against groups [group, group_end).
+void multiply_part(const TileProduct& product, const Cut& cut, int64_t begin, int64_t end,
+                   int64_t group, int64_t group_end, const TileMemory& memory) {
+  const PackedWeight& weight = product.weight;
+  const bool is_unpacked = weight.type == WeightType::BF16;
+  const int64_t size = is_unpacked ? group_bytes(weight.type, weight.num_inputs)
+                                   : cut.part * cut.weight_terms * kTileBytes;
+  TileRun run = {product.prepared + begin * cut.row_terms * kTileBytes,
+                 row_tile_bytes(weight.num_inputs, product.is_split),
+                 memory.tiles,
+                 size,
+                 memory.sums,
+                 (group_end - group) * kTileSums,
+                 end - begin,
+                 cut.row_terms,
+                 cut.weight_terms,
+                 begin == 0};
+  for (; group < group_end; group += 2) {
+    const int64_t num_groups = std::min(int64_t{2}, group_end - group);
+    if (is_unpacked) run.b = weight.data + group * size + begin * kTileBytes;
+    for (int64_t g = 0; g < num_groups && !is_unpacked; ++g) {
+      unpack_group(weight, group + g,
+                   {begin, end, memory.tiles + g * size, cut.weight_terms * kTileBytes,
+                    cut.weight_terms == 2 ? kTileBytes : 0});
     }
-    for (int64_t g = 0; g < num_panel_groups; ++g) store_tile(product, sums[g], row, group + g);
-    if (two_row_tiles) {
-      row += kTileRows;
-      for (int64_t g = 0; g < 2; ++g) store_tile(product, sums[2 + g], row, group + g);
-    }
+    multiply_rows(product.num_rows, num_groups, run);
+    run.sums += num_groups * kTileSums;
   }
 }
 
 }  // namespace
 
 void multiply_tiles(const TileProduct& product, int64_t group_begin, int64_t group_end) {
-  static thread_local Scratch buffer;
-  const int64_t num_tiles = round_up(product.weight.num_inputs, kBlockSize) / kBlockSize;
-  // Nothing is taken away of bfloat16.
-  const int64_t num_terms = product.is_split && product.weight.type != WeightType::BF16 ? 2 : 1;
-  uint8_t* tiles = buffer.reserve(2 * num_terms * num_tiles * kTileBytes);
+  static thread_local Scratch tiles;
+  static thread_local Scratch sums;
+  const Cut cut(product);
+  const int64_t most = std::min(cut.num_groups, group_end - group_begin);
+  const TileMemory memory = {
+      tiles.reserve(2 * cut.part * cut.weight_terms * kTileBytes),
+      reinterpret_cast<float*>(sums.reserve(most * Cut::sum_bytes(product.num_rows)))};
   const TileSession session(full_tiles());
-  for (int64_t group = group_begin; group < group_end; group += 2) {
-    const int64_t num_panel_groups = std::min(int64_t{2}, group_end - group);
-    const int64_t term_bytes = num_panel_groups * kTileBytes;
-    for (int64_t g = 0; g < num_panel_groups; ++g) {
-      unpack_group(
-          product.weight, group + g,
-          {tiles + g * kTileBytes, num_terms * term_bytes, num_terms == 2 ? term_bytes : 0});
+  for (int64_t group = group_begin; group < group_end; group += cut.num_groups) {
+    const int64_t last = std::min(group + cut.num_groups, group_end);
+    for (int64_t begin = 0; begin < cut.num_tiles; begin += cut.part) {
+      const int64_t end = std::min(begin + cut.part, cut.num_tiles);
+      multiply_part(product, cut, begin, end, group, last, memory);
     }
-    multiply_tile_panel(product, {tiles, group, num_panel_groups, num_terms});
+    const float* tile = memory.sums;
+    for (int64_t row = 0; row < product.num_rows; row += kTileRows) {
+      for (int64_t g = group; g < last; ++g, tile += kTileSums) store_tile(product, tile, row, g);
+    }
   }
 }
 

@@ -22,9 +22,11 @@ inline __m512i pair_bfloat16(__m512 even, __m512 odd) {
   return _mm512_permutexvar_epi16(order, halves);
 }
 
-/// The memory that a group is unpacked into: tile t of it lies at data + t * stride. With `low`,
-/// what rounding took away from it lies that many bytes after it.
+/// Tiles [begin, end) of a group, and the memory that they are unpacked into, `stride` bytes each.
+/// With `low`, what rounding took away from a tile lies that many bytes after it.
 struct UnpackedTiles {
+  int64_t begin;
+  int64_t end;
   uint8_t* data;
   int64_t stride;
   int64_t low;
@@ -79,19 +81,24 @@ TS_INLINE void unpack_block_tile(const uint8_t* quants, const ScaleReader<T>& re
 }
 
 template <WeightType T, bool IsSplit>
-void unpack_block_group(const uint8_t* group, int64_t num_tiles, UnpackedTiles tiles) {
+void unpack_block_group(const uint8_t* group, UnpackedTiles tiles) {
+  constexpr BlockFormat format = block_format(T);
   ScaleReader<T> reader;
-  for (int64_t index = 0; index < num_tiles; ++index, tiles.data += tiles.stride) {
-    reader.enter(group, index);
-    unpack_block_tile<T, IsSplit>(group + block_format(T).quant_offset(index), reader, tiles.data,
+  for (int64_t index = tiles.begin; index < tiles.end; ++index, tiles.data += tiles.stride) {
+    if (index == tiles.begin) {
+      reader.template enter<true>(group, index);
+    } else {
+      reader.enter(group, index);
+    }
+    unpack_block_tile<T, IsSplit>(group + format.quant_offset(index), reader, tiles.data,
                                   tiles.low);
   }
 }
 
 /// Float16: in the order of tiles already, but for the pairs.
 template <bool IsSplit>
-void unpack_half_group(const uint8_t* group, int64_t num_tiles, UnpackedTiles tiles) {
-  for (int64_t index = 0; index < num_tiles; ++index, tiles.data += tiles.stride) {
+void unpack_half_group(const uint8_t* group, UnpackedTiles tiles) {
+  for (int64_t index = tiles.begin; index < tiles.end; ++index, tiles.data += tiles.stride) {
     const uint8_t* source = group + index * kTileBytes;
     for (int64_t row = 0; row < kTileBytes; row += 64) {
       store_pairs<IsSplit>(tiles.data + row, tiles.low, load_halves(source + row).v,
@@ -100,21 +107,14 @@ void unpack_half_group(const uint8_t* group, int64_t num_tiles, UnpackedTiles ti
   }
 }
 
-/// Unpacks a whole group of any type but F32 and BF16.
+/// Of any type but F32 and BF16.
 template <WeightType T, bool IsSplit>
-void unpack_group_tiles(const uint8_t* group, int64_t num_tiles, UnpackedTiles tiles) {
+void unpack_group_tiles(const uint8_t* group, const UnpackedTiles& tiles) {
   if constexpr (is_block_format(T)) {
-    unpack_block_group<T, IsSplit>(group, num_tiles, tiles);
+    unpack_block_group<T, IsSplit>(group, tiles);
   } else {
     static_assert(T == WeightType::F16);
-    unpack_half_group<IsSplit>(group, num_tiles, tiles);
-  }
-}
-
-/// BF16 is tiles already.
-inline void copy_group_tiles(const uint8_t* group, int64_t num_tiles, UnpackedTiles tiles) {
-  for (int64_t index = 0; index < num_tiles; ++index) {
-    std::memcpy(tiles.data + index * tiles.stride, group + index * kTileBytes, kTileBytes);
+    unpack_half_group<IsSplit>(group, tiles);
   }
 }
 

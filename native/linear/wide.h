@@ -21,10 +21,11 @@
 
 namespace ts {
 
-/// How many of the groups that are left go together: threes, then twos, never one alone unless it
-/// is the only one.
+/// How many of the groups that are left go together: threes (not on AMX), then twos, never one
+/// alone unless it is the last.
 constexpr int wide_groups(int64_t left) {
-  return left >= 3 && left != 4 ? 3 : static_cast<int>(left < 2 ? left : 2);
+  if (kGroupsTogether == 3 && left >= 3 && left != 4) return 3;
+  return static_cast<int>(left < 2 ? left : 2);
 }
 
 /// Fewer rows do not repay the unpacking, of which whole bytes need least on AVX-512 (measured; on
@@ -54,22 +55,7 @@ constexpr int64_t fewest_wide_groups() {
   return block_format(T).num_subs == 1 ? fewest_pair_groups<T>() : 1;
 }
 
-/// The packed blocks that come next, of groups `group_bytes` apart; none if there are no
-/// bytes of them for each block.
-struct NextBlocks {
-  const uint8_t* data;
-  int64_t group_bytes;
-  int64_t block_bytes;
-
-  template <int G>
-  TS_INLINE void fetch(int64_t index) const {
-    for (int64_t offset = 0; offset < block_bytes; offset += 64) {
-      const uint8_t* line = data + index * block_bytes + offset;
-      TS_UNROLL
-      for (int g = 0; g < G; ++g) __builtin_prefetch(line + g * group_bytes, 0, 2);
-    }
-  }
-};
+#if TS_LEVEL != 3
 
 /// Adds unpacked blocks of G groups to the sums of a panel's rows from `row` on, or writes them
 /// if these are the first blocks. Meanwhile the next ones are fetched into the second-level cache.
@@ -96,6 +82,8 @@ void multiply_wide(const WideBlock<NumSubs, G>* blocks, const PanelBlock<Planes>
     for (int g = 0; g < G; ++g) in_out[r][g] = sums[r][g];
   }
 }
+
+#endif
 
 }  // namespace ts
 

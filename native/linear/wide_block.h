@@ -97,6 +97,23 @@ void unpack_wide(const uint8_t* groups, int64_t num_inputs, int64_t begin, int64
   }
 }
 
+/// The packed blocks that come next, of groups `group_bytes` apart; none if there are no
+/// bytes of them for each block.
+struct NextBlocks {
+  const uint8_t* data;
+  int64_t group_bytes;
+  int64_t block_bytes;
+
+  template <int G>
+  TS_INLINE void fetch(int64_t index) const {
+    for (int64_t offset = 0; offset < block_bytes; offset += 64) {
+      const uint8_t* line = data + index * block_bytes + offset;
+      TS_UNROLL
+      for (int g = 0; g < G; ++g) __builtin_prefetch(line + g * group_bytes, 0, 2);
+    }
+  }
+};
+
 }  // namespace ts
 
 #endif
