@@ -10,7 +10,7 @@ import pytest
 
 from support.byte_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN
 from support.ranked_tokenizer import ranked_tokenizer
-from support.tokenizer_texts import texts
+from support.tokenizer_texts import old_texts
 from twostroke.tokenize import from_gguf
 
 pytest.importorskip("mistral_common", reason="it is in tests/oracle/requirements.txt")
@@ -26,7 +26,7 @@ def test_ids_of_ranked_vocabularies_are_equal(name: str) -> None:
     except OSError as error:
         pytest.skip(f"its ranks could not be fetched: {error}")
     ours = ranked_tokenizer(encoding.ranks, name, encoding.num_special)
-    for text in [*texts(10_000, seed=6), *_dense(5_000)]:
+    for text in [*old_texts(10_000, seed=6), *_dense(5_000)]:
         expected = [rank + encoding.num_special for rank in encoding.encode_ordinary(text)]
         assert ours.encode(text) == expected, ascii(text)
         assert ours.decode(expected) == text
@@ -40,7 +40,7 @@ def test_ids_of_mistral_s_sentencepiece_vocabularies_are_equal(version: str) -> 
     file = files("mistral_common") / "data" / f"mistral_instruct_tokenizer_{version}"
     theirs = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
     ours = from_gguf(_pieces(theirs))
-    for text in [*texts(10_000, seed=8), *_dense(5_000)]:
+    for text in [*old_texts(10_000, seed=8), *_dense(5_000)]:
         assert ours.encode(text) == theirs.encode(text), ascii(text)
 
 

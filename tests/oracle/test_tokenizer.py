@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import copy
 import os
-import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import regex
 from tokenizers import AddedToken
 
-from support.tokenizer_texts import CHATS, texts
+from support.tokenizer_texts import CHATS, old_texts
 from support.transformers_tokenizer import chat_ids, plain_ids, transformers_tokenizer
 from twostroke.chat.template import ChatTemplate
 from twostroke.core import env
@@ -53,7 +51,7 @@ def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_ids_of_ten_thousand_texts_are_equal(trio: Trio) -> None:
-    for text in _old_texts(num_random=10_000, seed=2):
+    for text in old_texts(num_random=10_000, seed=2):
         expected = plain_ids(trio.theirs, text)
         assert trio.ours.encode(text) == expected, ascii(text)
         assert trio.from_folder.encode(text) == expected, ascii(text)
@@ -73,7 +71,7 @@ def test_ids_that_llama_cpp_lists_are_equal(name: str) -> None:
 
 def test_special_tokens_of_vouched_text_are_equal(trio: Trio) -> None:
     marks = trio.ours.special_texts()[:40]
-    for place, text in enumerate(_old_texts(num_random=2_000, seed=3)):
+    for place, text in enumerate(old_texts(num_random=2_000, seed=3)):
         marked = f"{text}{marks[place % len(marks)]}{text[::-1]}" if place % 2 else text
         expected = trio.theirs.backend_tokenizer.encode(marked, add_special_tokens=False).ids
         assert trio.from_folder.encode(marked, parse_special=True) == expected, ascii(marked)
@@ -93,13 +91,13 @@ def test_tokens_added_to_normalized_and_to_raw_text_are_equal(trio: Trio, tmp_pa
     )
     theirs.save_pretrained(tmp_path)
     ours = from_tokenizer_json(tmp_path)
-    for place, text in enumerate(_old_texts(num_random=2_000, seed=5)):
+    for place, text in enumerate(old_texts(num_random=2_000, seed=5)):
         mixed = f"{text}{written[place % 8]}{text[: place % 9]}  {written[place % 7]}"
         assert ours.encode(mixed) == plain_ids(theirs, mixed), ascii(mixed)
 
 
 def test_decoded_and_streamed_texts_are_equal(trio: Trio) -> None:
-    for text in _old_texts(num_random=500, seed=4):
+    for text in old_texts(num_random=500, seed=4):
         ids = plain_ids(trio.theirs, text)
         expected = trio.theirs.backend_tokenizer.decode(ids, skip_special_tokens=True)
         for tokenizer in (trio.ours, trio.from_folder):
@@ -119,18 +117,6 @@ def test_chats_are_equal(trio: Trio, place: int, prompted: bool) -> None:
     text, ids = chat_ids(trio.theirs, CHATS[place], prompted=prompted)
     assert prompt.text == text
     assert trio.ours.encode_prompt(prompt) == ids
-
-
-def _old_texts(num_random: int, seed: int) -> list[str]:
-    """Return texts without characters so new that one Unicode version has them, another not."""
-    varied = texts(num_random, seed)
-    characters = set("".join(varied))
-    new = {
-        one
-        for one in characters
-        if (unicodedata.category(one) == "Cn") != bool(regex.match(r"\p{Cn}", one))
-    }
-    return [text for text in varied if new.isdisjoint(text)]
 
 
 def _file(name: str) -> Path:

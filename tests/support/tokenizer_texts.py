@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import unicodedata
+
+import regex
 
 WRITTEN = """\
 Hello world
@@ -83,6 +86,17 @@ def texts(num_random: int = 200, seed: int = 1) -> list[str]:
     rng = random.Random(seed)
     words = [word for text in written for word in text.split(" ") if word]
     return ["", " ", "  ", "\n", "\t", *written, *(_mixed(rng, words) for _ in range(num_random))]
+
+
+def old_texts(num_random: int = 200, seed: int = 1) -> list[str]:
+    """Return texts without characters so new that one Unicode version has them, another not."""
+    varied = texts(num_random, seed)
+    new = {
+        one
+        for one in set("".join(varied))
+        if (unicodedata.category(one) == "Cn") != bool(regex.match(r"\p{Cn}", one))
+    }
+    return [text for text in varied if new.isdisjoint(text)]
 
 
 CHATS: list[list[dict[str, str]]] = [
