@@ -27,6 +27,11 @@ namespace {
 /// first-level cache (measured, docs/kernels/amx.md).
 constexpr int64_t kDepthTiles = 12;
 
+/// So few rows read unpacked tiles once. They meet all of a group's depth before the next groups,
+/// and more of it at a time: packed weights are then read in the order in which they lie.
+constexpr int64_t kFewTileRows = 2 * kTileRows;
+constexpr int64_t kMostDepthTiles = 32;
+
 /// Bytes of sums that stay in the second-level cache while the depth passes by.
 constexpr int64_t kSumBytes = 512 << 10;
 constexpr int64_t kTileSums = 256;
@@ -149,10 +154,12 @@ void store_tile(const TileProduct& product, const float* sums, int64_t row, int6
   const int64_t first = group * kGroupSize;
   const int64_t num_columns = std::min(kGroupSize, product.weight.num_outputs - first);
   const auto mask = static_cast<__mmask16>((1U << num_columns) - 1);
-  float* out = product.out + row * product.out_stride + first;
-  for (int64_t r = 0; r < num_rows; ++r, out += product.out_stride) {
+  const int64_t stride = product.out_stride;
+  const bool is_added = product.accumulate;
+  float* out = product.out + row * stride + first;
+  for (int64_t r = 0; r < num_rows; ++r, out += stride) {
     __m512 values = _mm512_loadu_ps(sums + kGroupSize * r);
-    if (product.accumulate) values = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), values);
+    if (is_added) values = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), values);
     _mm512_mask_storeu_ps(out, mask, values);
   }
 }
@@ -184,9 +191,12 @@ struct Cut {
       : num_tiles(round_up(product.weight.num_inputs, kBlockSize) / kBlockSize),
         row_terms(product.is_split ? 2 : 1),
         weight_terms(product.weight.type == WeightType::BF16 ? 1 : row_terms) {
-    const int64_t num_parts = round_up(num_tiles * row_terms, kDepthTiles) / kDepthTiles;
+    const bool are_few = product.num_rows <= kFewTileRows;
+    const int64_t most = are_few ? kMostDepthTiles : kDepthTiles;
+    const int64_t num_parts = round_up(num_tiles * row_terms, most) / most;
     part = round_up(num_tiles, num_parts) / num_parts;
-    num_groups = std::max<int64_t>(2, kSumBytes / sum_bytes(product.num_rows) / 2 * 2);
+    num_groups =
+        are_few ? 2 : std::max<int64_t>(2, kSumBytes / sum_bytes(product.num_rows) / 2 * 2);
   }
 
   /// Of one group.
@@ -206,8 +216,9 @@ void multiply_part(const TileProduct& product, const Cut& cut, int64_t begin, in
                    int64_t group, int64_t group_end, const TileMemory& memory) {
   const PackedWeight& weight = product.weight;
   const bool is_unpacked = weight.type == WeightType::BF16;
-  const int64_t size = is_unpacked ? group_bytes(weight.type, weight.num_inputs)
-                                   : cut.part * cut.weight_terms * kTileBytes;
+  const int64_t packed_bytes = group_bytes(weight.type, weight.num_inputs);
+  const int64_t size = is_unpacked ? packed_bytes : cut.part * cut.weight_terms * kTileBytes;
+  const int64_t first = group;
   TileRun run = {product.prepared + begin * cut.row_terms * kTileBytes,
                  row_tile_bytes(weight.num_inputs, product.is_split),
                  memory.tiles,
@@ -221,10 +232,17 @@ void multiply_part(const TileProduct& product, const Cut& cut, int64_t begin, in
   for (; group < group_end; group += 2) {
     const int64_t num_groups = std::min(int64_t{2}, group_end - group);
     if (is_unpacked) run.b = weight.data + group * size + begin * kTileBytes;
+    // Of this part; of the next part; of the next groups.
+    int64_t next_group = group + 2;
+    int64_t next_begin = begin;
+    if (next_group >= group_end) next_begin = end < cut.num_tiles ? end : 0;
+    if (next_begin == end) next_group = first;
+    const uint8_t* next =
+        weight.data + next_group * packed_bytes + packed_bytes * next_begin / cut.num_tiles;
     for (int64_t g = 0; g < num_groups && !is_unpacked; ++g) {
       unpack_group(weight, group + g,
                    {begin, end, memory.tiles + g * size, cut.weight_terms * kTileBytes,
-                    cut.weight_terms == 2 ? kTileBytes : 0});
+                    cut.weight_terms == 2 ? kTileBytes : 0, next + g * packed_bytes});
     }
     multiply_rows(product.num_rows, num_groups, run);
     run.sums += num_groups * kTileSums;

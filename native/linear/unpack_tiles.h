@@ -23,14 +23,23 @@ inline __m512i pair_bfloat16(__m512 even, __m512 odd) {
 }
 
 /// Tiles [begin, end) of a group, and the memory that they are unpacked into, `stride` bytes each.
-/// With `low`, what rounding took away from a tile lies that many bytes after it.
+/// With `low`, what rounding took away from a tile lies that many bytes after it. Meanwhile packed
+/// weights are fetched that are unpacked next, as many as these.
 struct UnpackedTiles {
   int64_t begin;
   int64_t end;
   uint8_t* data;
   int64_t stride;
   int64_t low;
+  const uint8_t* next;
 };
+
+/// Fetches the packed weights of one tile into the second-level cache.
+template <int64_t Bytes>
+TS_INLINE void fetch_tile(const uint8_t* packed) {
+  TS_UNROLL
+  for (int64_t offset = 0; offset < Bytes; offset += 64) __builtin_prefetch(packed + offset, 0, 2);
+}
 
 /// One row of a tile; the same of what rounding took away.
 template <bool IsSplit>
@@ -85,6 +94,7 @@ void unpack_block_group(const uint8_t* group, UnpackedTiles tiles) {
   constexpr BlockFormat format = block_format(T);
   ScaleReader<T> reader;
   for (int64_t index = tiles.begin; index < tiles.end; ++index, tiles.data += tiles.stride) {
+    fetch_tile<format.block_bytes()>(tiles.next + (index - tiles.begin) * format.block_bytes());
     if (index == tiles.begin) {
       reader.template enter<true>(group, index);
     } else {
@@ -100,6 +110,7 @@ template <bool IsSplit>
 void unpack_half_group(const uint8_t* group, UnpackedTiles tiles) {
   for (int64_t index = tiles.begin; index < tiles.end; ++index, tiles.data += tiles.stride) {
     const uint8_t* source = group + index * kTileBytes;
+    fetch_tile<kTileBytes>(tiles.next + (index - tiles.begin) * kTileBytes);
     for (int64_t row = 0; row < kTileBytes; row += 64) {
       store_pairs<IsSplit>(tiles.data + row, tiles.low, load_halves(source + row).v,
                            load_halves(source + row + 32).v);

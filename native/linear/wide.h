@@ -28,13 +28,17 @@ constexpr int wide_groups(int64_t left) {
   return static_cast<int>(left < 2 ? left : 2);
 }
 
-/// Fewer rows do not repay the unpacking, of which whole bytes need least on AVX-512 (measured; on
-/// AMX counted). On AVX2 it is repaid soonest where kernels for few rows are slow: with two scales
-/// a block. With half ports it is repaid only there, and where codes in two planes meet one.
+/// Fewer rows do not repay the unpacking, of which whole bytes need least on AVX-512, and what one
+/// plane of activations gains on AMX, but with few bits and one scale a block (measured). On AVX2
+/// it is repaid soonest where kernels for few rows are slow: with two scales a block. With half
+/// ports it is repaid only there, and where codes in two planes meet one.
 template <WeightType T, int Planes>
 constexpr int64_t fewest_wide_rows(const Tuning& tuning) {
   constexpr BlockFormat format = block_format(T);
-  if (TS_LEVEL == 3) return kWideRows;
+  if (TS_LEVEL == 3) {
+    const bool gains_less = Planes == 1 && (format.num_subs == 2 || format.num_bits() == 8);
+    return gains_less ? 32 : kWideRows;
+  }
   if (TS_LEVEL == 1) return format.num_subs == 1 ? 16 : 8;
   if (tuning.has_half_ports && format.num_subs == 1) {
     const bool is_slow = Planes == 1 && format.high_bits != 0;
