@@ -147,10 +147,10 @@ class Mixture {
   }
 
   /// Cuts the groups into panels that stay in the cache while the weights pass by.
-  void cut(int64_t width) {
+  void cut(Part part, int64_t width) {
     groups_.panels.clear();
     for (const ExpertGroup& group : groups_.groups) {
-      const int64_t rows = panel_rows(group.kind, width);
+      const int64_t rows = panel_rows(weight(group.expert, part).type, group.kind, width);
       for (int64_t begin = 0; begin < group.count; begin += rows) {
         groups_.panels.push_back({&group, begin, std::min(rows, group.count - begin)});
       }
@@ -167,7 +167,7 @@ class Mixture {
 
   /// The gated products of all places.
   void gate() {
-    cut(op_.width);
+    cut(kGate, op_.width);
     const int64_t num_slots = num_groups(ffn_width_);
     const auto body = [&](const ExpertPanel& panel, int64_t begin, int64_t end) {
       float* out = worker_.plan.mixed.floats() + (panel.group->begin + panel.begin) * ffn_width_;
@@ -199,7 +199,7 @@ class Mixture {
   /// The last products, then the sums of each row's choices: a thread that computes some columns
   /// of the products does so for all experts, and so can add them up.
   void mix() {
-    cut(ffn_width_);
+    cut(kDown, ffn_width_);
     const int64_t num_slots = num_groups(op_.width);
     const int64_t most = mixed_slots(num_places_);
     if (num_rows_ <= kFewRows) {

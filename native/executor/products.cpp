@@ -188,7 +188,7 @@ void share_products(Worker& worker, const Input& input, int64_t num_slots, Body 
   int64_t rows[2];
   int64_t panels[2];
   for (int run = 0; run < 2; ++run) {
-    rows[run] = panel_rows(input.runs[run].kind, input.op.width);
+    rows[run] = panel_rows(input.facts.prepared_for[0], input.runs[run].kind, input.op.width);
     panels[run] = round_up(input.runs[run].count, rows[run]) / rows[run];
   }
   const auto panel_at = [&](int64_t index) {
@@ -264,10 +264,9 @@ Input own_rows(const Worker& worker, size_t index) {
 
 }  // namespace
 
-int64_t panel_rows(RowKind kind, int64_t width) {
-  // Tiles meet a part of the width at a time.
-  const bool is_prompt = kind == RowKind::Prompt || kind == RowKind::PrecisePrompt;
-  if (TS_LEVEL == 3 && is_prompt) return kMostPanelRows;
+int64_t panel_rows(WeightType type, RowKind kind, int64_t width) {
+  const Preparation form = preparation(type, kind);
+  if (form == Preparation::Tiles || form == Preparation::SplitTiles) return kMostPanelRows;
   const int64_t rows = kPreparedBytes / (width * 5 / 2);
   return std::clamp<int64_t>(rows / kRowTile * kRowTile, kFewestPanelRows, kMostPanelRows);
 }

@@ -44,7 +44,8 @@ void multiply_gated(Worker& worker, Activation activation, const Factor& gate, c
 
 constexpr int64_t kFewestPanelRows = 32;
 
-/// Most rows of a width that are multiplied at once, so that they stay in a cache.
-int64_t panel_rows(RowKind kind, int64_t width);
+/// Most rows of a width that are multiplied at once: as many as stay in a cache. Of tiles only a
+/// part of the width needs to.
+int64_t panel_rows(WeightType type, RowKind kind, int64_t width);
 
 }  // namespace ts

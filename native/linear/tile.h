@@ -152,14 +152,15 @@ inline void release_tiles() { tile_registers().configured = false; }
 
 #else
 
-/// GCC 12 does not know that a tile load reads memory, and may move stores after it.
+/// GCC 12 does not know that a tile load reads memory, and may move stores after it. Some versions
+/// cast the address without parentheses.
 #define TS_TILE_LOAD(tile, source, stride) \
   do {                                     \
     asm volatile("" : : : "memory");       \
-    _tile_loadd(tile, source, stride);     \
+    _tile_loadd(tile, (source), (stride)); \
   } while (false)
 #define TS_TILE_ZERO(tile) _tile_zero(tile)
-#define TS_TILE_STORE(tile, destination, stride) _tile_stored(tile, destination, stride)
+#define TS_TILE_STORE(tile, destination, stride) _tile_stored(tile, (destination), (stride))
 #define TS_TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 #define TS_TILE_DOT_BYTES(c, a, b) _tile_dpbsud(c, a, b)
 

@@ -23,8 +23,8 @@
 namespace ts {
 namespace {
 
-/// Most tiles of a group's depth that are multiplied at a time: those of two groups stay in the
-/// first-level cache (measured, docs/kernels/amx.md).
+/// Most tiles of a group's depth that are multiplied at a time, all terms counted: those of two
+/// groups stay in the first-level cache (measured, docs/kernels/amx.md).
 constexpr int64_t kDepthTiles = 12;
 
 /// So few rows read unpacked tiles once. They meet all of a group's depth before the next groups,
@@ -36,7 +36,7 @@ constexpr int64_t kMostDepthTiles = 32;
 constexpr int64_t kSumBytes = 512 << 10;
 constexpr int64_t kTileSums = 256;
 
-/// Operands of one run over some of the depth. Terms of a tile: itself, what rounding took away of
+/// Operands of one run over some of the depth. Terms of a tile: itself, and what rounding took from
 /// it.
 struct TileRun {
   const uint8_t* a;  // 16 rows: the terms of a tile, then those of the next
@@ -168,7 +168,7 @@ void store_tile(const TileProduct& product, const float* sums, int64_t row, int6
 void unpack_group(const PackedWeight& weight, int64_t group, const UnpackedTiles& tiles) {
   const uint8_t* data = weight.data + group * group_bytes(weight.type, weight.num_inputs);
   with_type(weight.type, [&](auto type) {
-    // The one is never prepared as tiles, the other is tiles already.
+    // F32 is never prepared as tiles; BF16 is stored as tiles.
     if constexpr (type() != WeightType::F32 && type() != WeightType::BF16) {
       if (tiles.low == 0) {
         unpack_group_tiles<type(), false>(data, tiles);
@@ -232,8 +232,9 @@ void multiply_part(const TileProduct& product, const Cut& cut, int64_t begin, in
   for (; group < group_end; group += 2) {
     const int64_t num_groups = std::min(int64_t{2}, group_end - group);
     if (is_unpacked) run.b = weight.data + group * size + begin * kTileBytes;
-    // Of this part; of the next part; of the next groups.
-    int64_t next_group = group + 2;
+    // Packed weights to fetch: the next groups of this part, else the first groups of the next
+    // part, else what follows.
+    int64_t next_group = group + num_groups;
     int64_t next_begin = begin;
     if (next_group >= group_end) next_begin = end < cut.num_tiles ? end : 0;
     if (next_begin == end) next_group = first;

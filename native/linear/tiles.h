@@ -10,7 +10,7 @@ namespace ts {
 
 struct TileProduct {
   const PackedWeight& weight;
-  const uint8_t* prepared;  // 16 rows x 32 inputs of bfloat16 each 1 KB; of 16 rows all inputs
+  const uint8_t* prepared;  // tiles of 16 rows x 32 inputs, 1 KB; `row_tile_bytes` for 16 rows
   bool is_split;            // each tile is followed by one of its rounding errors
   int64_t num_rows;
   float* out;

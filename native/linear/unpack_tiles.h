@@ -23,8 +23,8 @@ inline __m512i pair_bfloat16(__m512 even, __m512 odd) {
 }
 
 /// Tiles [begin, end) of a group, and the memory that they are unpacked into, `stride` bytes each.
-/// With `low`, what rounding took away from a tile lies that many bytes after it. Meanwhile packed
-/// weights are fetched that are unpacked next, as many as these.
+/// With `low`, what rounding took away from a tile lies that many bytes after it. Meanwhile the
+/// same amount of packed weights at `next` is fetched.
 struct UnpackedTiles {
   int64_t begin;
   int64_t end;
@@ -118,7 +118,7 @@ void unpack_half_group(const uint8_t* group, UnpackedTiles tiles) {
   }
 }
 
-/// Of any type but F32 and BF16.
+/// Unpacks tiles of any type but F32 and BF16.
 template <WeightType T, bool IsSplit>
 void unpack_group_tiles(const uint8_t* group, const UnpackedTiles& tiles) {
   if constexpr (is_block_format(T)) {

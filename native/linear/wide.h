@@ -28,8 +28,8 @@ constexpr int wide_groups(int64_t left) {
   return static_cast<int>(left < 2 ? left : 2);
 }
 
-/// Fewer rows do not repay the unpacking, of which whole bytes need least on AVX-512, and what one
-/// plane of activations gains on AMX, but with few bits and one scale a block (measured). On AVX2
+/// Fewer rows do not repay the unpacking, of which whole bytes need least on AVX-512. On AMX, rows
+/// of one plane repay it late where codes have 8 bits or blocks two scales (all measured). On AVX2
 /// it is repaid soonest where kernels for few rows are slow: with two scales a block. With half
 /// ports it is repaid only there, and where codes in two planes meet one.
 template <WeightType T, int Planes>

@@ -29,7 +29,7 @@ def case(rng: np.random.Generator, width: int, outputs: int) -> tuple[Floats, Fl
 
 def test_compensated_rounding_is_closer_than_plain_rounding() -> None:
     inputs, weight = case(np.random.default_rng(0), 256, 48)
-    moments = moments_of(squares_of(inputs))
+    moments = moments_of([squares_of(inputs)])
     for name in GRIDS:
         plain = QuantTensor.from_floats(weight, FORMATS[name])
         rounded = round_matrix(weight, moments, name)
@@ -43,7 +43,7 @@ def test_kernels_round_as_their_definition_does_with_any_number_of_threads() -> 
     for seed, (width, outputs) in enumerate([(256, 70), (768, 33), (96, 32)]):
         inputs, weight = case(np.random.default_rng(seed), width, outputs)
         weight[3, 40:72] = 0  # also a group of zeros
-        moments = moments_of(squares_of(inputs))
+        moments = moments_of([squares_of(inputs)])
         for name, grid in GRIDS.items():
             if width % FORMATS[name].block_size:
                 continue

@@ -162,6 +162,17 @@ def test_split_tiles_are_near_the_exact_product(tiles: Library) -> None:
         assert np.all(np.abs(tiles.multiply(matrix, x, PRECISE_PROMPT) - exact) <= most)
 
 
+def test_tiles_do_not_depend_on_how_many_rows_cut_a_product(tiles: Library) -> None:
+    for kind, row_kind in product((BF16, Q4_1), (PROMPT, PRECISE_PROMPT)):
+        matrix, x = random_case(kind, (200, 800), 700, seed=7)  # 13 groups, of which 10 go together
+        together = tiles.multiply(matrix, x, row_kind)
+        exact = x.astype(np.float64) @ matrix.exact.T.astype(np.float64)
+        size = np.abs(x).astype(np.float64) @ np.abs(matrix.exact).T.astype(np.float64)
+        assert np.all(np.abs(together - exact) <= 2.0**-7 * size + 1e-30)
+        for count in (5, 32, 50):
+            assert same_bits(tiles.multiply(matrix, x[:count], row_kind), together[:count])
+
+
 def test_a_row_does_not_depend_on_other_rows_or_on_the_split(lib: Library) -> None:
     for kind, row_kind in product(TYPES, ROW_KINDS):
         matrix, x = random_case(kind, (121, 160), 45, seed=4)

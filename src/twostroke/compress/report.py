@@ -207,7 +207,10 @@ def scoring_backend(loaded: LoadedModel) -> CpuBackend:
     program = build_program(loaded.spec)
     groups = PageGroups(_PAGE_SIZE, tuple(group.window for group in program.cache_groups))
     num_pages = _shape(program).num_pages(groups)
-    return CpuBackend(program, loaded.tensors, num_pages, _PAGE_SIZE, resolve_num_threads(None))
+    threads = resolve_num_threads(None)
+    return CpuBackend(
+        program, loaded.tensors, num_pages, _PAGE_SIZE, threads, release=loaded.release
+    )
 
 
 def _shape(program: Program) -> Shape:

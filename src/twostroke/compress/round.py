@@ -24,12 +24,15 @@ from twostroke.core.hardware import resolve_num_threads
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from numpy.typing import NDArray
 
     from twostroke.compress.grids import Grid
     from twostroke.quant import Floats, Format
 
     Doubles = NDArray[np.floating[Any]]
+    Run = Callable[..., Iterable[Floats]]  # as map, or a pool's
 
 _SHRINKAGE = 0.3  # of products of two inputs: few rows show them larger than they are
 _DAMPING = 0.001  # of the mean second moment, added to each
@@ -40,44 +43,63 @@ _FLOATS = ctypes.POINTER(c_float)
 
 
 class Moments(Frozen, eq=False):
-    """Second moments of a product's inputs (width, width), damped; `factor` as of `_factors`."""
+    """Second moments of a product's inputs (width, width), damped; `factor` as of `factors_of`."""
 
     damped: Doubles
     factor: Floats
 
 
-def squares_of(inputs: Floats) -> Doubles:
+def squares_of(inputs: Floats) -> Floats:
     """Return the sum over inputs (rows, width) of the products of each two, (width, width)."""
-    return (inputs.T @ inputs).astype(np.float64)
+    return inputs.T @ inputs
 
 
-def moments_of(squares: Doubles) -> Moments:
-    """Return the moments for the sum of the products of inputs (width, width).
+def moments_of(parts: Iterable[Floats], run: Run = map) -> Moments:
+    """Return the moments for products of inputs (width, width), summed by parts of the text.
 
     They are shrunk towards their diagonal and damped, so that errors are not made up for by what
-    inputs share in these few rows alone.
+    inputs share in these few rows alone. `run` may use threads.
     """
-    damped = squares * (1 - _SHRINKAGE)
-    diagonal = np.diag(squares)
+    damped = _sum_of(parts)
+    diagonal = np.diag(damped).copy()
+    damped *= 1 - _SHRINKAGE
     np.fill_diagonal(damped, diagonal + _DAMPING * diagonal.mean() + np.finfo(np.float32).tiny)
-    return Moments(damped, factors_of(damped))
+    return Moments(damped, factors_of(damped, run))
 
 
-def factors_of(moments: Doubles) -> Floats:
-    """Return the upper triangles U with U.T @ U the inverse of moments (..., width, width)."""
-    turned = np.linalg.cholesky(moments[..., ::-1, ::-1])
-    return _upper_inverse(turned[..., ::-1, ::-1]).astype(np.float32)
+def _sum_of(parts: Iterable[Floats]) -> Doubles:
+    rest = iter(parts)
+    total = next(rest).astype(np.float64)
+    for part in rest:
+        total += part
+    return total
 
 
-def _upper_inverse(upper: Doubles) -> Doubles:
-    """Return the inverses of upper triangles (..., width, width), half by half."""
+def factors_of(moments: Doubles, run: Run = map) -> Floats:
+    """Return the upper triangles U with U.T @ U the inverse of moments (..., width, width).
+
+    Triangles are inverted in float32: damped moments are well conditioned.
+    """
+    turned = np.linalg.cholesky(moments[..., ::-1, ::-1]).astype(np.float32)
+    return _upper_inverse(turned[..., ::-1, ::-1], run)
+
+
+def _upper_inverse(upper: Floats, run: Run = map) -> Floats:
+    """Return the inverses of upper triangles (..., width, width), half by half.
+
+    `run` computes the first two halves. The result does not depend on the number of threads.
+    """
     half = upper.shape[-1] // 2
     if half < _INVERTED_AT_ONCE:
         return np.linalg.inv(upper)
     inverse = np.zeros_like(upper)
-    left = inverse[..., :half, :half] = _upper_inverse(upper[..., :half, :half])
-    right = inverse[..., half:, half:] = _upper_inverse(upper[..., half:, half:])
-    inverse[..., :half, half:] = -left @ (upper[..., :half, half:] @ right)
+    left, right = run(_upper_inverse, [upper[..., :half, :half], upper[..., half:, half:]])
+    inverse[..., :half, :half], inverse[..., half:, half:] = left, right
+    rows = slice(half // 2), slice(half // 2, half)
+    between = upper[..., :half, half:]
+    middle = np.concatenate([*run(lambda own: between[..., own, :] @ right, rows)], axis=-2)
+    for own, part in zip(rows, run(lambda own: -left[..., own, :] @ middle, rows), strict=True):
+        inverse[..., own, half:] = part
     return inverse
 
 

@@ -56,8 +56,9 @@ def round_products(
                 tensor = known(op.weight)
                 if tensor is None:
                     if last is None or last[0] != op.x:
+                        last = None  # its room is needed
                         squares = pool.map(squares_of, [stream.values[op.x] for stream in streams])
-                        last = op.x, moments_of(sum(squares))  # type: ignore[arg-type]
+                        last = op.x, moments_of(squares, pool.map)
                     tensor = rounded(op.weight, weights[op.weight], last[1])
                 yield op.weight, tensor
                 weights[op.weight] = tensor.dequantize()
