@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     Cli = Callable[..., Ran]
 
 
+@pytest.fixture(autouse=True)
+def level_with_one_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMX would have a line for prompt rows and one for generated rows."""
+    monkeypatch.setenv("TWOSTROKE_CPU_LEVEL", "portable")
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> str:
     return str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny()))

@@ -15,6 +15,12 @@ from twostroke.engine.loading import build_tokenizer, load
 from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
 
 
+@pytest.fixture(autouse=True)
+def level_with_one_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMX would have a report for prompt rows and one for generated rows."""
+    monkeypatch.setenv("TWOSTROKE_CPU_LEVEL", "portable")
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> str:
     return str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny()))
