@@ -223,7 +223,8 @@ def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
     )
     pieces = pieces_of(held_out_text(), [str(source)])
     products = [op.weight for op in _products(source)]
-    reports = compare_subjects(right, others, pieces, lambda _: None)
+    found = compare_subjects(right, others, pieces, lambda _: None)
+    reports = (report for report in found if not report.generated)
     for path, report in zip(missing, reports, strict=True):
         tensors = read_gguf(path).tensors
         bits, score = bits_of({key: tensors[key] for key in products}), report.comparison

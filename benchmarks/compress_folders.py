@@ -82,7 +82,8 @@ def _measure(model: str, makers: list[str], num_tokens: int) -> Iterator[tuple[s
         made[out] = float(seconds.read_text())
     compute = ComputeOptions(backend="cpu", activation_bits=15)
     right, *others = (Subject(str(path), compute, CacheOptions()) for path in (source, *made))
-    reports = compare_subjects(right, others, pieces_of(held_out_text(), [str(source)]), note)
+    found = compare_subjects(right, others, pieces_of(held_out_text(), [str(source)]), note)
+    reports = (report for report in found if not report.generated)
     for (path, taken), report in zip(made.items(), reports, strict=True):
         layers = {
             k: t for k, t in load(str(path)).tensors.items() if "blk." in k and len(t.shape) == 2

@@ -69,6 +69,7 @@ class Report(Frozen):
     comparison: Comparison
     drift: tuple[float, ...]
     rows_per_s: float
+    generated: bool = False
 
     @property
     def is_within_limits(self) -> bool:
@@ -191,7 +192,8 @@ def _read_other(
             notice(line)
             comparison, seconds = _compared(backend, subject, right, pieces, generated=generated)
             drift = _drift(right.hidden, _hidden(backend, program, pieces[0], generated=generated))
-            yield Report(line, comparison, drift, sum(map(len, pieces)) / seconds)
+            rows_per_s = sum(map(len, pieces)) / seconds
+            yield Report(line, comparison, drift, rows_per_s, generated)
     finally:
         backend.close()
 
