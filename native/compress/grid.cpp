@@ -18,6 +18,8 @@ Grid::Grid(const GridRecord& record) : record_(record) {
     middles_[i] = (record_.table[i] + record_.table[i + 1]) / 2;
     steps_[i] = record_.table[i + 1] - record_.table[i];
   }
+  for (int i = 0; i < 16; ++i)
+    places_[static_cast<int>(record_.table[i]) + 128] = static_cast<int8_t>(i);
 }
 
 void Grid::nearest(const Row& value, Row* level) const {
@@ -34,12 +36,6 @@ void Grid::nearest(const Row& value, Row* level) const {
     each_lane([&](int o) { sum.v[o] += value.v[o] >= middle ? step : 0.0f; });
   }
   *level = sum;
-}
-
-int8_t Grid::code(float level) const {
-  if (!record_.table) return static_cast<int8_t>(level);
-  return static_cast<int8_t>(std::lower_bound(record_.table, record_.table + 16, level) -
-                             record_.table);
 }
 
 Line Grid::fitted(const Row* values, const float* weights) const {

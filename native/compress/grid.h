@@ -37,7 +37,10 @@ class Grid {
   void units(const Line* lines, Row* top, Row* bottom) const;
 
   /// The place of a level, as its code in the table or itself.
-  int8_t code(float level) const;
+  int8_t code(float level) const {
+    const auto whole = static_cast<int8_t>(level);
+    return record_.table ? places_[whole + 128] : whole;
+  }
 
  private:
   Line fitted_around_zero(const Row* values, const float* weights) const;
@@ -49,6 +52,7 @@ class Grid {
   GridRecord record_;
   float middles_[15];
   float steps_[15];
+  int8_t places_[256] = {};  // of levels from -128
 };
 
 }  // namespace ts::rounding

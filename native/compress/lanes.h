@@ -8,7 +8,7 @@
 
 namespace ts::rounding {
 
-constexpr int kLanes = 32;  // outputs that are rounded together
+constexpr int kLanes = 64;  // outputs that are rounded together
 
 struct alignas(64) Row {
   float v[kLanes];

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "compress/grid.h"
+#include "compress/subtract.h"
 
 namespace ts {
 
@@ -42,7 +43,8 @@ class Chunk {
         lines_(matrix.num_inputs / group_),
         tops_(lines_.size() / grid.record().num_groups),
         bottoms_(tops_.size()),
-        weights_(matrix.num_inputs) {
+        weights_(matrix.num_inputs),
+        errors_(matrix.num_inputs) {
     for (int64_t i = 0; i < matrix.num_inputs; ++i) {
       const float pivot = matrix.factor[i * (matrix.num_inputs + 1)];
       weights_[i] = 1 / (pivot * pivot);
@@ -64,7 +66,8 @@ class Chunk {
   void sweep();
   void write() const;
   void fit_super_block(int64_t group);
-  void subtract(const float* matrix, int64_t start, const Row* errors, int64_t from, Row* target);
+  template <typename Step>
+  void each_group(const float* matrix, Row* target, Step step);
   void keep_better(int64_t group, const Row* wanted, const Row* held, Row* changes);
   Line refit(const Row* wanted, const Row* levels, int64_t start) const;
   void code(const Row* wanted, const float* factor, int64_t stride, const Line& line,
@@ -85,6 +88,7 @@ class Chunk {
   std::vector<Row> tops_;    // of each super-block
   std::vector<Row> bottoms_;
   std::vector<float> weights_;  // of errors of each input, once the later ones have made up for it
+  std::vector<Row> errors_;     // of values, or by how much they change
   std::vector<Row> slopes_;
   Coding tried_, best_;
 };
@@ -97,18 +101,19 @@ void Chunk::read() {
   }
 }
 
-/// target[r] -= sum of matrix[start + i][r] * errors[i] over a group, for rows from `from` on.
-void Chunk::subtract(const float* matrix, int64_t start, const Row* errors, int64_t from,
-                     Row* target) {
+/// Calls step(group), which sets errors_ of a group, for one after another, and subtracts from
+/// `target` of later inputs what they see of these through `matrix`: panel by panel.
+template <typename Step>
+void Chunk::each_group(const float* matrix, Row* target, Step step) {
   const int64_t width = matrix_.num_inputs;
-  for (int64_t r = from; r < width; ++r) {
-    Row sum = target[r];
-    const float* column = matrix + start * width + r;
-    for (int i = 0; i < group_; ++i) {
-      const float factor = column[i * width];
-      each_lane([&](int o) { sum.v[o] -= factor * errors[i].v[o]; });
+  for (int64_t panel = 0; panel < width; panel += kPanel) {
+    const int64_t end = std::min(panel + kPanel, width);
+    for (int64_t start = panel; start < end; start += group_) {
+      step(start / group_);
+      subtract(matrix + start, width, &errors_[start], group_, start + group_, end, target);
     }
-    target[r] = sum;
+    subtract(matrix + panel, width, &errors_[panel], static_cast<int>(end - panel), end, width,
+             target);
   }
 }
 
@@ -124,7 +129,7 @@ void Chunk::code(const Row* wanted, const float* factor, int64_t stride, const L
   for (int i = 0; i < group_; ++i) {
     each_lane([&](int o) { value.v[o] = wanted[i].v[o] - line.smallest.v[o]; });
     for (int j = 0; j < i; ++j) {
-      const float share = factor[j * stride + i];
+      const float share = factor[i * stride + j];
       each_lane([&](int o) { value.v[o] -= share * coding->errors[j].v[o]; });
     }
     Row scaled;
@@ -149,35 +154,35 @@ void Chunk::fit_super_block(int64_t group) {
 void Chunk::compensate() {
   const int64_t width = matrix_.num_inputs;
   left_ = right_;
-  for (size_t group = 0; group < lines_.size(); ++group) {
-    const int64_t start = static_cast<int64_t>(group) * group_;
+  each_group(matrix_.factor, left_.data(), [&](int64_t group) {
+    const int64_t start = group * group_;
     if (grid_.has_shares() && group % grid_.record().num_groups == 0) fit_super_block(group);
     const Line fitted = grid_.fitted(&left_[start], &weights_[start]);
     lines_[group] = grid_.stored(fitted, 0, top(group), bottom(group));
     code(&left_[start], matrix_.factor + start * (width + 1), width, lines_[group], &tried_);
     std::copy_n(tried_.levels, group_, &levels_[start]);
-    subtract(matrix_.factor, start, tried_.errors, start + group_, left_.data());
-  }
+    std::copy_n(tried_.errors, group_, &errors_[start]);
+  });
 }
 
 void Chunk::sweep() {
-  const int64_t width = matrix_.num_inputs, square = group_ * group_;
+  const int64_t width = matrix_.num_inputs;
   slopes_.assign(width, Row{});
-  Row wanted[kMaxGroup], held[kMaxGroup], changes[kMaxGroup];
-  for (size_t group = 0; group < lines_.size(); ++group) {
-    const Line& line = lines_[group];
-    const int64_t start = static_cast<int64_t>(group) * group_;
-    for (int i = 0; i < group_; ++i) {
-      each_lane([&](int o) {
-        left_[start + i].v[o] = levels_[start + i].v[o] * line.scale.v[o] + line.smallest.v[o];
-        changes[i].v[o] = left_[start + i].v[o] - right_[start + i].v[o];
-      });
-    }
-    subtract(matrix_.moments, start, changes, 0, slopes_.data());
+  for (int64_t i = 0; i < width; ++i) {
+    const Line& line = lines_[i / group_];
+    each_lane([&](int o) {
+      left_[i].v[o] = levels_[i].v[o] * line.scale.v[o] + line.smallest.v[o];
+      errors_[i].v[o] = left_[i].v[o] - right_[i].v[o];
+    });
   }
-  for (size_t group = 0; group < lines_.size(); ++group) {
-    const int64_t start = static_cast<int64_t>(group) * group_;
-    const float* inverse = matrix_.own_inverses + group * square;
+  for (int64_t panel = 0; panel < width; panel += kPanel) {
+    const int count = static_cast<int>(std::min<int64_t>(kPanel, width - panel));
+    subtract(matrix_.moments + panel, width, &errors_[panel], count, 0, width, slopes_.data());
+  }
+  Row wanted[kMaxGroup], held[kMaxGroup];
+  each_group(matrix_.moments, slopes_.data(), [&](int64_t group) {
+    const int64_t start = group * group_;
+    const float* inverse = matrix_.own_inverses + start * group_;
     for (int i = 0; i < group_; ++i) {
       held[i] = wanted[i] = left_[start + i];
       for (int j = 0; j < group_; ++j) {
@@ -185,9 +190,8 @@ void Chunk::sweep() {
         each_lane([&](int o) { wanted[i].v[o] += share * slopes_[start + j].v[o]; });
       }
     }
-    keep_better(group, wanted, held, changes);
-    subtract(matrix_.moments, start, changes, start + group_, slopes_.data());
-  }
+    keep_better(group, wanted, held, &errors_[start]);
+  });
 }
 
 /// Codes a group for what it should be, and keeps the new codes of outputs that they are better

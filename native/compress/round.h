@@ -10,7 +10,7 @@ namespace ts {
 /// the same in NumPy.
 struct GridRecord {
   const float* peaks;  // a trial makes the value farthest from zero as large as one of these
-  const float* table;  // 16 levels, ascending, whose middles are the edges; null: whole numbers
+  const float* table;  // 16 whole levels, ascending, whose middles are the edges; null: all
   float low;           // the levels from the least ...
   float high;          // ... to the greatest
   int32_t num_peaks;   // 0: the format has a smallest value, and levels from 0
@@ -21,11 +21,11 @@ struct GridRecord {
   int32_t bfloat_scales;  // 1: scales are bfloat16, else float16
 };
 
-/// A matrix and what it becomes. `factor` is the upper triangle U with U^T U the inverse of the
+/// A matrix and what it becomes. `factor` is the lower triangle F with F F^T the inverse of the
 /// moments; `own_factors` are those of each group's moments alone, `own_inverses` their inverses.
 struct RoundRecord {
   const float* weight;        // (outputs, inputs)
-  const float* moments;       // (inputs, inputs), symmetric
+  const float* moments;       // (inputs, inputs), symmetric, bit for bit
   const float* factor;        // (inputs, inputs)
   const float* own_factors;   // (groups, group, group)
   const float* own_inverses;  // (groups, group, group)

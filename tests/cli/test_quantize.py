@@ -195,6 +195,7 @@ def test_nothing_is_named_that_cannot_pass(
         assert not list(folder.iterdir())
 
     refused("iq2_s can be read, not written: --to takes f32,", 2, "--to", "iq2_s")
+    refused("for '--to': 'Q8_0' is not one of", 2, "--to", "Q8_0")
     refused("Did you mean 'q8_0'?", 2, "--to", "Q8_0")
     refused("tokens, 1024 are needed", 2, "--text", str(short))
     refused("has parts of the held-out text", 2, "--text", str(held_out))

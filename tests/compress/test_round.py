@@ -55,12 +55,13 @@ def test_kernels_round_as_their_definition_does_with_any_number_of_threads() -> 
             found = one.dequantize()
             # Sums in another order turn ties, and then all columns that make up for them.
             same = np.isclose(found, right, rtol=1e-5, atol=1e-6)
-            assert same.mean() > (0.9 if FORMATS[name].bits_per_value < 6 else 0.5), name
+            is_coarse = FORMATS[name].bits_per_value < 6
+            assert same.mean() > (0.9 if is_coarse else 0.5), name
             losses = [
                 np.einsum("oi,ij,oj->", off, moments.damped, off)
                 for off in (found - weight, right - weight)
             ]
-            assert abs(losses[0] / losses[1] - 1) < 0.02, name
+            assert abs(losses[0] / losses[1] - 1) < (0.02 if is_coarse else 0.05), name
 
 
 def test_a_written_file_has_the_metadata_and_tensors_it_was_given(tmp_path: Path) -> None:

@@ -36,12 +36,12 @@ def plain_rounding(weight: Floats, moments: Moments, grid: Grid) -> Floats:
     values = np.concatenate(
         [levels[b] * line.scale + line.smallest for b, line in zip(blocks, lines, strict=True)]
     )
-    wide = moments.damped.astype(np.float32)
+    wide = moments.damped
     slopes = wide @ (right - values)
     for i, block in enumerate(blocks):
         own, inner = wide[block, block], factors_of(moments.damped[block, block])
         held = values[block].copy()
-        wanted = held + (inner.T @ inner) @ slopes[block]
+        wanted = held + (inner @ inner.T) @ slopes[block]
         error = wanted - held
         least = np.einsum("io,io->o", error, own @ error) * (1 - LEAST_GAIN)
         line = refit(wanted, levels[block], own, grid)
@@ -76,7 +76,7 @@ def compensated(
             units.append(units_of([fitted(left[p], weights[p], grid) for p in parts], grid))
         lines.append(stored(fitted(left[block], weights[block], grid), 0, units[-1], grid))
         levels[block], errors, _ = code(left[block], factor[block, block], lines[-1], grid)
-        left[rest] -= factor[block, rest].T @ errors
+        left[rest] -= factor[rest, block] @ errors
     return levels, lines, units
 
 
@@ -89,7 +89,7 @@ def code(wanted: Floats, inner: Floats, line: Line, grid: Grid) -> tuple[Floats,
     """Return levels and errors of a group (group, outputs), and the loss of each output."""
     levels, errors = np.empty_like(wanted), np.empty_like(wanted)
     for i in range(len(wanted)):
-        value = wanted[i] - line.smallest - inner[:i, i] @ errors[:i]
+        value = wanted[i] - line.smallest - inner[i, :i] @ errors[:i]
         levels[i] = nearest(value * inverse(line.scale), grid)
         errors[i] = (value - levels[i] * line.scale) / inner[i, i]
     return levels, errors, np.square(errors).sum(axis=0)

@@ -103,4 +103,8 @@ def _target(name: str) -> str:
         known = ", ".join(TARGETS)
         reason = f"{name} can be read, not written: --to takes {known}, and --bits mixes of these."
         raise UsageError(reason)
-    return OneOf(TARGETS).convert(name, None, None)
+    try:
+        return OneOf(TARGETS).convert(name, None, None)
+    except click.BadParameter as error:
+        error.param_hint = "'--to'"
+        raise

@@ -26,18 +26,16 @@ from twostroke.quant import FORMATS, QuantTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from numpy.typing import NDArray
-
     from twostroke.compress.grids import Grid
     from twostroke.quant import Floats, Format
 
-    Doubles = NDArray[np.floating[Any]]
-    Run = Callable[..., Iterable[Floats]]  # as map, or a pool's
+    Run = Callable[..., Iterable[Any]]  # as map, or a pool's
 
 _SHRINKAGE = 0.3  # of products of two inputs: few rows show them larger than they are
 _DAMPING = 0.001  # of the mean second moment, added to each
 
-_INVERTED_AT_ONCE = 64
+_FACTORED_AT_ONCE = 128
+_NUM_BANDS = 4
 
 _FLOATS = ctypes.POINTER(c_float)
 
@@ -45,7 +43,7 @@ _FLOATS = ctypes.POINTER(c_float)
 class Moments(Frozen, eq=False):
     """Second moments of a product's inputs (width, width), damped; `factor` as of `factors_of`."""
 
-    damped: Doubles
+    damped: Floats
     factor: Floats
 
 
@@ -60,47 +58,68 @@ def moments_of(parts: Iterable[Floats], run: Run = map) -> Moments:
     They are shrunk towards their diagonal and damped, so that errors are not made up for by what
     inputs share in these few rows alone. `run` may use threads.
     """
-    damped = _sum_of(parts)
+    rest = iter(parts)
+    damped = next(rest).copy()
+    for part in rest:
+        damped += part
     diagonal = np.diag(damped).copy()
     damped *= 1 - _SHRINKAGE
-    np.fill_diagonal(damped, diagonal + _DAMPING * diagonal.mean() + np.finfo(np.float32).tiny)
+    least = _DAMPING * diagonal.mean() + np.finfo(np.float32).tiny
+    np.fill_diagonal(damped, diagonal + least)
     return Moments(damped, factors_of(damped, run))
 
 
-def _sum_of(parts: Iterable[Floats]) -> Doubles:
-    rest = iter(parts)
-    total = next(rest).astype(np.float64)
-    for part in rest:
-        total += part
-    return total
+def factors_of(moments: Floats, run: Run = map) -> Floats:
+    """Return the lower triangles F with F @ F.T the inverse of moments (..., width, width).
 
-
-def factors_of(moments: Doubles, run: Run = map) -> Floats:
-    """Return the upper triangles U with U.T @ U the inverse of moments (..., width, width).
-
-    Triangles are inverted in float32: damped moments are well conditioned.
+    float32 is enough: shrinking keeps moments far from singular. `run` may use threads; the result
+    does not depend on their number.
     """
-    turned = np.linalg.cholesky(moments[..., ::-1, ::-1]).astype(np.float32)
-    return _upper_inverse(turned[..., ::-1, ::-1], run)
+    if moments.ndim == 2 and len(moments) > _FACTORED_AT_ONCE:
+        return _factor_by_halves(moments, run)
+    turned = moments.swapaxes(-1, -2)[..., ::-1, ::-1]
+    upper = np.linalg.cholesky(turned)[..., ::-1, ::-1]
+    return np.ascontiguousarray(np.linalg.inv(upper).swapaxes(-1, -2))
 
 
-def _upper_inverse(upper: Floats, run: Run = map) -> Floats:
-    """Return the inverses of upper triangles (..., width, width), half by half.
+def _factor_by_halves(moments: Floats, run: Run) -> Floats:
+    """Return the factor of moments [[A, B.T], [B, D]], of which the lower triangle is read.
 
-    `run` computes the first two halves. The result does not depend on the number of threads.
+    It is [[V, 0], [-W @ X @ V, W]] with W that of D, X = W.T @ B, and V that of A - X.T @ X. Zeros
+    of triangles are left out, band by band.
     """
-    half = upper.shape[-1] // 2
-    if half < _INVERTED_AT_ONCE:
-        return np.linalg.inv(upper)
-    inverse = np.zeros_like(upper)
-    left, right = run(_upper_inverse, [upper[..., :half, :half], upper[..., half:, half:]])
-    inverse[..., :half, :half], inverse[..., half:, half:] = left, right
-    rows = slice(half // 2), slice(half // 2, half)
-    between = upper[..., :half, half:]
-    middle = np.concatenate([*run(lambda own: between[..., own, :] @ right, rows)], axis=-2)
-    for own, part in zip(rows, run(lambda own: -left[..., own, :] @ middle, rows), strict=True):
-        inverse[..., own, half:] = part
-    return inverse
+    half = len(moments) // 2
+    factor = np.zeros_like(moments)
+    first, cross, last = factor[:half, :half], factor[half:, :half], factor[half:, half:]
+    last[:] = factors_of(moments[half:, half:], run)
+    between, product = np.empty_like(cross), np.empty_like(cross)
+    rest = moments[:half, :half].copy()
+
+    def turn(band: slice) -> None:
+        np.matmul(last[band.start :, band].T, moments[half + band.start :, :half], between[band])
+
+    def reduce(band: slice) -> None:
+        rest[band, : band.stop] -= between[:, band].T @ between[:, : band.stop]
+
+    def spread(band: slice) -> None:
+        np.matmul(between[:, band.start :], first[band.start :, band], product[:, band])
+
+    def join(band: slice) -> None:
+        np.matmul(last[band, : band.stop], product[: band.stop], cross[band])
+
+    upper, lower = _bands(half), _bands(len(last))
+    list(run(turn, lower))
+    list(run(reduce, reversed(upper)))
+    first[:] = factors_of(rest, run)
+    np.negative(between, out=between)
+    list(run(spread, upper))
+    list(run(join, reversed(lower)))
+    return factor
+
+
+def _bands(count: int) -> list[slice]:
+    ends = [count * i // _NUM_BANDS for i in range(_NUM_BANDS + 1)]
+    return [slice(*band) for band in zip(ends[:-1], ends[1:], strict=True)]
 
 
 def round_matrix(
@@ -129,8 +148,8 @@ def round_groups(
     num_groups = num_inputs // grid.group
     blocks = moments.damped.reshape(num_groups, grid.group, num_groups, grid.group)
     own = np.einsum("iaib->iab", blocks)
-    factors = np.ascontiguousarray(factors_of(own))
-    inverses = factors.swapaxes(1, 2) @ factors
+    factors = factors_of(own)
+    inverses = factors @ factors.swapaxes(1, 2)
     levels = np.empty((num_outputs * num_groups, grid.group), np.int8)
     scales, smallest = (np.empty((len(levels), 1), np.float32) for _ in range(2))
     tops, bottoms = (np.empty((len(levels) // grid.num_groups, 1), np.float32) for _ in range(2))

@@ -143,12 +143,15 @@ def _losses(weight: Floats, moments: Moments) -> dict[str, float]:
     """Return the error of a matrix's outputs in each format that fits, from some outputs."""
     rows = np.linspace(0, len(weight) - 1, min(_SAMPLED, len(weight))).astype(np.int64)
     sample = weight[rows]
-    losses: dict[str, float] = {}
-    for name in formats_for(weight.shape[1]):
-        off = round_matrix(sample, moments, name).dequantize() - sample
+
+    def loss(name: str) -> float:
+        off = round_matrix(sample, moments, name, 1).dequantize() - sample
         error = np.einsum("oi,oi->", off @ moments.damped, off)
-        losses[name] = float(error) * len(weight) / len(rows)
-    return losses
+        return float(error) * len(weight) / len(rows)
+
+    names = formats_for(weight.shape[1])
+    with own_threads() as pool:
+        return dict(zip(names, pool.map(loss, names), strict=True))
 
 
 def formats_for(width: int) -> list[str]:
