@@ -158,6 +158,11 @@ TS_EMULATED __m512 maskz_mov_ps(__mmask16 mask, __m512 v) {
 TS_EMULATED __m512 cvtepi32_ps(__m512i v) {
   return bits<__m512>(__builtin_convertvector(bits<Integers>(v), Floats));
 }
+TS_EMULATED __m512i cvtepi16_epi32(__m256i v) {
+  const __m256i halves[] = {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(v)),
+                            _mm256_cvtepi16_epi32(_mm256_extracti128_si256(v, 1))};
+  return bits<__m512i>(halves);
+}
 TS_EMULATED __m512 cvtph_ps(__m256i halves) {
   return join(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
               _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
@@ -340,6 +345,7 @@ TS_EMULATED_APART __m512 shuffle_f32x4(__m512 a, __m512 b, unsigned control) {
 #define _mm512_cmp_ps_mask(a, b, predicate) ts::emulated::cmp_ps_mask<predicate>(a, b)
 #define _mm512_cvtepi32_epi8 ts::emulated::cvtepi32_epi8
 #define _mm512_cvtepi32_epi16 ts::emulated::cvtepi32_epi16
+#define _mm512_cvtepi16_epi32 ts::emulated::cvtepi16_epi32
 #define _mm512_cvtepi32_ps ts::emulated::cvtepi32_ps
 #define _mm512_cvtepi8_epi32 ts::emulated::cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 ts::emulated::cvtepu16_epi32

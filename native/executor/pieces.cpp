@@ -60,7 +60,8 @@ struct Attended {
             head / shape.group(),
             shape.window,
             op.scale,
-            op.soft_cap};
+            op.soft_cap,
+            begin >= worker.step.record.num_generated};
   }
 
   PieceShares shares(const PieceSpan& span, uint8_t* tile, int64_t row, int64_t head) const {

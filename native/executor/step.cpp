@@ -135,7 +135,8 @@ void run_attention(Worker& worker, size_t index) {
                              head,
                              window_of(op),
                              op.scale,
-                             op.soft_cap};
+                             op.soft_cap,
+                             row >= worker.step.record.num_generated};
     if (task.split == kNone) {
       attend(rows, pages, worker.memory.attention);
       return;

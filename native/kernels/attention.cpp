@@ -5,37 +5,14 @@
 #include <type_traits>
 
 #include "kernels/attention_tile.h"
+#include "kernels/attention_tiles.h"
+#include "kernels/piece.h"
 #include "kernels/soften.h"
 #include "kernels/spread.h"
 
 namespace ts {
 
 namespace {
-
-/// A piece's share of a few queries.
-struct TileShare {
-  float peak[kTileQueries];
-  float sum[kTileQueries];
-  float* out;  // (queries, head_dim)
-};
-
-/// The keys and values of one piece, as stored in the pages or as float32 in the scratch.
-template <class T>
-struct Piece {
-  int64_t begin;  // position of its first key
-  const T* keys[kBlocksPerPiece];
-  const T* values[kBlocksPerPiece];
-  const T* next_keys[kBlocksPerPiece];  // of the next piece, to be fetched meanwhile
-  const T* next_values[kBlocksPerPiece];
-  PieceScales scales;
-};
-
-/// The keys that a query sees.
-Range seen_by(const AttentionRows& rows, int64_t piece_begin, int64_t query) {
-  const int64_t position = rows.position + query / rows.group;
-  return {std::max<int64_t>(first_seen(position, rows.window) - piece_begin, 0),
-          std::min(position + 1 - piece_begin, kPieceTokens)};
-}
 
 /// The queries of a tile, as their product with stored numbers takes them.
 template <class T>
@@ -149,6 +126,15 @@ void make_query_codes(int64_t num_queries, int64_t head_dim, AttentionScratch& s
   }
 }
 
+/// Whether rows meet keys and values in bfloat16 tiles.
+bool is_tiled(const AttentionRows& rows, const LayerPages& pages) {
+  return TS_LEVEL == 3 && rows.is_prompt && pages.format == CacheFormat::Int16;
+}
+
+#if TS_LEVEL != 3
+void make_tile_queries(int64_t, int64_t, AttentionScratch&) {}
+#endif
+
 void gather_queries(const AttentionRows& rows, const LayerPages& pages, AttentionScratch& scratch) {
   const int64_t head_dim = pages.head_dim;
   scratch.fit(rows.num_queries(), head_dim);
@@ -162,6 +148,7 @@ void gather_queries(const AttentionRows& rows, const LayerPages& pages, Attentio
       store_lanes(q, multiply(load_lanes(source + i), factor));
     }
   }
+  if (is_tiled(rows, pages)) return make_tile_queries(rows.num_queries(), head_dim, scratch);
   if (pages.format == CacheFormat::Int16)
     return make_query_codes(rows.num_queries(), head_dim, scratch);
   if (pages.format != CacheFormat::Int8) return;
@@ -220,49 +207,6 @@ void end_merging(const AttentionRows& rows, int64_t head_dim, const Pieces& piec
   });
 }
 
-Lanes load_half_scales(const uint16_t* p) { return load_halves(p); }
-
-template <class T>
-Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t index,
-                    AttentionScratch& scratch) {
-  Piece<T> piece;
-  piece.begin = index * kPieceTokens;
-  piece.scales.are_there = pages.has_scales();
-  // Keys outside of these are seen by no row; their pages may not exist.
-  const int64_t begin = first_seen(rows.position, rows.window);
-  const int64_t end = rows.position + rows.num_rows;
-  const int64_t block_values = kBlockTokens * pages.head_dim;
-  const auto stored = [](const uint8_t* numbers) { return reinterpret_cast<const T*>(numbers); };
-  for (int64_t b = 0; b < kBlocksPerPiece; ++b) {
-    const int64_t position = piece.begin + b * kBlockTokens;
-    if (position + kBlockTokens <= begin) continue;
-    if (position >= end) break;
-    uint8_t* block = pages.block(rows.page_table, rows.head, position);
-    if (piece.scales.are_there) {
-      const uint16_t* scales = pages.scales(block);
-      const auto load = std::is_same_v<T, Short> ? load_bfloat16s : load_half_scales;
-      store_lanes(piece.scales.keys + b * kLanes, load(scales));
-      store_lanes(piece.scales.values + b * kLanes, load(scales + kBlockTokens));
-    }
-    if constexpr (std::is_same_v<T, float>) {
-      float* keys = scratch.keys.data() + b * block_values;
-      float* values = scratch.values.data() + b * block_values;
-      unpack_numbers(pages.format, block, block_values, keys);
-      unpack_numbers(pages.format, block + pages.key_bytes(), block_values, values);
-      piece.keys[b] = keys;
-      piece.values[b] = values;
-    } else {
-      const int64_t next = position + kPieceTokens * pages.num_places;
-      const uint8_t* ahead = next < end ? pages.block(rows.page_table, rows.head, next) : block;
-      piece.keys[b] = stored(block);
-      piece.values[b] = stored(block + pages.key_bytes());
-      piece.next_keys[b] = stored(ahead);
-      piece.next_values[b] = stored(ahead + pages.key_bytes());
-    }
-  }
-  return piece;
-}
-
 /// Calls `take(piece, share, first, count)` for each tile of queries and each piece stored here.
 template <class T, bool Fetches, class Take>
 void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
@@ -290,9 +234,39 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces
   }
 }
 
+#if TS_LEVEL == 3
+/// The same in bfloat16 tiles.
+template <class Take>
+void for_tiled_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
+                      AttentionScratch& scratch, Take take) {
+  const TileSession session(full_tiles());
+  alignas(64) float out[kTogetherQueries * kMostHeadDim];
+  const TiledPiece tiled{pages.head_dim, reinterpret_cast<uint16_t*>(scratch.keys.data()),
+                         reinterpret_cast<uint16_t*>(scratch.values.data())};
+  const auto* queries = reinterpret_cast<const uint16_t*>(scratch.codes());
+  const int64_t end = std::min(pieces.end, rows.piece_end());
+  int64_t index = pages.first_stored(std::max(pieces.begin, rows.piece_begin()));
+  for (; index < end; index += pages.num_places) {
+    const Piece<Short> piece = find_piece<Short>(rows, pages, index, scratch);
+    tiled.fill(piece, seen_blocks(rows, piece.begin));
+    const int64_t query_end = rows.row_end(index) * rows.group;
+    for (int64_t i = rows.row_begin(index) * rows.group; i < query_end; i += kTogetherQueries) {
+      const int64_t count = std::min(kTogetherQueries, query_end - i);
+      TileShare share;
+      share.out = out;
+      attend_in_tiles(rows, piece, tiled, queries, i, count, share);
+      take(index, share, i, count);
+    }
+  }
+}
+#endif
+
 template <class Take>
 void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
                 AttentionScratch& scratch, Take take) {
+#if TS_LEVEL == 3
+  if (is_tiled(rows, pages)) return for_tiled_shares(rows, pages, pieces, scratch, take);
+#endif
   // Few queries read each key once or twice: converting it first would cost more than it saves.
   const bool are_many = rows.num_queries() > 2 * kTileQueries;
   if (pages.format == CacheFormat::Int16) {
@@ -318,7 +292,7 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces
 
 void AttentionScratch::fit(int64_t num_queries, int64_t head_dim) {
   q.fit(num_queries * head_dim);
-  half_floats.fit(num_queries * head_dim / 2);
+  half_floats.fit(round_up(num_queries, kLanes) * round_up(head_dim, 2 * kLanes) / 2);
   scales.fit(num_queries);
   out.fit(num_queries * head_dim);
   peak.fit(num_queries);

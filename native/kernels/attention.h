@@ -53,6 +53,7 @@ struct AttentionRows {
   int64_t window;
   float scale;
   float soft_cap;  // scores s become soft_cap * tanh(s / soft_cap); 0: they stay
+  bool is_prompt;  // on AMX these have an arithmetic of their own
 
   int64_t num_queries() const { return num_rows * group; }
   int64_t piece_begin() const { return first_piece(position, window); }
@@ -86,12 +87,12 @@ struct AttentionScratch {
   int16_t* codes() const { return reinterpret_cast<int16_t*>(half_floats.data()); }
 
   Floats q;            // (queries, head_dim), scaled
-  Floats half_floats;  // the same as whole numbers
+  Floats half_floats;  // the same as whole numbers or bfloat16
   Floats scales;       // (queries), of whole numbers
   Floats out;          // (queries, head_dim), not yet divided by the sums
   Floats peak;         // (queries)
   Floats sum;          // (queries)
-  Floats keys;         // a piece in float32
+  Floats keys;         // a piece in float32 or bfloat16
   Floats values;       // the same piece
 };
 

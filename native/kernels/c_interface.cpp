@@ -83,6 +83,7 @@ struct TsAttention {
   float scale;
   float soft_cap;  // 0: none
   const float* balance;
+  int64_t is_prompt;
 };
 
 namespace {
@@ -115,9 +116,9 @@ TS_EXPORT void ts_kernel_attention(const TsAttention* a, const float* q, float* 
   std::vector<float> memory;
   for (int64_t head = 0; head < a->num_kv_heads; ++head) {
     const int64_t first = head * a->group * a->head_dim;
-    const ts::AttentionRows rows{q + first,   stride,      out + first,   stride,
-                                 a->num_rows, a->position, a->page_table, a->group,
-                                 head,        window,      a->scale,      a->soft_cap};
+    const ts::AttentionRows rows{q + first,   stride,        out + first,      stride, a->num_rows,
+                                 a->position, a->page_table, a->group,         head,   window,
+                                 a->scale,    a->soft_cap,   a->is_prompt != 0};
     if (a->split == 0) {
       ts::attend(rows, pages, scratch);
       continue;

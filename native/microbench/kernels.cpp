@@ -22,6 +22,7 @@ struct Attention {
   float scale;
   float soft_cap;
   const float* balance;
+  int64_t is_prompt;
 };
 
 struct Kernels {
@@ -130,6 +131,7 @@ void measure_kernels(void* library, int64_t footprint, const Peaks& peaks) {
       a.scale = 1 / std::sqrt(static_cast<float>(head_dim));
       for (const auto& [rows, position] : {std::pair{1, 511}, {1, 7999}, {256, 0}, {256, 1792}}) {
         a.num_rows = rows;
+        a.is_prompt = rows > 1;
         a.position = position;
         measure_attention(kernels, a, rows == 1 ? footprint : 0, peaks);
       }

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 @pytest.fixture(params=list(NEEDS))
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """One level's library; the test runs once on each that can run here."""
-    return load_level(request.param)
+    library = load_level(request.param)
+    if request.param == "amx":
+        assert library.ts_linear_request_tiles() == 1
+    return library
 
 
 @pytest.fixture

@@ -28,10 +28,12 @@ class AttentionArguments(ctypes.Structure):
         ("scale", c_float),
         ("soft_cap", c_float),
         ("balance", c_void_p),
+        ("is_prompt", c_int64),
     )
 
 
 FORMATS = ("f16", "bf16", "int8", "int16")
+PROMPT = "int16 prompt"  # rows that AMX computes in bfloat16 tiles
 MOST_STORED, MOST_SUM = 4095, 2**31 - 1
 
 
@@ -48,12 +50,13 @@ def as_bytes(x):
     return np.clip(np.rint(x * factor), -127, 127).astype(np.float64) * wide
 
 
-def as_codes(x):
+def as_codes(x, through=np.asarray):
     """Heads (..., head_dim) as they come back from int16 with a bfloat16 scale, rounded up."""
     scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(MOST_STORED)
     scale = ((scale.view(np.uint32) + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
     factor = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
-    return np.clip(np.rint(x * factor), -MOST_STORED, MOST_STORED).astype(np.float64) * scale
+    codes = through(np.clip(np.rint(x * factor), -MOST_STORED, MOST_STORED))
+    return codes.astype(np.float64) * scale
 
 
 def as_query_codes(q, factor):
@@ -76,8 +79,9 @@ def spread(x):
 
 def as_stored(fmt, keys, values):
     """Keys and values as pages give them back, in float64."""
-    if fmt == "int16":
-        return as_codes(keys), as_codes(values)
+    if fmt.startswith("int16"):
+        through = as_bfloat16 if fmt == PROMPT else np.asarray
+        return as_codes(keys, through), as_codes(values, through)
     if fmt != "int8":
         through = as_bfloat16 if fmt == "bf16" else np.float16
         return through(keys).astype(np.float64), through(values).astype(np.float64)
@@ -89,17 +93,19 @@ class Context:
     """Keys and values of one request in pages whose other contents are NaN."""
 
     def __init__(self, library, rng, page_size, kv_heads, group, head_dim, length, fmt="f16"):
-        self.library, self.length, self.group, self.fmt = library, length, group, fmt
+        self.library, self.length, self.group = library, length, group
+        self.fmt = fmt if "amx" in library._name else fmt.removesuffix(" prompt")
         shape = (length, kv_heads, head_dim)
         self.keys, self.values = floats(rng.normal(size=shape)), floats(rng.normal(size=shape))
         self.keys[..., 3] *= 4  # a channel that sticks out, as real keys have
         num_pages = -(-length // page_size)
         self.table = rng.permutation(2 * num_pages).astype(np.int32)[:num_pages]
-        head_bytes = {"int8": head_dim + 2, "int16": 2 * head_dim + 2}.get(fmt, 2 * head_dim)
+        stored = fmt.removesuffix(" prompt")
+        head_bytes = {"int8": head_dim + 2, "int16": 2 * head_dim + 2}.get(stored, 2 * head_dim)
         self.pages = np.full(4 * num_pages * page_size * kv_heads * head_bytes, 0xFF, np.uint8)
         self.arguments = AttentionArguments(
             self.pages.ctypes.data, self.table.ctypes.data, page_size, kv_heads, head_dim, group,
-            0, length, 0, 0, FORMATS.index(fmt), head_dim**-0.5, 0,
+            0, length, 0, 0, FORMATS.index(stored), head_dim**-0.5, 0, None, fmt == PROMPT,
         )  # fmt: skip
         self.store()
 
@@ -140,24 +146,30 @@ class Context:
     def expected(self, q, position):
         k, v = as_stored(self.fmt, self.keys, self.values)
         out, scale = np.empty(q.shape), np.float32(q.shape[2] ** -0.5)
+        cap = np.float32(self.arguments.soft_cap)
+        factor = scale / cap if cap else scale * np.float32(np.log2(np.e))
         if self.fmt == "int16":
-            cap = np.float32(self.arguments.soft_cap)
-            q = as_query_codes(q, scale / cap if cap else scale * np.float32(np.log2(np.e)))
+            q = as_query_codes(q, factor)
+        if self.fmt == PROMPT:
+            q = as_bfloat16(q * factor) / np.float64(factor)
         for row in range(len(q)):
             seen = slice(self.first_seen(position + row), position + row + 1)
             for head in range(q.shape[1]):
                 scores = k[seen, head // self.group] @ q[row, head] * q.shape[2] ** -0.5
-                if cap := self.arguments.soft_cap:
+                if cap:
                     scores = cap * np.tanh(scores / cap)
                 shares = np.exp(scores - scores.max())
                 out[row, head] = shares / shares.sum() @ v[seen, head // self.group]
         return out
 
 
-def within(fmt, values):
+def within(context):
     """Tolerances; with int16 shares are rounded, too, to at most half of a code each."""
-    if fmt != "int16":
+    fmt, values = context.fmt, context.values
+    if not fmt.startswith("int16"):
         return {"rtol": 1e-4, "atol": 3e-5}
+    if fmt == PROMPT:
+        return {"rtol": 1e-4, "atol": np.abs(values).max() / 2**8}
     return {"rtol": 1e-4, "atol": 2.5 * np.abs(values).max() / (MOST_SUM // (64 * MOST_STORED))}
 
 
@@ -169,20 +181,22 @@ def test_attention_matches_its_formula(library, rng):
         (16, 2, 4, 80),
         (16, 1, 4, 256),
     ]:
-        for fmt in FORMATS:
+        for fmt in (*FORMATS, PROMPT):
             context = Context(library, rng, page_size, kv_heads, group, head_dim, 300, fmt)
             for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (250, 50), (299, 1)):
                 q = floats(rng.normal(size=(num_rows, kv_heads * group, head_dim)) * 3)
                 out = context.attend(q, position)
-                np.testing.assert_allclose(
-                    out, context.expected(q, position), **within(fmt, context.values)
-                )
+                np.testing.assert_allclose(out, context.expected(q, position), **within(context))
 
 
 def test_windows_and_caps_match_their_formulas(library, rng):
     for soft_cap in [None, 5.0]:
         for window in [None, 1, 7, 16, 17, 63, 64, 65, 150, 299]:
-            for page_size, group, head_dim, fmt in ((16, 5, 32, "f16"), (64, 1, 112, "int16")):
+            for page_size, group, head_dim, fmt in (
+                (16, 5, 32, "f16"),
+                (64, 1, 112, "int16"),
+                (16, 3, 80, PROMPT),
+            ):
                 context = Context(library, rng, page_size, 1, group, head_dim, 300, fmt).see(
                     window, soft_cap
                 )
@@ -190,7 +204,7 @@ def test_windows_and_caps_match_their_formulas(library, rng):
                     q = floats(rng.normal(size=(num_rows, group, head_dim)) * 3)
                     out = context.attend(q, position)
                     np.testing.assert_allclose(
-                        out, context.expected(q, position), **within(fmt, context.values)
+                        out, context.expected(q, position), **within(context)
                     )
 
 
@@ -203,7 +217,7 @@ def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rn
         (100, 30.0),
         (200, None),
     ]:
-        for fmt in FORMATS:
+        for fmt in (*FORMATS, PROMPT):
             context = Context(library, rng, 16, 2, 3, 64, 400, fmt).see(window, soft_cap)
             q = floats(rng.normal(size=(400, 6, 64)) * 3)
             whole = context.attend(q, 0)
@@ -230,7 +244,7 @@ def test_attention_does_not_depend_on_where_its_pages_are(library):
 
 
 def test_values_that_a_page_cannot_hold_are_saturated(library, rng):
-    for fmt in FORMATS:
+    for fmt in (*FORMATS, PROMPT):
         context = Context(library, rng, 16, 1, 1, 16, 64, fmt)
         q = floats(rng.normal(size=(40, 1, 16)))
         before = context.attend(q, 0)
@@ -272,7 +286,7 @@ def test_a_head_of_zeros_is_stored_as_zeros(library, rng):
 
 
 def test_a_query_that_is_no_number_spoils_its_own_row_alone(library, rng):
-    for fmt in FORMATS:
+    for fmt in (*FORMATS, PROMPT):
         context = Context(library, rng, 16, 1, 1, 64, 100, fmt)
         q = floats(rng.normal(size=(100, 1, 64)))
         before = context.attend(q, 0)
