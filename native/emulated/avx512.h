@@ -88,6 +88,11 @@ TS_EMULATED __m512 set1_ps(float value) {
   for (int i = 0; i < 16; ++i) v[i] = value;
   return v;
 }
+TS_EMULATED __m512d set1_pd(double value) {
+  __m512d v;
+  for (int i = 0; i < 8; ++i) v[i] = value;
+  return v;
+}
 TS_EMULATED __m512i set1_epi32(int value) { return integer<int32_t>(value + Integers{}); }
 TS_EMULATED __m512i set1_epi8(char value) {
   return integer<uint8_t>(static_cast<uint8_t>(value) + Bytes{});
@@ -116,6 +121,7 @@ TS_EMULATED __m512 join(__m256 low, __m256 high) {
 }
 TS_EMULATED __m256 castps512_ps256(__m512 v) { return half_of(v, 0); }
 TS_EMULATED __m256 extractf32x8_ps(__m512 v, int half) { return half_of(v, half & 1); }
+TS_EMULATED __m512 castpd_ps(__m512d v) { return bits<__m512>(v); }
 TS_EMULATED __m512 castsi512_ps(__m512i v) { return bits<__m512>(v); }
 TS_EMULATED __m512i castps_si512(__m512 v) { return bits<__m512i>(v); }
 
@@ -341,6 +347,7 @@ TS_EMULATED_APART __m512 shuffle_f32x4(__m512 a, __m512 b, unsigned control) {
 #define _mm512_broadcast_i32x4 ts::emulated::broadcast_i32x4
 #define _mm512_castps512_ps256 ts::emulated::castps512_ps256
 #define _mm512_castps_si512 ts::emulated::castps_si512
+#define _mm512_castpd_ps ts::emulated::castpd_ps
 #define _mm512_castsi512_ps ts::emulated::castsi512_ps
 #define _mm512_cmp_ps_mask(a, b, predicate) ts::emulated::cmp_ps_mask<predicate>(a, b)
 #define _mm512_cvtepi32_epi8 ts::emulated::cvtepi32_epi8
@@ -374,6 +381,7 @@ TS_EMULATED_APART __m512 shuffle_f32x4(__m512 a, __m512 b, unsigned control) {
 #define _mm512_permute_ps ts::emulated::permute_ps
 #define _mm512_permutexvar_epi16 ts::emulated::permutexvar_epi16
 #define _mm512_reduce_add_epi32 ts::emulated::reduce_add_epi32
+#define _mm512_set1_pd ts::emulated::set1_pd
 #define _mm512_set1_epi32 ts::emulated::set1_epi32
 #define _mm512_set1_epi8 ts::emulated::set1_epi8
 #define _mm512_set1_ps ts::emulated::set1_ps

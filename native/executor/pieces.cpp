@@ -61,7 +61,7 @@ struct Attended {
             shape.window,
             op.scale,
             op.soft_cap,
-            begin >= worker.step.record.num_generated};
+            begin >= worker.step.record.num_generated && op.precision != Precision::Precise};
   }
 
   PieceShares shares(const PieceSpan& span, uint8_t* tile, int64_t row, int64_t head) const {
@@ -76,7 +76,10 @@ struct Attended {
             kPieceTokens,
             shape.num_kv_heads,
             shape.head_dim,
-            pages.format};
+            pages.format,
+            1,
+            0,
+            pages.balance};
   }
 };
 

@@ -45,8 +45,8 @@ enum class OpKind : int32_t {
 enum class Parts : int32_t { Columns = 0, Rows = 1, Tokens = 2, Terms = 3 };
 
 /// How an operation's products are computed. Plain: 15 bits of an activation, on AMX bfloat16 tiles
-/// for prompt rows. Precise: tiles split in two. Coarse: 8 bits of an activation in place of 15.
-/// Mixed: 15 where a row's numbers are large.
+/// for prompt rows. Precise: tiles split in two, and no tiles for attention. Coarse: 8 bits of an
+/// activation in place of 15. Mixed: 15 where a row's numbers are large.
 enum class Precision : int32_t { Plain = 0, Precise = 1, Coarse = 2, Mixed = 3 };
 
 /// What becomes of a product once it is computed.
@@ -95,7 +95,7 @@ struct OpRecord {
   int32_t num_own;      // Terms: how many it has
   int32_t num_used;     // experts of a row
   int32_t normalize;    // Experts: whether the shares of a row's experts sum to one
-  Precision precision;  // Linear, Gated, Logits, Experts, Terms
+  Precision precision;  // Linear, Gated, Logits, Experts, Terms, Attention, Pieces
   int32_t team;  // Gather, Logits, Pieces; Linear and Gated, if ranks prepare their rows together:
                  // index into teams, or kNone
   Parts parts;   // Gather

@@ -124,19 +124,20 @@ void run_attention(Worker& worker, size_t index) {
     const int64_t column = first * pages.head_dim;
     const SliceRecord& slice = worker.step.record.slices[task.slice];
     const int64_t row = slice.row + task.first_row;
-    const AttentionRows rows{worker.buffer(op.x) + row * worker.stride(op.x) + column,
-                             worker.stride(op.x),
-                             worker.buffer(out) + row * worker.stride(out) + column,
-                             worker.stride(out),
-                             task.num_rows,
-                             slice.position + task.first_row,
-                             worker.page_table(slice.table, op.layer),
-                             end - first,
-                             head,
-                             window_of(op),
-                             op.scale,
-                             op.soft_cap,
-                             row >= worker.step.record.num_generated};
+    const AttentionRows rows{
+        worker.buffer(op.x) + row * worker.stride(op.x) + column,
+        worker.stride(op.x),
+        worker.buffer(out) + row * worker.stride(out) + column,
+        worker.stride(out),
+        task.num_rows,
+        slice.position + task.first_row,
+        worker.page_table(slice.table, op.layer),
+        end - first,
+        head,
+        window_of(op),
+        op.scale,
+        op.soft_cap,
+        row >= worker.step.record.num_generated && op.precision != Precision::Precise};
     if (task.split == kNone) {
       attend(rows, pages, worker.memory.attention);
       return;

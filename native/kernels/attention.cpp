@@ -126,15 +126,6 @@ void make_query_codes(int64_t num_queries, int64_t head_dim, AttentionScratch& s
   }
 }
 
-/// Whether rows meet keys and values in bfloat16 tiles.
-bool is_tiled(const AttentionRows& rows, const LayerPages& pages) {
-  return TS_LEVEL == 3 && rows.is_prompt && pages.format == CacheFormat::Int16;
-}
-
-#if TS_LEVEL != 3
-void make_tile_queries(int64_t, int64_t, AttentionScratch&) {}
-#endif
-
 void gather_queries(const AttentionRows& rows, const LayerPages& pages, AttentionScratch& scratch) {
   const int64_t head_dim = pages.head_dim;
   scratch.fit(rows.num_queries(), head_dim);
@@ -148,7 +139,9 @@ void gather_queries(const AttentionRows& rows, const LayerPages& pages, Attentio
       store_lanes(q, multiply(load_lanes(source + i), factor));
     }
   }
+#if TS_LEVEL == 3
   if (is_tiled(rows, pages)) return make_tile_queries(rows.num_queries(), head_dim, scratch);
+#endif
   if (pages.format == CacheFormat::Int16)
     return make_query_codes(rows.num_queries(), head_dim, scratch);
   if (pages.format != CacheFormat::Int8) return;
@@ -234,33 +227,6 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces
   }
 }
 
-#if TS_LEVEL == 3
-/// The same in bfloat16 tiles.
-template <class Take>
-void for_tiled_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
-                      AttentionScratch& scratch, Take take) {
-  const TileSession session(full_tiles());
-  alignas(64) float out[kTogetherQueries * kMostHeadDim];
-  const TiledPiece tiled{pages.head_dim, reinterpret_cast<uint16_t*>(scratch.keys.data()),
-                         reinterpret_cast<uint16_t*>(scratch.values.data())};
-  const auto* queries = reinterpret_cast<const uint16_t*>(scratch.codes());
-  const int64_t end = std::min(pieces.end, rows.piece_end());
-  int64_t index = pages.first_stored(std::max(pieces.begin, rows.piece_begin()));
-  for (; index < end; index += pages.num_places) {
-    const Piece<Short> piece = find_piece<Short>(rows, pages, index, scratch);
-    tiled.fill(piece, seen_blocks(rows, piece.begin));
-    const int64_t query_end = rows.row_end(index) * rows.group;
-    for (int64_t i = rows.row_begin(index) * rows.group; i < query_end; i += kTogetherQueries) {
-      const int64_t count = std::min(kTogetherQueries, query_end - i);
-      TileShare share;
-      share.out = out;
-      attend_in_tiles(rows, piece, tiled, queries, i, count, share);
-      take(index, share, i, count);
-    }
-  }
-}
-#endif
-
 template <class Take>
 void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
                 AttentionScratch& scratch, Take take) {
@@ -292,7 +258,7 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces
 
 void AttentionScratch::fit(int64_t num_queries, int64_t head_dim) {
   q.fit(num_queries * head_dim);
-  half_floats.fit(round_up(num_queries, kLanes) * round_up(head_dim, 2 * kLanes) / 2);
+  half_floats.fit((num_queries + kLanes) * round_up(head_dim, 2 * kLanes) / 2);
   scales.fit(num_queries);
   out.fit(num_queries * head_dim);
   peak.fit(num_queries);

@@ -55,8 +55,8 @@ def as_codes(x, through=np.asarray):
     scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(MOST_STORED)
     scale = ((scale.view(np.uint32) + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
     factor = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
-    codes = through(np.clip(np.rint(x * factor), -MOST_STORED, MOST_STORED))
-    return codes.astype(np.float64) * scale
+    codes = np.clip(np.rint(x * factor), -MOST_STORED, MOST_STORED)
+    return through(codes * scale).astype(np.float64)
 
 
 def as_query_codes(q, factor):

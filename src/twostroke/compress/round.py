@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int8, c_int32, c_int64
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def _factor_by_halves(moments: Floats, run: Run) -> Floats:
 
 def _bands(count: int) -> list[slice]:
     ends = [count * i // _NUM_BANDS for i in range(_NUM_BANDS + 1)]
-    return [slice(*band) for band in zip(ends[:-1], ends[1:], strict=True)]
+    return [slice(*band) for band in pairwise(ends)]
 
 
 def round_matrix(

@@ -52,11 +52,11 @@ def test_products_with_a_residual_are_added_in_place():
     assert {op.outputs[0].buffer for op in added} == {ops[0].outputs[0].buffer}
 
 
-def test_only_the_products_of_a_program_with_routers_are_precise():
+def test_only_what_a_program_with_routers_computes_before_them_is_precise():
     ops = lower(PROGRAMS["experts"]).records
     precise = {OpKind(op.kind) for op in ops if op.precision == Precision.PRECISE}
-    assert precise == {OpKind.LINEAR}
-    assert all(op.precision == Precision.PRECISE for op in ops if op.kind == OpKind.LINEAR)
+    assert precise == {OpKind.LINEAR, OpKind.ATTENTION}
+    assert all(op.precision == Precision.PRECISE for op in ops if op.kind in precise)
     assert not any(op.precision == Precision.PRECISE for op in lower(tiny_model()[0]).records)
 
 

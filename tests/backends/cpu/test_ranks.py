@@ -28,6 +28,7 @@ from twostroke.models import build_program
 from twostroke.models.blocks import decoder, residual_layer
 from twostroke.program.mesh import Mesh
 from twostroke.program.ops import Logits, RMSNorm
+from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import load_path
 
 LEVEL = choose_level(None).level
@@ -88,12 +89,17 @@ def test_products_with_different_bits_give_the_logits_of_one_process(kind):
             assert np.array_equal(ranks.score(tokens, generated=True), expected), mesh
 
 
-def test_int8_keys_lose_the_bias_of_their_own_heads():
+@pytest.mark.parametrize("kv_format", ["int8", "int16"])
+def test_keys_of_ranks_lose_the_bias_of_their_own_heads_and_are_made_even(kv_format):
     model, tokens = MODELS["biases"](), tokens_of(4, 150)
-    with cpu_backend(model, LEVEL, 16, kv_format="int8") as whole:
+    name = "blk.1.attn_k.weight"
+    weight = model[1][name].dequantize()
+    weight[::5] *= 64
+    model[1][name] = QuantTensor.from_floats(weight, FORMATS["F32"])
+    with cpu_backend(model, LEVEL, 16, kv_format=kv_format) as whole:
         expected = whole.score(tokens)
     for mesh in (*MESHES[:4], MESHES[-1], *PLACES):
-        with ThreadRanks(model, mesh, LEVEL, 16, kv_format="int8") as ranks:
+        with ThreadRanks(model, mesh, LEVEL, 16, kv_format=kv_format) as ranks:
             assert np.array_equal(ranks.score(tokens), expected), mesh
 
 

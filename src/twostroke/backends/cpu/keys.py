@@ -33,17 +33,20 @@ def balances(
 ) -> dict[int, Array]:
     """Return for each layer means of keys, factors of keys, and of queries, (3, width of keys).
 
-    Only int8 has any. Keys lose their mean, that of their rotated bias over positions, where there
+    Of int8; of int16 the means of layers with a bias, which AMX takes from keys that become
+    bfloat16. Keys lose their mean, that of their rotated bias over positions, where there
     is no soft cap. A pair of channels is then multiplied by the root of the ratio of its sizes in
     queries and keys, rounded to a power of two, which keeps both exact: the error of keys that are
     spread is the same in all channels, so it harms scores least where both sizes are alike.
     `tensors` are the whole weights, also for a rank's part of a Program.
     """
     found: dict[int, Array] = {}
-    for op in program.ops if kv_format == "int8" else ():
+    for op in program.ops if kv_format in {"int8", "int16"} else ():
         if not isinstance(op, ops.Attention | ops.AttentionPieces) or op.origin is None:
             continue
         origin, heads = op.origin, (-1, op.head_dim)
+        if kv_format == "int16" and (origin.keys.bias is None or op.soft_cap is not None):
+            continue
         keys = _squares(origin.keys, tensors).reshape(heads)
         queries = _squares(origin.queries, tensors).reshape(len(keys), -1, op.head_dim).mean(axis=1)
         means = np.zeros(keys.shape, np.float32)

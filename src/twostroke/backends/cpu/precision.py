@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from twostroke.core.precision import Bits
     from twostroke.program import Op
 
+_BEFORE_ROUTERS: Final = {OpKind.LINEAR, OpKind.GATED, OpKind.ATTENTION, OpKind.PIECES}
 _MOST_BITS: Final = max(ACTIVATION_BITS)
 _PRECISIONS: Final = dict(
     zip(ACTIVATION_BITS, (Precision.PLAIN, Precision.MIXED, Precision.COARSE), strict=True)
@@ -22,12 +23,11 @@ _PRECISIONS: Final = dict(
 def precision_of(kind: OpKind, run: Sequence[Op], bits: Bits, *, has_routers: bool) -> Precision:
     """Return how precise the inputs of a record that computes `run` are.
 
-    With routers, the smallest difference in a product can change the choice of experts. The
-    products of a record share prepared inputs, so the one that needs most bits decides; a choice
-    gives products of the same value the same number, so that ranks, which compute other parts of
-    a record, agree.
+    With routers, the smallest difference can change the choice of experts. The products of a
+    record share prepared inputs, so the one that needs most bits decides; a choice gives products
+    of the same value the same number, so that ranks, which compute other parts of a record, agree.
     """
-    if has_routers and kind in {OpKind.LINEAR, OpKind.GATED}:
+    if has_routers and kind in _BEFORE_ROUTERS:
         return Precision.PRECISE
     if isinstance(bits, int):
         return _PRECISIONS[bits]
