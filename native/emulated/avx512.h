@@ -88,11 +88,7 @@ TS_EMULATED __m512 set1_ps(float value) {
   for (int i = 0; i < 16; ++i) v[i] = value;
   return v;
 }
-TS_EMULATED __m512d set1_pd(double value) {
-  __m512d v;
-  for (int i = 0; i < 8; ++i) v[i] = value;
-  return v;
-}
+TS_EMULATED __m512d set1_pd(double value) { return value + __m512d{}; }
 TS_EMULATED __m512i set1_epi32(int value) { return integer<int32_t>(value + Integers{}); }
 TS_EMULATED __m512i set1_epi8(char value) {
   return integer<uint8_t>(static_cast<uint8_t>(value) + Bytes{});

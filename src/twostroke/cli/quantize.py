@@ -103,8 +103,6 @@ def _target(name: str) -> str:
         known = ", ".join(TARGETS)
         reason = f"{name} can be read, not written: --to takes {known}, and --bits mixes of these."
         raise UsageError(reason)
-    try:
-        return OneOf(TARGETS).convert(name, None, None)
-    except click.BadParameter as error:
-        error.param_hint = "'--to'"
-        raise
+    context = click.get_current_context()
+    option = next(one for one in context.command.params if one.name == "target")
+    return OneOf(TARGETS).convert(name, option, context)
