@@ -6,7 +6,7 @@
 
 namespace ts::rounding {
 
-constexpr int kPanel = 256;  // inputs whose errors later panels see at once
+constexpr int kPanel = 256;  // inputs whose errors later panels see at once: whole super-blocks
 
 constexpr int kTileRows = TS_LEVEL >= 2 ? 8 : 2;
 constexpr int kTileLanes = 32;  // two Lanes

@@ -11,9 +11,8 @@
 
 namespace ts {
 
-// Enough to pay for converting a piece, to bfloat16 on AMX.
-constexpr int64_t kQueriesPerTask =
-    TS_LEVEL == 3 ? 192 : 96;  // enough to pay for converting a piece to float32
+// Enough to pay for converting a piece: to bfloat16 on AMX, else to float32.
+constexpr int64_t kQueriesPerTask = TS_LEVEL == 3 ? 192 : 96;
 constexpr int64_t kTasksPerThread = 4;
 
 /// Some rows of one slice and the pieces of their context; done once for each key-value head.

@@ -17,6 +17,7 @@ namespace ts {
 
 constexpr int64_t kTileDepth = 32;        // numbers of a query, or shares of it, in a tile
 constexpr int64_t kTogetherQueries = 16;  // in a tile
+static_assert(kTogetherQueries <= kLanes);
 
 /// Whether rows meet keys and values in tiles.
 inline bool is_tiled(const AttentionRows& rows, const LayerPages& pages) {

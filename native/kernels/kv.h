@@ -41,8 +41,9 @@ struct LayerPages {
   CacheFormat format;
   int64_t num_places = 1;
   int64_t place = 0;
-  // Of int8 or null: for each value of all heads what keys lose, by what they are then multiplied,
-  // and by what queries are, which is one over that: scores stay, but for a constant of each row.
+  // Of int8, of int16 the means alone, or null: for each value of all heads what keys lose, by what
+  // they are then multiplied, and by what queries are, which is one over that: scores stay, but for
+  // a constant of each row.
   const float* balance = nullptr;
 
   const float* key_means(int64_t first) const { return balance + first; }

@@ -39,8 +39,22 @@ def test_compensated_rounding_is_closer_than_plain_rounding() -> None:
         assert errors[1] < 0.35 * errors[0], name
 
 
+def test_inputs_that_are_all_zero_leave_weights_rounded_plainly() -> None:
+    _, weight = case(np.random.default_rng(0), 256, 8)
+    moments = moments_of([np.zeros((256, 256), np.float32)])
+    for name in GRIDS:
+        error, plain = (
+            np.linalg.norm(made.dequantize() - weight)
+            for made in (
+                round_matrix(weight, moments, name),
+                QuantTensor.from_floats(weight, FORMATS[name]),
+            )
+        )
+        assert error < 1.1 * plain, name
+
+
 def test_kernels_round_as_their_definition_does_with_any_number_of_threads() -> None:
-    for seed, (width, outputs) in enumerate([(256, 70), (768, 33), (96, 32)]):
+    for seed, (width, outputs) in enumerate([(256, 70), (768, 33), (96, 32), (576, 20)]):
         inputs, weight = case(np.random.default_rng(seed), width, outputs)
         weight[3, 40:72] = 0  # also a group of zeros
         moments = moments_of([squares_of(inputs)])

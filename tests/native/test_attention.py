@@ -275,6 +275,19 @@ def test_int8_keys_lose_their_mean_and_change_by_factors_and_scores_stay(library
         assert np.allclose(context.attend(turned.reshape(q.shape), 0), near, atol=1e-4)
 
 
+def test_keys_lose_their_mean_before_they_become_bfloat16(library, rng):
+    context = Context(library, rng, 16, 2, 3, 64, 150, PROMPT)
+    q, mean = floats(rng.normal(size=(150, 6, 64))), np.round(rng.normal(size=(2, 64)) * 8)
+    right = context.expected(q, 0)
+    context.keys = floats(context.keys + mean)
+    context.store()
+    error = np.abs(context.attend(q, 0) - right).mean()
+    balance = floats([mean, np.ones_like(mean), np.ones_like(mean)])
+    context.arguments.balance = balance.ctypes.data
+    near = np.abs(context.attend(q, 0) - right).mean()
+    assert near < error / 2 if context.fmt == PROMPT else near == error
+
+
 def test_a_head_of_zeros_is_stored_as_zeros(library, rng):
     for fmt in ("int8", "int16"):
         for head in (0, 1e-35):

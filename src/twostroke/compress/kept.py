@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Pieces = Sequence[Sequence[int]]
 
-_METHOD: Final = 1  # raised when prompts or rounding change what would be made
+_METHOD: Final = 2  # raised when prompts or rounding change what would be made
 _OLDEST_S: Final = 7 * 24 * 3600  # what was interrupted before is dropped
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _SHRINKAGE = 0.3  # of products of two inputs: few rows show them larger than they are
 _DAMPING = 0.001  # of the mean second moment, added to each
+_LEAST = np.float32(1e-12)  # where all inputs are 0
 
 _FACTORED_AT_ONCE = 128
 _NUM_BANDS = 4
@@ -65,7 +66,7 @@ def moments_of(parts: Iterable[Floats], run: Run = map) -> Moments:
         damped += part
     diagonal = np.diag(damped).copy()
     damped *= 1 - _SHRINKAGE
-    least = _DAMPING * diagonal.mean() + np.finfo(np.float32).tiny
+    least = _DAMPING * diagonal.mean() + _LEAST
     np.fill_diagonal(damped, diagonal + least)
     return Moments(damped, factors_of(damped, run))
 

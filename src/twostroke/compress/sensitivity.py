@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     Notice = Callable[[str], None]
 
-_METHOD: Final = 2  # raised when text, constants or rounding change what is measured
+_METHOD: Final = 3  # raised when text, constants or rounding change what is measured
 _BASE: Final = "IQ4_NL"  # of the trials
 _NUM_SPLITS: Final = 10
 _LEAST_SHARE: Final = 0.02  # of its parent's divergence that a part has at least

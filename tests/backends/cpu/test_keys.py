@@ -54,6 +54,9 @@ def test_queries_undo_what_becomes_of_keys(kind):
         first, second = np.split(keys, 2, axis=1)
         assert np.array_equal(first, second)  # they turn together
         assert means.any() == (kind == "biases")
+    of_int16 = balances(program, random_tensors(program), "int16")
+    assert list(of_int16) == (list(found) if kind == "biases" else [])
+    assert all(np.array_equal(of_int16[layer], found[layer]) for layer in of_int16)
 
 
 @pytest.mark.parametrize("way", TURNED)

@@ -1,4 +1,4 @@
-"""How keys are made small and even before they become int8, from a model's weights alone."""
+"""How keys are made small and even before they lose bits, from a model's weights alone."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _RANK_LOST = 3
 class PlanPages(Frozen):
     """The pages of a plan: how many, of how many tokens, in which of `cache.FORMATS`.
 
-    `balances` say by layer how keys change before they become int8 (`keys.balances`).
+    `balances` say by layer how keys change before they lose bits (`keys.balances`).
     """
 
     num_pages: int
