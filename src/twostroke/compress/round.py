@@ -66,8 +66,7 @@ def moments_of(parts: Iterable[Floats], run: Run = map) -> Moments:
         damped += part
     diagonal = np.diag(damped).copy()
     damped *= 1 - _SHRINKAGE
-    least = _DAMPING * diagonal.mean() + _LEAST
-    np.fill_diagonal(damped, diagonal + least)
+    np.fill_diagonal(damped, diagonal + _DAMPING * diagonal.mean() + _LEAST)
     return Moments(damped, factors_of(damped, run))
 
 
