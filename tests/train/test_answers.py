@@ -46,10 +46,11 @@ def test_models_that_cannot_chat_get_texts_to_go_on_with() -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("method", ["off", "ngram"])
 def test_states_are_those_from_which_tokens_were_drawn(
-    model: Path, backend: str, method: str
+    model: Path, backend: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "cpu":
         native_dir()
+        monkeypatch.setenv("TWOSTROKE_CPU_LEVEL", "portable")  # the prompt is traced as generated
     answers: list[Answer] = []
     options = EngineOptions(
         ComputeOptions(backend, num_threads=1),
