@@ -27,9 +27,10 @@ inline bool is_tiled(const AttentionRows& rows, const LayerPages& pages) {
 /// Numbers of a query or a key in whole tiles.
 inline int64_t tiled_dim(int64_t head_dim) { return round_up(head_dim, kTileDepth); }
 
+/// `out` is a line of the cache.
 inline void store_bfloat16s(Lanes first, Lanes second, uint16_t* out) {
   const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second.v, first.v));
-  _mm512_storeu_si512(out, both);
+  _mm512_store_si512(out, both);
 }
 
 /// Makes the queries bfloat16: (queries, tiled_dim).
