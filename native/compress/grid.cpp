@@ -194,8 +194,13 @@ Line Grid::stored(const Line& line, int trial, const Row& top, const Row& bottom
   } else {
     each_lane([&](int o) {
       found.scale.v[o] = as_scale(line.scale.v[o] * (1 + kTrialStep * step));
-      const float wanted = line.smallest.v[o] + half * (line.scale.v[o] - found.scale.v[o]);
-      found.smallest.v[o] = as_half(wanted);
+      found.smallest.v[o] = line.smallest.v[o] + half * (line.scale.v[o] - found.scale.v[o]);
+    });
+    const float high = record_.high;
+    each_lane([&](int o) {
+      const float wanted = found.smallest.v[o], scale = found.scale.v[o];
+      const float zero = whole(clipped(-wanted * inverse_or_zero(scale), 0, high));
+      found.smallest.v[o] = record_.whole_zeros ? -(zero * scale) : as_half(wanted);
     });
   }
   if (!has_smallest()) found.smallest = kZero;

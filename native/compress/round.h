@@ -19,6 +19,7 @@ struct GridRecord {
   int32_t least_share;
   int32_t most_share;
   int32_t bfloat_scales;  // 1: scales are bfloat16, else float16
+  int32_t whole_zeros;    // 1: smallest values are whole scales below zero, at most `high` of them
 };
 
 /// A matrix and what it becomes. `factor` is the lower triangle F with F F^T the inverse of the

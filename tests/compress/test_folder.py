@@ -49,7 +49,7 @@ def test_four_bits_are_a_group_each(tmp_path: Path) -> None:
     source = write_tiny_folder(tmp_path / "tiny")
     report = folder_of(source, "w4a16", tmp_path / "out")
     formats = {kind.formats for kind in report.kinds}
-    (group,) = {f"INT4_G{size}_BF16" for size in (128, 64, 32)} & formats
+    (group,) = {f"INT4_G{size}_BF16_Z" for size in (128, 64, 32)} & formats
     groups = read_json(tmp_path / "out" / "config.json")["quantization_config"]["config_groups"]
     assert f"_G{groups['group_0']['weights']['group_size']}_" in group
 

@@ -100,7 +100,11 @@ def stored(line: Line, trial: int, units: tuple[Floats, Floats], grid: Grid) -> 
     half = np.float32(0 if grid.peaks else grid.high / 2)
     if grid.num_groups == 1:
         scale = halved(line.scale * np.float32(1 + 0.04 * trial))
-        smallest = halved(line.smallest + half * (line.scale - scale))
+        smallest = line.smallest + half * (line.scale - scale)
+        if grid.has_whole_zeros:
+            smallest = -np.rint(np.clip(-smallest * inverse(scale), 0, grid.high)) * scale
+        else:
+            smallest = halved(smallest)
     else:
         (top, bottom), (least, most) = units, grid.shares
         share = np.rint(np.clip(line.scale * inverse(top), least, most))

@@ -1,7 +1,8 @@
 """Writes a model as a compressed-tensors folder, which vLLM and transformers load.
 
 Source: the compressed-tensors repository, README and `compressors/pack_quantized`: codes with half
-of their range added, in 32-bit words from the lowest bit on; a scale for each group.
+of their range added, in 32-bit words from the lowest bit on; a scale for each group, and a zero
+point if codes have 4 bits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from twostroke.models import ARCHITECTURES, build_program
 from twostroke.program import ops
 from twostroke.quant import FORMATS, QuantTensor, grouped
 from twostroke.quant.grouped import SCALE_BYTES
+from twostroke.quant.planes import pack_planes
 from twostroke.weights.safetensors import write_safetensors
 from twostroke.weights.tensor_names import published_name
 from twostroke.weights.tensors import StoredArray
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 FOLDER_TARGETS: Final = {"w4a16": 4, "w8a16": 8}  # bits
 _GROUPS: Final = (128, 64, 32)  # that vLLM's kernels take
+_IN_WORD: Final = 8  # codes of 4 bits
 
 
 def write_folder(
@@ -61,7 +64,8 @@ def write_folder(
     group = _group(source, products)
     dtype = "F16" if config.get("torch_dtype", config.get("dtype")) == "float16" else "BF16"
     bits = FOLDER_TARGETS[target]
-    fmt, grid = grouped(bits, group, dtype.lower()), group_grid(bits, group, dtype)
+    fmt = grouped(bits, group, dtype.lower(), zero=bits == 4)
+    grid = group_grid(bits, group, dtype)
 
     def rounded(_: str, weight: Floats, moments: Moments) -> QuantTensor:
         return round_to(weight, moments, grid, fmt)
@@ -138,19 +142,25 @@ def _parts(name: str, tensor: QuantTensor, dtype: str) -> dict[str, QuantTensor 
     blocks = tensor.data.reshape(rows, -1, tensor.format.block_bytes)
     size = SCALE_BYTES[dtype.lower()]
     scales = np.ascontiguousarray(blocks[:, :, :size]).reshape(rows, -1)
-    words = np.ascontiguousarray(blocks[:, :, size:]).reshape(rows, -1).view(np.int32)
-    return {
+    has_zeros = tensor.format.name.endswith("_Z")
+    words = np.ascontiguousarray(blocks[:, :, size + has_zeros :]).reshape(rows, -1).view(np.int32)
+    parts: dict[str, QuantTensor | StoredArray] = {
         f"{module}.weight_packed": StoredArray("I32", words),
         f"{module}.weight_scale": QuantTensor(FORMATS[dtype], (rows, blocks.shape[1]), scales),
         f"{module}.weight_shape": StoredArray("I64", np.array(tensor.shape, np.int64)),
     }
+    if has_zeros:
+        points = np.pad(blocks[:, :, size].T, ((0, 0), (0, -rows % _IN_WORD)))
+        words = pack_planes(points, 4, run=1).view(np.int32).T  # along the outputs
+        parts[f"{module}.weight_zero_point"] = StoredArray("I32", np.ascontiguousarray(words))
+    return parts
 
 
 def _quantization(bits: int, group: int) -> dict[str, Any]:
     weights = {
         "num_bits": bits,
         "type": "int",
-        "symmetric": True,
+        "symmetric": bits == 8,
         "strategy": "group",
         "group_size": group,
         "dynamic": False,

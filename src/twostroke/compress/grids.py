@@ -55,8 +55,9 @@ class Grid(Frozen):
 
     Levels are the entries of `table`, or whole numbers from `low` to `high`. Trials of a scale
     make the value farthest from zero as large as one of `peaks`; without them the format has a
-    smallest value. `group` values share a scale; scales of `num_groups` groups are whole shares,
-    from the first of `shares` to the last, of a float16. `pack` maps what was rounded to bytes
+    smallest value, which with `has_whole_zeros` is a whole number of scales below zero. `group`
+    values share a scale; scales of `num_groups` groups are whole shares, from the first of `shares`
+    to the last, of a float16. `pack` maps what was rounded to bytes
     (blocks, block_bytes).
     """
 
@@ -69,6 +70,7 @@ class Grid(Frozen):
     num_groups: int = 1
     shares: tuple[int, int] = (0, 0)
     has_bfloat_scales: bool = False
+    has_whole_zeros: bool = False
 
 
 def _shares(values: Floats, units: Floats) -> Floats:
@@ -117,18 +119,28 @@ def _groups_of_16(half: int, pack: Packer, peaks: tuple[float, ...], most: int) 
 
 
 def group_grid(bits: int, group: int, dtype: str) -> Grid:
-    """Return the grid of published groups of 4 or 8 bits, whose scales are F16 or BF16."""
-    half = 1 << (bits - 1)
-    peaks = _peaks(half) if bits == 4 else (127.0, 126.0, -128.0, -127.0)
+    """Return the grid of published groups, whose scales are F16 or BF16.
+
+    Those of 4 bits have zero points, those of 8 bits none.
+    """
     is_bfloat = dtype == "BF16"
-    pack = partial(_pack_group, bits=bits, pack_scale=encode_bfloat if is_bfloat else half_bytes)
-    return Grid(pack, -half, half - 1, peaks, group=group, has_bfloat_scales=is_bfloat)
+    pack_scale = encode_bfloat if is_bfloat else half_bytes
+    pack = partial(_pack_group, pack_scale=pack_scale, has_zeros=bits == 4)
+    if bits == 4:
+        return Grid(pack, 0, 15, group=group, has_bfloat_scales=is_bfloat, has_whole_zeros=True)
+    peaks = 127.0, 126.0, -128.0, -127.0
+    return Grid(pack, -128, 127, peaks, group=group, has_bfloat_scales=is_bfloat)
 
 
-def _pack_group(rounded: Rounded, bits: int, pack_scale: Callable[[Floats], Bytes]) -> Bytes:
-    codes = (rounded.levels.astype(np.int16) + np.int16(1 << (bits - 1))).astype(np.uint8)
-    parts = [pack_scale(rounded.scales), codes if bits == 8 else pack_planes(codes, 4, run=1)]
-    return np.concatenate(parts, axis=1)
+def _pack_group(
+    rounded: Rounded, pack_scale: Callable[[Floats], Bytes], *, has_zeros: bool
+) -> Bytes:
+    scales = pack_scale(rounded.scales)
+    if not has_zeros:
+        return np.concatenate([scales, rounded.levels.view(np.uint8) ^ np.uint8(0x80)], axis=1)
+    zeros = _shares(-rounded.smallest, rounded.scales).astype(np.uint8)
+    codes = pack_planes(rounded.levels.view(np.uint8), 4, run=1)
+    return np.concatenate([scales, zeros, codes], axis=1)
 
 
 def _peaks(half: int) -> tuple[float, ...]:

@@ -184,6 +184,7 @@ class _GridRecord(ctypes.Structure):
         ("least_share", c_int32),
         ("most_share", c_int32),
         ("bfloat_scales", c_int32),
+        ("whole_zeros", c_int32),
     )
 
 
@@ -213,4 +214,5 @@ def _grid_record(grid: Grid) -> _GridRecord:
         grid.num_groups,
         *grid.shares,
         grid.has_bfloat_scales,
+        grid.has_whole_zeros,
     )
