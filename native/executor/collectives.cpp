@@ -64,7 +64,7 @@ struct Gathered {
     worker.memory.experts.shares.resize(chosen.size());
     for (int64_t row = begin; row < end; ++row) {
       const float* scores = worker.buffer(op.y) + row * worker.stride(op.y);
-      choose_experts(scores, op.num_experts, op.num_used, false, chosen.data(),
+      choose_experts(scores, op.num_experts, op.num_used, Shares::All, chosen.data(),
                      worker.memory.experts.shares.data());
       for (int32_t i = 0; i < op.num_used; ++i) {
         if (has(chosen[static_cast<size_t>(i)])) body({row, i * hidden, hidden});

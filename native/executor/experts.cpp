@@ -74,7 +74,7 @@ class Mixture {
     const int64_t end = alone ? num_rows_ : worker_.part_end(num_rows_);
     for (int64_t row = alone ? 0 : worker_.part_begin(num_rows_); row < end; ++row) {
       choose_experts(worker_.buffer(op_.y) + (first_row_ + row) * worker_.stride(op_.y),
-                     op_.num_experts, op_.num_used, op_.normalize != 0, chosen + row * op_.num_used,
+                     op_.num_experts, op_.num_used, op_.shares, chosen + row * op_.num_used,
                      shares + row * op_.num_used);
     }
     if (!alone) worker_.meet();
@@ -362,11 +362,32 @@ void run_sum_terms(Worker& worker, const OpRecord& op) {
   const OutputRecord& output = op.outputs[0];
   for (int64_t row = worker.rows_begin(); row < worker.rows_end(); ++row) {
     choose_experts(worker.buffer(op.y) + row * worker.stride(op.y), op.num_experts, op.num_used,
-                   op.normalize != 0, memory.chosen.data(), memory.shares.data());
+                   op.shares, memory.chosen.data(), memory.shares.data());
     weighted_sum(worker.buffer(op.x) + row * worker.stride(op.x), output.width,
                  memory.place_of.data(), memory.shares.data(), op.num_used, output.width,
                  op.accumulate != 0,
                  worker.buffer(output.buffer) + row * worker.stride(output.buffer));
+  }
+  worker.finish();
+}
+
+void run_route(Worker& worker, const OpRecord& op) {
+  const Routing routing{op.num_experts,
+                        op.num_used,
+                        op.num_groups,
+                        op.num_used_groups,
+                        op.group_best,
+                        op.is_sigmoid != 0,
+                        op.shares == Shares::Chosen,
+                        op.factor,
+                        op.norm == kNone ? nullptr : worker.vector(op.norm)};
+  ExpertGroups& memory = worker.memory.experts;
+  memory.chosen.resize(static_cast<size_t>(op.num_experts));
+  memory.shares.resize(static_cast<size_t>(3 * op.num_experts));
+  const int32_t out = op.outputs[0].buffer;
+  for (int64_t row = worker.rows_begin(); row < worker.rows_end(); ++row) {
+    route_row(worker.buffer(op.x) + row * worker.stride(op.x), routing, memory.chosen.data(),
+              memory.shares.data(), worker.buffer(out) + row * worker.stride(out));
   }
   worker.finish();
 }
@@ -376,6 +397,11 @@ void make_room_for_experts(Plan& plan, const StepRecord& step) {
   for (size_t i = 0; i < plan.ops.size(); ++i) {
     const OpRecord& op = plan.ops[i];
     const int64_t num_pairs = int64_t{step.num_rows} * op.num_used;
+    if (op.kind == OpKind::Route) {
+      for (ThreadMemory& memory : plan.threads) {
+        memory.experts.reserve(3 * int64_t{op.num_experts}, op.num_experts);
+      }
+    }
     if (op.kind == OpKind::SumTerms || op.kind == OpKind::Gather) {
       for (ThreadMemory& memory : plan.threads) memory.experts.reserve(op.num_used, op.num_experts);
     }

@@ -79,7 +79,8 @@ struct Attended {
             pages.format,
             1,
             0,
-            pages.balance};
+            pages.balance,
+            pages.values_are_keys};
   }
 };
 

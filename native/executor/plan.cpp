@@ -124,7 +124,8 @@ void Plan::lay_out_pages(const PlanRecord& record) {
   for (int32_t i = 0; i < record.num_layers; ++i) {
     const LayerRecord& layer = record.layers[i];
     layers.push_back({nullptr, 0, page_size / layer.num_places, layer.num_kv_heads, layer.head_dim,
-                      record.cache_format, layer.num_places, layer.place, layer.balance});
+                      record.cache_format, layer.num_places, layer.place, layer.balance,
+                      layer.values_are_keys != 0});
     group_of.push_back(layer.group);
     int64_t& size = sizes[static_cast<size_t>(layer.group)];
     offsets.push_back(size);

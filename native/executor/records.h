@@ -37,6 +37,9 @@ enum class OpKind : int32_t {
   Copy = 18,           // outputs[0] = x
   Pieces = 19,         // outputs[0] = this rank's part of attention of x over the pages of `layer`,
                        // of which each of a team stores some pieces; y and z are stored first
+  HeadProducts = 20,   // outputs[0] = products of each head of x with its own weight
+  Join = 21,           // outputs[0] = some of each head of x, then the head of y
+  Route = 22,          // outputs[0] = shares of experts that a row of scores x chooses, else -1
 };
 
 /// Which part of a gathered value each member of a team has: columns from cut to cut; of n rows
@@ -73,16 +76,16 @@ struct OpRecord {
   int32_t y;
   int32_t z;
   int32_t width;  // of x
-  int32_t norm;   // index into vectors, or kNone
+  int32_t norm;   // index into vectors, or kNone; Route: bias of the choice
   float epsilon;
   int32_t num_groups;
   int32_t accumulate;  // Linear, Experts: results are added to what the buffers hold
   int32_t layer;       // for Attention, Pieces and for products that are stored
-  int32_t num_heads;   // Pieces: of the whole
+  int32_t num_heads;   // Pieces: of the whole; HeadProducts, Join
   int32_t group;       // Attention, Pieces: query heads of a whole key-value head
   int32_t first_head;  // Attention: place of the first query head in its key-value head's group
   float scale;         // Attention, Pieces: of the scores
-  float factor;        // Embed, Scale
+  float factor;        // Embed, Scale, Route: of the shares
   float
       soft_cap;  // Attention, Pieces, Logits: x becomes soft_cap * tanh(x / soft_cap), 0: it stays
   Activation activation;
@@ -94,17 +97,23 @@ struct OpRecord {
   int32_t own_expert;   // Terms: number of the first expert that this rank has
   int32_t num_own;      // Terms: how many it has
   int32_t num_used;     // experts of a row
-  int32_t normalize;    // Experts: whether the shares of a row's experts sum to one
+  Shares shares;        // Experts, SumTerms: of a row's experts; Route: All or Chosen
   Precision precision;  // Linear, Gated, Logits, Experts, Terms, Attention, Pieces
   int32_t team;  // Gather, Logits, Pieces; Linear and Gated, if ranks prepare their rows together:
                  // index into teams, or kNone
   Parts parts;   // Gather
-  int32_t first_cut;    // Gather, Logits, Embed of some tokens: index into cuts, or kNone;
-                        // Pieces: where query heads are cut
-  int32_t num_parts;    // Pieces: of query heads; member i has part i % num_parts, and of the rows
-                        // part i / num_parts
-  int32_t channel;      // Send, Receive: index into channels
-  int32_t num_outputs;  // 0: Logits of which this rank has none, but gathers those of others
+  int32_t first_cut;   // Gather, Logits, Embed of some tokens: index into cuts, or kNone;
+                       // Pieces: where query heads are cut
+  int32_t num_parts;   // Pieces: of query heads; member i has part i % num_parts, and of the rows
+                       // part i / num_parts
+  int32_t channel;     // Send, Receive: index into channels
+  int32_t x_head;      // HeadProducts, Join: values of a head of x, of which an operation takes
+  int32_t x_first;     // those from here on:
+  int32_t x_width;     // so many
+  int32_t is_sigmoid;  // Route: of scores, else their softmax
+  int32_t num_used_groups;  // Route: of the `num_groups` in which experts are chosen
+  int32_t group_best;       // Route: by the sum of so many of a group's largest scores
+  int32_t num_outputs;      // 0: Logits of which this rank has none, but gathers those of others
   OutputRecord outputs[kMaxOutputs];
 };
 
@@ -137,6 +146,7 @@ struct LayerRecord {
   int32_t num_places;  // of so many pieces this rank stores one: that at `place`
   int32_t place;
   const float* balance;  // (3, num_kv_heads * head_dim), as in LayerPages; null: none
+  int32_t values_are_keys;
 };
 
 /// Rows that ranks may share: `width` values each, as many as the step has, or `num_rows`.

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "executor/collectives.h"
+#include "executor/heads.h"
 #include "executor/pieces.h"
 #include "executor/products.h"
 #include "executor/worker.h"
@@ -152,6 +153,22 @@ void run_attention(Worker& worker, size_t index) {
   worker.finish();
 }
 
+void run_join(Worker& worker, const OpRecord& op) {
+  const OutputRecord& output = op.outputs[0];
+  const int64_t head = output.width / op.num_heads;
+  const int64_t rest = head - op.x_width;
+  for_rows(worker, op, [&](const float* x, float* out, int64_t row) {
+    const float* y = worker.buffer(op.y) + row * worker.stride(op.y);
+    for (int64_t i = 0; i < op.num_heads; ++i) {
+      std::copy_n(x + i * op.x_head + op.x_first, op.x_width, out + i * head);
+      std::copy_n(y + i * rest, rest, out + i * head + op.x_width);
+    }
+    if (output.rope == kNone) return;
+    const RopeTable& rope = worker.plan.ropes[static_cast<size_t>(output.rope)];
+    rope.rotate(Worker::position(worker.slice_of(row), row), out, 0, output.width);
+  });
+}
+
 void run_op(Worker& worker, size_t index) {
   const OpRecord& op = worker.plan.ops[index];
   switch (op.kind) {
@@ -197,6 +214,12 @@ void run_op(Worker& worker, size_t index) {
       return run_sum_terms(worker, op);
     case OpKind::Pieces:
       return run_pieces(worker, index);
+    case OpKind::HeadProducts:
+      return run_head_products(worker, op);
+    case OpKind::Join:
+      return run_join(worker, op);
+    case OpKind::Route:
+      return run_route(worker, op);
     case OpKind::Copy:
       return for_rows(worker, op, [&](const float* x, float* out, int64_t) {
         if (x != out) std::copy_n(x, op.width, out);
@@ -300,6 +323,7 @@ void get_ready(StepState& step) {
   }
   make_room_for_products(plan, record);
   make_room_for_experts(plan, record);
+  make_room_for_heads(plan, record);
   make_room_for_collectives(plan, record);
   make_room_for_pieces(plan);
   step.slice_of_row.resize(static_cast<size_t>(record.num_rows));

@@ -239,7 +239,7 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces
     if (are_many) return for_shares<Short, false>(rows, pages, pieces, scratch, take);
     return for_shares<Short, true>(rows, pages, pieces, scratch, take);
   }
-  if (are_many) {
+  if (are_many || pages.values_are_keys) {
     return for_shares<float, false>(rows, pages, pieces, scratch, take);
   }
   switch (pages.format) {

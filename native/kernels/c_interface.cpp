@@ -41,8 +41,8 @@ TS_EXPORT void ts_kernel_gate(int32_t activation, const float* gate, const float
 }
 
 TS_EXPORT void ts_kernel_choose_experts(const float* scores, int64_t num_experts, int64_t num_used,
-                                        int32_t normalize, int32_t* chosen, float* shares) {
-  ts::choose_experts(scores, num_experts, num_used, normalize != 0, chosen, shares);
+                                        int32_t kind, int32_t* chosen, float* shares) {
+  ts::choose_experts(scores, num_experts, num_used, static_cast<ts::Shares>(kind), chosen, shares);
 }
 
 TS_EXPORT void ts_kernel_weighted_sum(const float* x, int64_t stride, const int32_t* rows,

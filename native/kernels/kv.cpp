@@ -134,6 +134,7 @@ void store_keys(const LayerPages& pages, const int32_t* page_table, int64_t posi
 
 void store_values(const LayerPages& pages, const int32_t* page_table, int64_t position,
                   const float* row, int64_t begin, int64_t end) {
+  if (pages.values_are_keys) return;
   const int64_t token = position % kBlockTokens;
   for (int64_t i = begin; i < end; i += pages.unit()) {
     uint8_t* block = pages.block(page_table, i / pages.head_dim, position - token);

@@ -45,6 +45,8 @@ struct LayerPages {
   // they are then multiplied, and by what queries are, which is one over that: scores stay, but for
   // a constant of each row.
   const float* balance = nullptr;
+  // A token's values are its keys, which are stored once, without values and their scales.
+  bool values_are_keys = false;
 
   const float* key_means(int64_t first) const { return balance + first; }
   const float* key_factors(int64_t first) const {
@@ -67,8 +69,10 @@ struct LayerPages {
     return kBlockTokens * head_dim * (format == CacheFormat::Int8 ? 1 : 2);
   }
   int64_t block_bytes() const {
-    return 2 * key_bytes() + (has_scales() ? 2 * kBlockTokens * 2 : 0);
+    return num_parts() * (key_bytes() + (has_scales() ? kBlockTokens * 2 : 0));
   }
+  /// Of a block: keys, and values if they are stored.
+  int64_t num_parts() const { return values_are_keys ? 1 : 2; }
   /// Of this layer's part of a page.
   int64_t page_bytes() const { return num_kv_heads * page_size / kBlockTokens * block_bytes(); }
 
@@ -85,7 +89,10 @@ struct LayerPages {
     return data + page * page_stride + block * block_bytes();
   }
   uint16_t* scales(uint8_t* block) const {
-    return reinterpret_cast<uint16_t*>(block + 2 * key_bytes());
+    return reinterpret_cast<uint16_t*>(block + num_parts() * key_bytes());
+  }
+  const uint16_t* value_scales(uint8_t* block) const {
+    return scales(block) + (values_are_keys ? 0 : kBlockTokens);
   }
 
   /// Into how many neighbouring values a row of keys or values may be cut for storing.
@@ -96,7 +103,7 @@ struct LayerPages {
 void store_keys(const LayerPages& pages, const int32_t* page_table, int64_t position,
                 const float* row, int64_t begin, int64_t end);
 
-/// The same for a row of values.
+/// The same for a row of values; nothing where they are keys.
 void store_values(const LayerPages& pages, const int32_t* page_table, int64_t position,
                   const float* row, int64_t begin, int64_t end);
 

@@ -100,18 +100,94 @@ void soft_cap_row(float* x, float cap, int64_t width) {
   });
 }
 
-void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, bool normalize,
-                    int32_t* chosen, float* shares) {
-  constexpr float kLowest = -std::numeric_limits<float>::infinity();
-  const auto key = [&](int64_t i) { return scores[i] == scores[i] ? scores[i] : kLowest; };
-  for (int64_t i = 0; i < num_experts; ++i) {
+namespace {
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+float key_of(float score) { return score == score ? score : kLowest; }
+
+/// The places of the largest scores, largest first, of equal ones the first.
+void choose_largest(const float* scores, int64_t count, int64_t num_used, int32_t* chosen) {
+  for (int64_t i = 0; i < count; ++i) {
     int64_t rank = std::min(i, num_used);
-    for (; rank > 0 && key(i) > key(chosen[rank - 1]); --rank) {
+    for (; rank > 0 && key_of(scores[i]) > key_of(scores[chosen[rank - 1]]); --rank) {
       if (rank < num_used) chosen[rank] = chosen[rank - 1];
     }
     if (rank < num_used) chosen[rank] = static_cast<int32_t>(i);
   }
-  const Lanes peak = broadcast(key(chosen[0]));
+}
+
+/// out = 1 / (1 + e^-x), or the softmax of x.
+void score_row(const float* x, int64_t count, bool is_sigmoid, float* out) {
+  const Lanes log2_e = broadcast(1.44269504088896341F);
+  const Lanes one = broadcast(1.0F);
+  if (is_sigmoid) {
+    for_lanes(count, [&](int64_t i, int n) {
+      const Lanes power = exp2(multiply(subtract(zero_lanes(), load_some(x + i, n)), log2_e));
+      store_some(out + i, divide(one, add(one, power)), n);
+    });
+    return;
+  }
+  float peak = kLowest;
+  for (int64_t i = 0; i < count; ++i) peak = std::max(peak, key_of(x[i]));
+  Lanes sums = zero_lanes();
+  for_lanes(count, [&](int64_t i, int n) {
+    const Lanes near =
+        subtract(choose_first(n, load_some(x + i, n), broadcast(kLowest)), broadcast(peak));
+    const Lanes power = exp2(multiply(near, log2_e));
+    sums = add(sums, power);
+    store_some(out + i, power, n);
+  });
+  const Lanes total = broadcast(sum_across(sums));
+  for_lanes(count, [&](int64_t i, int n) {
+    store_some(out + i, divide(load_some(out + i, n), total), n);
+  });
+}
+
+}  // namespace
+
+void route_row(const float* x, const Routing& routing, int32_t* chosen, float* scratch,
+               float* out) {
+  const int64_t count = routing.num_experts;
+  const int64_t size = count / routing.num_groups;
+  float* scores = scratch;
+  float* wanted = scratch + count;
+  float* sums = scratch + 2 * count;
+  score_row(x, count, routing.is_sigmoid, scores);
+  std::copy_n(scores, count, wanted);
+  if (routing.bias != nullptr) add_rows(wanted, routing.bias, count, wanted);
+  if (routing.num_used_groups < routing.num_groups) {
+    for (int64_t group = 0; group < routing.num_groups; ++group) {
+      const float* own = wanted + group * size;
+      choose_largest(own, size, routing.group_best, chosen);
+      sums[group] = 0;
+      for (int64_t i = 0; i < routing.group_best; ++i) sums[group] += own[chosen[i]];
+    }
+    choose_largest(sums, routing.num_groups, routing.num_used_groups, chosen);
+    for (int64_t group = 0; group < routing.num_groups; ++group) {
+      const int32_t* end = chosen + routing.num_used_groups;
+      if (std::find(static_cast<const int32_t*>(chosen), end, group) != end) continue;
+      std::fill_n(wanted + group * size, size, kLowest);
+    }
+  }
+  choose_largest(wanted, count, routing.num_used, chosen);
+  float total = 1;
+  if (routing.normalize) {
+    total = 1e-20F;
+    for (int64_t i = 0; i < routing.num_used; ++i) total += scores[chosen[i]];
+  }
+  std::fill_n(out, count, -1.0F);
+  for (int64_t i = 0; i < routing.num_used; ++i) {
+    out[chosen[i]] = scores[chosen[i]] / total * routing.scale;
+  }
+}
+
+void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, Shares kind,
+                    int32_t* chosen, float* shares) {
+  choose_largest(scores, num_experts, num_used, chosen);
+  for (int64_t i = 0; i < num_used; ++i) shares[i] = scores[chosen[i]];
+  if (kind == Shares::Given) return;
+  const Lanes peak = broadcast(key_of(scores[chosen[0]]));
   const Lanes log2_e = broadcast(1.44269504088896341F);
   const auto weigh = [&](Lanes x) { return exp2(multiply(subtract(x, peak), log2_e)); };
   Lanes sums = zero_lanes();
@@ -120,8 +196,7 @@ void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, 
       sums = add(sums, weigh(choose_first(n, load_some(x + i, n), broadcast(kLowest))));
     });
   };
-  for (int64_t i = 0; i < num_used; ++i) shares[i] = scores[chosen[i]];
-  if (normalize) {
+  if (kind == Shares::Chosen) {
     add_up(shares, num_used);
   } else {
     add_up(scores, num_experts);

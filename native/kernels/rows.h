@@ -24,11 +24,31 @@ void scale_row(const float* x, float factor, int64_t width, float* out);
 /// out[i] = x[order[i]]; `out` is not `x`.
 void gather_row(const float* x, const int32_t* order, int64_t width, float* out);
 
+/// The shares of chosen experts: the softmax of all scores; the same divided by their sum; or the
+/// scores as they are.
+enum class Shares : int32_t { All = 0, Chosen = 1, Given = 2 };
+
 /// The `num_used` experts with the largest scores, largest first, of equal ones the first, and
-/// their shares: the softmax of all scores, divided by the chosen ones' sum if `normalize`. A NaN
-/// is the smallest score, and makes NaN of the shares.
-void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, bool normalize,
+/// their shares. A NaN is the smallest score, and makes NaN of the shares.
+void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, Shares kind,
                     int32_t* chosen, float* shares);
+
+/// How experts are chosen where shares are not a softmax: see program/experts.py (`Route`).
+struct Routing {
+  int64_t num_experts;
+  int64_t num_used;
+  int64_t num_groups;
+  int64_t num_used_groups;
+  int64_t group_best;
+  bool is_sigmoid;
+  bool normalize;
+  float scale;
+  const float* bias;  // or null
+};
+
+/// Writes the shares of the chosen experts, and -1 for the others. `scratch` has room for
+/// `3 * num_experts` values, `chosen` for `num_experts`.
+void route_row(const float* x, const Routing& routing, int32_t* chosen, float* scratch, float* out);
 
 /// out = sum over i of factors[i] * x[rows[i]], in that order; `accumulate` adds it to `out`.
 void weighted_sum(const float* x, int64_t stride, const int32_t* rows, const float* factors,

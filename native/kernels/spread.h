@@ -5,7 +5,7 @@
 
 namespace ts {
 
-constexpr int64_t kMostHeadDim = 512;
+constexpr int64_t kMostHeadDim = 576;
 
 /// How many neighbours are spread over each other: the largest power of two that divides
 /// `head_dim`, a multiple of 16.

@@ -115,7 +115,8 @@ def test_layer_types_are_read_where_transformers_reads_them(tmp_path: Path) -> N
         assert from_config(tmp_path, family, **given).window == WindowSpec(WINDOW, (True, True))
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+# DeepSeek V2 has no number of used experts unless the file says one.
+@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES.keys() - {"deepseek_v2"}))
 def test_every_key_but_the_type_may_be_left_out(model_type: str) -> None:
     spec = hf_spec(hf_fields("config.json", {"model_type": model_type}), "a")
     assert spec.vocab_size >= 32000

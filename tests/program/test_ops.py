@@ -24,7 +24,9 @@ NUM_ROWS = 7
 
 def run(op: LocalOp, inputs: Values, weights: Values, tokens: np.ndarray) -> np.ndarray:
     """Return the output of one operation for one sequence from its beginning."""
-    program = Program("one", (*(ExternalInput(name, 1) for name in op.inputs), op), NUM_IDS, 64)
+    program = Program(
+        "one", (*(ExternalInput(name, 1) for name in dict.fromkeys(op.inputs)), op), NUM_IDS, 64
+    )
     rows = np.arange(len(tokens))
     span = Span(slice(0, len(tokens)), 0, np.zeros((1, 1), np.int64))
     cache = PagedCache(program, 1, NUM_ROWS)

@@ -13,12 +13,16 @@ from twostroke.program.ops import (
     ExpertTerms,
     ExternalInput,
     GatedActivation,
+    HeadLinear,
+    Join,
+    LatentAttention,
     Linear,
     LocalOp,
     Logits,
     MixtureOfExperts,
     RMSNorm,
     Rope,
+    Route,
     Scale,
     SumTerms,
     TakeColumns,
@@ -37,10 +41,16 @@ OPS: tuple[LocalOp, ...] = (
     Rope("out", "x", 4, 16, (1.0, 0.1), interleaved=True),
     Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=4, soft_cap=5.0),
     Attention("out", "q", "k", "v", 0, 4, 4, 16, 0.3),
+    LatentAttention("out", "q", "k", "k", 0, 6, 1, 32, 0.3, rotated=16, key=16, value=32),
+    HeadLinear("out", "x", ("w0", "w1", "w2", "w3"), 16, 48, 32, first=16),
+    Join("out", "a", "b", 3, 16, 32, 48, first=32),
     GatedActivation("out", "gate", "up", 24, Activation.GELU_TANH),
     MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=True),
     ExpertTerms("out", "x", "scores", EXPERTS, 0, 6, 16, 24, 2),
     SumTerms("out", "x", "scores", 16, 2, normalize=False),
+    MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=False, are_shares=True),
+    Route("out", "x", 12, 3, normalize=False, scale=1.5, num_groups=3, num_used_groups=2),
+    Route("out", "x", 12, 3, True, 1.5, "b", True, 4, 2, 2),
     Scale("out", "x", 24, 0.7),
     Add("out", "a", "b", 24),
     Logits("out", "x", "w", 24, NUM_IDS, soft_cap=3.0),
@@ -61,4 +71,8 @@ def input_width(op: LocalOp, name: str) -> int:
         return op.num_used * op.width
     if isinstance(op, TakeColumns):
         return op.first + op.width
+    if isinstance(op, HeadLinear):
+        return op.num_heads * op.x_head
+    if isinstance(op, Join):
+        return op.num_heads * (op.a_head if name == op.a else op.b_width)
     return op.in_width if isinstance(op, Linear | Logits) else op.width

@@ -10,6 +10,17 @@ from msgspec.structs import replace
 from twostroke.core.frozen import Frozen
 
 
+class Latent(Frozen):
+    """Widths of latent attention; `in_one` says that a GGUF has keys and values in one matrix."""
+
+    rank: int = 32
+    rotated: int = 16
+    key: int = 32
+    value: int = 48
+    query_rank: int = 0
+    in_one: bool = False
+
+
 class Variant(Frozen):
     """A family's departures from Llama.
 
@@ -34,6 +45,11 @@ class Variant(Frozen):
     post_norms: bool = False
     norm_offset: float = 0.0
     num_experts: int = 0
+    latent: Latent | None = None
+    first_with_experts: int = 0
+    shared_size: int = 0
+    expert_size: int = 0
+    has_choice_bias: bool = False
 
 
 # The window of those that have one: less than a page of 32 tokens, and no multiple of one of 16.
@@ -216,6 +232,140 @@ _OLMO2 = Variant(
     post_norms=True,
 )
 
+_LATENT_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate": "mlp.experts.{}.gate_proj",
+    "ffn_up": "mlp.experts.{}.up_proj",
+    "ffn_down": "mlp.experts.{}.down_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_LATENT_FUSED: dict[str, tuple[str, ...]] = {"attn_kv_a_mqa": ("attn_kv_a", "attn_k_pe")}
+
+
+def _latent_config(latent: Latent) -> dict[str, Any]:
+    return {
+        "kv_lora_rank": latent.rank,
+        "q_lora_rank": latent.query_rank or None,
+        "qk_rope_head_dim": latent.rotated,
+        "qk_nope_head_dim": latent.key,
+        "v_head_dim": latent.value,
+        "head_dim": latent.rotated,
+    }
+
+
+def _latent_metadata(latent: Latent) -> dict[str, Any]:
+    stored, whole = latent.rank + latent.rotated, latent.key + latent.rotated
+    sizes = {"attention.head_count_kv": 1, "attention.key_length": stored,
+             "attention.value_length": latent.rank, "attention.key_length_mla": whole,
+             "attention.value_length_mla": latent.value}  # fmt: skip
+    if latent.in_one:  # an older file, with the sizes of whole heads
+        sizes = {"attention.key_length": whole, "attention.value_length": latent.value}
+    if latent.query_rank:
+        sizes["attention.q_lora_rank"] = latent.query_rank
+    return {**sizes, "attention.kv_lora_rank": latent.rank, "rope.dimension_count": latent.rotated}
+
+
+# Dense, with queries of low rank.
+_YOUTU = Variant(
+    "deepseek2",
+    "youtu",
+    sizes={"num_kv_heads": 4},
+    metadata=_latent_metadata(Latent(query_rank=32)),
+    config=_latent_config(Latent(query_rank=32)) | {"head_dim": 16},
+    layer_names=_LATENT_NAMES,
+    fused=_LATENT_FUSED,
+    latent=Latent(query_rank=32),
+)
+
+# As V2 Lite, in an older GGUF: the first layer is dense, the choice is by softmax alone.
+_DEEPSEEK_V2 = replace(
+    _YOUTU,
+    model_type="deepseek_v2",
+    sizes={"num_kv_heads": 4, "num_layers": 3},
+    latent=Latent(in_one=True),
+    num_experts=8,
+    first_with_experts=1,
+    expert_size=64,
+    shared_size=128,
+    metadata={
+        **_latent_metadata(Latent(in_one=True)),
+        "leading_dense_block_count": 1,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_shared_count": 2,
+        "expert_feed_forward_length": 64,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+        "rope.scaling.yarn_log_multiplier": 0.0707,
+    },
+    config={
+        **_latent_config(Latent()),
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 64,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 128,
+        },
+    },
+)
+
+# The choice is by sigmoids and a bias, among half of four groups.
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V2,
+    model_type="deepseek_v3",
+    latent=Latent(query_rank=32),
+    has_choice_bias=True,
+    metadata={
+        **_latent_metadata(Latent(query_rank=32)),
+        "leading_dense_block_count": 1,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_shared_count": 2,
+        "expert_feed_forward_length": 64,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.7,
+        "expert_group_count": 4,
+        "expert_group_used_count": 2,
+    },
+    config={
+        **_latent_config(Latent(query_rank=32)),
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_nextn_predict_layers": 0,
+    },
+)
+
+_GLM4_LITE = replace(
+    _DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    metadata={key: value for key, value in _DEEPSEEK_V3.metadata.items() if "group" not in key},
+    config={**_DEEPSEEK_V3.config, "n_group": 1, "topk_group": 1},
+)
+
 FAMILIES: dict[str, Variant] = {
     "llama": _LLAMA,
     "llama-3.1": _LLAMA31,
@@ -230,4 +380,8 @@ FAMILIES: dict[str, Variant] = {
     "olmo2": _OLMO2,
     "phi3": _PHI3,
     "phi3-long": _PHI3_LONG,
+    "youtu": _YOUTU,
+    "deepseek-v2": _DEEPSEEK_V2,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "glm4-lite": _GLM4_LITE,
 }

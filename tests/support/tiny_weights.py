@@ -36,7 +36,8 @@ def random_weights(tiny: Tiny, vocab_size: int) -> Weights:
     rng = np.random.default_rng(tiny.seed)
     weights = {"token_embd.weight": _matrix(rng, vocab_size, tiny.hidden_size)}
     for layer in range(tiny.num_layers):
-        part = _attention(rng, tiny) | _feed_forward(rng, tiny)
+        attention = _attention if tiny.variant.latent is None else _latent_attention
+        part = attention(rng, tiny) | _feed_forward(rng, tiny, layer)
         weights |= {f"blk.{layer}.{name}": values for name, values in part.items()}
     weights["output_norm.weight"] = _norm(rng, tiny.hidden_size)
     if not tiny.tied:
@@ -51,8 +52,9 @@ def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
         if tiny.variant.interleaves and name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = tiny.num_heads if "attn_q" in name else tiny.num_kv_heads
             held[name] = interleave_rows(weight, heads)
-    held = _fused(tiny, held)
-    for layer in range(tiny.num_layers if tiny.variant.num_experts else 0):
+    held = _latent_stacks(tiny, _fused(tiny, held))
+    has_experts = tiny.variant.num_experts > 0
+    for layer in range(tiny.variant.first_with_experts, tiny.num_layers if has_experts else 0):
         for part in ("ffn_gate", "ffn_up", "ffn_down"):
             names = [f"blk.{layer}.{part}.{e}.weight" for e in range(tiny.variant.num_experts)]
             held[f"blk.{layer}.{part}_exps.weight"] = np.stack([held.pop(n) for n in names])
@@ -67,6 +69,8 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
         name: values - offset if name.endswith("norm.weight") else values
         for name, values in weights.items()
     }
+    if tiny.variant.latent is not None:
+        held = _in_one(tiny, held)
     return {_folder_name(tiny, name): values for name, values in _fused(tiny, held).items()}
 
 
@@ -100,17 +104,46 @@ def _attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
     return part
 
 
-def _feed_forward(rng: np.random.Generator, tiny: Tiny) -> Weights:
+def _latent_attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
+    hidden, heads, sizes = tiny.hidden_size, tiny.num_heads, tiny.variant.latent
+    assert sizes is not None
+    queries = heads * (sizes.key + sizes.rotated)
+    part: Weights = {"attn_norm.weight": _norm(rng, hidden)}
+    if sizes.query_rank:
+        part["attn_q_a.weight"] = _matrix(rng, sizes.query_rank, hidden)
+        part["attn_q_a_norm.weight"] = _norm(rng, sizes.query_rank)
+        part["attn_q_b.weight"] = _matrix(rng, queries, sizes.query_rank) * np.float32(2)
+    else:
+        part["attn_q.weight"] = _matrix(rng, queries, hidden) * np.float32(2)
+    part["attn_kv_a.weight"] = _matrix(rng, sizes.rank, hidden)
+    part["attn_k_pe.weight"] = _matrix(rng, sizes.rotated, hidden) * np.float32(2)
+    part["attn_kv_a_norm.weight"] = _norm(rng, sizes.rank)
+    for head in range(heads):
+        keys = _matrix(rng, sizes.key, sizes.rank) * np.float32(2)
+        part[f"attn_k_b.{head}.weight"] = np.ascontiguousarray(keys.T)
+        part[f"attn_v_b.{head}.weight"] = _matrix(rng, sizes.value, sizes.rank)
+    part["attn_output.weight"] = _matrix(rng, hidden, heads * sizes.value)
+    return part
+
+
+def _feed_forward(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
     hidden, variant = tiny.hidden_size, tiny.variant
+    num_experts = variant.num_experts if layer >= variant.first_with_experts else 0
+    width = variant.expert_size if num_experts and variant.expert_size else tiny.ffn_size
     part: Weights = {}
     if variant.pre_norms:
         part["ffn_norm.weight"] = _norm(rng, hidden)
-    if variant.num_experts:
-        part["ffn_gate_inp.weight"] = _matrix(rng, variant.num_experts, hidden)
-    for ending in [f".{e}" for e in range(variant.num_experts)] or [""]:
-        part[f"ffn_gate{ending}.weight"] = _matrix(rng, tiny.ffn_size, hidden)
-        part[f"ffn_up{ending}.weight"] = _matrix(rng, tiny.ffn_size, hidden)
-        part[f"ffn_down{ending}.weight"] = _matrix(rng, hidden, tiny.ffn_size)
+    if num_experts:
+        part["ffn_gate_inp.weight"] = _matrix(rng, num_experts, hidden)
+    if num_experts and variant.has_choice_bias:
+        part["exp_probs_b.bias"] = (0.1 * rng.standard_normal(num_experts)).astype(np.float32)
+    endings = {f".{e}": width for e in range(num_experts)} or {"": width}
+    if num_experts and variant.shared_size:
+        endings["_shexp"] = variant.shared_size
+    for ending, size in endings.items():
+        part[f"ffn_gate{ending}.weight"] = _matrix(rng, size, hidden)
+        part[f"ffn_up{ending}.weight"] = _matrix(rng, size, hidden)
+        part[f"ffn_down{ending}.weight"] = _matrix(rng, hidden, size)
     if variant.post_norms:
         part["post_ffw_norm.weight"] = _norm(rng, hidden)
     return part
@@ -123,6 +156,33 @@ def _matrix(rng: np.random.Generator, outputs: int, inputs: int) -> np.ndarray:
 
 def _norm(rng: np.random.Generator, width: int) -> np.ndarray:
     return (1 + 0.1 * rng.standard_normal(width)).astype(np.float32)
+
+
+def _latent_stacks(tiny: Tiny, weights: Weights) -> Weights:
+    """Stack the matrices of heads, as a GGUF file has them; an older one has them in one."""
+    sizes = tiny.variant.latent
+    if sizes is None:
+        return weights
+    if sizes.in_one:
+        return _in_one(tiny, weights)
+    held = dict(weights)
+    for layer in range(tiny.num_layers):
+        for part in ("attn_k_b", "attn_v_b"):
+            names = [f"blk.{layer}.{part}.{head}.weight" for head in range(tiny.num_heads)]
+            held[f"blk.{layer}.{part}.weight"] = np.stack([held.pop(name) for name in names])
+    return held
+
+
+def _in_one(tiny: Tiny, weights: Weights) -> Weights:
+    """Put the keys and values of heads, one head after another, into one matrix."""
+    held = dict(weights)
+    for layer in range(tiny.num_layers):
+        rows: list[np.ndarray] = []
+        for head in range(tiny.num_heads):
+            rows.append(held.pop(f"blk.{layer}.attn_k_b.{head}.weight").T)
+            rows.append(held.pop(f"blk.{layer}.attn_v_b.{head}.weight"))
+        held[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate(rows)
+    return held
 
 
 def _fused(tiny: Tiny, weights: Weights) -> Weights:
@@ -140,4 +200,8 @@ def _folder_name(tiny: Tiny, name: str) -> str:
         return WHOLE_MODEL[name]
     _, layer, part, *rest = name.split(".")  # rest: the expert's number, if any, and the kind
     theirs = tiny.variant.layer_names.get(part) or LAYER_NAMES[part]
+    if rest[:-1] == [] and "{}" in theirs:  # of a layer without experts
+        theirs = LAYER_NAMES[part]
+    if part == "exp_probs_b":
+        return f"model.layers.{layer}.{theirs}{rest[-1]}"
     return f"model.layers.{layer}.{theirs.format(rest[0])}.{rest[-1]}"

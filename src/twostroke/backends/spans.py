@@ -150,5 +150,7 @@ class PageMap:
 
     def columns(self, layer: int) -> tuple[slice, slice]:
         """Return which columns hold a layer's keys and its values."""
-        first, width = self._places[layer][1], self._layers[layer].values_per_token // 2
-        return slice(first, first + width), slice(first + width, first + 2 * width)
+        first, stored = self._places[layer][1], self._layers[layer]
+        width = stored.values_per_token // stored.num_rows
+        keys = slice(first, first + width)
+        return keys, keys if stored.values_are_keys else slice(first + width, first + 2 * width)

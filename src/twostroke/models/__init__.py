@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from twostroke.models.blocks import decoder
+from twostroke.models.deepseek import DEEPSEEK2
 from twostroke.models.family import Family
 from twostroke.models.gemma import GEMMA2, GEMMA3
 from twostroke.models.llama import LLAMA
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # By GGUF's `general.architecture`.
 ARCHITECTURES: dict[str, Family] = {
     "llama": LLAMA,
+    "deepseek2": DEEPSEEK2,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "olmo2": OLMO2,

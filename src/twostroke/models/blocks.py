@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.program import Program, ops
 
@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Literal
 
-    from twostroke.models.spec import ModelSpec
+    from twostroke.models.spec import ExpertSpec, ModelSpec, RoutingSpec
     from twostroke.program import Op
 
     Layer = Callable[[ModelSpec, int, str, str], list[Op]]
     QueryKeyNorm = Literal["head", "row"] | None
+
+_LATENT_EPSILON: Final = 1e-6  # of norms of latent vectors, whatever the others have
 
 
 def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = None) -> Program:
@@ -86,41 +88,98 @@ def attention(
     return parts
 
 
-def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return a gated feed-forward of x."""
-    name, hidden, width = f"blk.{layer}", spec.hidden_size, spec.ffn_size
-    gate, up, gated = (f"{name}.{part}" for part in ("gate", "up", "gated"))
+def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
+    """Return attention of x to latent vectors, in whose space queries and values are computed."""
+    assert spec.latent is not None
+    name, weight, sizes = f"blk.{layer}", f"blk.{layer}.attn", spec.latent
+    hidden, heads, width = spec.hidden_size, spec.num_heads, sizes.rank + sizes.rotated
+    whole = sizes.key + sizes.rotated  # of a head's queries
+    q, latent, mixed = f"{name}.q", f"{name}.kv_a", f"{name}.mixed"
+    low = f"{name}.q_a"
+    made = (q, f"{weight}_q", heads * whole)
+    if sizes.query_rank:
+        made = (low, f"{weight}_q_a", sizes.query_rank)
+    parts: list[Op] = [
+        ops.Linear(made[0], x, f"{made[1]}.weight", hidden, made[2]),
+        ops.Linear(latent, x, f"{weight}_kv_a.weight", hidden, sizes.rank),
+        ops.Linear(f"{name}.k", x, f"{weight}_k_pe.weight", hidden, sizes.rotated),
+        _latent_norm(latent, f"{weight}_kv_a_norm", sizes.rank),
+    ]
+    if sizes.query_rank:
+        parts.append(_latent_norm(low, f"{weight}_q_a_norm", sizes.query_rank))
+        read = f"{low}.normed", f"{weight}_q_b.weight", sizes.query_rank
+        parts.append(ops.Linear(q, *read, heads * whole))
+
+    def matrices(part: str) -> tuple[str, ...]:
+        return tuple([f"{weight}_{part}.{head}.weight" for head in range(heads)])
+
+    scale = whole**-0.5 if spec.attention_scale is None else spec.attention_scale
+    joints = sizes.rotated, sizes.rank
     return [
-        ops.Linear(gate, x, f"{name}.ffn_gate.weight", hidden, width),
-        ops.Linear(up, x, f"{name}.ffn_up.weight", hidden, width),
-        ops.GatedActivation(gated, gate, up, width, spec.activation),
-        ops.Linear(output, gated, f"{name}.ffn_down.weight", width, hidden),
+        *parts,
+        ops.HeadLinear(f"{q}.latent", q, matrices("k_b"), sizes.key, sizes.rank, whole),
+        ops.Join(f"{q}.joined", q, f"{q}.latent", heads, *joints, whole, sizes.key),
+        ops.Join(f"{name}.k.joined", f"{name}.k", f"{latent}.normed", 1, *joints, sizes.rotated),
+        _rope(spec, layer, f"{q}.joined", heads),
+        _rope(spec, layer, f"{name}.k.joined", 1),
+        ops.LatentAttention(
+            mixed,
+            f"{q}.joined.roped",
+            f"{name}.k.joined.roped",
+            f"{name}.k.joined.roped",
+            layer,
+            heads,
+            1,
+            width,
+            scale,
+            rotated=sizes.rotated,
+            key=sizes.key,
+            value=sizes.value,
+        ),
+        ops.HeadLinear(
+            f"{name}.v", mixed, matrices("v_b"), sizes.rank, sizes.value, width, sizes.rotated
+        ),
+        ops.Linear(output, f"{name}.v", f"{weight}_output.weight", heads * sizes.value, hidden),
     ]
 
 
+def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
+    """Return a gated feed-forward of x."""
+    return _gated(spec, layer, x, output, spec.ffn_size)
+
+
 def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return a router and a mixture of experts of x."""
+    """Return a router and a mixture of experts of x, with the shared one if there is one."""
     assert spec.experts is not None
     name, hidden, facts = f"blk.{layer}", spec.hidden_size, spec.experts
     experts = tuple(
         ops.Expert(*(f"{name}.ffn_{part}.{index}.weight" for part in ("gate", "up", "down")))
         for index in range(facts.count)
     )
-    scores = f"{name}.scores"
-    return [
-        ops.Linear(scores, x, f"{name}.ffn_gate_inp.weight", hidden, facts.count),
+    scores, routed = f"{name}.scores", f"{output}.routed" if facts.shared_size else output
+    parts: list[Op] = [ops.Linear(scores, x, f"{name}.ffn_gate_inp.weight", hidden, facts.count)]
+    if facts.routing is not None:
+        parts.append(_route(facts, facts.routing, name, scores))
+        scores = parts[-1].output
+    parts.append(
         ops.MixtureOfExperts(
-            output,
+            routed,
             x,
             scores,
             experts,
             hidden,
             facts.ffn_size,
             facts.num_used,
-            facts.normalize,
+            facts.normalize and facts.routing is None,
             spec.activation,
-        ),
-    ]
+            facts.routing is not None,
+        )
+    )
+    if facts.shared_size:
+        shared = f"{output}.shared"
+        parts += _gated(spec, layer, x, shared, facts.shared_size, "_shexp")
+        parts.append(ops.Add(output, routed, shared, hidden))
+    return parts
 
 
 def residual_layer(
@@ -136,11 +195,12 @@ def residual_layer(
     """Return the layer that families share: `x + attention(x)`, then the same of a feed-forward.
 
     Each part may have a norm before it and one after it. The second part is a mixture of experts
-    if the spec has experts.
+    if the layer has experts.
     """
     name, middle = f"blk.{layer}", f"h{layer}"
-    first = partial(attention, query_key_norm=query_key_norm)
-    second = feed_forward if spec.experts is None else mixture
+    first = latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
+    has_experts = spec.experts is not None and layer >= spec.experts.first_layer
+    second = mixture if has_experts else feed_forward
     parts: list[Op] = []
     for part, start, end, before, after in (
         (first, x, middle, "attn_norm", "post_attention_norm"),
@@ -163,6 +223,40 @@ def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
     rope = spec.rope if window is None or window.rope is None else window.rope
     frequencies, dim = rope.frequencies, spec.head_dim
     return ops.Rope(f"{x}.roped", x, num_heads, dim, frequencies, rope.interleaved, rope.magnitude)
+
+
+def _gated(
+    spec: ModelSpec, layer: int, x: str, output: str, width: int, ending: str = ""
+) -> list[Op]:
+    """Return a gated feed-forward of x, `width` wide, whose matrices' names have an `ending`."""
+    name, hidden = f"blk.{layer}", spec.hidden_size
+    gate, up, gated = (f"{name}.{part}{ending}" for part in ("gate", "up", "gated"))
+    return [
+        ops.Linear(gate, x, f"{name}.ffn_gate{ending}.weight", hidden, width),
+        ops.Linear(up, x, f"{name}.ffn_up{ending}.weight", hidden, width),
+        ops.GatedActivation(gated, gate, up, width, spec.activation),
+        ops.Linear(output, gated, f"{name}.ffn_down{ending}.weight", width, hidden),
+    ]
+
+
+def _route(facts: ExpertSpec, routing: RoutingSpec, name: str, scores: str) -> ops.Route:
+    return ops.Route(
+        f"{name}.shares",
+        scores,
+        facts.count,
+        facts.num_used,
+        facts.normalize,
+        routing.scale,
+        f"{name}.exp_probs_b.bias" if routing.has_bias else None,
+        routing.is_sigmoid,
+        routing.num_groups,
+        routing.num_used_groups,
+        routing.group_best,
+    )
+
+
+def _latent_norm(x: str, weight: str, width: int) -> ops.RMSNorm:
+    return ops.RMSNorm(f"{x}.normed", x, f"{weight}.weight", width, _LATENT_EPSILON)
 
 
 def _made(spec: ModelSpec, name: str, part: str, query_key_norm: QueryKeyNorm) -> ops.Made:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from twostroke.models.spec import ModelSpec
 
 # In all layers together; known models have far fewer (Kimi K2 about 23,000).
-_MAX_EXPERTS_IN_ALL = 1 << 16
+MAX_EXPERTS_IN_ALL = 1 << 16
 
 _LAYER_TYPES = {"sliding_attention": True, "full_attention": False}
 
@@ -97,7 +97,8 @@ def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
 
 def gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
     """Read the experts of a GGUF file; None if it has none."""
-    for key in ("expert_shared_count", "expert_shared_feed_forward_length"):
+    without = "expert_shared_count", "expert_shared_feed_forward_length"
+    for key in (*without, "leading_dense_block_count"):
         fields.expect(key, 0)
     if fields.integer("expert_count", MAX_EXPERTS, low=0, default=0) == 0:
         return None
@@ -122,5 +123,5 @@ def config_experts(
 def _experts(
     fields: Fields, spec: ModelSpec, keys: tuple[str, str], ffn_size: int, *, normalize: bool
 ) -> ExpertSpec:
-    count = fields.integer(keys[0], min(MAX_EXPERTS, _MAX_EXPERTS_IN_ALL // spec.num_layers))
+    count = fields.integer(keys[0], min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers))
     return ExpertSpec(count, fields.integer(keys[1], count), ffn_size, normalize)

@@ -18,12 +18,19 @@ if TYPE_CHECKING:
     from twostroke.models.spec import ModelSpec
 
     Reading = Callable[[Fields, ModelSpec], ModelSpec]
+    Values = Callable[[Fields], Mapping[str, Any]]
 
 
 def as_read(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Return the spec unchanged: for families without additional fields."""
     del fields
     return spec
+
+
+def as_said(fields: Fields) -> dict[str, Any]:
+    """Return nothing: the file's own values hold."""
+    del fields
+    return {}
 
 
 class Family(Frozen):
@@ -42,7 +49,12 @@ class Family(Frozen):
 
     `interleaves` says that GGUF files have the rows of queries and keys reordered for rotation in
     neighbouring pairs. `partial_rotary` is config.json's key for the share of each head that is
-    rotated; None where transformers rotates whole heads whatever the file says.
+    rotated; None where transformers rotates whole heads whatever the file says. `rotated` is the
+    key for the width itself.
+
+    `gguf_values` and `config_values` return values of shared keys that hold in place of a file's.
+    `extra_layers` is config.json's key for how many layers follow that take no part, such as those
+    that guess.
     """
 
     model_types: Mapping[str, Mapping[str, Any]]
@@ -54,3 +66,7 @@ class Family(Frozen):
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     interleaves: bool = False
     partial_rotary: str | None = None
+    rotated: str | None = None
+    gguf_values: Values = as_said
+    config_values: Values = as_said
+    extra_layers: str | None = None

@@ -41,6 +41,11 @@ class Fields(Frozen):
         """Return the same values, with `prefix` before every key."""
         return Fields(self.name, self.values, prefix)
 
+    def changed(self, values: Mapping[str, Any]) -> Fields:
+        """Return the same with other values of some keys."""
+        own = {self.prefix + key: value for key, value in values.items()}
+        return Fields(self.name, {**self.values, **own}, self.prefix)
+
     def value(self, key: str) -> Any:
         """Return the value at `key`, unchecked; None if it is missing."""
         return self.values.get(self.prefix + key)

@@ -41,17 +41,49 @@ class WindowSpec(Frozen):
     rope: RopeSpec | None = None
 
 
+class RoutingSpec(Frozen):
+    """A choice of experts that is not by softmax alone (arXiv:2405.04434, 2412.19437).
+
+    See `program.ops.Route`. With `has_bias` each layer has one for the choice.
+    """
+
+    scale: float = 1.0
+    is_sigmoid: bool = False
+    has_bias: bool = False
+    num_groups: int = 1
+    num_used_groups: int = 1
+    group_best: int = 1
+
+
 class ExpertSpec(Frozen):
     """A mixture of experts in place of each layer's feed-forward (arXiv:2401.04088).
 
     A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` makes the shares of
-    the used ones sum to one.
+    the used ones sum to one. Every row also uses a feed-forward of `shared_size`, if that is not 0.
+    Layers before `first_layer` have a feed-forward of the model's own size instead.
     """
 
     count: int
     num_used: int
     ffn_size: int
     normalize: bool
+    shared_size: int = 0
+    first_layer: int = 0
+    routing: RoutingSpec | None = None
+
+
+class LatentSpec(Frozen):
+    """Latent attention (arXiv:2405.04434): what a token stores is `rank` + `rotated` wide.
+
+    A head's keys are `key` wide without their rotated part, its values `value`. Queries are made
+    from vectors of `query_rank`, or in one product if that is 0.
+    """
+
+    rank: int
+    rotated: int
+    key: int
+    value: int
+    query_rank: int = 0
 
 
 class ModelSpec(Frozen):
@@ -59,7 +91,8 @@ class ModelSpec(Frozen):
 
     `architecture` is the key into `models.ARCHITECTURES` ("llama"). Sizes are counts of values;
     `context_length` is in tokens. `norm_offset` is added to the weights of norms. The attention
-    scale is that of the scores, None for 1 / sqrt(head_dim).
+    scale is that of the scores, None for 1 / sqrt(head_dim). With `latent` attention there is one
+    key-value head, of `latent.rank + latent.rotated`.
     """
 
     architecture: str
@@ -84,6 +117,7 @@ class ModelSpec(Frozen):
     logit_soft_cap: float | None = None
     window: WindowSpec | None = None
     experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None
 
     def window_of(self, layer: int) -> WindowSpec | None:
         """Return the window of a layer, None if it sees all positions."""

@@ -1,8 +1,8 @@
 """Models that plans know by their config.json, although no family here runs them.
 
-They are Programs like others, made of the same operations and of two that no backend computes:
-attention to latent vectors, and to the keys and values of another layer. What is small beside
-these (rotation, gates of shared experts, sinks, biases of experts) is left out.
+They are Programs like others, made of the same operations and of one that no backend computes:
+attention to the keys and values of another layer. What is small beside these (rotation, gates of
+shared experts, sinks, biases of experts) is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from twostroke.models.blocks import attention, decoder, feed_forward, mixture, n
 from twostroke.models.common_fields import all_but_every, config_window, read_sizes
 from twostroke.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from twostroke.models.spec import ExpertSpec, ModelSpec, RopeSpec
-from twostroke.planner.attention import LatentAttention, SharedAttention
+from twostroke.planner.attention import SharedAttention
 from twostroke.program import ops
 from twostroke.weights.hf_model import SIZE_KEYS, refuse_architecture, text_fields
 
@@ -72,12 +72,6 @@ def described_program(file: str, config: Mapping[str, Any], name: str) -> Progra
         refuse_architecture(fields, model_type, [*MODEL_TYPES, *_FAMILIES])
     defaults, describe = _FAMILIES[model_type]
     return describe(Fields(file, {**defaults, **fields.values}), name)
-
-
-def _deepseek(fields: Fields, name: str) -> Program:
-    """DeepSeek V2 and V3, Kimi K2 (arXiv:2405.04434, 2412.19437): latent attention, experts."""
-    spec = _spec(fields, name)
-    return _with_experts(fields, spec, _latent_attention(fields), "n_routed_experts")
 
 
 def _glm(fields: Fields, name: str) -> Program:
@@ -218,39 +212,6 @@ def _layer(spec: ModelSpec, layer: int, x: str, output: str, parts: tuple[Part, 
     return found
 
 
-def _latent_attention(fields: Fields) -> Part:
-    """Return latent attention: queries may be of low rank, too."""
-    rank = fields.integer("q_lora_rank", MAX_WIDTH) if fields.has("q_lora_rank") else 0
-    latent = fields.integer("kv_lora_rank", MAX_WIDTH)
-    rotated = fields.integer("qk_rope_head_dim", MAX_WIDTH)
-    key = fields.integer("qk_nope_head_dim", MAX_WIDTH)
-    value = fields.integer("v_head_dim", MAX_WIDTH)
-
-    def part(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-        name, heads, hidden = f"blk.{layer}", spec.num_heads, spec.hidden_size
-        widths = [("kv_a", x, hidden, latent + rotated)]
-        widths.append(("kv_b", f"{name}.kv_a.normed", latent, heads * (key + value)))
-        if rank:
-            widths.append(("q_a", x, hidden, rank))
-        read = (f"{name}.q_a.normed", rank) if rank else (x, hidden)
-        widths.append(("q_b", *read, heads * (key + rotated)))
-        found: list[Op] = []
-        for step, read_from, wide, out in widths:
-            weight = f"{name}.attn_{step}"
-            found.append(ops.Linear(f"{name}.{step}", read_from, f"{weight}.weight", wide, out))
-            if step.endswith("_a"):
-                low = out - rotated if step == "kv_a" else out
-                values = f"{name}.{step}.normed", f"{name}.{step}", f"{weight}_norm.weight"
-                found.append(ops.RMSNorm(*values, low, spec.norm_epsilon))
-        mixed, q, kv = (f"{name}.{end}" for end in ("mixed", "q_b", "kv_b"))
-        sizes = heads, latent, rotated, key, value
-        found.append(cast("Op", LatentAttention(mixed, q, kv, layer, *sizes)))
-        weight = f"{name}.attn_output.weight"
-        return [*found, ops.Linear(output, mixed, weight, heads * value, hidden)]
-
-    return part
-
-
 def _borrowing(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """Return attention to the keys and values of an earlier layer."""
     name, width = f"blk.{layer}", spec.num_heads * spec.head_dim
@@ -291,10 +252,6 @@ def _only(fields: Fields, key: str) -> Any:
     return value[0]
 
 
-_LATENT: Final = {
-    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-    "v_head_dim": 128, "n_shared_experts": 1, "max_position_embeddings": 131072,
-}  # fmt: skip
 _GEMMA3N: Final = {
     "vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "head_dim": 256,
     "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -306,9 +263,6 @@ _GPT_OSS: Final = {"head_dim": 64, "sliding_window": 128, "attention_bias": True
 
 # By `model_type`: what files may leave out, as in transformers, and who describes it.
 _FAMILIES: Final[dict[str, tuple[dict[str, Any], Callable[[Fields, str], Program]]]] = {
-    "deepseek_v2": (_LATENT, _deepseek),
-    "deepseek_v3": (_LATENT | {"first_k_dense_replace": 3}, _deepseek),
-    "kimi_k2": (_LATENT, _deepseek),
     "gemma3n": (_GEMMA3N, _gemma3n),
     "gemma3n_text": (_GEMMA3N, _gemma3n),
     "glm4_moe": ({"head_dim": 128}, _glm),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec.structs import replace
 
@@ -79,6 +79,7 @@ class Attention(Operation):
     reads = ("q", "k", "v")
     sharding = Sharding.BY_COLUMN_PARTS
     needs_all_rows = ("k", "v")
+    values_are_keys: ClassVar[bool] = False
 
     @property
     def width(self) -> int:
@@ -132,7 +133,10 @@ class Attention(Operation):
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
         """Keys and values of its layer."""
-        return {self.layer: CacheLayer(self.num_kv_heads, self.head_dim, self.window)}
+        layer = CacheLayer(
+            self.num_kv_heads, self.head_dim, self.window, values_are_keys=self.values_are_keys
+        )
+        return {self.layer: layer}
 
     def with_layers(self, places: Mapping[int, int]) -> Self:
         """Return it with another number of its layer."""

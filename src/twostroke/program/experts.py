@@ -36,7 +36,8 @@ class MixtureOfExperts(Operation):
     `scores` is the value with the router's products, one for each expert. The shares are their
     softmax; each row chooses the `num_used` experts with the largest (of equal ones the first),
     and with `normalize` the chosen shares are divided by their sum (arXiv:2401.04088). The sum is
-    in the order of the choice.
+    in the order of the choice. If the scores `are_shares` (see `Route`), the largest are chosen
+    as well, and are the shares as they are.
     """
 
     x: str
@@ -47,6 +48,7 @@ class MixtureOfExperts(Operation):
     num_used: int
     normalize: bool
     activation: Activation = Activation.SILU
+    are_shares: bool = False
 
     reads = ("x", "scores")
     sharding = Sharding.WHOLE
@@ -80,7 +82,15 @@ class MixtureOfExperts(Operation):
                 self.num_used,
                 self.activation,
             ),
-            SumTerms(self.output, terms, self.scores, self.width, self.num_used, self.normalize),
+            SumTerms(
+                self.output,
+                terms,
+                self.scores,
+                self.width,
+                self.num_used,
+                self.normalize,
+                self.are_shares,
+            ),
         )
 
 
@@ -151,7 +161,38 @@ class SumTerms(Operation):
     width: int
     num_used: int
     normalize: bool
+    are_shares: bool = False
 
     reads = ("x", "scores")
     sharding = Sharding.WHOLE
     label = "sum of experts"
+
+
+class Route(Operation):
+    """`output[e]` is the share of expert e if a row chooses it, else -1 (arXiv:2412.19437).
+
+    Scores are the softmax of x, or its sigmoid if `is_sigmoid`. The choice is by scores plus
+    `bias`: of `num_groups` equal groups of neighbours the `num_used_groups` whose `group_best`
+    largest have the largest sum, and in these the `num_used` largest; of equal ones the first.
+    Shares are the scores, with `normalize` divided by their sum, times `scale`.
+    """
+
+    x: str
+    width: int
+    num_used: int
+    normalize: bool
+    scale: float = 1.0
+    bias: str | None = None
+    is_sigmoid: bool = False
+    num_groups: int = 1
+    num_used_groups: int = 1
+    group_best: int = 1
+
+    reads = ("x",)
+    sharding = Sharding.WHOLE
+    label = "choice of experts"
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The bias of the choice, if there is one."""
+        return () if self.bias is None else (Weight(self.bias, (self.width,)),)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from twostroke.program.attention import Attention, Made, Origin
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
-from twostroke.program.experts import Expert, ExpertTerms, MixtureOfExperts, SumTerms
+from twostroke.program.experts import Expert, ExpertTerms, MixtureOfExperts, Route, SumTerms
+from twostroke.program.latent import HeadLinear, Join, LatentAttention
 from twostroke.program.operation import Activation, Operation
 from twostroke.program.pieces import AttentionPieces
 from twostroke.program.rope import Rope
@@ -43,6 +44,9 @@ __all__ = [
     "ExpertTerms",
     "ExternalInput",
     "GatedActivation",
+    "HeadLinear",
+    "Join",
+    "LatentAttention",
     "Linear",
     "LocalOp",
     "Logits",
@@ -53,6 +57,7 @@ __all__ = [
     "RMSNorm",
     "Receive",
     "Rope",
+    "Route",
     "Scale",
     "Send",
     "SumTerms",
@@ -273,9 +278,13 @@ LocalOp = (
     | ExternalInput
     | RMSNorm
     | Linear
+    | HeadLinear
+    | Join
     | Rope
     | Attention
+    | LatentAttention
     | GatedActivation
+    | Route
     | MixtureOfExperts
     | ExpertTerms
     | SumTerms

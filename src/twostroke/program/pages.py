@@ -36,21 +36,28 @@ class CacheLayer(Frozen):
 
     With a `window`, only the last `window` tokens up to a row's own are ever read again. With
     several `places` a rank stores one of so many pieces of `PIECE_TOKENS`, in turn with others.
+    Where `values_are_keys`, one row of numbers is both.
     """
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
     places: int = 1
+    values_are_keys: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of numbers that a head stores for one token: its keys and its values."""
+        return 1 if self.values_are_keys else 2
 
     @property
     def values_per_token(self) -> int:
         """Numbers stored for one token, keys and values together."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return self.num_rows * self.num_kv_heads * self.head_dim
 
     def bytes_per_token(self, stored: CacheFormat) -> int:
         """Bytes stored for one token."""
-        return ceil(2 * self.num_kv_heads * stored.head(self.head_dim))
+        return ceil(self.num_rows * self.num_kv_heads * stored.head(self.head_dim))
 
     def bytes_in_page(self, page_size: int, stored: CacheFormat) -> int:
         """Bytes of this layer in a page of `page_size` tokens, of which others may store some."""

@@ -59,6 +59,7 @@ class AttentionPieces(Operation):
     place: int
     head_cuts: tuple[int, ...]  # column part i merges the heads from cut i to cut i + 1
     origin: Origin | None = None
+    values_are_keys: bool = False
 
     reads = ("q", "k", "v")
     needs_all_rows = reads
@@ -71,6 +72,7 @@ class AttentionPieces(Operation):
         return cls(
             op.output, op.q, op.k, op.v, op.layer, op.num_heads, op.num_kv_heads, op.head_dim,
             op.scale, op.window, op.soft_cap, team, place, head_cuts, op.origin,
+            op.values_are_keys,
         )  # fmt: skip
 
     @property
@@ -134,7 +136,13 @@ class AttentionPieces(Operation):
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
         """Keys and values of its layer, for its share of the tokens."""
-        layer = CacheLayer(self.num_kv_heads, self.head_dim, self.window, len(self.team))
+        layer = CacheLayer(
+            self.num_kv_heads,
+            self.head_dim,
+            self.window,
+            len(self.team),
+            values_are_keys=self.values_are_keys,
+        )
         return {self.layer: layer}
 
     def with_layers(self, places: Mapping[int, int]) -> Self:

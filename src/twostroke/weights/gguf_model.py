@@ -28,7 +28,6 @@ _UNUSUAL: dict[str, Any] = {
     "attention.temperature_length": 0,
     "attention.shared_kv_layers": 0,
     "embedding_scale": 1.0,
-    "leading_dense_block_count": 0,
     "logit_scale": 1.0,
     "nextn_predict_layers": 0,
     "residual_scale": 1.0,
@@ -52,7 +51,8 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
     """Translate metadata into a ModelSpec; ModelFormatError for a missing or impossible value."""
     architecture = fields.text("general.architecture")
     family = ARCHITECTURES[architecture]
-    own = fields.within(f"{architecture}.")
+    said = fields.within(f"{architecture}.")
+    own = said.changed(family.gguf_values(said))
     sizes = read_sizes(own, _SIZE_KEYS)
     own.expect("attention.value_length", sizes["head_dim"])
     for key, only in _UNUSUAL.items():
@@ -76,7 +76,7 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
         output_bias="blk.0.attn_output.bias" in tensors,
     )
     _check_tokens(fields, spec)
-    return family.from_gguf(own, spec)
+    return family.from_gguf(said, spec)
 
 
 def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:

@@ -73,13 +73,16 @@ def refuse_architecture(fields: Fields, architecture: str, known: Collection[str
 def hf_spec(fields: Fields, name: str) -> ModelSpec:
     """Translate `hf_fields` into a ModelSpec; ModelFormatError for a missing or wrong value."""
     published_layout(fields)  # refuses what is not supported
-    sizes = read_sizes(fields, SIZE_KEYS)
-    for key, only in _UNUSUAL.items():
-        fields.expect(key, only)
     architecture = MODEL_TYPES[fields.text("model_type")]
     family = ARCHITECTURES[architecture]
+    sizes = read_sizes(fields.changed(family.config_values(fields)), SIZE_KEYS)
+    for key, only in _UNUSUAL.items():
+        fields.expect(key, only)
+    rotated = sizes["head_dim"]
+    if family.rotated is not None:
+        rotated = fields.integer(family.rotated, rotated)
     rope, sizes["context_length"] = config_rope(
-        fields, sizes["head_dim"], sizes["context_length"], share_key=family.partial_rotary
+        fields, rotated, sizes["context_length"], share_key=family.partial_rotary
     )
     biased = fields.flag("attention_bias", default=False)
     spec = ModelSpec(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.core.files import read_json
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
-from twostroke.models.fields import Fields
+from twostroke.models.fields import MAX_LAYERS, Fields
 from twostroke.models.rope import ROPE_TABLES
 from twostroke.weights.gguf import TruncatedError, read_header
 from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
@@ -22,6 +22,7 @@ from twostroke.weights.hf_model import (
     hf_spec,
     refuse_architecture,
 )
+from twostroke.weights.latent import cut_latent
 from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
 from twostroke.weights.pooling import folder_pooling, gguf_pooling
 from twostroke.weights.published import assemble_published, published_layout
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 
 
 def load_path(path: Path, name: str | None = None, licence: str | None = None) -> LoadedModel:
@@ -142,10 +144,11 @@ def _load_folder(
     layout = published_layout(fields)
     if layout is not None:
         files = assemble_published(source, files, layout)
-    tensors = _canonical(files.tensors, family)
+    extra = range(spec.num_layers, spec.num_layers + _num_extra_layers(fields, family))
+    tensors = _canonical(files.tensors, family, extra)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
-    unsupported = _canonical(files.unsupported, family)
+    unsupported = _canonical(files.unsupported, family, extra)
     if layout is None and unsupported and files.arrays:
         raise ModelFormatError(
             f"{source!r} has parts of quantized weights, such as {min(files.arrays)[:80]!r}, and "
@@ -184,9 +187,22 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    named = ((canonical_name(name, family.layer_names), tensor) for name, tensor in tensors.items())
-    return {name: tensor for name, tensor in named if name is not None}
+def _num_extra_layers(fields: Fields, family: Family) -> int:
+    key = family.extra_layers
+    return 0 if key is None else fields.integer(key, MAX_LAYERS, low=0, default=0)
+
+
+def _canonical(tensors: Mapping[str, Any], family: Family, extra: range) -> dict[str, Any]:
+    """Return tensors by canonical name, without those of `extra` layers and those not needed."""
+    found: dict[str, Any] = {}
+    for published, tensor in tensors.items():
+        layer = _LAYER.match(published)
+        if layer and int(layer[1]) in extra:
+            continue
+        name = canonical_name(published, family.layer_names)
+        if name is not None:
+            found[name] = tensor
+    return found
 
 
 def _program_weights(
@@ -200,6 +216,8 @@ def _program_weights(
         )
     shapes = build_program(spec).weight_shapes
     cut = cut_stacks(tensors, shapes, ARCHITECTURES[spec.architecture].fused)
+    if spec.latent is not None:
+        cut = cut_latent(cut, shapes)
     cut = {name: cut[name] for name in cut if name in shapes or not _is_empty_bias(name, cut[name])}
     check_shapes(file, cut, shapes, f"the family {spec.architecture!r}")
     return cut

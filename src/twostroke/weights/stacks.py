@@ -44,7 +44,7 @@ def cut_stacks(
             continue
         start = 0
         for part, height in zip(parts, heights, strict=True):
-            cut[part] = _rows(tensor, start, start + height)
+            cut[part] = rows_of(tensor, start, start + height)
             start += height
     return cut
 
@@ -69,7 +69,8 @@ def _height(tensor: QuantTensor) -> int:
     return tensor.shape[0] if len(tensor.shape) == 1 else tensor.num_rows
 
 
-def _rows(tensor: QuantTensor, start: int, end: int) -> QuantTensor:
+def rows_of(tensor: QuantTensor, start: int, end: int) -> QuantTensor:
+    """Return some rows of a stack or a matrix as a matrix, or values of a vector, as views."""
     if len(tensor.shape) > 1:
         shape = (end - start, tensor.shape[-1])
         return replace(tensor, shape=shape, data=tensor.data[start:end])

@@ -51,6 +51,7 @@ _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _BESIDES_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 _TEXT = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
+_CHOICE_BIAS = "mlp.gate.e_score_correction_bias"  # of a router; GGUF: exp_probs_b.bias
 _EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,4})\.(\w+)")
 _STACK_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\w+)")
 
@@ -89,6 +90,8 @@ def published_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:
     """Return the name of a weight within its layer, None if it is not known."""
+    if name == _CHOICE_BIAS:
+        return "exp_probs_b.bias"
     stem, _, kind = name.rpartition(".")
     if stem in layer_names or stem in _LAYER:
         return f"{layer_names.get(stem) or _LAYER[stem]}.{kind}"

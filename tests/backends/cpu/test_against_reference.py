@@ -257,7 +257,8 @@ def program_around(op):
     """Return a Program in which the operation writes the value "out" from random inputs."""
     embed = Embed("embedded", "embedding", NUM_IDS, 64)
     inputs = [
-        Linear(name, "embedded", f"{name}.weight", 64, input_width(op, name)) for name in op.inputs
+        Linear(name, "embedded", f"{name}.weight", 64, input_width(op, name))
+        for name in dict.fromkeys(op.inputs)
     ]
     last = () if isinstance(op, Logits) else (Logits("logits", "embedded", "head", 64, NUM_IDS),)
     return Program("one", (embed, *inputs, op, *last), NUM_IDS, 64)

@@ -19,6 +19,7 @@ from twostroke.backends.cpu.records import (
     OpKind,
     OpRecord,
     OutputRecord,
+    Shares,
     Store,
 )
 from twostroke.core.config import DEFAULT_ACTIVATION_BITS
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 LOGIT_ROWS = 32  # logits of this many rows are held at once, of two such chunks where ranks share
 _HEAD_UNIT = 16  # values of a head that the kernels handle at once
-_MAX_HEAD_DIM = 512
+_MAX_HEAD_DIM = 576
 _MOST_TOKENS = 2**31 - 1
 
 
@@ -145,7 +146,7 @@ class _Lowering:
             case (*_, ops.Logits() as op):
                 self._logits(op, run)
             case (ops.MixtureOfExperts() as op, *_):
-                self._mixture(OpKind.EXPERTS, op, run, len(op.experts), normalize=op.normalize)
+                self._mixture(OpKind.EXPERTS, op, run, len(op.experts), shares=_shares(op))
             case (ops.ExpertTerms() as op,):
                 self._mixture(OpKind.TERMS, op, run, op.num_experts, own_expert=op.first_expert)
             case (ops.SumTerms() as op, *_):
@@ -154,8 +155,14 @@ class _Lowering:
                     *run,
                     num_experts=self._width_of(op.scores),
                     num_used=op.num_used,
-                    normalize=op.normalize,
+                    shares=_shares(op),
                 )
+            case (ops.Route() as op,):
+                self._route(op)
+            case (ops.HeadLinear() as op,):
+                self._head_products(op)
+            case (ops.Join() as op,):
+                self._join(op)
             case (ops.Attention() as op,):
                 # Storing the one that is in the pages already a second time does no harm.
                 is_stored = op.k in self._stored and op.v in self._stored
@@ -324,6 +331,40 @@ class _Lowering:
             **fields,
         )
 
+    def _route(self, op: ops.Route) -> None:
+        self._emit(
+            OpKind.ROUTE,
+            op,
+            norm=NONE if op.bias is None else _place_in(self._vectors, Vector(op.bias)),
+            num_experts=op.width,
+            num_used=op.num_used,
+            num_groups=op.num_groups,
+            num_used_groups=op.num_used_groups,
+            group_best=op.group_best,
+            is_sigmoid=op.is_sigmoid,
+            shares=Shares.CHOSEN if op.normalize else Shares.ALL,
+            factor=op.scale,
+        )
+
+    def _head_products(self, op: ops.HeadLinear) -> None:
+        """Append the products of heads, whose matrices follow one another."""
+        first = len(self._matrices)
+        places = [_place_in(self._matrices, name) for name in op.matrices]
+        assert places == list(range(first, first + len(places)))
+        sizes: dict[str, Any] = {"x_head": op.x_head, "x_first": op.first, "x_width": op.in_width}
+        self._emit(OpKind.HEAD_PRODUCTS, op, weight=op.matrices[0], num_heads=op.num_heads, **sizes)
+
+    def _join(self, op: ops.Join) -> None:
+        """Append a joint, with the rotation that follows it."""
+        reader = self._only_reader(op.output)
+        run: tuple[Op, ...] = (op,)
+        rope = NONE
+        if isinstance(reader, ops.Rope):
+            rope, run = self._rope(reader), (op, reader)
+            self._absorbed.add(reader.output)
+        sizes: dict[str, Any] = {"x_head": op.a_head, "x_first": op.first, "x_width": op.a_width}
+        self._emit(OpKind.JOIN, *run, rope=rope, num_heads=op.num_heads, **sizes)
+
     def _logits(self, op: ops.Logits, run: tuple[Op, ...]) -> None:
         """Append logits; those of a part of the vocabulary are gathered with them, on rank 0."""
         fields: dict[str, Any] = {"soft_cap": op.soft_cap or 0}
@@ -387,6 +428,12 @@ class _Lowering:
     def _only_reader(self, name: str) -> Op | None:
         readers = self._readers.get(name, [])
         return readers[0] if len(readers) == 1 and name not in self._taps else None
+
+
+def _shares(op: ops.MixtureOfExperts | ops.SumTerms) -> Shares:
+    if op.are_shares:
+        return Shares.GIVEN
+    return Shares.CHOSEN if op.normalize else Shares.ALL
 
 
 def _place_in(table: dict[T, int], thing: T) -> int:

@@ -238,6 +238,7 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
             layer.places,
             place_of.get(index, 0),
             balances[index].ctypes.data if index in balances else None,
+            int(layer.values_are_keys),
         )
         for index, layer in enumerate(program.cache_layers)
     ]

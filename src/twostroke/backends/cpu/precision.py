@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from twostroke.core.precision import Bits
     from twostroke.program import Op
 
-_BEFORE_ROUTERS: Final = {OpKind.LINEAR, OpKind.GATED, OpKind.ATTENTION, OpKind.PIECES}
+_BEFORE_ROUTERS: Final = {
+    OpKind.LINEAR,
+    OpKind.HEAD_PRODUCTS,
+    OpKind.GATED,
+    OpKind.ATTENTION,
+    OpKind.PIECES,
+}
 _MOST_BITS: Final = max(ACTIVATION_BITS)
 _PRECISIONS: Final = dict(
     zip(ACTIVATION_BITS, (Precision.PLAIN, Precision.MIXED, Precision.COARSE), strict=True)

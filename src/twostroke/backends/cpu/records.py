@@ -38,6 +38,9 @@ class OpKind(IntEnum):
     SUM_TERMS = 17
     COPY = 18
     PIECES = 19
+    HEAD_PRODUCTS = 20
+    JOIN = 21
+    ROUTE = 22
 
 
 # The kernels' numbers for the functions of a gate.
@@ -68,6 +71,14 @@ class Store(IntEnum):
     NOTHING = 0
     KEYS = 1
     VALUES = 2
+
+
+class Shares(IntEnum):
+    """What the shares of chosen experts are."""
+
+    ALL = 0
+    CHOSEN = 1
+    GIVEN = 2
 
 
 class CacheFormat(IntEnum):
@@ -124,13 +135,19 @@ class OpRecord(ctypes.Structure):
         ("own_expert", c_int32),
         ("num_own", c_int32),
         ("num_used", c_int32),
-        ("normalize", c_int32),
+        ("shares", c_int32),
         ("precision", c_int32),
         ("team", c_int32),
         ("parts", c_int32),
         ("first_cut", c_int32),
         ("num_parts", c_int32),
         ("channel", c_int32),
+        ("x_head", c_int32),
+        ("x_first", c_int32),
+        ("x_width", c_int32),
+        ("is_sigmoid", c_int32),
+        ("num_used_groups", c_int32),
+        ("group_best", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
     )
@@ -165,6 +182,7 @@ class LayerRecord(ctypes.Structure):
         ("num_places", c_int32),
         ("place", c_int32),
         ("balance", c_void_p),
+        ("values_are_keys", c_int32),
     )
 
 

@@ -134,6 +134,8 @@ class _Lowering:
                 self._waiting.pop()  # after the step
             case ops.MixtureOfExperts():
                 self._mix(op)
+            case ops.HeadLinear() | ops.Join() | ops.Route():
+                self._refuse("has no kernels for latent attention, and for choices by sigmoids")
             case _:
                 self._refuse("runs a model on one GPU")
 

@@ -35,7 +35,7 @@ class StepState(Frozen):
     external: Array | None = None
 
 
-def apply(  # noqa: C901, PLR0911 - a case for each operation
+def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
     op: LocalOp, values: Mapping[str, Array], state: StepState
 ) -> Array:
     """Return what `op` writes, (rows, width), given the values written so far."""
@@ -50,6 +50,10 @@ def apply(  # noqa: C901, PLR0911 - a case for each operation
         case ops.Linear():
             product: Array = values[op.x] @ state.weights[op.weight].T
             return product if op.bias is None else product + state.weights[op.bias]
+        case ops.HeadLinear():
+            return _head_linear(op, values[op.x], state.weights)
+        case ops.Join():
+            return _join(op, values[op.a], values[op.b])
         case ops.Rope():
             return rotate(op, values[op.x], state.positions)
         case ops.Attention():
@@ -62,6 +66,8 @@ def apply(  # noqa: C901, PLR0911 - a case for each operation
             assert isinstance(total, ops.SumTerms)
             x = _expert_terms(terms, values[op.x], values[op.scores], state.weights)
             return _sum_terms(total, x, values[op.scores])
+        case ops.Route():
+            return _route(op, values[op.x], state.weights)
         case ops.ExpertTerms():
             return _expert_terms(op, values[op.x], values[op.scores], state.weights)
         case ops.SumTerms():
@@ -92,6 +98,18 @@ def rms_norm(op: ops.RMSNorm, x: Array, weight: Array) -> Array:
     scale = weight if op.offset == 0 else weight + np.float32(op.offset)
     normed = grouped / np.sqrt(mean_square + np.float32(op.epsilon)) * scale
     return np.asarray(normed, np.float32).reshape(x.shape)
+
+
+def _head_linear(op: ops.HeadLinear, x: Array, weights: Mapping[str, Array]) -> Array:
+    heads = x.reshape(len(x), op.num_heads, op.x_head)[..., op.first : op.first + op.in_width]
+    found = [heads[:, head] @ weights[name].T for head, name in enumerate(op.matrices)]
+    return np.concatenate(found, axis=1)
+
+
+def _join(op: ops.Join, a: Array, b: Array) -> Array:
+    first = a.reshape(len(a), op.num_heads, -1)[..., op.first : op.first + op.a_width]
+    second = b.reshape(len(b), op.num_heads, op.b_width)
+    return np.concatenate([first, second], axis=2).reshape(len(a), -1)
 
 
 def rotate(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
@@ -172,6 +190,26 @@ def choose_experts(scores: Array, num_used: int) -> NDArray[np.int64]:
     return np.argsort(-scores, axis=1, kind="stable")[:, :num_used]
 
 
+def _route(op: ops.Route, x: Array, weights: Mapping[str, Array]) -> Array:
+    scores: Array = np.reciprocal(1 + np.exp(-x)) if op.is_sigmoid else _softmax(x)
+    wanted: Array = scores if op.bias is None else scores + weights[op.bias]
+    groups = wanted.reshape(len(x), op.num_groups, -1)
+    best: Array = -np.sort(-groups, axis=2)[:, :, : op.group_best].sum(axis=2)
+    seen = np.zeros(groups.shape, bool)
+    np.put_along_axis(
+        seen, choose_experts(best, op.num_used_groups)[..., None], values=True, axis=1
+    )
+    wanted = np.where(seen, groups, np.float32(-np.inf)).reshape(x.shape)
+    chosen = choose_experts(wanted, op.num_used)
+    shares: Array = np.take_along_axis(scores, chosen, axis=1)
+    if op.normalize:
+        shares /= shares.sum(axis=1, keepdims=True) + np.float32(1e-20)
+    shares *= np.float32(op.scale)
+    output = np.full(x.shape, -1, np.float32)
+    np.put_along_axis(output, chosen, shares, axis=1)
+    return output
+
+
 def _expert_terms(
     op: ops.ExpertTerms, x: Array, scores: Array, weights: Mapping[str, Array]
 ) -> Array:
@@ -188,7 +226,8 @@ def _expert_terms(
 
 def _sum_terms(op: ops.SumTerms, x: Array, scores: Array) -> Array:
     chosen = choose_experts(scores, op.num_used)
-    shares = np.take_along_axis(_softmax(scores), chosen, axis=1)  # (rows, num_used)
+    every = scores if op.are_shares else _softmax(scores)
+    shares = np.take_along_axis(every, chosen, axis=1)  # (rows, num_used)
     if op.normalize:
         shares /= shares.sum(axis=1, keepdims=True)
     output = np.zeros((len(x), op.width), np.float32)

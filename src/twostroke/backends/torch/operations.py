@@ -65,6 +65,10 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
         case ops.Linear():
             bias = None if op.bias is None else weights[op.bias]
             return _linear(values[op.x], weights[op.weight], bias)
+        case ops.HeadLinear():
+            return _head_linear(op, values[op.x], weights)
+        case ops.Join():
+            return _join(op, values[op.a], values[op.b])
         case ops.Rope():
             return _rope(op, values[op.x], state.positions[state.own])
         case ops.Attention():
@@ -76,6 +80,8 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             assert isinstance(terms, ops.ExpertTerms)
             assert isinstance(total, ops.SumTerms)
             return _sum_terms(total, _expert_terms(terms, values, weights), values[op.scores])
+        case ops.Route():
+            return _route(op, values[op.x], weights)
         case ops.ExpertTerms():
             return _expert_terms(op, values, weights)
         case ops.SumTerms():
@@ -119,6 +125,17 @@ def _rms_norm(op: ops.RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
     grouped = x.reshape(len(x), op.num_groups, op.width // op.num_groups)
     normed = functional.rms_norm(grouped, (grouped.shape[-1],), weight + op.offset, op.epsilon)
     return normed.reshape(x.shape)
+
+
+def _head_linear(op: ops.HeadLinear, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    heads = x.reshape(len(x), op.num_heads, op.x_head)[..., op.first : op.first + op.in_width]
+    matrices = torch.stack([weights[name] for name in op.matrices])  # (heads, outputs, inputs)
+    return torch.bmm(heads.transpose(0, 1), matrices.mT).transpose(0, 1).flatten(1)
+
+
+def _join(op: ops.Join, a: Tensor, b: Tensor) -> Tensor:
+    first = a.reshape(len(a), op.num_heads, op.a_head)[..., op.first : op.first + op.a_width]
+    return torch.cat((first, b.reshape(len(b), op.num_heads, op.b_width)), dim=-1).flatten(1)
 
 
 def _rope(op: ops.Rope, x: Tensor, positions: Tensor) -> Tensor:
@@ -203,13 +220,33 @@ def _expert_terms(
 
 
 def _sum_terms(op: ops.SumTerms, terms: Tensor, scores: Tensor) -> Tensor:
-    shares = scores.softmax(dim=-1).gather(1, _chosen(op, scores))  # (rows, num_used)
+    every = scores if op.are_shares else scores.softmax(dim=-1)
+    shares = every.gather(1, _chosen(op, scores))  # (rows, num_used)
     if op.normalize:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     weighed = shares[..., None] * terms.unflatten(1, (op.num_used, -1))
     return sum(weighed.unbind(1)[1:], weighed[:, 0])
 
 
+def _route(op: ops.Route, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    scores = x.sigmoid() if op.is_sigmoid else x.softmax(dim=-1)
+    wanted = scores if op.bias is None else scores + weights[op.bias]
+    groups = wanted.reshape(len(x), op.num_groups, -1)
+    best = groups.topk(op.group_best, dim=-1).values.sum(dim=-1)
+    used = _largest(best, op.num_used_groups)[..., None].expand(-1, -1, groups.shape[-1])
+    masked = torch.full_like(groups, -torch.inf).scatter(1, used, groups.gather(1, used))
+    chosen = _largest(masked.flatten(1), op.num_used)
+    shares = scores.gather(1, chosen)
+    if op.normalize:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)
+    return torch.full_like(x, -1).scatter(1, chosen, shares * op.scale)
+
+
 def _chosen(op: ops.ExpertTerms | ops.SumTerms, scores: Tensor) -> Tensor:
     """Return each row's experts, (rows, num_used), in the order of the choice."""
-    return scores.argsort(dim=-1, descending=True, stable=True)[:, : op.num_used]
+    return _largest(scores, op.num_used)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the largest, of equal ones the first."""
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, :count]

@@ -1,0 +1,254 @@
+"""DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash, Youtu: latent attention (arXiv:2405.04434).
+
+Most have experts, some of them shared; V3 and later choose by sigmoids with a bias for each expert
+(arXiv:2412.19437).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from twostroke.models.common_fields import MAX_EXPERTS_IN_ALL
+from twostroke.models.family import Family
+from twostroke.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
+from twostroke.models.spec import ExpertSpec, LatentSpec, RoutingSpec
+
+if TYPE_CHECKING:
+    from twostroke.models.fields import Fields
+    from twostroke.models.spec import ModelSpec
+
+_SIGMOID: Final = 2  # GGUF's number of it
+_MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
+
+
+def gguf_values(fields: Fields) -> dict[str, Any]:
+    """Return the sizes of what a token stores; older files have those of whole heads instead.
+
+    YaRN's multiplier is that of the scores alone: rotated keys keep their length.
+    """
+    width = _stored_width(fields, "attention.kv_lora_rank", "rope.dimension_count")
+    values: dict[str, Any] = dict.fromkeys(
+        ("attention.key_length", "attention.value_length"), width
+    )
+    if fields.has(_MULTIPLIER):
+        values |= {_MULTIPLIER: 0.0, "rope.scaling.yarn_attn_factor": 1.0}
+    return values | {"attention.head_count_kv": 1}
+
+
+def config_values(fields: Fields) -> dict[str, Any]:
+    """Return the sizes of what a token stores."""
+    width = _stored_width(fields, "kv_lora_rank", "qk_rope_head_dim")
+    return {"num_key_value_heads": 1, "head_dim": width}
+
+
+def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read latent attention and experts from a GGUF file."""
+    is_new = fields.has("attention.key_length_mla")
+    ending = "_mla" if is_new else ""
+    rotated = spec.rope.dim
+    whole = fields.integer(f"attention.key_length{ending}", MAX_HEAD_DIM, low=rotated + 1)
+    latent = LatentSpec(
+        spec.head_dim - rotated,
+        rotated,
+        whole - rotated,
+        fields.integer(f"attention.value_length{ending}", MAX_HEAD_DIM),
+        fields.integer("attention.q_lora_rank", MAX_WIDTH, low=0, default=0),
+    )
+    more = 1.0
+    if fields.has(_MULTIPLIER):
+        factor = fields.number("rope.scaling.factor", low=1.0)
+        more += fields.number(_MULTIPLIER, low=0.0) * math.log(factor)
+    spec = replace(spec, latent=latent, attention_scale=more**2 * whole**-0.5)
+    return replace(spec, experts=_gguf_experts(fields, spec))
+
+
+def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read latent attention and experts from a config.json."""
+    fields.expect("attention_bias", False)  # noqa: FBT003 - the only value
+    model_type = fields.text("model_type")
+    latent = LatentSpec(
+        spec.head_dim - spec.rope.dim,
+        spec.rope.dim,
+        fields.integer("qk_nope_head_dim", MAX_HEAD_DIM),
+        fields.integer("v_head_dim", MAX_HEAD_DIM),
+        fields.integer("q_lora_rank", MAX_WIDTH) if fields.has("q_lora_rank") else 0,
+    )
+    interleaved = model_type == "deepseek_v2" or fields.flag("rope_interleave", default=True)
+    spec = replace(
+        spec,
+        rope=replace(spec.rope, interleaved=interleaved),
+        latent=latent,
+        attention_scale=_scale(fields, latent),
+    )
+    return spec if model_type == "youtu" else replace(spec, experts=_config_experts(fields, spec))
+
+
+def _stored_width(fields: Fields, latent: str, rotated: str) -> int:
+    rotated_width = fields.integer(rotated, MAX_HEAD_DIM // 2, low=2)
+    return fields.integer(latent, MAX_HEAD_DIM // 2) + rotated_width
+
+
+def _scale(fields: Fields, latent: LatentSpec) -> float:
+    """Return the scale of scores, which YaRN's `mscale_all_dim` changes."""
+    part = fields.part("rope_scaling") or fields.part("rope_parameters")
+    weight = None if part is None else part.optional_number("mscale_all_dim")
+    more = 1.0
+    if part is not None and weight is not None:
+        more += 0.1 * weight * math.log(part.number("factor", low=1.0, default=1.0))
+    return float(more**2 * (latent.key + latent.rotated) ** -0.5)
+
+
+def _gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
+    count = fields.integer("expert_count", _most(spec), low=0, default=0)
+    first = fields.integer("leading_dense_block_count", MAX_LAYERS, low=0, default=0)
+    if count == 0 or first >= spec.num_layers:
+        return None
+    fields.expect("expert_gating_func", 0, 1, _SIGMOID)  # 0 is unspecified, 1 softmax
+    width = fields.integer("expert_feed_forward_length", MAX_WIDTH)
+    shared = fields.integer("expert_shared_count", MAX_EXPERTS, low=0, default=0)
+    groups = "expert_group_count", "expert_group_used_count"
+    routing = _routing(
+        fields,
+        count,
+        fields.number("expert_weights_scale", default=1.0),
+        groups if fields.has(groups[0]) else None,
+        is_sigmoid=fields.value("expert_gating_func") == _SIGMOID,
+    )
+    return ExpertSpec(
+        count,
+        fields.integer("expert_used_count", count),
+        width,
+        fields.flag("expert_weights_norm", default=False),
+        shared * width,
+        first,
+        routing,
+    )
+
+
+def _config_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
+    count = fields.integer("n_routed_experts", _most(spec))
+    fields.expect("moe_layer_freq", 1)
+    is_sigmoid = fields.text("model_type") != "deepseek_v2"
+    if fields.has("scoring_func"):
+        fields.expect("scoring_func", "sigmoid" if is_sigmoid else "softmax")
+    has_groups = fields.has("n_group")
+    if not is_sigmoid:
+        fields.expect("norm_topk_prob", False)  # noqa: FBT003 - the only value
+        fields.expect("topk_method", "greedy", "group_limited_greedy")
+        has_groups = fields.value("topk_method") == "group_limited_greedy"
+    first = _first_with_experts(fields, spec)
+    if first >= spec.num_layers:
+        return None
+    width = fields.integer("moe_intermediate_size", MAX_WIDTH)
+    shared = fields.integer("n_shared_experts", MAX_EXPERTS, low=0, default=0)
+    scale = fields.number("routed_scaling_factor", default=1.0)
+    groups = ("n_group", "topk_group") if has_groups else None
+    return ExpertSpec(
+        count,
+        fields.integer("num_experts_per_tok", count),
+        width,
+        is_sigmoid and fields.flag("norm_topk_prob", default=True),
+        shared * width,
+        first,
+        _routing(fields, count, scale, groups, is_sigmoid=is_sigmoid),
+    )
+
+
+def _first_with_experts(fields: Fields, spec: ModelSpec) -> int:
+    """Return how many layers, the first ones, have none."""
+    if fields.text("model_type") != "glm4_moe_lite":
+        return fields.integer("first_k_dense_replace", MAX_LAYERS, low=0, default=0)
+    key, kinds = "mlp_layer_types", {"dense": False, "sparse": True}
+    if not fields.has(key):
+        return 1
+    are_sparse = fields.choices(key, kinds, spec.num_layers)
+    first = are_sparse.count(False)
+    if are_sparse != (False,) * first + (True,) * (spec.num_layers - first):
+        fields.fault(f"has {key} with dense layers after sparse ones, which is not supported yet")
+    return first
+
+
+def _routing(
+    fields: Fields,
+    count: int,
+    scale: float,
+    groups: tuple[str, str] | None,
+    *,
+    is_sigmoid: bool,
+) -> RoutingSpec | None:
+    """Return how experts are chosen; None if by softmax alone. `groups` are keys."""
+    num_groups = 1 if groups is None else fields.integer(groups[0], count)
+    if count % num_groups:
+        fields.fault(f"has {count} experts, not a multiple of its {num_groups} groups of them")
+    used = num_groups
+    if groups is not None and num_groups > 1:
+        used = fields.integer(groups[1], num_groups)
+    best = min(2, count // num_groups) if is_sigmoid else 1
+    routing = RoutingSpec(scale, is_sigmoid, is_sigmoid, num_groups, used, best)
+    return None if routing == RoutingSpec() else routing
+
+
+def _most(spec: ModelSpec) -> int:
+    return min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers)
+
+
+_COMMON: Final[dict[str, Any]] = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}  # fmt: skip
+_V2: Final = {
+    **_COMMON, "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+    "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
+    "topk_method": "greedy",
+}  # fmt: skip
+_V3: Final = {
+    **_COMMON, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "max_position_embeddings": 4096,
+    "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+    "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+DEEPSEEK2 = Family(
+    model_types={
+        "deepseek_v2": _V2,
+        "deepseek_v3": _V3,
+        "kimi_k2": _V3,
+        "glm4_moe_lite": _V3 | {
+            "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+            "num_hidden_layers": 47, "num_attention_heads": 20, "q_lora_rank": 768,
+            "max_position_embeddings": 202752, "n_routed_experts": 64, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8, "n_group": 1,
+            "topk_group": 1, "v_head_dim": 256, "qk_nope_head_dim": 192, "rms_norm_eps": 1e-5,
+        },
+        "youtu": _COMMON | {
+            "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 6144,
+            "num_hidden_layers": 32, "num_attention_heads": 16,
+            "max_position_embeddings": 131072, "tie_word_embeddings": True,
+        },
+    },
+    from_gguf=from_gguf,
+    from_config=from_config,
+    gguf_values=gguf_values,
+    config_values=config_values,
+    layer_names={
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_experts.up_proj": "ffn_up_shexp",
+        "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    },
+    fused={"attn_kv_a_mqa": ("attn_kv_a", "attn_k_pe")},
+    interleaves=True,
+    rotated="qk_rope_head_dim",
+    extra_layers="num_nextn_predict_layers",
+)  # fmt: skip
