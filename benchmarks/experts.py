@@ -47,31 +47,33 @@ def _tensors() -> dict[str, QuantTensor]:
     rng = np.random.default_rng(0)
     queries, keys, vocabulary_size = _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM, len(vocabulary()[0])
     tensors = {
-        "token_embd.weight": _matrix(rng, vocabulary_size, _WIDTH, deviation=1.0),
-        "output_norm.weight": _ones(_WIDTH),
-        "output.weight": _matrix(rng, vocabulary_size, _WIDTH),
+        "token_embd.weight": random_matrix(rng, vocabulary_size, _WIDTH, deviation=1.0),
+        "output_norm.weight": ones(_WIDTH),
+        "output.weight": random_matrix(rng, vocabulary_size, _WIDTH),
     }
     for layer in range(_LAYERS):
         router = rng.standard_normal((_EXPERTS, _WIDTH)) * _WIDTH**-0.5
         named = {
-            "attn_norm": _ones(_WIDTH),
-            "attn_q": _matrix(rng, queries, _WIDTH),
-            "attn_k": _matrix(rng, keys, _WIDTH),
-            "attn_v": _matrix(rng, keys, _WIDTH),
-            "attn_output": _matrix(rng, _WIDTH, queries),
-            "attn_q_norm": _ones(_HEAD_DIM),
-            "attn_k_norm": _ones(_HEAD_DIM),
-            "ffn_norm": _ones(_WIDTH),
+            "attn_norm": ones(_WIDTH),
+            "attn_q": random_matrix(rng, queries, _WIDTH),
+            "attn_k": random_matrix(rng, keys, _WIDTH),
+            "attn_v": random_matrix(rng, keys, _WIDTH),
+            "attn_output": random_matrix(rng, _WIDTH, queries),
+            "attn_q_norm": ones(_HEAD_DIM),
+            "attn_k_norm": ones(_HEAD_DIM),
+            "ffn_norm": ones(_WIDTH),
             "ffn_gate_inp": QuantTensor.from_floats(router.astype(np.float32), FORMATS["F32"]),
-            "ffn_gate_exps": _matrix(rng, _EXPERTS, _FFN, _WIDTH),
-            "ffn_up_exps": _matrix(rng, _EXPERTS, _FFN, _WIDTH),
-            "ffn_down_exps": _matrix(rng, _EXPERTS, _WIDTH, _FFN),
+            "ffn_gate_exps": random_matrix(rng, _EXPERTS, _FFN, _WIDTH),
+            "ffn_up_exps": random_matrix(rng, _EXPERTS, _FFN, _WIDTH),
+            "ffn_down_exps": random_matrix(rng, _EXPERTS, _WIDTH, _FFN),
         }
         tensors |= {f"blk.{layer}.{name}.weight": tensor for name, tensor in named.items()}
     return tensors
 
 
-def _matrix(rng: np.random.Generator, *shape: int, deviation: float = _WIDTH**-0.5) -> QuantTensor:
+def random_matrix(
+    rng: np.random.Generator, *shape: int, deviation: float = _WIDTH**-0.5
+) -> QuantTensor:
     """Return random codes of Q4_0 in blocks of one scale.
 
     Their mean is 0: otherwise a matrix adds nearly the same to all rows, they become alike from
@@ -85,5 +87,6 @@ def _matrix(rng: np.random.Generator, *shape: int, deviation: float = _WIDTH**-0
     return QuantTensor(fmt, shape, blocks.reshape(int(np.prod(shape[:-1])), -1))
 
 
-def _ones(width: int) -> QuantTensor:
+def ones(width: int) -> QuantTensor:
+    """Return the weights of a norm that changes nothing."""
     return QuantTensor.from_floats(np.ones(width, np.float32), FORMATS["F32"])

@@ -371,37 +371,11 @@ void run_sum_terms(Worker& worker, const OpRecord& op) {
   worker.finish();
 }
 
-void run_route(Worker& worker, const OpRecord& op) {
-  const Routing routing{op.num_experts,
-                        op.num_used,
-                        op.num_groups,
-                        op.num_used_groups,
-                        op.group_best,
-                        op.is_sigmoid != 0,
-                        op.shares == Shares::Chosen,
-                        op.factor,
-                        op.norm == kNone ? nullptr : worker.vector(op.norm)};
-  ExpertGroups& memory = worker.memory.experts;
-  memory.chosen.resize(static_cast<size_t>(op.num_experts));
-  memory.shares.resize(static_cast<size_t>(3 * op.num_experts));
-  const int32_t out = op.outputs[0].buffer;
-  for (int64_t row = worker.rows_begin(); row < worker.rows_end(); ++row) {
-    route_row(worker.buffer(op.x) + row * worker.stride(op.x), routing, memory.chosen.data(),
-              memory.shares.data(), worker.buffer(out) + row * worker.stride(out));
-  }
-  worker.finish();
-}
-
 void make_room_for_experts(Plan& plan, const StepRecord& step) {
   constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
   for (size_t i = 0; i < plan.ops.size(); ++i) {
     const OpRecord& op = plan.ops[i];
     const int64_t num_pairs = int64_t{step.num_rows} * op.num_used;
-    if (op.kind == OpKind::Route) {
-      for (ThreadMemory& memory : plan.threads) {
-        memory.experts.reserve(3 * int64_t{op.num_experts}, op.num_experts);
-      }
-    }
     if (op.kind == OpKind::SumTerms || op.kind == OpKind::Gather) {
       for (ThreadMemory& memory : plan.threads) memory.experts.reserve(op.num_used, op.num_experts);
     }

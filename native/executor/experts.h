@@ -20,9 +20,6 @@ void run_experts(Worker& worker, const OpRecord& op);
 void run_expert_terms(Worker& worker, const OpRecord& op);
 void run_sum_terms(Worker& worker, const OpRecord& op);
 
-/// The choice itself, where shares are not a softmax of the scores.
-void run_route(Worker& worker, const OpRecord& op);
-
 /// Makes room for what the mixtures of a plan need in a step; throws std::bad_alloc.
 void make_room_for_experts(Plan& plan, const StepRecord& step);
 

@@ -6,6 +6,7 @@
 #include "executor/heads.h"
 #include "executor/pieces.h"
 #include "executor/products.h"
+#include "executor/route.h"
 #include "executor/worker.h"
 #include "kernels/rows.h"
 #include "linear/linear.h"
@@ -324,6 +325,7 @@ void get_ready(StepState& step) {
   make_room_for_products(plan, record);
   make_room_for_experts(plan, record);
   make_room_for_heads(plan, record);
+  make_room_for_routes(plan);
   make_room_for_collectives(plan, record);
   make_room_for_pieces(plan);
   step.slice_of_row.resize(static_cast<size_t>(record.num_rows));

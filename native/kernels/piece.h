@@ -57,19 +57,46 @@ inline void values_of_keys(const float* keys, int64_t head_dim, bool are_spread,
   }
 }
 
-/// The same of codes: pairs of neighbours of a token become pairs of tokens of a neighbour.
+/// The same of codes: pairs of neighbours of two tokens, four codes, become the pairs of tokens of
+/// two neighbours. Then fours of (head_dim / 2, 8 pairs of tokens) become (8, head_dim / 2).
 inline void values_of_keys(const Short* keys, int64_t head_dim, Short* values) {
-  const auto* pairs = reinterpret_cast<const uint32_t*>(keys);
-  auto* out = reinterpret_cast<uint32_t*>(values);
-  for (int64_t d = 0; d < head_dim; d += 2, pairs += kBlockTokens) {
-    for (int64_t token = 0; token < kBlockTokens; token += 2) {
-      const uint32_t first = pairs[token];
-      const uint32_t second = pairs[token + 1];
-      uint32_t* place = out + token / 2 * head_dim + d;
-      place[0] = (first & 0xffff) | (second << 16);
-      place[1] = (first >> 16) | (second & 0xffff0000);
+  constexpr int64_t kFours = kBlockTokens / 2;
+#if TS_LEVEL >= 1
+  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
+                                         0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+  const auto* in = reinterpret_cast<const __m256i*>(keys);
+  const int64_t stride = head_dim / 8;  // fours of a pair of tokens, four at a time
+  auto* out = reinterpret_cast<__m256i*>(values);
+  for (int64_t i = 0; i < stride; ++i, in += kFours) {
+    for (int64_t half = 0; half < 2; ++half) {
+      __m256i rows[4];
+      TS_UNROLL for (int r = 0; r < 4; ++r) {
+        rows[r] = _mm256_shuffle_epi8(_mm256_loadu_si256(in + 2 * r + half), order);
+      }
+      const __m256i even01 = _mm256_unpacklo_epi64(rows[0], rows[1]);
+      const __m256i odd01 = _mm256_unpackhi_epi64(rows[0], rows[1]);
+      const __m256i even23 = _mm256_unpacklo_epi64(rows[2], rows[3]);
+      const __m256i odd23 = _mm256_unpackhi_epi64(rows[2], rows[3]);
+      __m256i* place = out + 4 * half * stride + i;
+      _mm256_storeu_si256(place, _mm256_permute2x128_si256(even01, even23, 0x20));
+      _mm256_storeu_si256(place + stride, _mm256_permute2x128_si256(odd01, odd23, 0x20));
+      _mm256_storeu_si256(place + 2 * stride, _mm256_permute2x128_si256(even01, even23, 0x31));
+      _mm256_storeu_si256(place + 3 * stride, _mm256_permute2x128_si256(odd01, odd23, 0x31));
     }
   }
+#else
+  const int16_t* in = &keys->code;
+  int16_t* out = &values->code;
+  for (int64_t d = 0; d < head_dim; d += 2) {
+    for (int64_t pair = 0; pair < kFours; ++pair, in += 4) {
+      int16_t* place = out + 2 * (pair * head_dim + d);
+      place[0] = in[0];
+      place[1] = in[2];
+      place[2] = in[1];
+      place[3] = in[3];
+    }
+  }
+#endif
 }
 
 template <class T>

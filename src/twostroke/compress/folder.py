@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from twostroke.compress.even import Evener
 from twostroke.compress.grids import group_grid
 from twostroke.compress.hf_files import config_of, write_tokenizer
 from twostroke.compress.report import make_report
@@ -80,12 +81,14 @@ def write_folder(
     ]
     need(part, sum(sizes))
     pieces = calibration.pieces
-    store = calibration.kept.matrices(tensors, fmt.name, pieces)
+    store = calibration.kept.matrices(tensors, f"{fmt.name} evened", pieces)
+    evener = Evener(program, rounded, store)
     matrices = round_products(
         *(program, tensors, products, pieces, rounded),
         lambda name: store.get(name, tensors[name].shape, fmt),
+        evener=evener,
     )
-    tensors |= store.all_of(watched(matrices, len(products), notice))
+    tensors |= store.all_of(watched(matrices, len(products), notice)) | evener.changed
     tensors = {key: reordered(source, key, tensor) for key, tensor in tensors.items()}
     stored: dict[str, QuantTensor | StoredArray] = {}
     for key, tensor in tensors.items():

@@ -104,10 +104,10 @@ class Matrices:
         for name, tensor in matrices:
             found[name] = tensor
             if self.get(name, tensor.shape, tensor.format) is None:
-                self._add(name, tensor)
+                self.add(name, tensor)
         return found
 
-    def _add(self, name: str, tensor: QuantTensor) -> None:
+    def add(self, name: str, tensor: QuantTensor) -> None:
         """Keep a matrix; a full disk is no reason to stop."""
         path = self._path(name)
         part = path.with_suffix(".part")

@@ -14,6 +14,7 @@ import numpy as np
 
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span
+from twostroke.compress.even import divided_moments
 from twostroke.compress.round import moments_of, squares_of
 from twostroke.compress.threads import own_threads
 from twostroke.program import ops
@@ -21,6 +22,7 @@ from twostroke.program import ops
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from twostroke.compress.even import Evener
     from twostroke.compress.round import Moments
     from twostroke.program import Op, Program
     from twostroke.quant import Floats, QuantTensor
@@ -38,30 +40,49 @@ def round_products(
     pieces: Sequence[Sequence[int]],
     rounded: Rounder,
     known: Callable[[str], QuantTensor | None] = lambda _: None,
+    *,
+    evener: Evener | None = None,
 ) -> Iterator[tuple[str, QuantTensor]]:
     """Yield the rounded weight of each Linear in `names`, in the order of the Program.
 
-    Those that `known` returns are not rounded again. Other weights are used as `tensors` has them.
-    The inputs of one operation for all of `pieces` are in memory at a time. The result does not
-    depend on the number of threads.
+    Those that `known` returns are not rounded again. Other weights are used as `tensors` has them,
+    unless an `evener` changes them. The inputs of one operation for all of `pieces` are in memory
+    at a time. The result does not depend on the number of threads.
     """
-    last: tuple[str, Moments] | None = None  # a value, and its moments
+    held = dict(tensors)
+    products: dict[str, list[str]] = {}  # of each value
+    for op in program.ops:
+        if isinstance(op, ops.Linear) and op.weight in names:
+            products.setdefault(op.x, []).append(op.weight)
+    moments: Moments | None = None
     with own_threads() as pool:
         streams = [Stream(program, pieces[i::_PARTS]) for i in range(min(_PARTS, len(pieces)))]
         for op in program.ops:
             if isinstance(op, ops.Logits):
                 return
-            weights = {weight.name: tensors[weight.name].dequantize() for weight in op.weights}
             if isinstance(op, ops.Linear) and op.weight in names:
+                if op.weight == products[op.x][0]:
+                    moments = None  # its room is needed
+                    factors = None if evener is None else evener.known(op.x, op.in_width)
+                    is_new = evener is not None and factors is None
+                    if is_new or any(known(name) is None for name in products[op.x]):
+                        squares = pool.map(squares_of, [stream.values[op.x] for stream in streams])
+                        moments = moments_of(squares, pool.map)
+                    if evener is not None:
+                        if factors is None:
+                            assert moments is not None
+                            factors = evener.choose(op.x, moments, held)
+                        held |= evener.move(op.x, factors, held)
+                        for stream in streams:
+                            stream.values[op.x] = stream.values[op.x] / factors
+                        moments = moments and divided_moments(moments, factors)
                 tensor = known(op.weight)
                 if tensor is None:
-                    if last is None or last[0] != op.x:
-                        last = None  # its room is needed
-                        squares = pool.map(squares_of, [stream.values[op.x] for stream in streams])
-                        last = op.x, moments_of(squares, pool.map)
-                    tensor = rounded(op.weight, weights[op.weight], last[1])
+                    assert moments is not None
+                    tensor = rounded(op.weight, held[op.weight].dequantize(), moments)
                 yield op.weight, tensor
-                weights[op.weight] = tensor.dequantize()
+                held[op.weight] = tensor
+            weights = {weight.name: held[weight.name].dequantize() for weight in op.weights}
             list(pool.map(partial(Stream.run, op=op, weights=weights), streams))
 
 

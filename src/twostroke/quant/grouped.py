@@ -117,6 +117,17 @@ def assemble(fmt: Format, codes: Bytes, scales: Bytes, zeros: Bytes | None = Non
     return QuantTensor(fmt, (rows, inputs), data)
 
 
+def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
+    """Return a matrix whose rows are multiplied with powers of two; codes stay as they are."""
+    scale = tensor.format.name.split("_")[2].lower()
+    blocks = tensor.data.reshape(len(factors), -1, tensor.format.block_bytes).copy()
+    size = SCALE_BYTES[scale]
+    raw = np.ascontiguousarray(blocks[:, :, :size]).reshape(-1, size)
+    scales = _DECODE_SCALE[scale](raw) * np.repeat(factors, blocks.shape[1])[:, None]
+    blocks[:, :, :size] = _ENCODE_SCALE[scale](scales).reshape(*blocks.shape[:2], size)
+    return QuantTensor(tensor.format, tensor.shape, blocks.reshape(tensor.data.shape))
+
+
 class _Kind(Frozen):
     """What `grouped` was asked for."""
 

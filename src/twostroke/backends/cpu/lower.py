@@ -9,6 +9,14 @@ from msgspec.structs import replace
 
 from twostroke.backends.cpu.buffers import Buffers, parts_in_place
 from twostroke.backends.cpu.collectives import Collectives
+from twostroke.backends.cpu.fields import (
+    check_heads,
+    fields_of_attention,
+    fields_of_heads,
+    fields_of_joint,
+    fields_of_route,
+    shares_of,
+)
 from twostroke.backends.cpu.fuse import fuse
 from twostroke.backends.cpu.lowered import Lowered, Vector
 from twostroke.backends.cpu.precision import precision_of
@@ -19,7 +27,6 @@ from twostroke.backends.cpu.records import (
     OpKind,
     OpRecord,
     OutputRecord,
-    Shares,
     Store,
 )
 from twostroke.core.config import DEFAULT_ACTIVATION_BITS
@@ -36,9 +43,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOGIT_ROWS = 32  # logits of this many rows are held at once, of two such chunks where ranks share
-_HEAD_UNIT = 16  # values of a head that the kernels handle at once
-_MAX_HEAD_DIM = 576
-_MOST_TOKENS = 2**31 - 1
 
 
 def lower(
@@ -57,19 +61,10 @@ def lower(
     Raises:
         BackendError: a shape that the kernels cannot run.
     """
-    _check(program)
+    check_heads(program)
     if has_routers is None:
         has_routers = any(isinstance(op, ops.MixtureOfExperts) for op in program.ops)
     return _Lowering(program, taps, activation_bits, has_routers=has_routers).lower()
-
-
-def _check(program: Program) -> None:
-    for op in program.ops:
-        if isinstance(op, ops.Attention | ops.AttentionPieces | ops.Rope) and (
-            op.head_dim % _HEAD_UNIT or op.head_dim > _MAX_HEAD_DIM
-        ):
-            message = f"{program.name}: heads of {op.head_dim} values; the cpu backend runs"
-            raise BackendError(f"{message} multiples of {_HEAD_UNIT} up to {_MAX_HEAD_DIM}.")
 
 
 class _Lowering:
@@ -146,7 +141,7 @@ class _Lowering:
             case (*_, ops.Logits() as op):
                 self._logits(op, run)
             case (ops.MixtureOfExperts() as op, *_):
-                self._mixture(OpKind.EXPERTS, op, run, len(op.experts), shares=_shares(op))
+                self._mixture(OpKind.EXPERTS, op, run, len(op.experts), shares=shares_of(op))
             case (ops.ExpertTerms() as op,):
                 self._mixture(OpKind.TERMS, op, run, op.num_experts, own_expert=op.first_expert)
             case (ops.SumTerms() as op, *_):
@@ -155,20 +150,16 @@ class _Lowering:
                     *run,
                     num_experts=self._width_of(op.scores),
                     num_used=op.num_used,
-                    shares=_shares(op),
+                    shares=shares_of(op),
                 )
-            case (ops.Route() as op,):
-                self._route(op)
-            case (ops.HeadLinear() as op,):
-                self._head_products(op)
-            case (ops.Join() as op,):
-                self._join(op)
             case (ops.Attention() as op,):
                 # Storing the one that is in the pages already a second time does no harm.
                 is_stored = op.k in self._stored and op.v in self._stored
-                self._attend(OpKind.ATTENTION, op, first_head=op.first_head, is_stored=is_stored)
+                fields = fields_of_attention(op) | {"first_head": op.first_head}
+                self._emit(OpKind.ATTENTION, op, is_stored=is_stored, **fields)
             case (ops.AttentionPieces() as op,):
-                self._attend(OpKind.PIECES, op, **self._collectives.fields_of_pieces(op))
+                fields = self._collectives.fields_of_pieces(op)
+                self._emit(OpKind.PIECES, op, **fields_of_attention(op), **fields)
             case (ops.RMSNorm(), *_):
                 self._emit(OpKind.NORM, *run)
             case (ops.Rope() as op,):
@@ -182,12 +173,19 @@ class _Lowering:
             case (ops.Add() as op,):
                 self._emit(OpKind.ADD, op)
             case (op,):
-                self._lower_collective(op)
+                self._lower_other(op)
             case _:
                 raise BackendError(f"The cpu backend has no kernel for {run}.")
 
-    def _lower_collective(self, op: Op) -> None:
+    def _lower_other(self, op: Op) -> None:
         match op:
+            case ops.Route():
+                bias = NONE if op.bias is None else _place_in(self._vectors, Vector(op.bias))
+                self._emit(OpKind.ROUTE, op, norm=bias, **fields_of_route(op))
+            case ops.HeadLinear():
+                self._head_products(op)
+            case ops.Join():
+                self._join(op)
             case ops.AllGather():
                 self._gather(op)
             case ops.TakeColumns():
@@ -320,39 +318,16 @@ class _Lowering:
             self._experts.append(
                 ExpertRecord(*(_place_in(self._matrices, name) for name in weights))
             )
-        self._emit(
-            kind,
-            *run,
-            first_expert=first,
-            num_experts=num_experts,
-            num_own=len(op.experts),
-            num_used=op.num_used,
-            activation=ACTIVATIONS[op.activation],
-            **fields,
-        )
-
-    def _route(self, op: ops.Route) -> None:
-        self._emit(
-            OpKind.ROUTE,
-            op,
-            norm=NONE if op.bias is None else _place_in(self._vectors, Vector(op.bias)),
-            num_experts=op.width,
-            num_used=op.num_used,
-            num_groups=op.num_groups,
-            num_used_groups=op.num_used_groups,
-            group_best=op.group_best,
-            is_sigmoid=op.is_sigmoid,
-            shares=Shares.CHOSEN if op.normalize else Shares.ALL,
-            factor=op.scale,
-        )
+        fields |= {"num_used": op.num_used, "activation": ACTIVATIONS[op.activation]}
+        fields |= {"num_experts": num_experts, "num_own": len(op.experts)}
+        self._emit(kind, *run, first_expert=first, **fields)
 
     def _head_products(self, op: ops.HeadLinear) -> None:
         """Append the products of heads, whose matrices follow one another."""
         first = len(self._matrices)
         places = [_place_in(self._matrices, name) for name in op.matrices]
         assert places == list(range(first, first + len(places)))
-        sizes: dict[str, Any] = {"x_head": op.x_head, "x_first": op.first, "x_width": op.in_width}
-        self._emit(OpKind.HEAD_PRODUCTS, op, weight=op.matrices[0], num_heads=op.num_heads, **sizes)
+        self._emit(OpKind.HEAD_PRODUCTS, op, weight=op.matrices[0], **fields_of_heads(op))
 
     def _join(self, op: ops.Join) -> None:
         """Append a joint, with the rotation that follows it."""
@@ -362,8 +337,7 @@ class _Lowering:
         if isinstance(reader, ops.Rope):
             rope, run = self._rope(reader), (op, reader)
             self._absorbed.add(reader.output)
-        sizes: dict[str, Any] = {"x_head": op.a_head, "x_first": op.first, "x_width": op.a_width}
-        self._emit(OpKind.JOIN, *run, rope=rope, num_heads=op.num_heads, **sizes)
+        self._emit(OpKind.JOIN, *run, rope=rope, **fields_of_joint(op))
 
     def _logits(self, op: ops.Logits, run: tuple[Op, ...]) -> None:
         """Append logits; those of a part of the vocabulary are gathered with them, on rank 0."""
@@ -408,19 +382,6 @@ class _Lowering:
     def _width_of(self, name: str) -> int:
         return self._buffers.all[self._buffers.of_value[name]].width
 
-    def _attend(self, kind: OpKind, op: ops.Attention | ops.AttentionPieces, **fields: Any) -> None:
-        self._emit(
-            kind,
-            op,
-            layer=op.layer,
-            num_heads=op.num_heads,
-            group=op.group_size,
-            scale=op.scale,
-            window=min(op.window or 0, _MOST_TOKENS),
-            soft_cap=op.soft_cap or 0,
-            **fields,
-        )
-
     def _rope(self, op: ops.Rope) -> int:
         """Return the place of a rotation; equal ones share their angles."""
         return _place_in(self._ropes, replace(op, output="", x="", num_heads=1))
@@ -428,12 +389,6 @@ class _Lowering:
     def _only_reader(self, name: str) -> Op | None:
         readers = self._readers.get(name, [])
         return readers[0] if len(readers) == 1 and name not in self._taps else None
-
-
-def _shares(op: ops.MixtureOfExperts | ops.SumTerms) -> Shares:
-    if op.are_shares:
-        return Shares.GIVEN
-    return Shares.CHOSEN if op.normalize else Shares.ALL
 
 
 def _place_in(table: dict[T, int], thing: T) -> int:
