@@ -20,7 +20,7 @@ from support.tiny import (
     write_tiny_gguf,
 )
 from support.tiny_families import WINDOW
-from support.tiny_weights import folder_weights, interleave_rows
+from support.tiny_weights import folder_weights, gguf_weights, interleave_rows
 from twostroke.core.errors import ModelFormatError
 from twostroke.models import MODEL_TYPES, ExpertSpec, RopeSpec, WindowSpec
 from twostroke.quant import FORMATS, QuantTensor
@@ -171,6 +171,36 @@ def test_experts_are_read_one_by_one_or_in_stacks_without_a_copy(tmp_path: Path)
         assert not tensor.data.flags.owndata
 
 
+def test_layers_that_only_guess_are_left_out(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny", tiny_of("deepseek-v3"))
+    plain = load_path(folder)
+    weights = folder_weights(tiny_of("deepseek-v3"), tiny_weights(tiny_of("deepseek-v3")))
+    last = {name: w for name, w in weights.items() if name.startswith("model.layers.2.")}
+    extra = {name.replace("layers.2.", "layers.3."): values for name, values in last.items()}
+    extra["model.layers.3.eh_proj.weight"] = np.zeros((4, 4), np.float32)
+    fmt = FORMATS["F32"]
+    stored = {name: QuantTensor.from_floats(w, fmt) for name, w in (weights | extra).items()}
+    write_safetensors(folder / "model.safetensors", stored)
+    with pytest.raises(ModelFormatError, match=r"blk\.3\."):
+        load_path(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+    assert load_path(folder).tensors.keys() == plain.tensors.keys()
+
+
+def test_keys_of_heads_are_turned_once_and_stay_exact(tmp_path: Path) -> None:
+    for fmt, turned in (("BF16", "BF16"), ("Q8_0", "F32")):
+        tiny = replace(tiny_of("deepseek-v2"), fmt=fmt)
+        loaded = load_path(write_tiny_gguf(tmp_path / f"{fmt}.gguf", tiny))
+        held = gguf_weights(tiny, tiny_weights(tiny))["blk.0.attn_kv_b.weight"]
+        whole = QuantTensor.from_floats(held, FORMATS[fmt]).dequantize().reshape(4, 80, 32)
+        for head in range(4):
+            keys, values = (loaded.tensors[f"blk.0.attn_{p}_b.{head}.weight"] for p in "kv")
+            assert (keys.format.name, values.format.name) == (turned, fmt)
+            np.testing.assert_array_equal(keys.dequantize(), whole[head, :32].T)
+            np.testing.assert_array_equal(values.dequantize(), whole[head, 32:])
+
+
 def test_stacks_of_gates_and_ups_are_cut(tmp_path: Path) -> None:
     tiny = tiny_of("qwen3-moe")
     folder = write_tiny_folder(tmp_path / "tiny", tiny)
@@ -250,6 +280,17 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("llama", {"rms_norm_eps": 1e31}, "rms_norm_eps = 1e+31, not a number from 1e-30 to"),
         ("llama", {"rope_theta": 10**400}, "rope_theta = a huge number, not a number from"),
         ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0, not a number from"),
+        ("deepseek-v3", {"attention_bias": True}, "attention_bias = True, which is not supported"),
+        ("deepseek-v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0, not a whole number from 1 to 512"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax', which is not"),
+        ("deepseek-v3", {"n_group": 3}, "8 experts, not a multiple of its 3 groups of them"),
+        ("deepseek-v3", {"topk_group": 1}, "chooses 3 of the 2 experts that 1 of its"),
+        ("deepseek-v3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9, not a whole number"),
+        ("deepseek-v3", {"v_head_dim": 32}, "shape (64, 192); the family 'deepseek2' reads (64,"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob = True, which is not supported"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc', which is not"),
+        ("glm4-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers after"),
+        ("youtu", {"qk_rope_head_dim": 15}, "a rope dimension of 15"),
     ],
 )  # fmt: skip
 def test_unsupported_configurations_are_refused(
@@ -277,6 +318,15 @@ def test_unsupported_configurations_are_refused(
         ("llama-3.1", {"rope__scaling__factor": 2.0}, "scales its rope twice"),
         ("qwen3", {"attention__causal": False}, "attention.causal = False, which is not supported"),
         ("olmo2", {"attention__sliding_window": 64}, "sliding_window = 64, which is not supported"),
+        (
+            "mixtral",
+            {"leading_dense_block_count": 1},
+            "leading_dense_block_count = 1, which is not",
+        ),
+        ("deepseek-v3", {"expert_gating_func": 3}, "expert_gating_func = 3, which is not"),
+        ("deepseek-v3", {"attention__key_length_mla": 16}, "key_length_mla = 16, not a whole"),
+        ("deepseek-v3", {"expert_group_used_count": 5}, "group_used_count = 5, not a whole"),
+        ("deepseek-v2", {"attention__kv_lora_rank": 48}, "lacks tensor 'blk.0.attn_kv_a.weight'"),
     ],
 )
 def test_unsupported_metadata_is_refused(

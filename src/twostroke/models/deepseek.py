@@ -110,16 +110,17 @@ def _gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
     width = fields.integer("expert_feed_forward_length", MAX_WIDTH)
     shared = fields.integer("expert_shared_count", MAX_EXPERTS, low=0, default=0)
     groups = "expert_group_count", "expert_group_used_count"
+    used = fields.integer("expert_used_count", count)
     routing = _routing(
         fields,
-        count,
+        (count, used),
         fields.number("expert_weights_scale", default=1.0),
         groups if fields.has(groups[0]) else None,
         is_sigmoid=fields.value("expert_gating_func") == _SIGMOID,
     )
     return ExpertSpec(
         count,
-        fields.integer("expert_used_count", count),
+        used,
         width,
         fields.flag("expert_weights_norm", default=False),
         shared * width,
@@ -146,14 +147,15 @@ def _config_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
     shared = fields.integer("n_shared_experts", MAX_EXPERTS, low=0, default=0)
     scale = fields.number("routed_scaling_factor", default=1.0)
     groups = ("n_group", "topk_group") if has_groups else None
+    used = fields.integer("num_experts_per_tok", count)
     return ExpertSpec(
         count,
-        fields.integer("num_experts_per_tok", count),
+        used,
         width,
         is_sigmoid and fields.flag("norm_topk_prob", default=True),
         shared * width,
         first,
-        _routing(fields, count, scale, groups, is_sigmoid=is_sigmoid),
+        _routing(fields, (count, used), scale, groups, is_sigmoid=is_sigmoid),
     )
 
 
@@ -173,19 +175,26 @@ def _first_with_experts(fields: Fields, spec: ModelSpec) -> int:
 
 def _routing(
     fields: Fields,
-    count: int,
+    counts: tuple[int, int],
     scale: float,
     groups: tuple[str, str] | None,
     *,
     is_sigmoid: bool,
 ) -> RoutingSpec | None:
-    """Return how experts are chosen; None if by softmax alone. `groups` are keys."""
+    """Return how experts are chosen; None if by softmax alone.
+
+    `counts` are those of all experts and of a row's; `groups` are keys.
+    """
+    count, num_used = counts
     num_groups = 1 if groups is None else fields.integer(groups[0], count)
     if count % num_groups:
         fields.fault(f"has {count} experts, not a multiple of its {num_groups} groups of them")
     used = num_groups
     if groups is not None and num_groups > 1:
         used = fields.integer(groups[1], num_groups)
+    if num_used > used * (count // num_groups):
+        most = used * (count // num_groups)
+        fields.fault(f"chooses {num_used} of the {most} experts that {used} of its groups have")
     best = min(2, count // num_groups) if is_sigmoid else 1
     routing = RoutingSpec(scale, is_sigmoid, is_sigmoid, num_groups, used, best)
     return None if routing == RoutingSpec() else routing

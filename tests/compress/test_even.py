@@ -1,0 +1,128 @@
+"""Evening moves factors between matrices, and changes no product."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from support.tiny import tiny_of, write_tiny_gguf
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.compress.even import Evener, divided_moments
+from twostroke.compress.grids import group_grid
+from twostroke.compress.kept import Matrices
+from twostroke.compress.round import moments_of, round_to, squares_of
+from twostroke.compress.twin import twin_of
+from twostroke.compress.walk import round_products
+from twostroke.models import build_program
+from twostroke.program import ops
+from twostroke.quant import FORMATS, QuantTensor, grouped
+from twostroke.quant.grouped import scale_rows
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.compress.round import Moments
+    from twostroke.quant import Floats
+
+FMT, GRID = grouped(4, 32, "bf16", zero=True), group_grid(4, 32, "BF16")
+PIECES = [[(7 * i * i + 3 * i + start) % 280 for i in range(60)] for start in (0, 11, 29, 31)]
+
+
+def rounded(_: str, weight: Floats, moments: Moments) -> QuantTensor:
+    return round_to(weight, moments, GRID, FMT)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_factors_that_move_change_no_answer(family: str, tmp_path: Path) -> None:
+    """With 8 bits little is lost, unless a factor went to one side only."""
+    fmt, grid = grouped(8, 32, "bf16"), group_grid(8, 32, "BF16")
+    loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of(family)))
+    program = build_program(loaded.spec)
+    tensors = twin_of(program, loaded.tensors)
+
+    def in_bytes(_: str, weight: Floats, moments: Moments) -> QuantTensor:
+        return round_to(weight, moments, grid, fmt)
+
+    names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
+    evener = Evener(program, in_bytes, Matrices(tmp_path / "kept"))
+    made = dict(round_products(program, tensors, names, PIECES, in_bytes, evener=evener))
+    kinds = {name.split(".")[2] for name in evener.changed}
+    assert {"attn_norm", "ffn_norm", "ffn_up", "attn_v"} <= kinds
+    right = ReferenceBackend(program, tensors, 5, 16).score(PIECES[0])
+    found = ReferenceBackend(program, tensors | made | evener.changed, 5, 16).score(PIECES[0])
+    assert np.abs(found - right).max() < 0.1 * np.abs(right).max()
+
+
+def test_uneven_channels_are_rounded_with_less_error(tmp_path: Path) -> None:
+    loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of("llama", hidden_size=128)))
+    program, tensors = build_program(loaded.spec), dict(loaded.tensors)
+    rng = np.random.default_rng(0)
+    for layer in range(2):
+        factors = np.exp(rng.uniform(-2, 2, 128)).astype(np.float32)
+        norm = tensors[f"blk.{layer}.ffn_norm.weight"].dequantize() * factors
+        tensors[f"blk.{layer}.ffn_norm.weight"] = QuantTensor.from_floats(norm, FORMATS["F32"])
+        for part in ("gate", "up"):
+            name = f"blk.{layer}.ffn_{part}.weight"
+            values = tensors[name].dequantize() / factors
+            tensors[name] = QuantTensor.from_floats(values, FORMATS["F32"])
+    names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
+    right = ReferenceBackend(program, tensors, 5, 16).score(PIECES[0])
+    errors = []
+    for folder in (None, tmp_path / "kept"):
+        evener = None if folder is None else Evener(program, rounded, Matrices(folder))
+        made = dict(round_products(program, tensors, names, PIECES, rounded, evener=evener))
+        changed = {} if evener is None else evener.changed
+        found = ReferenceBackend(program, tensors | made | changed, 5, 16).score(PIECES[0])
+        errors.append(np.square(found - right).mean())
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_what_was_interrupted_goes_on_with_the_same_factors(tmp_path: Path) -> None:
+    loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of("qwen2")))
+    program, tensors = build_program(loaded.spec), loaded.tensors
+    names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
+
+    def run(folder: str, count: int | None = None) -> dict[str, QuantTensor]:
+        store = Matrices(tmp_path / folder)
+        evener = Evener(program, rounded, store)
+
+        def known(name: str) -> QuantTensor | None:
+            return store.get(name, tensors[name].shape, FMT)
+
+        found = {}
+        matrices = round_products(program, tensors, names, PIECES, rounded, known, evener=evener)
+        for name, tensor in matrices:
+            found[name] = tensor
+            store.add(name, tensor)
+            if len(found) == count:
+                return found
+        return found | evener.changed
+
+    whole = run("whole")
+    for count in (2, 6, 9):
+        run(f"cut {count}", count)
+        again = run(f"cut {count}")
+        assert again.keys() == whole.keys()
+        for name, tensor in whole.items():
+            np.testing.assert_array_equal(again[name].data, tensor.data, err_msg=name)
+
+
+def test_rows_of_codes_are_scaled_by_their_scales_alone() -> None:
+    weight = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
+    powers = np.exp2(np.arange(-3, 3)).astype(np.float32)
+    for fmt in (FMT, grouped(8, 32, "f16")):
+        tensor = QuantTensor.from_floats(weight, fmt)
+        scaled = scale_rows(tensor, powers).dequantize()
+        np.testing.assert_array_equal(scaled, tensor.dequantize() * powers[:, None])
+
+
+def test_moments_of_divided_inputs_are_those_that_would_be_measured() -> None:
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((300, 32)).astype(np.float32)
+    factors = np.exp(rng.uniform(-1, 1, 32)).astype(np.float32)
+    moments = divided_moments(moments_of([squares_of(inputs)]), factors)
+    inverse = moments.factor @ moments.factor.T
+    np.testing.assert_allclose(inverse @ moments.damped, np.eye(32), atol=1e-3)
