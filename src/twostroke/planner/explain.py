@@ -49,10 +49,11 @@ def _memory(planner: Planner, memory: Memory) -> Iterator[str]:
         size = layer.bytes_per_token(stored) / layer.values_per_token
         copied = copies(layer.num_kv_heads, asked.count)
         more = f" x {copied:.4g} (devices / heads)" if copied > 1 else ""
-        terms.append(f"{times} x 2 x {layer.num_kv_heads} x {layer.head_dim} x {size:.4g}{more}")
+        heads = f"{layer.num_rows} x {layer.num_kv_heads} x {layer.head_dim}"
+        terms.append(f"{times} x {heads} x {size:.4g}{more}")
     yield (
-        f"KV of a token = sum over layers of 2 x heads x dimension x bytes ({asked.kv_format}) = "
-        f"{' + '.join(terms)} = {memory.kv_per_token:,.0f} bytes"
+        f"KV of a token = sum over layers of rows x heads x dimension x bytes ({asked.kv_format}) "
+        f"= {' + '.join(terms)} = {memory.kv_per_token:,.0f} bytes"
     )
     yield (
         f"KV of a request = that x ({asked.prompt} + {asked.output}) tokens, within windows = "
