@@ -47,8 +47,7 @@ class Variant(Frozen):
     num_experts: int = 0
     latent: Latent | None = None
     first_with_experts: int = 0
-    shared_size: int = 0
-    expert_size: int = 0
+    num_shared: int = 0
     has_choice_bias: bool = False
 
 
@@ -294,15 +293,14 @@ _DEEPSEEK_V2 = replace(
     latent=Latent(in_one=True),
     num_experts=8,
     first_with_experts=1,
-    expert_size=64,
-    shared_size=128,
+    num_shared=2,
     metadata={
         **_latent_metadata(Latent(in_one=True)),
         "leading_dense_block_count": 1,
         "expert_count": 8,
         "expert_used_count": 3,
         "expert_shared_count": 2,
-        "expert_feed_forward_length": 64,
+        "expert_feed_forward_length": 128,
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 128,
@@ -314,7 +312,7 @@ _DEEPSEEK_V2 = replace(
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
         "n_shared_experts": 2,
-        "moe_intermediate_size": 64,
+        "moe_intermediate_size": 128,
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 4.0,
@@ -337,7 +335,7 @@ _DEEPSEEK_V3 = replace(
         "expert_count": 8,
         "expert_used_count": 3,
         "expert_shared_count": 2,
-        "expert_feed_forward_length": 64,
+        "expert_feed_forward_length": 128,
         "expert_gating_func": 2,
         "expert_weights_norm": True,
         "expert_weights_scale": 1.7,
@@ -350,7 +348,7 @@ _DEEPSEEK_V3 = replace(
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
         "n_shared_experts": 2,
-        "moe_intermediate_size": 64,
+        "moe_intermediate_size": 128,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.7,
         "n_group": 4,

@@ -129,7 +129,6 @@ def _latent_attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
 def _feed_forward(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
     hidden, variant = tiny.hidden_size, tiny.variant
     num_experts = variant.num_experts if layer >= variant.first_with_experts else 0
-    width = variant.expert_size if num_experts and variant.expert_size else tiny.ffn_size
     part: Weights = {}
     if variant.pre_norms:
         part["ffn_norm.weight"] = _norm(rng, hidden)
@@ -137,9 +136,10 @@ def _feed_forward(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
         part["ffn_gate_inp.weight"] = _matrix(rng, num_experts, hidden)
     if num_experts and variant.has_choice_bias:
         part["exp_probs_b.bias"] = (0.1 * rng.standard_normal(num_experts)).astype(np.float32)
+    width = tiny.ffn_size
     endings = {f".{e}": width for e in range(num_experts)} or {"": width}
-    if num_experts and variant.shared_size:
-        endings["_shexp"] = variant.shared_size
+    if num_experts and variant.num_shared:
+        endings["_shexp"] = variant.num_shared * width
     for ending, size in endings.items():
         part[f"ffn_gate{ending}.weight"] = _matrix(rng, size, hidden)
         part[f"ffn_up{ending}.weight"] = _matrix(rng, size, hidden)
