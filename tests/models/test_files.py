@@ -286,11 +286,13 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("deepseek-v3", {"n_group": 3}, "8 experts, not a multiple of its 3 groups of them"),
         ("deepseek-v3", {"topk_group": 1}, "chooses 3 of the 2 experts that 1 of its"),
         ("deepseek-v3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9, not a whole number"),
-        ("deepseek-v3", {"v_head_dim": 32}, "shape (64, 192); the family 'deepseek2' reads (64,"),
+        ("deepseek-v3", {"v_head_dim": 32}, "lacks tensor 'blk.0.attn_k_b.0.weight'"),
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob = True, which is not supported"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc', which is not"),
         ("glm4-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers after"),
         ("youtu", {"qk_rope_head_dim": 15}, "a rope dimension of 15"),
+        ("youtu", {"num_attention_heads": 2000}, "has 2000 heads, more than the 1024 that can"),
+        ("youtu", {"num_attention_heads": 3}, "attn_q_b.weight' with shape (192, 32)"),
     ],
 )  # fmt: skip
 def test_unsupported_configurations_are_refused(

@@ -61,6 +61,7 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     if fields.has(_MULTIPLIER):
         factor = fields.number("rope.scaling.factor", low=1.0)
         more += fields.number(_MULTIPLIER, low=0.0) * math.log(factor)
+    _check_heads(fields, spec)
     spec = replace(spec, latent=latent, attention_scale=more**2 * whole**-0.5)
     return replace(spec, experts=_gguf_experts(fields, spec))
 
@@ -76,6 +77,7 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
         fields.integer("v_head_dim", MAX_HEAD_DIM),
         fields.integer("q_lora_rank", MAX_WIDTH) if fields.has("q_lora_rank") else 0,
     )
+    _check_heads(fields, spec)
     interleaved = model_type == "deepseek_v2" or fields.flag("rope_interleave", default=True)
     spec = replace(
         spec,
@@ -200,7 +202,14 @@ def _routing(
     return None if routing == RoutingSpec() else routing
 
 
+def _check_heads(fields: Fields, spec: ModelSpec) -> None:
+    """Refuse more heads than any model has: each has matrices of its own."""
+    if spec.num_heads > _most(spec):
+        fields.fault(f"has {spec.num_heads} heads, more than the {_most(spec)} that can be read")
+
+
 def _most(spec: ModelSpec) -> int:
+    """Return how many experts, or heads, a layer has at most."""
     return min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.models.fields import MAX_EXPERTS
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.stacks import rows_of
 
@@ -30,7 +31,8 @@ def cut_latent(
     """
     cut: dict[str, QuantTensor] = {}
     for name, tensor in tensors.items():
-        if (stack := _STACK.fullmatch(name)) and len(tensor.shape) == 3:
+        stack = _STACK.fullmatch(name)
+        if stack and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
             parts = _stacked(tensor, f"{stack[1]}{stack[2]}")
         elif (both := _BOTH.fullmatch(name)) and len(tensor.shape) == 2:
             parts = _keys_and_values(tensor, both[1], shapes)
@@ -54,7 +56,7 @@ def _keys_and_values(
     key = shapes.get(f"{start}k_b.0.weight", (0, 0))[1]
     value = shapes.get(f"{start}v_b.0.weight", (0, 0))[0]
     heads, rest = divmod(tensor.shape[0], key + value) if key + value else (0, 1)
-    if rest:
+    if rest or f"{start}k_b.{heads - 1}.weight" not in shapes:
         return {f"{start}kv_b.weight": tensor}
     fmt = FORMATS[tensor.format.name if tensor.format.name in _FLOATS else "F32"]
     cut: dict[str, QuantTensor] = {}
