@@ -98,7 +98,9 @@ Line Grid::fitted_line(const Row* values, const float* weights) const {
   Line best;
   each_lane([&](int o) {
     float& low = span.smallest.v[o];
-    if (has_shares()) low = low > 0 ? 0 : low;  // shares of a bottom are never above zero
+    // Shares of a bottom are never above zero, and zero points are among the levels.
+    if (has_shares() || record_.whole_zeros) low = low > 0 ? 0 : low;
+    if (record_.whole_zeros) top.v[o] = top.v[o] < 0 ? 0 : top.v[o];
     span.scale.v[o] = top.v[o] - low;
     best.scale.v[o] = 0;
     best.smallest.v[o] = low;
@@ -134,7 +136,8 @@ void Grid::try_stretch(const Row* values, const float* shares, const Line& span,
       spread.v[o] += shares[i] * code * code;
     });
   }
-  const bool from_zero = has_shares();
+  const bool from_zero = has_shares() || record_.whole_zeros;
+  const bool to_zero = record_.whole_zeros;
   each_lane([&](int o) {
     line.scale.v[o] = spread.v[o] > 1e-12f ? along.v[o] / spread.v[o] : 0;
     line.smallest.v[o] = center.v[o] - line.scale.v[o] * mean.v[o];
@@ -145,6 +148,14 @@ void Grid::try_stretch(const Row* values, const float* shares, const Line& span,
     const bool is_above = from_zero && line.smallest.v[o] > 0;
     line.scale.v[o] = is_above ? through_zero : line.scale.v[o];
     line.smallest.v[o] = is_above ? 0 : line.smallest.v[o];
+    // The same where the highest level is zero, counted from it.
+    const float below = mean.v[o] - high;
+    const float squares_below = spread.v[o] + below * below;
+    const float down_from_zero =
+        (along.v[o] + below * center.v[o]) / (squares_below > 1e-12f ? squares_below : 1.0f);
+    const bool is_below = to_zero && line.smallest.v[o] + high * line.scale.v[o] < 0;
+    line.scale.v[o] = is_below ? down_from_zero : line.scale.v[o];
+    line.smallest.v[o] = is_below ? -high * down_from_zero : line.smallest.v[o];
   });
   for (int i = 0; i < record_.group; ++i) {
     each_lane([&](int o) {

@@ -110,6 +110,29 @@ def test_what_was_interrupted_goes_on_with_the_same_factors(tmp_path: Path) -> N
             np.testing.assert_array_equal(again[name].data, tensor.data, err_msg=name)
 
 
+@pytest.mark.parametrize("part", ["ffn_down", "attn_output", "attn_v", "ffn_up", "attn_k"])
+def test_matrices_of_zeros_leave_all_else_finite(part: str, tmp_path: Path) -> None:
+    loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of("qwen2")))
+    program, name = build_program(loaded.spec), f"blk.1.{part}.weight"
+    zeros = np.zeros(loaded.tensors[name].shape, np.float32)
+    tensors = loaded.tensors | {name: QuantTensor.from_floats(zeros, FORMATS["F32"])}
+    names = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
+    evener = Evener(program, rounded, Matrices(tmp_path / "kept"))
+    made = dict(round_products(program, tensors, names, PIECES, rounded, evener=evener))
+    for tensor in (made | evener.changed).values():
+        assert np.isfinite(tensor.dequantize()).all()
+
+
+def test_kept_factors_that_are_no_numbers_are_chosen_again(tmp_path: Path) -> None:
+    loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny_of("llama")))
+    for place, value in enumerate((np.nan, np.inf, 0.0, -1.0, 2.0)):
+        store = Matrices(tmp_path / str(place))
+        kept = np.array([[1.0, value]], np.float32)
+        store.add("x.factors", QuantTensor.from_floats(kept, FORMATS["F32"]))
+        known = Evener(build_program(loaded.spec), rounded, store).known("x", 2)
+        assert (known is not None) == (value == 2.0)
+
+
 def test_rows_of_codes_are_scaled_by_their_scales_alone() -> None:
     weight = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
     powers = np.exp2(np.arange(-3, 3)).astype(np.float32)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from support.plain_rounding import plain_rounding
-from twostroke.compress.grids import GRIDS
-from twostroke.compress.round import moments_of, round_matrix, squares_of
-from twostroke.quant import FORMATS, QuantTensor
+from twostroke.compress.grids import GRIDS, group_grid
+from twostroke.compress.round import moments_of, round_matrix, round_to, squares_of
+from twostroke.quant import FORMATS, QuantTensor, grouped
 from twostroke.weights.gguf import read_gguf
 from twostroke.weights.write_gguf import write_gguf
 
@@ -37,6 +37,26 @@ def test_compensated_rounding_is_closer_than_plain_rounding() -> None:
             np.linalg.norm(inputs @ (one.dequantize() - weight).T) for one in (plain, rounded)
         ]
         assert errors[1] < 0.35 * errors[0], name
+
+
+def test_groups_of_one_sign_reach_zero_with_their_zero_point() -> None:
+    """A zero point is among the levels, so a line that misses zero cannot be stored."""
+    rng = np.random.default_rng(0)
+    fmt, grid = grouped(4, 32, "f16", zero=True), group_grid(4, 32, "F16")
+    inputs, _ = case(rng, 128, 8)
+    moments = moments_of([squares_of(inputs)])
+    near = 5 + rng.random((24, 128)).astype(np.float32)
+    for weight in (near, -near, np.full_like(near, 0.37), near - 5.5):
+        plain = QuantTensor.from_floats(weight, fmt)
+        rounded = round_to(weight, moments, grid, fmt)
+        errors = [np.linalg.norm(inputs @ (x.dequantize() - weight).T) for x in (plain, rounded)]
+        assert errors[1] < errors[0] + 1e-3 * np.linalg.norm(inputs @ weight.T)
+        right = plain_rounding(weight, moments, grid)
+        losses = [
+            np.einsum("oi,ij,oj->", off, moments.damped, off)
+            for off in (rounded.dequantize() - weight, right - weight)
+        ]
+        assert losses[0] < 1.1 * losses[1] + 1e-3
 
 
 def test_inputs_that_are_all_zero_leave_weights_rounded_plainly() -> None:

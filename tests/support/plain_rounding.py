@@ -132,8 +132,10 @@ def fitted(values: Floats, weights: Floats, grid: Grid) -> Line:
         return Line(scale, np.zeros_like(scale))
     shares = (weights / weights.sum())[:, None]
     low, top, center = values.min(axis=0), values.max(axis=0), (shares * values).sum(axis=0)
-    if grid.num_groups > 1:
+    if grid.num_groups > 1 or grid.has_whole_zeros:
         low = np.minimum(low, 0)
+    if grid.has_whole_zeros:
+        top = np.maximum(top, 0)
     best, least = Line(np.zeros_like(low), low), np.full_like(low, np.inf)
     high = np.float32(grid.high)
     for stretch in STRETCHES:
@@ -144,10 +146,16 @@ def fitted(values: Floats, weights: Floats, grid: Grid) -> Line:
         spread = (shares * np.square(codes - mean)).sum(axis=0)
         scale = np.where(spread > 1e-12, along / np.maximum(spread, 1e-12), 0)
         smallest = center - scale * mean
-        if grid.num_groups > 1:
+        if grid.num_groups > 1 or grid.has_whole_zeros:
             through_zero = (along + mean * center) / np.maximum(spread + mean * mean, 1e-12)
             scale = np.where(smallest > 0, through_zero, scale).astype(np.float32)
             smallest = np.minimum(smallest, 0)
+        if grid.has_whole_zeros:
+            below = mean - high
+            down = (along + below * center) / np.maximum(spread + below * below, 1e-12)
+            is_below = smallest + high * scale < 0
+            scale = np.where(is_below, down, scale).astype(np.float32)
+            smallest = np.where(is_below, -high * down, smallest)
         error = (shares * np.square(values - scale * codes - smallest)).sum(axis=0)
         is_better = error < least
         least = np.where(is_better, error, least)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from twostroke.compress.round import Moments
-from twostroke.compress.threads import own_threads
 from twostroke.program import ops
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.quant.grouped import scale_rows
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 _SAMPLED: Final = 32  # outputs of each matrix
 _SHARES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the inputs' sizes; the rest is the weights'
 _LEAST: Final = np.float32(1e-6)  # of the largest size
+_MOST: Final = np.log(np.float32(256))  # of a factor, which float16 must hold
 _ONE: Final = np.float32(1)
 
 
@@ -58,7 +58,9 @@ class Evener:
     def known(self, x: str, width: int) -> Floats | None:
         """Return the factors (width,) that were chosen for `x` before, None if none were."""
         kept = self._store.get(f"{x}.factors", (1, width), FORMATS["F32"])
-        return None if kept is None else kept.dequantize()[0]
+        factors = None if kept is None else kept.dequantize()[0]
+        is_sound = factors is not None and bool((np.isfinite(factors) & (factors > 0)).all())
+        return factors if is_sound else None
 
     def choose(self, x: str, moments: Moments, tensors: Tensors) -> Floats:
         """Return the factors that divide `x`, by which its products err least; keep them."""
@@ -67,11 +69,15 @@ class Evener:
             return plain
         weights = {name: tensors[name].dequantize() for name in self.products(x)}
         squares = [np.square(weight).mean(axis=0) for weight in weights.values()]
-        sizes = np.sqrt(np.mean([square / square.mean() for square in squares], axis=0))
+        squares = [square / square.mean() for square in squares if square.any()]
+        if not squares:  # all weights are zero
+            return plain
+        sizes = np.sqrt(np.mean(squares, axis=0))
         inputs, tried = np.sqrt(np.diag(moments.damped)), [plain]
         for share in _SHARES:
             wanted = share * _log(inputs) - (1 - share) * _log(sizes)
-            tried.append(self._possible(source, wanted - wanted.mean(), tensors))
+            wanted = np.clip(wanted - wanted.mean(), -_MOST, _MOST)
+            tried.append(self._possible(source, wanted, tensors))
 
         def loss(factors: Floats) -> float:
             scaled, total = divided_moments(moments, factors), 0.0
@@ -83,8 +89,8 @@ class Evener:
                 total += float(error) * len(weight) / len(rows)
             return total
 
-        with own_threads() as pool:
-            losses = list(pool.map(loss, tried))
+        # One after another: each takes room for moments, and rounding has threads of its own.
+        losses = np.nan_to_num([loss(factors) for factors in tried], nan=np.inf)
         best = tried[int(np.argmin(losses))]
         self._store.add(f"{x}.factors", QuantTensor.from_floats(best[None], FORMATS["F32"]))
         return best
