@@ -126,10 +126,20 @@ void PieceSchedule::add_takes(PieceTile& tile, int32_t index, int64_t num_wanted
   const int64_t fewest = std::min(most, (kFewestQueries + group - 1) / group);
   const int64_t wanted = num_wanted == 1 ? most : (end - begin) * (last - first + 1) / num_wanted;
   const int64_t num_rows = std::clamp(wanted, fewest, most);
+  const int64_t num_takes = (end - begin + num_rows - 1) / num_rows * (last - first + 1);
+  const int64_t most_parts = std::max<int64_t>(1, group / kFewestQueries);
+  const int64_t parts = std::clamp<int64_t>(num_wanted / num_takes, 1, most_parts);
   // The last rows first: they see the most.
   for (int64_t row = end; row > begin; row -= num_rows) {
-    for (int64_t head = first; head <= last; ++head) {
-      tile.takes.push_back({index, std::max(row - num_rows, begin), row, head, head + 1});
+    for (int64_t kv_head = first; kv_head <= last; ++kv_head) {
+      const int64_t head = std::max(kv_head * group, shape_.first_head);
+      const int64_t count = std::min((kv_head + 1) * group, shape_.end_head) - head;
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t part_head = head + count * part / parts;
+        const int64_t part_end = head + count * (part + 1) / parts;
+        if (part_head == part_end) continue;
+        tile.takes.push_back({index, std::max(row - num_rows, begin), row, part_head, part_end});
+      }
     }
   }
 }

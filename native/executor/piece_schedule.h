@@ -40,8 +40,8 @@ struct PieceSpan {
 };
 
 /// What a thread does at once. Giving: of pieces [begin, end) those stored here; their shares for
-/// key-value head `head`, or keys and values of all. Taking: rows [begin, end) of the step; keys
-/// and values of head `head`, or shares of the query heads [head, end_head).
+/// key-value head `head`, or keys and values of all. Taking: rows [begin, end) of the step, of the
+/// query heads [head, end_head); their shares, or keys and values of the one head that they read.
 struct PieceTask {
   int32_t span;
   int64_t begin;

@@ -133,20 +133,14 @@ void take(const Attended& attended, const PieceSchedule& schedule, const PieceTi
   const PieceSpan& span = tile.spans[static_cast<size_t>(task.span)];
   const PieceShape& shape = attended.shape;
   AttentionScratch& scratch = attended.worker.memory.attention;
-  int64_t head = task.head;
-  int64_t end_head = task.end_head;
-  if (span.gives_keys) {  // of the query heads that read a key-value head, this member's
-    head = std::max(task.head * shape.group(), shape.first_head);
-    end_head = std::min(task.end_head * shape.group(), shape.end_head);
-  }
-  AttentionRows rows = attended.rows(span, task.begin, task.end, head, end_head);
-  const Merged merged = schedule.merged(task.begin, head - shape.first_head);
+  AttentionRows rows = attended.rows(span, task.begin, task.end, task.head, task.end_head);
+  const Merged merged = schedule.merged(task.begin, task.head - shape.first_head);
   if (span.gives_keys) {
     rows.page_table = nullptr;
     attend(rows, attended.given_pages(span, memory), span.pieces, scratch, merged);
   } else {
     merge_pieces(rows, shape.head_dim, span.pieces, scratch,
-                 attended.shares(span, memory, task.begin, head), merged);
+                 attended.shares(span, memory, task.begin, task.head), merged);
   }
 }
 

@@ -8,6 +8,7 @@ namespace ts {
 namespace {
 
 constexpr int64_t kSmallestSplit = 2;  // pieces
+constexpr int64_t kFewestHeads = 32;   // of a part: each converts the keys for itself
 // Shares of a step: 64 MB. With many rows far into a long context they would take gigabytes.
 constexpr int64_t kMostShareFloats = 16 << 20;
 
@@ -48,15 +49,15 @@ void AttentionSchedule::cut_slice(const SliceRows& rows, double target_cost) {
     const auto end = static_cast<int32_t>(num_pieces(position + num_rows));
     const int32_t pieces = end - begin;
     AttentionTask task{rows.index, row, num_rows, begin, end, kNone};
-    const auto wanted = static_cast<int64_t>(static_cast<double>(task.cost()) / target_cost);
-    const auto parts = static_cast<int32_t>(std::min(wanted + 1, pieces / kSmallestSplit));
-    const int64_t floats = pieces * PieceShares::num_floats(num_rows * group_, head_dim_);
-    // The shares of a single row are always small beside the keys and values that it reads.
-    const bool small = num_rows == 1 || share_floats_ + floats * num_kv_heads_ <= kMostShareFloats;
-    if (parts < 2 || !small) {
-      tasks_.push_back(task);
+    const int64_t wanted = 1 + static_cast<int64_t>(static_cast<double>(task.cost()) / target_cost);
+    const auto parts = static_cast<int32_t>(std::min<int64_t>(wanted, pieces / kSmallestSplit));
+    if (parts < 2 || !has_room(num_rows, pieces)) {
+      // Parts of the heads read all keys each, and need no shares.
+      task.num_parts = static_cast<int32_t>(std::clamp<int64_t>(group_ / kFewestHeads, 1, wanted));
+      for (; task.part < task.num_parts; ++task.part) tasks_.push_back(task);
       continue;
     }
+    const int64_t floats = pieces * PieceShares::num_floats(num_rows * group_, head_dim_);
     task.split = static_cast<int32_t>(splits_.size());
     splits_.push_back({parts, share_floats_, floats, begin});
     share_floats_ += floats * num_kv_heads_;
@@ -66,6 +67,15 @@ void AttentionSchedule::cut_slice(const SliceRows& rows, double target_cost) {
       tasks_.push_back(task);
     }
   }
+}
+
+/// Whether shares may take memory: the step's do not exceed a limit, or, of a single row, they are
+/// small beside the keys and values that it reads.
+bool AttentionSchedule::has_room(int64_t num_rows, int64_t num_pieces) const {
+  const int64_t floats = PieceShares::num_floats(num_rows * group_, head_dim_);
+  const bool are_small =
+      num_rows == 1 && floats * static_cast<int64_t>(sizeof(float)) <= piece_bytes_;
+  return are_small || share_floats_ + num_pieces * floats * num_kv_heads_ <= kMostShareFloats;
 }
 
 void AttentionSchedule::reserve_shares() {

@@ -23,6 +23,9 @@ struct AttentionTask {
   int32_t piece_begin;
   int32_t piece_end;
   int32_t split;  // index into splits, or kNone if the task covers the whole context
+  // Which of how many parts of the query heads that read the key-value head; one of one if split.
+  int32_t part = 0;
+  int32_t num_parts = 1;
 
   int64_t cost() const { return int64_t{num_rows} * (piece_end - piece_begin); }
 };
@@ -51,11 +54,12 @@ class AttentionSchedule {
       : group_(group),
         window_(window),
         num_kv_heads_(pages.num_kv_heads),
-        head_dim_(pages.head_dim) {}
+        head_dim_(pages.head_dim),
+        piece_bytes_(piece_bytes(pages)) {}
 
   bool fits(int64_t group, int64_t window, const LayerPages& pages) const {
     return group == group_ && window == window_ && pages.num_kv_heads == num_kv_heads_ &&
-           pages.head_dim == head_dim_;
+           pages.head_dim == head_dim_ && piece_bytes(pages) == piece_bytes_;
   }
 
   /// Of rows [row_begin, row_end) of the step.
@@ -74,13 +78,19 @@ class AttentionSchedule {
   bool finish(const AttentionTask& task, int64_t head);
 
  private:
+  static int64_t piece_bytes(const LayerPages& pages) {
+    return kPieceTokens / kBlockTokens * pages.block_bytes();
+  }
+
   void cut_slice(const SliceRows& rows, double target_cost);
+  bool has_room(int64_t num_rows, int64_t num_pieces) const;
   void reserve_shares();
 
   int64_t group_;
   int64_t window_;
   int64_t num_kv_heads_;
   int64_t head_dim_;
+  int64_t piece_bytes_;  // of keys and values of a head
   std::vector<SliceRows> rows_;
   std::vector<AttentionTask> tasks_;
   std::vector<AttentionSplit> splits_;

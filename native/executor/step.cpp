@@ -116,13 +116,17 @@ void run_attention(Worker& worker, size_t index) {
   if (op.is_stored == 0) store_rows(worker, op);
   const LayerPages& pages = worker.plan.layers[static_cast<size_t>(op.layer)];
   const int32_t out = op.outputs[0].buffer;
-  const auto count = static_cast<int64_t>(schedule.tasks().size()) * pages.num_kv_heads;
-  worker.share_out(count, [&](int64_t ticket) {
+  const auto num_tickets = static_cast<int64_t>(schedule.tasks().size()) * pages.num_kv_heads;
+  worker.share_out(num_tickets, [&](int64_t ticket) {
     const AttentionTask& task = schedule.tasks()[static_cast<size_t>(ticket / pages.num_kv_heads)];
     const int64_t head = ticket % pages.num_kv_heads;
-    // This rank's query heads that read the key-value head.
-    const int64_t first = std::max<int64_t>(head * op.group - op.first_head, 0);
-    const int64_t end = std::min<int64_t>((head + 1) * op.group - op.first_head, op.num_heads);
+    // This rank's query heads that read the key-value head, and of them the task's.
+    const int64_t all = std::max<int64_t>(head * op.group - op.first_head, 0);
+    const int64_t count =
+        std::min<int64_t>((head + 1) * op.group - op.first_head, op.num_heads) - all;
+    const int64_t first = all + count * task.part / task.num_parts;
+    const int64_t end = all + count * (task.part + 1) / task.num_parts;
+    if (first == end) return;
     const int64_t column = first * pages.head_dim;
     const SliceRecord& slice = worker.step.record.slices[task.slice];
     const int64_t row = slice.row + task.first_row;

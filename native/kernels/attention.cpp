@@ -139,19 +139,21 @@ void gather_queries(const AttentionRows& rows, const LayerPages& pages, Attentio
       store_lanes(q, multiply(load_lanes(source + i), factor));
     }
   }
+  for (int64_t i = 0; pages.has_factors() && i < rows.num_queries(); ++i) {
+    const float* factors = pages.query_factors(rows.head * head_dim);
+    float* query = scratch.q.data() + i * head_dim;
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      store_lanes(query + d, multiply(load_lanes(query + d), load_lanes(factors + d)));
+    }
+  }
 #if TS_LEVEL == 3
   if (is_tiled(rows, pages)) return make_tile_queries(rows.num_queries(), head_dim, scratch);
 #endif
   if (pages.format == CacheFormat::Int16)
     return make_query_codes(rows.num_queries(), head_dim, scratch);
   if (pages.format != CacheFormat::Int8) return;
-  const float* factors = pages.balance ? pages.query_factors(rows.head * head_dim) : nullptr;
   for (int64_t i = 0; i < rows.num_queries(); ++i) {
-    float* query = scratch.q.data() + i * head_dim;
-    for (int64_t d = 0; factors && d < head_dim; d += kLanes) {
-      store_lanes(query + d, multiply(load_lanes(query + d), load_lanes(factors + d)));
-    }
-    spread(query, head_dim);
+    spread(scratch.q.data() + i * head_dim, head_dim);
   }
 }
 

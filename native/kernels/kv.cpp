@@ -87,8 +87,18 @@ void store_value_bytes(const LayerPages& pages, uint8_t* block, int64_t token,
       store_bytes(head.values, pages.head_dim, values + token * pages.head_dim, 1);
 }
 
-void store_key_codes(const LayerPages& pages, uint8_t* block, int64_t token, const float* source) {
+/// `first` is the head's first value in a row.
+void store_key_codes(const LayerPages& pages, uint8_t* block, int64_t token, const float* source,
+                     int64_t first) {
   int16_t codes[kMostHeadDim];
+  alignas(64) float values[kMostHeadDim];
+  if (pages.has_factors()) {
+    for (int64_t i = 0; i < pages.head_dim; i += kLanes) {
+      const Lanes factors = load_lanes(pages.key_factors(first + i));
+      store_lanes(values + i, multiply(load_lanes(source + i), factors));
+    }
+    source = values;
+  }
   pages.scales(block)[token] = head_codes(source, pages.head_dim, codes);
   auto* keys = reinterpret_cast<int16_t*>(block) + 2 * token;
   for (int64_t d = 0; d < pages.head_dim; ++d) keys[d / 2 * 2 * kBlockTokens + d % 2] = codes[d];
@@ -121,7 +131,7 @@ void store_keys(const LayerPages& pages, const int32_t* page_table, int64_t posi
       continue;
     }
     if (pages.format == CacheFormat::Int16) {
-      store_key_codes(pages, block, token, row + i);
+      store_key_codes(pages, block, token, row + i, i);
       continue;
     }
     uint16_t stored[kLanes];

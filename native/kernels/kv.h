@@ -41,13 +41,17 @@ struct LayerPages {
   CacheFormat format;
   int64_t num_places = 1;
   int64_t place = 0;
-  // Of int8, of int16 the means alone, or null: for each value of all heads what keys lose, by what
-  // they are then multiplied, and by what queries are, which is one over that: scores stay, but for
-  // a constant of each row.
+  // Null, or for each value of all heads what keys lose, by what they are then multiplied, and by
+  // what queries are, which is one over that: scores stay, but for a constant of each row. Int16 of
+  // separate values has the means alone, which tiles of bfloat16 lose; that of values that are keys
+  // the factors alone.
   const float* balance = nullptr;
   // A token's values are its keys, which are stored once, without values and their scales.
   bool values_are_keys = false;
 
+  bool has_factors() const {
+    return balance != nullptr && (format == CacheFormat::Int8 || values_are_keys);
+  }
   const float* key_means(int64_t first) const { return balance + first; }
   const float* key_factors(int64_t first) const {
     return key_means(num_kv_heads * head_dim + first);

@@ -186,6 +186,29 @@ def test_layers_that_only_guess_are_left_out(tmp_path: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
     assert load_path(folder).tensors.keys() == plain.tensors.keys()
+    renamed = {name.replace("model.", "model.language_model."): w for name, w in stored.items()}
+    write_safetensors(folder / "model.safetensors", renamed)
+    assert load_path(folder).tensors.keys() == plain.tensors.keys()
+
+
+def test_keys_and_values_of_heads_are_in_one_tensor_or_in_two(tmp_path: Path) -> None:
+    tiny = tiny_of("deepseek-v2")
+    weights = gguf_weights(tiny, tiny_weights(tiny))
+    weights["blk.0.attn_v_b.weight"] = np.zeros((4, 48, 32), np.float32)
+    stored = {name: QuantTensor.from_floats(w, FORMATS["F32"]) for name, w in weights.items()}
+    path = write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), stored)
+    with pytest.raises(ModelFormatError, match=r"has 'blk\.0\.attn_v_b\.0\.weight' twice"):
+        load_path(path)
+
+
+def test_a_factor_of_zero_says_that_shares_have_none(tmp_path: Path) -> None:
+    tiny = tiny_of("deepseek-v3")
+    for factor in (0.0, 1.0):
+        metadata = tiny_metadata(tiny) | {"deepseek2.expert_weights_scale": factor}
+        weights = gguf_weights(tiny, tiny_weights(tiny))
+        stored = {name: QuantTensor.from_floats(w, FORMATS["F32"]) for name, w in weights.items()}
+        loaded = load_path(write_gguf(tmp_path / f"{factor}.gguf", metadata, stored))
+        assert loaded.spec.experts.routing.scale == 1
 
 
 def test_keys_of_heads_are_turned_once_and_stay_exact(tmp_path: Path) -> None:
@@ -286,13 +309,13 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("deepseek-v3", {"n_group": 3}, "8 experts, not a multiple of its 3 groups of them"),
         ("deepseek-v3", {"topk_group": 1}, "chooses 3 of the 2 experts that 1 of its"),
         ("deepseek-v3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9, not a whole number"),
-        ("deepseek-v3", {"v_head_dim": 32}, "lacks tensor 'blk.0.attn_k_b.0.weight'"),
+        ("deepseek-v3", {"v_head_dim": 32}, "'blk.0.attn_kv_b.weight' with shape"),
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob = True, which is not supported"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc', which is not"),
         ("glm4-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers after"),
         ("youtu", {"qk_rope_head_dim": 15}, "a rope dimension of 15"),
         ("youtu", {"num_attention_heads": 2000}, "has 2000 heads, more than the 1024 that can"),
-        ("youtu", {"num_attention_heads": 3}, "attn_q_b.weight' with shape (192, 32)"),
+        ("youtu", {"num_attention_heads": 3}, "with shape (320, 32); its heads have (240, 32)"),
     ],
 )  # fmt: skip
 def test_unsupported_configurations_are_refused(
@@ -328,7 +351,7 @@ def test_unsupported_configurations_are_refused(
         ("deepseek-v3", {"expert_gating_func": 3}, "expert_gating_func = 3, which is not"),
         ("deepseek-v3", {"attention__key_length_mla": 16}, "key_length_mla = 16, not a whole"),
         ("deepseek-v3", {"expert_group_used_count": 5}, "group_used_count = 5, not a whole"),
-        ("deepseek-v2", {"attention__kv_lora_rank": 48}, "lacks tensor 'blk.0.attn_kv_a.weight'"),
+        ("deepseek-v2", {"attention__kv_lora_rank": 48}, "its heads have (320, 48)"),
     ],
 )
 def test_unsupported_metadata_is_refused(

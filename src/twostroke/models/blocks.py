@@ -115,13 +115,18 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
 
     scale = whole**-0.5 if spec.attention_scale is None else spec.attention_scale
     joints = sizes.rotated, sizes.rank
+    rope = _rope(spec, layer, f"{name}.k.joined", 1)
+    keys, latents = _read_by(spec, name, "k_pe"), ops.Made(f"{weight}_kv_a_norm.weight")
+    queries = _read_by(spec, name, "q")
+    if sizes.query_rank:
+        queries = ops.Made(f"{weight}_q_b.weight", None, f"{weight}_q_a_norm.weight")
     return [
         *parts,
         ops.HeadLinear(f"{q}.latent", q, matrices("k_b"), sizes.key, sizes.rank, whole),
         ops.Join(f"{q}.joined", q, f"{q}.latent", heads, *joints, whole, sizes.key),
         ops.Join(f"{name}.k.joined", f"{name}.k", f"{latent}.normed", 1, *joints, sizes.rotated),
         _rope(spec, layer, f"{q}.joined", heads),
-        _rope(spec, layer, f"{name}.k.joined", 1),
+        rope,
         ops.LatentAttention(
             mixed,
             f"{q}.joined.roped",
@@ -132,6 +137,7 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
             1,
             width,
             scale,
+            origin=ops.Origin(queries, keys, rope, latents=latents),
             rotated=sizes.rotated,
             key=sizes.key,
             value=sizes.value,
@@ -263,8 +269,12 @@ def _made(spec: ModelSpec, name: str, part: str, query_key_norm: QueryKeyNorm) -
     weight, offset = f"{name}.attn_{part}", spec.norm_offset
     if query_key_norm is not None:
         return ops.Made(f"{weight}_norm.weight", offset=offset)
-    bias = f"{weight}.bias" if spec.qkv_bias else None
-    return ops.Made(f"{weight}.weight", bias, f"{name}.attn_norm.weight", offset)
+    return _read_by(spec, name, part, f"{weight}.bias" if spec.qkv_bias else None)
+
+
+def _read_by(spec: ModelSpec, name: str, part: str, bias: str | None = None) -> ops.Made:
+    weight = f"{name}.attn_{part}.weight"
+    return ops.Made(weight, bias, f"{name}.attn_norm.weight", spec.norm_offset)
 
 
 def _query_key_norm(

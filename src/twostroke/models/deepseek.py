@@ -116,7 +116,7 @@ def _gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
     routing = _routing(
         fields,
         (count, used),
-        fields.number("expert_weights_scale", default=1.0),
+        fields.optional_number("expert_weights_scale") or 1.0,
         groups if fields.has(groups[0]) else None,
         is_sigmoid=fields.value("expert_gating_func") == _SIGMOID,
     )

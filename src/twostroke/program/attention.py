@@ -38,13 +38,15 @@ class Made(Frozen):
 class Origin(Frozen):
     """Where a layer's queries and keys, rotated by `rope`, come from, and so how large they are.
 
-    `first` is the place, among the keys of the whole layer, of this part's first value.
+    `first` is the place, among the keys of the whole layer, of this part's first value. Of latent
+    attention, `keys` are the rotated part, and `latents` what follows it.
     """
 
     queries: Made
     keys: Made
     rope: Rope
     first: int = 0
+    latents: Made | None = None
 
 
 class Attention(Operation):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.core.errors import ModelFormatError
 from twostroke.models.fields import MAX_EXPERTS
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.stacks import rows_of
@@ -20,7 +21,7 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
 def cut_latent(
-    tensors: Mapping[str, QuantTensor], shapes: Mapping[str, tuple[int, ...]]
+    file: str, tensors: Mapping[str, QuantTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, QuantTensor]:
     """Return `tensors` with the matrices that heads share cut into those of each head.
 
@@ -28,16 +29,21 @@ def cut_latent(
     and `attn_v_b` (heads, value, rank), or `attn_kv_b`, whose rows are the keys and then the values
     of one head after another. Keys must then be transposed, which numbers in blocks do not survive:
     they become float32. A tensor that does not fit stays as it is.
+
+    Raises:
+        ModelFormatError: `attn_kv_b` of another size than its model's, or beside stacks.
     """
     cut: dict[str, QuantTensor] = {}
     for name, tensor in tensors.items():
         stack = _STACK.fullmatch(name)
         if stack and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
             parts = _stacked(tensor, f"{stack[1]}{stack[2]}")
-        elif (both := _BOTH.fullmatch(name)) and len(tensor.shape) == 2:
-            parts = _keys_and_values(tensor, both[1], shapes)
+        elif both := _BOTH.fullmatch(name):
+            parts = _keys_and_values(file, tensor, both[1], shapes)
         else:
             parts = {name: tensor}
+        if twice := cut.keys() & parts:
+            raise ModelFormatError(f"{file!r} has {min(twice)!r} twice: {name!r} has it, too.")
         cut |= parts
     return cut
 
@@ -51,13 +57,18 @@ def _stacked(tensor: QuantTensor, name: str) -> dict[str, QuantTensor]:
 
 
 def _keys_and_values(
-    tensor: QuantTensor, start: str, shapes: Mapping[str, tuple[int, ...]]
+    file: str, tensor: QuantTensor, start: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, QuantTensor]:
-    key = shapes.get(f"{start}k_b.0.weight", (0, 0))[1]
-    value = shapes.get(f"{start}v_b.0.weight", (0, 0))[0]
-    heads, rest = divmod(tensor.shape[0], key + value) if key + value else (0, 1)
-    if rest or f"{start}k_b.{heads - 1}.weight" not in shapes:
-        return {f"{start}kv_b.weight": tensor}
+    name = f"{start}kv_b.weight"
+    if f"{start}k_b.0.weight" not in shapes:  # of a layer that the model does not have
+        return {name: tensor}
+    rank, key = shapes[f"{start}k_b.0.weight"]
+    value, _ = shapes[f"{start}v_b.0.weight"]
+    heads = sum(f"{start}k_b.{head}.weight" in shapes for head in range(MAX_EXPERTS))
+    expected = heads * (key + value), rank
+    if tensor.shape != expected:
+        message = f"{file!r} has tensor {name!r} with shape {tensor.shape}"
+        raise ModelFormatError(f"{message}; its heads have {expected}.")
     fmt = FORMATS[tensor.format.name if tensor.format.name in _FLOATS else "F32"]
     cut: dict[str, QuantTensor] = {}
     for head in range(heads):

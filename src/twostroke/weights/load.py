@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
-_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
+_LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
 
 
 def load_path(path: Path, name: str | None = None, licence: str | None = None) -> LoadedModel:
@@ -196,11 +196,9 @@ def _canonical(tensors: Mapping[str, Any], family: Family, extra: range) -> dict
     """Return tensors by canonical name, without those of `extra` layers and those not needed."""
     found: dict[str, Any] = {}
     for published, tensor in tensors.items():
-        layer = _LAYER.match(published)
-        if layer and int(layer[1]) in extra:
-            continue
         name = canonical_name(published, family.layer_names)
-        if name is not None:
+        layer = name and _LAYER.match(name)
+        if name is not None and not (layer and int(layer[1]) in extra):
             found[name] = tensor
     return found
 
@@ -217,7 +215,7 @@ def _program_weights(
     shapes = build_program(spec).weight_shapes
     cut = cut_stacks(tensors, shapes, ARCHITECTURES[spec.architecture].fused)
     if spec.latent is not None:
-        cut = cut_latent(cut, shapes)
+        cut = cut_latent(file, cut, shapes)
     cut = {name: cut[name] for name in cut if name in shapes or not _is_empty_bias(name, cut[name])}
     check_shapes(file, cut, shapes, f"the family {spec.architecture!r}")
     return cut

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.program import Program
-    from twostroke.program.ops import Made, Rope
+    from twostroke.program.ops import Made, Origin, Rope
     from twostroke.quant import QuantTensor
 
     Array = NDArray[np.float32]
@@ -34,15 +34,19 @@ def balances(
     """Return for each layer means of keys, factors of keys, and of queries, (3, width of keys).
 
     Of int8; of int16 the means of layers with a bias, which AMX takes from keys that become
-    bfloat16. Keys lose their mean, that of their rotated bias over positions, where there
-    is no soft cap. A pair of channels is then multiplied by the root of the ratio of its sizes in
-    queries and keys, rounded to a power of two, which keeps both exact: the error of keys that are
-    spread is the same in all channels, so it harms scores least where both sizes are alike.
+    bfloat16, and the factors of latent attention (`_of_latents`). Keys lose their mean, that of
+    their rotated bias over positions, where there is no soft cap. A pair of channels is then
+    multiplied by the root of the ratio of its sizes in queries and keys, rounded to a power of two,
+    which keeps both exact: the error of keys that are spread is the same in all channels, so it
+    harms scores least where both sizes are alike.
     `tensors` are the whole weights, also for a rank's part of a Program.
     """
     found: dict[int, Array] = {}
     for op in program.ops if kv_format in {"int8", "int16"} else ():
         if not isinstance(op, ops.Attention | ops.AttentionPieces) or op.origin is None:
+            continue
+        if op.origin.latents is not None:
+            found[op.layer] = _of_latents(op.origin, op.origin.latents, tensors, kv_format)
             continue
         origin, heads = op.origin, (-1, op.head_dim)
         if kv_format == "int16" and (origin.keys.bias is None or op.soft_cap is not None):
@@ -60,6 +64,24 @@ def balances(
         made = np.stack([means[own], factors[own], 1 / factors[own]])
         found[op.layer] = made.reshape(3, -1).astype(np.float32)
     return found
+
+
+def _of_latents(
+    origin: Origin, latents: Made, tensors: Mapping[str, QuantTensor], kv_format: str
+) -> Array:
+    """Return what makes rotated keys about as large as the latent vectors whose scale they share.
+
+    Latent vectors stay, since they are values, too. With int16 the queries of both share a scale as
+    well. Where both bring as much to scores, they differ by the root of the ratio of their widths
+    when keys are alike; half of that is then left to the keys.
+    """
+    rotated, others = _squares(origin.keys, tensors), _squares(latents, tensors)
+    ratio = max(others.max(), _TINY) / max(rotated.max(), _TINY)
+    if kv_format == "int16":
+        ratio *= np.sqrt(others.size / rotated.size)
+    factor = 2.0 ** np.clip(np.rint(np.log2(ratio) / 2), -_MOST, _MOST)
+    factors = np.r_[np.full(rotated.size, factor), np.ones(others.size)]
+    return np.stack([0 * factors, factors, 1 / factors]).astype(np.float32)
 
 
 def _squares(made: Made, tensors: Mapping[str, QuantTensor]) -> Doubles:
