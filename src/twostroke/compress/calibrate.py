@@ -63,6 +63,7 @@ def own_pieces(source: LoadedModel, num_tokens: int) -> list[list[int]]:
         speculation=SpeculationOptions(method="off"),
     )
     asked: list[tuple[list[int], Generation]] = []
+    source.release(source.tensors.values())  # the engine has weights of its own
     with build(path, options) as engine:
         card, num_expected = engine.card, 0
         for number, prompt in enumerate(prompts(0, chat=card.chat_template is not None)):
