@@ -86,8 +86,9 @@ def test_folders_of_quantize(tmp_path: Path, target: str) -> None:
     assert len(modules) == 7 * load_path(out).spec.num_layers
     for name in modules:
         module = name.removesuffix(".weight")
-        parts = ("weight_packed", "weight_scale", "weight_shape")
-        state = {part: stored[f"{module}.{part}"] for part in parts}
+        parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+        names = {part: f"{module}.{part}" for part in parts}
+        state = {part: stored[key] for part, key in names.items() if key in stored}
         state["weight_scale"] = state["weight_scale"].float()
         values = compressor.decompress(state, scheme)["weight"].numpy()
         canonical = canonical_name(name, {})

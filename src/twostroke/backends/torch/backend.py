@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from twostroke.backends import BackendFacts
@@ -23,7 +24,6 @@ from twostroke.sample.reference import draw_all
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -129,8 +129,9 @@ class TorchBackend:
         return 0.0
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
-        """Return the logits of a sequence; see `Backend.score`."""
-        return self.trace(tokens, [self.logits], generated=generated)[self.logits]
+        """Return the logits of a sequence, which rank 0 alone has; see `Backend.score`."""
+        found = self.trace(tokens, [self.logits], generated=generated)
+        return found.get(self.logits, np.empty((0, 0), np.float32))
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
