@@ -230,7 +230,7 @@ void run_pieces(Worker& worker, size_t index) {
                           worker.plan.layers[static_cast<size_t>(op.layer)],
                           worker.plan.link.team_of(op)};
   SharedHead* shared = worker.plan.link.shared();
-  store_rows(attended);
+  if (op.is_stored == 0) store_rows(attended);
   const std::vector<PieceTile>& tiles = schedule.tiles();
   const PieceTile nothing;
   for (size_t i = 0; i <= tiles.size(); ++i) {

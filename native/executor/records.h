@@ -59,7 +59,7 @@ enum class Store : int32_t { Nothing = 0, Keys = 1, Values = 2 };
 /// the bias, the norm of each head, the rotation, the store.
 struct OutputRecord {
   int32_t weight;  // index into weights, or kNone
-  int32_t bias;    // index into vectors, or kNone
+  int32_t bias;    // index into vectors, or kNone; Route: factors of the shares
   int32_t buffer;  // where it goes
   int32_t width;
   int32_t norm;      // of heads: index into vectors, or kNone
@@ -76,7 +76,7 @@ struct OpRecord {
   int32_t y;
   int32_t z;
   int32_t width;  // of x
-  int32_t norm;   // index into vectors, or kNone; Route: bias of the choice
+  int32_t norm;   // index into vectors, or kNone; Route: bias of the choice; Scale: a factor
   float epsilon;
   int32_t num_groups;
   int32_t accumulate;  // Linear, Experts: results are added to what the buffers hold
@@ -89,9 +89,9 @@ struct OpRecord {
   float
       soft_cap;  // Attention, Pieces, Logits: x becomes soft_cap * tanh(x / soft_cap), 0: it stays
   Activation activation;
-  int32_t is_stored;  // Attention: keys and values are in the pages already, else y and z hold them
-  int32_t tap;        // index into the step's taps
-  int32_t window;     // Attention, Pieces: each row sees this many keys up to its own, 0: all
+  int32_t is_stored;     // Attention, Pieces: keys and values are in pages already, else in y and z
+  int32_t tap;           // index into the step's taps
+  int32_t window;        // Attention, Pieces: each row sees this many keys up to its own, 0: all
   int32_t first_expert;  // index into experts
   int32_t num_experts;
   int32_t own_expert;   // Terms: number of the first expert that this rank has

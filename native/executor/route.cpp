@@ -6,6 +6,7 @@
 namespace ts {
 
 void run_route(Worker& worker, const OpRecord& op) {
+  const int32_t factors = op.outputs[0].bias;
   const Routing routing{op.num_experts,
                         op.num_used,
                         op.num_groups,
@@ -14,7 +15,8 @@ void run_route(Worker& worker, const OpRecord& op) {
                         op.is_sigmoid != 0,
                         op.shares == Shares::Chosen,
                         op.factor,
-                        op.norm == kNone ? nullptr : worker.vector(op.norm)};
+                        op.norm == kNone ? nullptr : worker.vector(op.norm),
+                        factors == kNone ? nullptr : worker.vector(factors)};
   ExpertGroups& memory = worker.memory.experts;
   memory.chosen.resize(static_cast<size_t>(op.num_experts));
   memory.shares.resize(static_cast<size_t>(3 * op.num_experts));

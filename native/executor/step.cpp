@@ -197,10 +197,12 @@ void run_op(Worker& worker, size_t index) {
       return run_pair(worker, op, add_rows);
     case OpKind::Logits:
       return run_logits(worker, index);
-    case OpKind::Scale:
+    case OpKind::Scale: {
+      const float factor = op.norm == kNone ? op.factor : op.factor * worker.vector(op.norm)[0];
       return for_rows(worker, op, [&](const float* x, float* out, int64_t) {
-        scale_row(x, op.factor, op.width, out);
+        scale_row(x, factor, op.width, out);
       });
+    }
     case OpKind::Experts:
       return run_experts(worker, op);
     case OpKind::Tap:

@@ -178,7 +178,8 @@ void route_row(const float* x, const Routing& routing, int32_t* chosen, float* s
   }
   std::fill_n(out, count, -1.0F);
   for (int64_t i = 0; i < routing.num_used; ++i) {
-    out[chosen[i]] = scores[chosen[i]] / total * routing.scale;
+    const float factor = routing.factors == nullptr ? 1.0F : routing.factors[chosen[i]];
+    out[chosen[i]] = scores[chosen[i]] / total * routing.scale * factor;
   }
 }
 

@@ -43,7 +43,8 @@ struct Routing {
   bool is_sigmoid;
   bool normalize;
   float scale;
-  const float* bias;  // or null
+  const float* bias;     // or null
+  const float* factors;  // of shares, or null
 };
 
 /// Writes the shares of the chosen experts, and -1 for the others. `scratch` has room for

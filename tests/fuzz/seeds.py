@@ -137,7 +137,11 @@ def _families() -> dict[str, Tiny]:
     found = {}
     for family, variant in FAMILIES.items():
         own = {"head_dim": variant.sizes.get("head_dim", 16), "family": family, "fmt": "F16"}
-        found[family] = Tiny(**SIZES, **own, embedding_fmt="F16")
+        if variant.wide is not None:
+            own |= {"num_layers": len(variant.wide.slides), "num_kv_heads": 2, "num_heads": 2}
+        if variant.wide is not None and (variant.wide.inputs or variant.num_experts):
+            continue  # too large
+        found[family] = Tiny(**(SIZES | own), embedding_fmt="F16")
     return found
 
 
@@ -147,6 +151,7 @@ def _model_bytes(
     metadata = tiny_metadata(small) | _tokenizer_keys() | {"general.alignment": ALIGNMENT}
     arch = small.variant.architecture
     sizes = {f"{arch}.{key}": small.ffn_size for key in EXPERT_SIZES}
+    sizes[f"{arch}.feed_forward_length"] = small.ffn_size
     metadata |= {key: size for key, size in sizes.items() if key in metadata}
     metadata[f"{arch}.vocab_size"] = NUM_TOKENS
     return gguf_bytes(metadata | (more or {}), tensors, alignment=ALIGNMENT)

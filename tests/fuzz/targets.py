@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
 
 REFUSALS = (ModelFormatError, ModelNotFoundError)
-MAX_LENGTH = 12288  # bytes of an input
+MAX_LENGTH = 16384  # bytes of an input
 MAX_SECONDS = 1.0
 MAX_BYTES_FIXED = 1 << 20
 MAX_BYTES_PER_BYTE = 256

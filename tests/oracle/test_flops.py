@@ -34,8 +34,11 @@ PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pytorch_counts_the_same_operations(family: str, tmp_path: Path) -> None:
-    is_said = FAMILIES[family].num_experts and family != "mixtral"
+    variant = FAMILIES[family]
+    is_said = variant.wide is not None or (variant.num_experts and family != "mixtral")
     sizes = {"ffn_size": 128} if is_said else {}  # as its metadata say
+    if variant.wide is not None:
+        sizes["hidden_size"] = 4 * SIZES["hidden_size"]  # beside norms of heads
     tiny = tiny_of(family, **{**SIZES, **sizes})
     loaded = load_path(write_tiny_gguf(tmp_path / "wide.gguf", tiny))
     program = build_program(loaded.spec)
@@ -63,8 +66,8 @@ def test_pytorch_counts_the_same_operations(family: str, tmp_path: Path) -> None
         is_attention = isinstance(one, ops.Attention)
         ours[is_attention] += counted(one)
         if isinstance(one, ops.Attention):
-            seen += batch.num_attended(one.window)
-            pairs += NUM_TOKENS**2
+            seen += one.width * batch.num_attended(one.window)
+            pairs += one.width * NUM_TOKENS**2
     assert attention > 0
     assert ours[False] == pytest.approx(products, rel=0.01)
     assert ours[True] == pytest.approx(attention * seen / pairs, rel=0.01)

@@ -18,6 +18,7 @@ from twostroke.program.mesh import Mesh
 from twostroke.program.ops import AllGather, Receive, Send
 from twostroke.program.pages import PIECE_TOKENS
 from twostroke.program.shard import shard
+from twostroke.program.stages import stage_ends
 from twostroke.weights import load_path
 
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ class Model(Frozen):
 
     def meshes(self, count: int) -> list[Mesh]:
         """Return random meshes of up to 18 ranks, with equal and unequal shares."""
-        chance, num_layers = random.Random(self.seed), len(self.program.layer_outputs)
+        chance, ends = random.Random(self.seed), stage_ends(self.program, self.program.ops)
 
         def shares(most: int) -> tuple[int, ...]:
             return tuple(chance.choice((1, 1, 2, 3)) for _ in range(chance.randint(1, most)))
 
         return [
-            Mesh(shares(min(3, num_layers)), chance.randint(1, 2), shares(3), bool(number % 2))
+            Mesh(shares(min(3, len(ends))), chance.randint(1, 2), shares(3), bool(number % 2))
             for number in range(count)
         ]
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
-from twostroke.models import ExpertSpec, ModelSpec, RopeSpec
+from twostroke.models import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 from twostroke.models.blocks import decoder, residual_layer
+from twostroke.models.gemma4 import gemma4_layer
+from twostroke.models.spec import BorrowingSpec
 from twostroke.program import Activation, Program
 from twostroke.program.ops import Attention, ExternalInput, Linear
 from twostroke.quant import FORMATS, QuantTensor
@@ -66,7 +68,29 @@ def _biases() -> Program:
     return replace(program, ops=tuple(biased))
 
 
+def _borrowing() -> Program:
+    """Return a small Gemma 4, whose last two layers have no keys and values of their own."""
+    spec = replace(
+        SPEC,
+        num_layers=5,
+        num_kv_heads=1,
+        head_dim=64,
+        rope=RopeSpec(1e6, 64, False, (1.0, 0.3) + (0.0,) * 30),
+        window=WindowSpec(
+            37, (True, False, True, True, False), SPEC.rope, num_kv_heads=2, head_dim=32
+        ),
+        activation=Activation.GELU_TANH,
+        attention_scale=0.1,
+        borrowing=BorrowingSpec(2, 192),
+        layer_inputs=32,
+        layer_factors=True,
+        norms_values=True,
+    )
+    return decoder(spec, gemma4_layer, embedding_scale=8.0)
+
+
 PROGRAMS: dict[str, Program] = {
+    "borrowing": _borrowing(),
     "biases": _biases(),
     "head norms": _head_norms(tied_embeddings=False),
     "row norms": _row_norms(),
@@ -106,7 +130,9 @@ def random_tensors(
         if len(shape) == 1:
             values = 1 + 0.1 * values if "norm" in name else values
             chosen = "F32"
-        elif name in {"token_embd.weight", "output.weight"}:
+        elif (
+            name in {"token_embd.weight", "output.weight"} or name == "per_layer_token_embd.weight"
+        ):
             chosen = embedding_fmt
         elif "ffn_gate_inp" in name:
             values, chosen = values * 3, "F32"

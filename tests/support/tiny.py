@@ -208,7 +208,7 @@ def write_tiny_folder(folder: Path, tiny: Tiny | None = None, num_shards: int = 
 
 def tiny_config(tiny: Tiny) -> dict[str, Any]:
     """Return the `config.json` of a tiny model."""
-    return {
+    config = {
         "model_type": tiny.variant.model_type,
         "hidden_act": "silu",
         "hidden_size": tiny.hidden_size,
@@ -227,6 +227,11 @@ def tiny_config(tiny: Tiny) -> dict[str, Any]:
         "eos_token_id": EOS_ID,
         **tiny.variant.config,
     }
+    if tiny.variant.wide is not None:
+        for key in ("rope_theta", "rope_scaling"):
+            del config[key]
+        config["vocab_size_per_layer_input"] = len(vocabulary()[0])
+    return config
 
 
 def tokenizer_json() -> dict[str, Any]:

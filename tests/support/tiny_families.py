@@ -7,18 +7,20 @@ from typing import Any
 from msgspec import field
 from msgspec.structs import replace
 
+from support.tiny_attention import (
+    LARGE,
+    LATENT_FUSED,
+    LATENT_NAMES,
+    SMALL,
+    WINDOW,
+    Latent,
+    Wide,
+    latent_config,
+    latent_metadata,
+    wide_config,
+    wide_metadata,
+)
 from twostroke.core.frozen import Frozen
-
-
-class Latent(Frozen):
-    """Widths of latent attention; `in_one` says that a GGUF has keys and values in one matrix."""
-
-    rank: int = 32
-    rotated: int = 16
-    key: int = 32
-    value: int = 48
-    query_rank: int = 0
-    in_one: bool = False
 
 
 class Variant(Frozen):
@@ -46,13 +48,11 @@ class Variant(Frozen):
     norm_offset: float = 0.0
     num_experts: int = 0
     latent: Latent | None = None
+    wide: Wide | None = None
     first_with_experts: int = 0
     num_shared: int = 0
     has_choice_bias: bool = False
 
-
-# The window of those that have one: less than a page of 32 tokens, and no multiple of one of 16.
-WINDOW = 27
 
 _LLAMA = Variant(interleaves=True)
 
@@ -231,59 +231,33 @@ _OLMO2 = Variant(
     post_norms=True,
 )
 
-_LATENT_NAMES = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate": "mlp.experts.{}.gate_proj",
-    "ffn_up": "mlp.experts.{}.up_proj",
-    "ffn_down": "mlp.experts.{}.down_proj",
-    "exp_probs_b": "mlp.gate.e_score_correction_",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-_LATENT_FUSED: dict[str, tuple[str, ...]] = {"attn_kv_a_mqa": ("attn_kv_a", "attn_k_pe")}
-
-
-def _latent_config(latent: Latent) -> dict[str, Any]:
-    return {
-        "kv_lora_rank": latent.rank,
-        "q_lora_rank": latent.query_rank or None,
-        "qk_rope_head_dim": latent.rotated,
-        "qk_nope_head_dim": latent.key,
-        "v_head_dim": latent.value,
-        "head_dim": latent.rotated,
-    }
-
-
-def _latent_metadata(latent: Latent) -> dict[str, Any]:
-    stored, whole = latent.rank + latent.rotated, latent.key + latent.rotated
-    sizes = {"attention.head_count_kv": 1, "attention.key_length": stored,
-             "attention.value_length": latent.rank, "attention.key_length_mla": whole,
-             "attention.value_length_mla": latent.value}  # fmt: skip
-    if latent.in_one:  # an older file, with the sizes of whole heads
-        sizes = {"attention.key_length": whole, "attention.value_length": latent.value}
-    if latent.query_rank:
-        sizes["attention.q_lora_rank"] = latent.query_rank
-    return {**sizes, "attention.kv_lora_rank": latent.rank, "rope.dimension_count": latent.rotated}
-
-
 # Dense, with queries of low rank.
 _YOUTU = Variant(
     "deepseek2",
     "youtu",
     sizes={"num_kv_heads": 4},
-    metadata=_latent_metadata(Latent(query_rank=32)),
-    config=_latent_config(Latent(query_rank=32)) | {"head_dim": 16},
-    layer_names=_LATENT_NAMES,
-    fused=_LATENT_FUSED,
+    metadata=latent_metadata(Latent(query_rank=32)),
+    config=latent_config(Latent(query_rank=32)) | {"head_dim": 16},
+    layer_names=LATENT_NAMES,
+    fused=LATENT_FUSED,
     latent=Latent(query_rank=32),
 )
+
+# A layer without experts, then three of eight and two shared ones.
+_SHARED_METADATA = {
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_shared_count": 2,
+    "expert_feed_forward_length": 128,
+}
+_SHARED_CONFIG = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 128,
+}
 
 # As V2 Lite, in an older GGUF: the first layer is dense, the choice is by softmax alone.
 _DEEPSEEK_V2 = replace(
@@ -295,24 +269,16 @@ _DEEPSEEK_V2 = replace(
     first_with_experts=1,
     num_shared=2,
     metadata={
-        **_latent_metadata(Latent(in_one=True)),
-        "leading_dense_block_count": 1,
-        "expert_count": 8,
-        "expert_used_count": 3,
-        "expert_shared_count": 2,
-        "expert_feed_forward_length": 128,
+        **latent_metadata(Latent(in_one=True)),
+        **_SHARED_METADATA,
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 128,
         "rope.scaling.yarn_log_multiplier": 0.0707,
     },
     config={
-        **_latent_config(Latent()),
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_shared_experts": 2,
-        "moe_intermediate_size": 128,
+        **latent_config(Latent()),
+        **_SHARED_CONFIG,
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 4.0,
@@ -330,12 +296,8 @@ _DEEPSEEK_V3 = replace(
     latent=Latent(query_rank=32),
     has_choice_bias=True,
     metadata={
-        **_latent_metadata(Latent(query_rank=32)),
-        "leading_dense_block_count": 1,
-        "expert_count": 8,
-        "expert_used_count": 3,
-        "expert_shared_count": 2,
-        "expert_feed_forward_length": 128,
+        **latent_metadata(Latent(query_rank=32)),
+        **_SHARED_METADATA,
         "expert_gating_func": 2,
         "expert_weights_norm": True,
         "expert_weights_scale": 1.7,
@@ -343,12 +305,8 @@ _DEEPSEEK_V3 = replace(
         "expert_group_used_count": 2,
     },
     config={
-        **_latent_config(Latent(query_rank=32)),
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_shared_experts": 2,
-        "moe_intermediate_size": 128,
+        **latent_config(Latent(query_rank=32)),
+        **_SHARED_CONFIG,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.7,
         "n_group": 4,
@@ -364,6 +322,58 @@ _GLM4_LITE = replace(
     config={**_DEEPSEEK_V3.config, "n_group": 1, "topk_group": 1},
 )
 
+_GEMMA4 = replace(
+    _GEMMA3,
+    architecture="gemma4",
+    sizes={"num_layers": 7, "head_dim": 64, "rope_base": 1e6, "num_kv_heads": 1},
+    model_type="gemma4_text",
+    metadata=wide_metadata(SMALL),
+    config=wide_config(SMALL),
+    layer_names=_GEMMA3.layer_names
+    | {
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
+    factors={"rope_freqs.weight": (1.0,) * 8 + (1e30,) * 24},
+    norm_offset=0.0,
+    wide=SMALL,
+)
+
+_GEMMA4_LARGE = replace(
+    _GEMMA4,
+    sizes={"num_layers": 4, "head_dim": 64, "rope_base": 1e6},
+    metadata=wide_metadata(LARGE),
+    config=wide_config(LARGE),
+    wide=LARGE,
+)
+
+# As 26B-A4B: experts beside each feed-forward.
+_GEMMA4_EXPERTS = replace(
+    _GEMMA4_LARGE,
+    num_experts=8,
+    metadata={
+        **_GEMMA4_LARGE.metadata,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 128,
+    },
+    config={
+        **_GEMMA4_LARGE.config,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 128,
+    },
+    layer_names=_GEMMA4.layer_names
+    | {
+        "ffn_gate_inp": "router.proj",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    },
+)
+
 FAMILIES: dict[str, Variant] = {
     "llama": _LLAMA,
     "llama-3.1": _LLAMA31,
@@ -375,6 +385,9 @@ FAMILIES: dict[str, Variant] = {
     "qwen3-moe": _QWEN3_MOE,
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
+    "gemma4": _GEMMA4,
+    "gemma4-large": _GEMMA4_LARGE,
+    "gemma4-experts": _GEMMA4_EXPERTS,
     "olmo2": _OLMO2,
     "phi3": _PHI3,
     "phi3-long": _PHI3_LONG,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from support.tiny import Tiny
+    from support.tiny_attention import Wide
 
     Weights = dict[str, np.ndarray]
 
@@ -28,6 +30,9 @@ WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 
 
@@ -35,9 +40,19 @@ def random_weights(tiny: Tiny, vocab_size: int) -> Weights:
     """Return float32 weights by canonical name; rows of q and k in Hugging Face's order."""
     rng = np.random.default_rng(tiny.seed)
     weights = {"token_embd.weight": _matrix(rng, vocab_size, tiny.hidden_size)}
+    wide = tiny.variant.wide
+    if wide is not None and wide.inputs:
+        width = wide.inputs * tiny.num_layers
+        weights["per_layer_token_embd.weight"] = _matrix(rng, vocab_size, width)
+        weights["per_layer_model_proj.weight"] = _matrix(rng, width, tiny.hidden_size)
+        weights["per_layer_proj_norm.weight"] = _norm(rng, wide.inputs)
     for layer in range(tiny.num_layers):
-        attention = _attention if tiny.variant.latent is None else _latent_attention
-        part = attention(rng, tiny) | _feed_forward(rng, tiny, layer)
+        if wide is not None:
+            attention = _wide_attention(rng, tiny, layer, wide)
+        else:
+            make = _attention if tiny.variant.latent is None else _latent_attention
+            attention = make(rng, tiny)
+        part = attention | _feed_forward(rng, tiny, layer)
         weights |= {f"blk.{layer}.{name}": values for name, values in part.items()}
     weights["output_norm.weight"] = _norm(rng, tiny.hidden_size)
     if not tiny.tied:
@@ -71,7 +86,21 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
     }
     if tiny.variant.latent is not None:
         held = _in_one(tiny, held)
-    return {_folder_name(tiny, name): values for name, values in _fused(tiny, held).items()}
+    stacks = {}
+    if tiny.variant.wide is not None:
+        for layer in range(tiny.num_layers if tiny.variant.num_experts else 0):
+            gates, ups, downs = (
+                [
+                    held.pop(f"blk.{layer}.{part}.{e}.weight")
+                    for e in range(tiny.variant.num_experts)
+                ]
+                for part in ("ffn_gate", "ffn_up", "ffn_down")
+            )
+            both = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
+            stacks[f"model.layers.{layer}.experts.gate_up_proj"] = np.stack(both)
+            stacks[f"model.layers.{layer}.experts.down_proj"] = np.stack(downs)
+    named = {_folder_name(tiny, name): values for name, values in _fused(tiny, held).items()}
+    return named | stacks
 
 
 def interleave_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -101,6 +130,24 @@ def _attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
         part["attn_k_norm.weight"] = _norm(rng, keys if whole else tiny.head_dim)
     if variant.post_norms:
         part["post_attention_norm.weight"] = _norm(rng, hidden)
+    return part
+
+
+def _wide_attention(rng: np.random.Generator, tiny: Tiny, layer: int, wide: Wide) -> Weights:
+    """Return a layer's attention, and what its input and its factor add."""
+    dim, kv_heads = wide.head_dim if wide.slides[layer] else tiny.head_dim, wide.kv_heads[layer]
+    part = _attention(rng, replace(tiny, head_dim=dim, num_kv_heads=kv_heads))
+    if layer >= tiny.num_layers - wide.borrowing:
+        for name in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
+            del part[name]
+    if wide.one_matrix and not wide.slides[layer]:
+        del part["attn_v.weight"]
+    if wide.inputs:
+        part["inp_gate.weight"] = _matrix(rng, wide.inputs, tiny.hidden_size)
+        part["proj.weight"] = _matrix(rng, tiny.hidden_size, wide.inputs)
+        part["post_norm.weight"] = _norm(rng, tiny.hidden_size)
+    part["attn_q_norm.weight"] *= np.float32(dim**-0.5)  # scores have no other scale
+    part["layer_output_scale.weight"] = np.array([rng.uniform(0.5, 1)], np.float32)
     return part
 
 
@@ -137,7 +184,15 @@ def _feed_forward(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
     if num_experts and variant.has_choice_bias:
         part["exp_probs_b.bias"] = (0.1 * rng.standard_normal(num_experts)).astype(np.float32)
     width = tiny.ffn_size
+    if variant.wide is not None and layer >= tiny.num_layers - variant.wide.borrowing:
+        width *= 2
     endings = {f".{e}": width for e in range(num_experts)} or {"": width}
+    if num_experts and variant.wide is not None:  # beside a feed-forward
+        endings[""] = width
+        part["ffn_gate_inp.scale"] = 8 * _norm(rng, hidden)
+        part["ffn_down_exps.scale"] = _norm(rng, num_experts)
+        for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+            part[f"{name}.weight"] = _norm(rng, hidden)
     if num_experts and variant.num_shared:
         endings["_shexp"] = variant.num_shared * width
     for ending, size in endings.items():
@@ -199,6 +254,13 @@ def _folder_name(tiny: Tiny, name: str) -> str:
     if name in WHOLE_MODEL:
         return WHOLE_MODEL[name]
     _, layer, part, *rest = name.split(".")  # rest: the expert's number, if any, and the kind
+    unlike = {
+        "layer_output_scale.weight": "layer_scalar",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    }
+    if own := unlike.get(f"{part}.{rest[-1]}"):
+        return f"model.layers.{layer}.{own}"
     theirs = tiny.variant.layer_names.get(part) or LAYER_NAMES[part]
     if rest[:-1] == [] and "{}" in theirs:  # of a layer without experts
         theirs = LAYER_NAMES[part]

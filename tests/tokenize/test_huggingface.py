@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.byte_tokenizer import CHATML, DOC, END, START, TOOL, byte_metadata, byte_tokenizer
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.tokenize import Tokenizer, from_tokenizer_json
+from twostroke.tokenize import Tokenizer, from_gguf, from_tokenizer_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,6 +97,33 @@ def _sentencepiece(**members: object) -> dict[str, Any]:
     }
 
 
+def _without_a_space() -> dict[str, Any]:
+    """The same as Gemma has it: nothing comes before a text."""
+    normalizer = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    plain = _sentencepiece(normalizer=normalizer)
+    del plain["decoder"]["decoders"][-1]
+    return plain
+
+
+def _gemma(description: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json as a GGUF file of Gemma 4 has it."""
+    vocab: dict[str, int] = description["model"]["vocab"]
+    kinds = dict.fromkeys(("<s>", "</s>"), 3) | {"<unk>": 2}
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": list(vocab),
+        "tokenizer.ggml.token_type": [
+            6 if text.startswith("<0x") else kinds.get(text, 1) for text in vocab
+        ],
+        "tokenizer.ggml.merges": description["model"]["merges"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
 def _load(folder: Path, description: object, **files: object) -> Tokenizer:
     (folder / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
     for name, content in files.items():
@@ -109,6 +136,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     return {
         "byte-level": _load(tmp_path_factory.mktemp("bytes"), _byte_level()),
         "sentencepiece": _load(tmp_path_factory.mktemp("pieces"), _sentencepiece()),
+        "without a space": _load(tmp_path_factory.mktemp("gemma"), _without_a_space()),
     }
 
 
@@ -123,6 +151,15 @@ def test_both_files_of_one_tokenizer_give_the_same_ids(
     folders: dict[str, Tokenizer], text: str
 ) -> None:
     assert folders["byte-level"].encode(text) == FROM_GGUF.encode(text)
+
+
+@given(text=st.text(st.sampled_from("hello \n\u2581aé🎉<s>")))
+def test_gemma_4_has_the_ids_of_its_folder(folders: dict[str, Tokenizer], text: str) -> None:
+    folder, file = folders["without a space"], from_gguf(_gemma(_without_a_space()))
+    ids = folder.encode(text, add_special=True)
+    assert file.encode(text, add_special=True) == ids
+    assert file.decode(ids) == folder.decode(ids)
+    assert file.encode("<s>hello hello", parse_special=True) == [1, *file.encode("hello hello")]
 
 
 def test_special_tokens_are_kept_apart(folders: dict[str, Tokenizer]) -> None:

@@ -18,7 +18,7 @@ from twostroke.quant import FORMATS, QuantTensor
 from twostroke.quant.grouped import scale_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from twostroke.compress.kept import Matrices
     from twostroke.program import Op, Program
@@ -101,7 +101,7 @@ class Evener:
         if source is None or (factors == 1).all():
             return {}
         if isinstance(source, ops.RMSNorm):
-            changed = {source.weight: self._norm(source, factors, tensors)}
+            changed = {_weight_of(source): self._norm(source, factors, tensors)}
         elif isinstance(source, ops.GatedActivation):
             changed = self._divided(source.up, factors, tensors)
         else:
@@ -118,11 +118,11 @@ class Evener:
         if not all(isinstance(reader, ops.Linear) for reader in self._readers[x]):
             return None
         match op:
-            case ops.RMSNorm(num_groups=1):
+            case ops.RMSNorm(num_groups=1, weight=str()):
                 return op
             case ops.GatedActivation() if isinstance(self._written[op.up], ops.Linear):
                 return op
-            case ops.Attention() if isinstance(self._written[op.v], ops.Linear):
+            case ops.Attention() if has_own_values(op, self._written.values()):
                 return op
         return None
 
@@ -133,7 +133,7 @@ class Evener:
         is left of a norm is rounded.
         """
         if isinstance(source, ops.RMSNorm):
-            held = tensors[source.weight].dequantize() + np.float32(source.offset)
+            held = tensors[_weight_of(source)].dequantize() + np.float32(source.offset)
             norm = self._norm(source, np.exp(wanted).astype(np.float32), tensors)
             made = norm.dequantize() + np.float32(source.offset)
             is_there = (made != 0) & (held != 0)
@@ -147,7 +147,7 @@ class Evener:
         return powers
 
     def _norm(self, source: ops.RMSNorm, factors: Floats, tensors: Tensors) -> QuantTensor:
-        norm, offset = tensors[source.weight], np.float32(source.offset)
+        norm, offset = tensors[_weight_of(source)], np.float32(source.offset)
         return QuantTensor.from_floats((norm.dequantize() + offset) / factors - offset, norm.format)
 
     def _divided(self, name: str, factors: Floats, tensors: Tensors) -> dict[str, QuantTensor]:
@@ -170,3 +170,17 @@ def divided_moments(moments: Moments, factors: Floats) -> Moments:
 def _log(sizes: Floats) -> Floats:
     logs: Floats = np.log(np.maximum(sizes, _LEAST * sizes.max()))
     return logs
+
+
+def _weight_of(norm: ops.RMSNorm) -> str:
+    assert norm.weight is not None, "factors are taken from norms that have a weight"
+    return norm.weight
+
+
+def has_own_values(op: ops.Attention, operations: Collection[Op]) -> bool:
+    """Whether its values are those of a product, and no other attention reads them."""
+    readers = [one for one in operations if isinstance(one, ops.Attention)]
+    is_alone = [one.layer for one in readers].count(op.layer) == 1
+    return is_alone and any(
+        isinstance(one, ops.Linear) and one.output == op.v for one in operations
+    )

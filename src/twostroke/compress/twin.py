@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.compress.even import has_own_values
 from twostroke.program import Program, ops
 from twostroke.quant import FORMATS, QuantTensor
 
@@ -48,14 +49,14 @@ def _move(
 ) -> None:
     """Move factors from the inputs of `products` to what `op` computes them from."""
     match op:
-        case ops.RMSNorm(num_groups=1):
+        case ops.RMSNorm(num_groups=1, weight=str(weight)):
             factors = moved = _factors(op.width, rng)
             offset = np.float32(op.offset)
-            weights[op.weight] = (weights[op.weight] + offset) * factors - offset
-        case ops.GatedActivation():
+            weights[weight] = (weights[weight] + offset) * factors - offset
+        case ops.GatedActivation() if isinstance(written[op.up], ops.Linear):
             factors = moved = _factors(op.width, rng)
             _scale_outputs(written[op.up], factors, weights)
-        case ops.Attention():
+        case ops.Attention() if has_own_values(op, written.values()):
             moved = _factors(op.num_kv_heads * op.head_dim, rng)
             heads = np.repeat(moved.reshape(op.num_kv_heads, -1), op.group_size, axis=0)
             factors = heads.reshape(-1)

@@ -9,6 +9,7 @@ from twostroke.models.blocks import decoder
 from twostroke.models.deepseek import DEEPSEEK2
 from twostroke.models.family import Family
 from twostroke.models.gemma import GEMMA2, GEMMA3
+from twostroke.models.gemma4 import GEMMA4
 from twostroke.models.llama import LLAMA
 from twostroke.models.olmo2 import OLMO2
 from twostroke.models.phi3 import PHI3
@@ -24,6 +25,7 @@ ARCHITECTURES: dict[str, Family] = {
     "deepseek2": DEEPSEEK2,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
     "olmo2": OLMO2,
     "phi3": PHI3,
     "qwen2": QWEN2,

@@ -50,36 +50,52 @@ def attention(
     With a `query_key_norm` queries and keys are normalized before they are rotated: each head by
     itself, or a whole row.
     """
-    name, hidden, dim = f"blk.{layer}", spec.hidden_size, spec.head_dim
-    heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
+    name, hidden, lender = f"blk.{layer}", spec.hidden_size, spec.lender_of(layer)
+    kv_heads, dim = spec.kv_heads_of(layer)
+    heads = {"q": spec.num_heads}
+    if lender is None:
+        heads |= {"k": kv_heads, "v": kv_heads}
+    window, normed = spec.window_of(layer), [part for part in heads if part != "v"]
+    one_matrix = spec.keys_give_values and window is None
     parts: list[Op] = []
-    for part, count in heads.items():
+    for part in normed if one_matrix else heads:
         weight = f"{name}.attn_{part}"
         bias = f"{weight}.bias" if spec.qkv_bias else None
-        parts.append(ops.Linear(f"{name}.{part}", x, f"{weight}.weight", hidden, count * dim, bias))
-    q, k = f"{name}.q", f"{name}.k"
+        width = heads[part] * dim
+        parts.append(ops.Linear(f"{name}.{part}", x, f"{weight}.weight", hidden, width, bias))
+    values = {part: f"{name}.{part}" for part in heads} | ({"v": f"{name}.k"} if one_matrix else {})
     if query_key_norm is not None:
         groups = dict.fromkeys(heads, 1) if query_key_norm == "row" else heads
-        parts += [_query_key_norm(spec, name, p, heads[p], groups[p]) for p in ("q", "k")]
-        q, k = f"{q}.normed", f"{k}.normed"
-    rope = _rope(spec, layer, k, heads["k"])
-    parts += [_rope(spec, layer, q, heads["q"]), rope]
-    made_q, made_k = (_made(spec, name, part, query_key_norm) for part in ("q", "k"))
-    window, mixed = spec.window_of(layer), f"{name}.mixed"
+        for part in normed:
+            parts.append(_query_key_norm(spec, name, part, heads[part] * dim, groups[part]))
+            values[part] = parts[-1].output
+    if spec.norms_values and lender is None:
+        epsilon, width = spec.norm_epsilon, kv_heads * dim
+        own = ops.RMSNorm(f"{name}.v.normed", values["v"], None, width, epsilon, kv_heads)
+        parts.append(own)
+        values["v"] = own.output
+    for part in normed:
+        parts.append(_rope(spec, layer, values[part], heads[part]))
+        values[part] = parts[-1].output
+    origin = None
+    if lender is None:
+        made_q, made_k = (_made(spec, name, part, query_key_norm) for part in normed)
+        origin = ops.Origin(made_q, made_k, _rope(spec, layer, f"{name}.k", kv_heads))
+    mixed, kind = f"{name}.mixed", ops.Attention if lender is None else ops.BorrowingAttention
     parts.append(
-        ops.Attention(
+        kind(
             mixed,
-            f"{q}.roped",
-            f"{k}.roped",
-            f"{name}.v",
-            layer,
+            values["q"],
+            values.get("k", ""),
+            values.get("v", ""),
+            layer if lender is None else lender,
             spec.num_heads,
-            spec.num_kv_heads,
+            kv_heads,
             dim,
             dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             None if window is None else window.size,
             spec.attention_soft_cap,
-            origin=ops.Origin(made_q, made_k, rope),
+            origin=origin,
         )
     )
     bias = f"{name}.attn_output.bias" if spec.output_bias else None
@@ -151,17 +167,13 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
 
 def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """Return a gated feed-forward of x."""
-    return _gated(spec, layer, x, output, spec.ffn_size)
+    return _gated(spec, layer, x, output, spec.ffn_size_of(layer))
 
 
 def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """Return a router and a mixture of experts of x, with the shared one if there is one."""
     assert spec.experts is not None
     name, hidden, facts = f"blk.{layer}", spec.hidden_size, spec.experts
-    experts = tuple(
-        ops.Expert(*(f"{name}.ffn_{part}.{index}.weight" for part in ("gate", "up", "down")))
-        for index in range(facts.count)
-    )
     scores, routed = f"{name}.scores", f"{output}.routed" if facts.shared_size else output
     parts: list[Op] = [ops.Linear(scores, x, f"{name}.ffn_gate_inp.weight", hidden, facts.count)]
     if facts.routing is not None:
@@ -172,7 +184,7 @@ def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
             routed,
             x,
             scores,
-            experts,
+            _experts(name, facts),
             hidden,
             facts.ffn_size,
             facts.num_used,
@@ -186,6 +198,45 @@ def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
         parts += _gated(spec, layer, x, shared, facts.shared_size, "_shexp")
         parts.append(ops.Add(output, routed, shared, hidden))
     return parts
+
+
+def mixture_beside(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
+    """Return a feed-forward of x, and a mixture of experts of what x is the norm of; their sum.
+
+    Both are normalized, and so are the inputs of the router and of the experts.
+    """
+    assert spec.experts is not None
+    name, hidden, facts, whole = f"blk.{layer}", spec.hidden_size, spec.experts, f"h{layer}"
+    dense, routed, router = f"{output}.dense", f"{output}.routed", f"{name}.ffn_gate_inp"
+    scores, shares, given = f"{name}.scores", f"{name}.shares", f"{routed}.x"
+    mixture_of = _experts(name, facts), hidden, facts.ffn_size, facts.num_used
+    return [
+        *_gated(spec, layer, x, dense, spec.ffn_size),
+        norm(spec, f"{dense}.normed", dense, f"{name}.post_ffw_norm_1"),
+        ops.RMSNorm(f"{router}.x", whole, f"{router}.scale", hidden, spec.norm_epsilon),
+        ops.Linear(router, f"{router}.x", f"{router}.weight", hidden, facts.count),
+        ops.Scale(scores, router, facts.count, hidden**-0.5),
+        ops.Route(
+            shares,
+            scores,
+            facts.count,
+            facts.num_used,
+            facts.normalize,
+            factors=f"{name}.ffn_down_exps.scale",
+        ),
+        norm(spec, given, whole, f"{name}.pre_ffw_norm_2"),
+        ops.MixtureOfExperts(
+            routed,
+            given,
+            shares,
+            *mixture_of,
+            normalize=False,
+            activation=spec.activation,
+            are_shares=True,
+        ),
+        norm(spec, f"{routed}.normed", routed, f"{name}.post_ffw_norm_2"),
+        ops.Add(output, f"{dense}.normed", f"{routed}.normed", hidden),
+    ]
 
 
 def residual_layer(
@@ -207,6 +258,8 @@ def residual_layer(
     first = latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
     has_experts = spec.experts is not None and layer >= spec.experts.first_layer
     second = mixture if has_experts else feed_forward
+    if has_experts and spec.experts and spec.experts.beside:
+        second = mixture_beside
     parts: list[Op] = []
     for part, start, end, before, after in (
         (first, x, middle, "attn_norm", "post_attention_norm"),
@@ -227,7 +280,7 @@ def residual_layer(
 def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
     window = spec.window_of(layer)
     rope = spec.rope if window is None or window.rope is None else window.rope
-    frequencies, dim = rope.frequencies, spec.head_dim
+    frequencies, (_, dim) = rope.frequencies, spec.kv_heads_of(layer)
     return ops.Rope(f"{x}.roped", x, num_heads, dim, frequencies, rope.interleaved, rope.magnitude)
 
 
@@ -243,6 +296,14 @@ def _gated(
         ops.GatedActivation(gated, gate, up, width, spec.activation),
         ops.Linear(output, gated, f"{name}.ffn_down{ending}.weight", width, hidden),
     ]
+
+
+def _experts(name: str, facts: ExpertSpec) -> tuple[ops.Expert, ...]:
+    parts = "gate", "up", "down"
+    return tuple(
+        ops.Expert(*(f"{name}.ffn_{part}.{index}.weight" for part in parts))
+        for index in range(facts.count)
+    )
 
 
 def _route(facts: ExpertSpec, routing: RoutingSpec, name: str, scores: str) -> ops.Route:
@@ -278,9 +339,7 @@ def _read_by(spec: ModelSpec, name: str, part: str, bias: str | None = None) -> 
 
 
 def _query_key_norm(
-    spec: ModelSpec, name: str, part: str, num_heads: int, num_groups: int
+    spec: ModelSpec, name: str, part: str, width: int, num_groups: int
 ) -> ops.RMSNorm:
-    width, epsilon = num_heads * spec.head_dim, spec.norm_epsilon
-    weight = f"{name}.attn_{part}_norm.weight"
-    x = f"{name}.{part}"
+    weight, epsilon, x = f"{name}.attn_{part}_norm.weight", spec.norm_epsilon, f"{name}.{part}"
     return ops.RMSNorm(f"{x}.normed", x, weight, width, epsilon, num_groups, spec.norm_offset)

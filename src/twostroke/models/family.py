@@ -53,6 +53,7 @@ class Family(Frozen):
     key for the width itself.
 
     `gguf_values` and `config_values` return values of shared keys that hold in place of a file's.
+    With `may_lack_values` a GGUF file's layers with keys but no values have `keys_give_values`.
     `extra_layers` is config.json's key for how many layers follow that take no part, such as those
     that guess.
     """
@@ -69,4 +70,5 @@ class Family(Frozen):
     rotated: str | None = None
     gguf_values: Values = as_said
     config_values: Values = as_said
+    may_lack_values: bool = False
     extra_layers: str | None = None

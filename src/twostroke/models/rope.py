@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # Tensors of a GGUF file that are facts about rope, not weights.
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
-_CONFIG_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+STILL = 1e30  # the divisor of a pair that does not turn
+_CONFIG_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 _DEFAULT_BASE = 10000.0
 _LOWEST_BASE = 1.001  # the logarithm of a base of 1 is 0
 
@@ -118,6 +119,8 @@ def _config_scaling(part: Fields, plain: RopeSpec, original: int, context: int) 
         part.refuse(key, f"which is not supported; {', '.join(_CONFIG_SCALINGS)} are")
     if kind == "default":
         return plain, context
+    if kind == "proportional":
+        return _proportional(plain, part), context
     if kind == "linear":
         return _linear(plain, part.number("factor", low=1.0)), context
     if kind == "llama3":
@@ -132,10 +135,21 @@ def _linear(plain: RopeSpec, factor: float) -> RopeSpec:
     return plain if factor == 1 else _divided(plain, [factor] * (plain.dim // 2))
 
 
+def _proportional(plain: RopeSpec, part: Fields) -> RopeSpec:
+    """Turn a share of the pairs, the quick ones; the others stay."""
+    share = part.number("partial_rotary_factor", high=1.0, default=1.0)
+    factor, count = part.number("factor", low=1.0, default=1.0), int(share * plain.dim // 2)
+    turned = [frequency / factor for frequency in plain.frequencies[:count]]
+    rest = [0.0] * (plain.dim // 2 - count)
+    return replace(plain, scaled_frequencies=(*turned, *rest))
+
+
 def _divided(plain: RopeSpec, divisors: Sequence[float], magnitude: float = 1.0) -> RopeSpec:
     """Divide each pair's frequency."""
     pairs = zip(plain.frequencies, divisors, strict=True)
-    scaled = tuple([frequency / divisor for frequency, divisor in pairs])
+    scaled = tuple(
+        [frequency / divisor if divisor < STILL else 0.0 for frequency, divisor in pairs]
+    )
     return replace(plain, scaled_frequencies=scaled, magnitude=magnitude)
 
 

@@ -32,13 +32,15 @@ class RopeSpec(Frozen):
 class WindowSpec(Frozen):
     """Sliding-window attention: some layers see only the last `size` positions, their own included.
 
-    `slides[i]` says whether layer i does. `rope` is the sliding layers' own, None if it is the
-    model's.
+    `slides[i]` says whether layer i does. `rope`, `num_kv_heads` and `head_dim` are the sliding
+    layers' own, None where they are the model's.
     """
 
     size: int
     slides: tuple[bool, ...]
     rope: RopeSpec | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
 
 
 class RoutingSpec(Frozen):
@@ -60,7 +62,8 @@ class ExpertSpec(Frozen):
 
     A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` makes the shares of
     the used ones sum to one. Every row also uses a feed-forward of `shared_size`, if that is not 0.
-    Layers before `first_layer` have a feed-forward of the model's own size instead.
+    Layers before `first_layer` have a feed-forward of the model's own size instead. Where experts
+    are `beside` one, both are summed (Gemma 4).
     """
 
     count: int
@@ -70,6 +73,7 @@ class ExpertSpec(Frozen):
     shared_size: int = 0
     first_layer: int = 0
     routing: RoutingSpec | None = None
+    beside: bool = False
 
 
 class LatentSpec(Frozen):
@@ -86,6 +90,16 @@ class LatentSpec(Frozen):
     query_rank: int = 0
 
 
+class BorrowingSpec(Frozen):
+    """The last `count` layers read keys and values of an earlier one (arXiv:2405.12981).
+
+    It is the last layer before them that slides as they do. Their feed-forward is `ffn_size` wide.
+    """
+
+    count: int
+    ffn_size: int
+
+
 class ModelSpec(Frozen):
     """The facts from which `twostroke.models` builds a `Program`.
 
@@ -93,6 +107,11 @@ class ModelSpec(Frozen):
     `context_length` is in tokens. `norm_offset` is added to the weights of norms. The attention
     scale is that of the scores, None for 1 / sqrt(head_dim). With `latent` attention there is one
     key-value head, of `latent.rank + latent.rotated`.
+
+    Gemma 4 has `layer_inputs`: vectors so wide that each token brings to each layer. With
+    `layer_factors` a layer's output is multiplied by a number that was learnt. Where
+    `keys_give_values`, layers without a window have one matrix for keys and values. With
+    `norms_values` each head of values is normalized, without a weight.
     """
 
     architecture: str
@@ -118,7 +137,33 @@ class ModelSpec(Frozen):
     window: WindowSpec | None = None
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
+    borrowing: BorrowingSpec | None = None
+    layer_inputs: int = 0
+    layer_factors: bool = False
+    keys_give_values: bool = False
+    norms_values: bool = False
 
     def window_of(self, layer: int) -> WindowSpec | None:
         """Return the window of a layer, None if it sees all positions."""
         return self.window if self.window is not None and self.window.slides[layer] else None
+
+    def kv_heads_of(self, layer: int) -> tuple[int, int]:
+        """Return how many key-value heads a layer has, and the width of its heads."""
+        own = self.window_of(layer)
+        if own is None:
+            return self.num_kv_heads, self.head_dim
+        return own.num_kv_heads or self.num_kv_heads, own.head_dim or self.head_dim
+
+    def lender_of(self, layer: int) -> int | None:
+        """Return the layer whose keys and values a layer reads, None if it has its own."""
+        first = self.num_layers - (self.borrowing.count if self.borrowing else 0)
+        if layer < first:
+            return None
+        slides = self.window_of(layer) is not None
+        return max(i for i in range(first) if (self.window_of(i) is not None) == slides)
+
+    def ffn_size_of(self, layer: int) -> int:
+        """Return the width of a layer's feed-forward."""
+        if self.borrowing is None or self.lender_of(layer) is None:
+            return self.ffn_size
+        return self.borrowing.ffn_size

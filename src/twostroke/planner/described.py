@@ -1,13 +1,12 @@
 """Models that plans know by their config.json, although no family here runs them.
 
-They are Programs like others, made of the same operations and of one that no backend computes:
-attention to the keys and values of another layer. What is small beside these (rotation, gates of
-shared experts, sinks, biases of experts) is left out.
+They are Programs like others, made of the same operations. What is small beside these (rotation,
+gates of shared experts, sinks, biases of experts) is left out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
@@ -15,8 +14,8 @@ from twostroke.models import MODEL_TYPES
 from twostroke.models.blocks import attention, decoder, feed_forward, mixture, norm
 from twostroke.models.common_fields import all_but_every, config_window, read_sizes
 from twostroke.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
+from twostroke.models.gemma4 import borrowing_layers
 from twostroke.models.spec import ExpertSpec, ModelSpec, RopeSpec
-from twostroke.planner.attention import SharedAttention
 from twostroke.program import ops
 from twostroke.weights.hf_model import SIZE_KEYS, refuse_architecture, text_fields
 
@@ -105,7 +104,7 @@ def _hunyuan(fields: Fields, name: str) -> Program:
 
     def part(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
         if layer % period:
-            return _borrowing(spec, layer, x, output)
+            return _borrowing(spec, layer, x, output, layer // period)
         own = attention(spec, layer, x, output)
         return [op.with_layers({layer: layer // period}) for op in own]
 
@@ -128,14 +127,18 @@ def _gemma3n(fields: Fields, name: str) -> Program:
     spec = _spec(Fields(fields.name, {**fields.values, "intermediate_size": width}), name)
     count, hidden = spec.num_layers, spec.hidden_size
     spec = replace(spec, window=config_window(fields, all_but_every(5, count)))
-    own = count - fields.integer("num_kv_shared_layers", count - 1, low=0)
+    borrowing = fields.integer("num_kv_shared_layers", count - 1, low=0)
+    spec = borrowing_layers(fields, spec, borrowing, spec.ffn_size)
     rank = fields.integer("laurel_rank", MAX_WIDTH)
     each = fields.integer("hidden_size_per_layer_input", MAX_WIDTH)
     vocab = fields.integer("vocab_size_per_layer_input", MAX_VOCAB)
     streams = fields.integer("altup_num_inputs", 64) - 1
 
     def part(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-        return (attention if layer < own else _borrowing)(spec, layer, x, output)
+        lender = spec.lender_of(layer)
+        if lender is None:
+            return attention(spec, layer, x, output)
+        return _borrowing(spec, layer, x, output, lender)
 
     def layer_of(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
         name = f"blk.{layer}"
@@ -212,15 +215,15 @@ def _layer(spec: ModelSpec, layer: int, x: str, output: str, parts: tuple[Part, 
     return found
 
 
-def _borrowing(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return attention to the keys and values of an earlier layer."""
+def _borrowing(spec: ModelSpec, layer: int, x: str, output: str, stored: int) -> list[Op]:
+    """Return attention to the keys and values of an earlier layer, cache layer `stored`."""
     name, width = f"blk.{layer}", spec.num_heads * spec.head_dim
     q, mixed, window = f"{name}.q", f"{name}.mixed", spec.window_of(layer)
     size = None if window is None else window.size
-    sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim, size
+    sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     return [
         ops.Linear(q, x, f"{name}.attn_q.weight", spec.hidden_size, width),
-        cast("Op", SharedAttention(mixed, q, *sizes)),
+        ops.BorrowingAttention(mixed, q, "", "", stored, *sizes, 1.0, size),
         ops.Linear(output, mixed, f"{name}.attn_output.weight", width, spec.hidden_size),
     ]
 

@@ -25,6 +25,9 @@ def variants(model: PlannedModel, num_tokens: int) -> Iterator[tuple[str, Planne
     """
     attention = [op for op in model.program.ops if isinstance(op, Attention)]
     sizes = [(op.num_heads, 2 * op.group_size) for op in attention]
+    made = {op.output for op in model.program.ops if isinstance(op, Linear)}
+    if not all(op.v in made for op in attention):  # normed, latent, or another layer's
+        sizes = []
     if all(heads % _QUERIES == 0 and twice <= _QUERIES for heads, twice in sizes) and sizes:
         yield f"{_QUERIES} queries for each key", _grouped(model)
     window = next((size for size in _WINDOWS if size < num_tokens), None)

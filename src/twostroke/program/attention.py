@@ -10,7 +10,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.program.operation import Operation
 from twostroke.program.pages import CacheLayer
 from twostroke.program.sharding import Sharding
-from twostroke.program.work import Cost, EachAttended, EachCached
+from twostroke.program.work import Cost, EachAttended, EachCached, EachRead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,9 +78,9 @@ class Attention(Operation):
     first_head: int = 0
     origin: Origin | None = None
 
-    reads = ("q", "k", "v")
+    reads: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     sharding = Sharding.BY_COLUMN_PARTS
-    needs_all_rows = ("k", "v")
+    needs_all_rows: ClassVar[tuple[str, ...]] = ("k", "v")
     values_are_keys: ClassVar[bool] = False
 
     @property
@@ -129,16 +129,19 @@ class Attention(Operation):
         """Two products over each row's context, and the traffic of the pages."""
         del weight_bytes
         yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
-        stored = self.stores[self.layer].bytes_per_token(cache)
-        yield EachCached(self.window), Cost(0, 0, stored)
+        yield EachCached(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))
+
+    @property
+    def stored(self) -> CacheLayer:
+        """What is stored of each token that it sees."""
+        return CacheLayer(
+            self.num_kv_heads, self.head_dim, self.window, values_are_keys=self.values_are_keys
+        )
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
         """Keys and values of its layer."""
-        layer = CacheLayer(
-            self.num_kv_heads, self.head_dim, self.window, values_are_keys=self.values_are_keys
-        )
-        return {self.layer: layer}
+        return {self.layer: self.stored}
 
     def with_layers(self, places: Mapping[int, int]) -> Self:
         """Return it with another number of its layer."""
@@ -148,3 +151,25 @@ class Attention(Operation):
     def label(self) -> str:
         """With its window, if it has one."""
         return "attention" if self.window is None else f"attention({self.window})"
+
+
+class BorrowingAttention(Attention):
+    """Attention to the keys and values that an earlier operation stores, for cache layer `layer`.
+
+    It has none of its own: `k` and `v` are empty (arXiv:2405.12981). Heads, their width and the
+    window are those of the other operation.
+    """
+
+    reads = ("q",)
+    needs_all_rows = ()
+
+    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
+        """Two products over each row's context, which is read."""
+        del weight_bytes
+        yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
+        yield EachRead(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))
+
+    @property
+    def stores(self) -> Mapping[int, CacheLayer]:
+        """Nothing."""
+        return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.program.operation import Operation
+from twostroke.program.sharding import Sharding
 from twostroke.program.work import (
     Cost,
     each_row,
@@ -76,6 +77,7 @@ class TakeColumns(Operation):
     first: int
 
     reads = ("x",)
+    sharding = Sharding.WHOLE
     label = "columns"
 
 

@@ -174,7 +174,8 @@ class Route(Operation):
     Scores are the softmax of x, or its sigmoid if `is_sigmoid`. The choice is by scores plus
     `bias`: of `num_groups` equal groups of neighbours the `num_used_groups` whose `group_best`
     largest have the largest sum, and in these the `num_used` largest; of equal ones the first.
-    Shares are the scores, with `normalize` divided by their sum, times `scale`.
+    Shares are the scores, with `normalize` divided by their sum, times `scale`, and times those of
+    `factors`, above 0, one for each expert.
     """
 
     x: str
@@ -187,6 +188,7 @@ class Route(Operation):
     num_groups: int = 1
     num_used_groups: int = 1
     group_best: int = 1
+    factors: str | None = None
 
     reads = ("x",)
     sharding = Sharding.WHOLE
@@ -194,5 +196,6 @@ class Route(Operation):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The bias of the choice, if there is one."""
-        return () if self.bias is None else (Weight(self.bias, (self.width,)),)
+        """The bias of the choice and the factors, if there are any."""
+        names = [name for name in (self.bias, self.factors) if name is not None]
+        return tuple([Weight(name, (self.width,)) for name in names])

@@ -161,4 +161,4 @@ class LatentAttention(Attention, kw_only=True):
         del weight_bytes
         sizes = self.head_dim - self.rotated, self.rotated, self.key, self.value
         yield LatentProducts(*sizes), Cost(2 * self.num_heads)
-        yield EachCached(self.window), Cost(0, 0, self.stores[self.layer].bytes_per_token(cache))
+        yield EachCached(self.window), Cost(0, 0, self.stored.bytes_per_token(cache))

@@ -11,6 +11,7 @@ from twostroke.program.attention import Attention
 from twostroke.program.experts import ExpertTerms
 from twostroke.program.pages import PIECE_TOKENS
 from twostroke.program.sharding import Sharding, cuts
+from twostroke.program.stages import stage_ends
 
 if TYPE_CHECKING:
     from twostroke.core.config import ParallelOptions
@@ -46,7 +47,8 @@ class Mesh(Frozen):
 
     def shares_of(self, op: Operation) -> tuple[int, ...]:
         """Return the shares by which the ranks of a team divide an operation."""
-        return self.attention_parts if self.attention_parts and op.stores else self.column_parts
+        is_attention = isinstance(op, Attention)
+        return self.attention_parts if self.attention_parts and is_attention else self.column_parts
 
     @property
     def ranks_per_stage(self) -> int:
@@ -85,7 +87,7 @@ ONE_RANK = Mesh()
 
 def stores_twice(mesh: Mesh, program: Program) -> bool:
     """Whether over a twentieth of the keys and values is on several ranks if heads divide them."""
-    attention = [op for op in program.ops if isinstance(op, Attention)]
+    attention = [op for op in program.ops if isinstance(op, Attention) and op.stores]
     parts = [
         op.part(*columns)
         for op in attention
@@ -102,12 +104,15 @@ def mesh_of(parallel: ParallelOptions, program: Program) -> Mesh:
         UsageError: the Program cannot be divided into so many parts.
     """
     steps = [step for op in program.ops for step in op.steps]
-    num_layers = len(program.layer_outputs)
+    num_layers = len(stage_ends(program, program.ops))
     num_experts = max([op.length for op in steps if isinstance(op, ExpertTerms)], default=0)
     divided = [op for op in steps if op.sharding is Sharding.BY_COLUMN_PARTS]
     most = max([-(-op.length // op.grain) for op in divided], default=1)
     if parallel.pipeline > num_layers:
-        reason = f"must be at most {num_layers}, the model's layers, got {parallel.pipeline}."
+        what = "the model's layers"
+        if num_layers < len(program.layer_outputs):
+            what = "since layers stay with those that borrow their keys and values"
+        reason = f"must be at most {num_layers}, {what}, got {parallel.pipeline}."
         raise UsageError(reason, field="pipeline")
     if parallel.expert > 1 and not num_experts:
         raise UsageError("needs a model with experts, which this is not.", field="expert")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.program.attention import Attention, Made, Origin
+from twostroke.program.attention import Attention, BorrowingAttention, Made, Origin
 from twostroke.program.collectives import AllGather, AllReduce, Receive, Send, TakeColumns
 from twostroke.program.experts import Expert, ExpertTerms, MixtureOfExperts, Route, SumTerms
 from twostroke.program.latent import HeadLinear, Join, LatentAttention
@@ -39,6 +39,7 @@ __all__ = [
     "AllReduce",
     "Attention",
     "AttentionPieces",
+    "BorrowingAttention",
     "Embed",
     "Expert",
     "ExpertTerms",
@@ -116,11 +117,11 @@ class RMSNorm(Operation):
     """`output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
 
     The mean is that of a row. With `num_groups` above 1 a row is that many equal pieces, each
-    normalized by itself with the same weight (query-key norm).
+    normalized by itself with the same weight (query-key norm). Without a weight that is one.
     """
 
     x: str
-    weight: str
+    weight: str | None
     width: int
     epsilon: float
     num_groups: int = 1
@@ -132,6 +133,8 @@ class RMSNorm(Operation):
     @property
     def weights(self) -> tuple[Weight, ...]:
         """The factors of a group's values."""
+        if self.weight is None:
+            return ()
         return (Weight(self.weight, (self.width // self.num_groups,)),)
 
     @property
@@ -210,13 +213,19 @@ class GatedActivation(Operation):
 
 
 class Scale(Operation):
-    """`output = x * factor`, element by element."""
+    """`output = x * factor`, element by element; times the value of `weight`, if it has one."""
 
     x: str
     width: int
-    factor: float
+    factor: float = 1.0
+    weight: str | None = None
 
     reads = ("x",)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The factor that a model has learnt."""
+        return () if self.weight is None else (Weight(self.weight, (1,)),)
 
     @property
     def row_flops(self) -> int:
@@ -282,6 +291,7 @@ LocalOp = (
     | Join
     | Rope
     | Attention
+    | BorrowingAttention
     | LatentAttention
     | GatedActivation
     | Route

@@ -13,6 +13,7 @@ from twostroke.program.work import (
     EachAttended,
     EachCached,
     EachPiece,
+    EachRead,
     EachShare,
     OfWholeStep,
     once,
@@ -60,6 +61,7 @@ class AttentionPieces(Operation):
     head_cuts: tuple[int, ...]  # column part i merges the heads from cut i to cut i + 1
     origin: Origin | None = None
     values_are_keys: bool = False
+    borrows: bool = False  # keys and values, of an earlier operation
 
     reads = ("q", "k", "v")
     needs_all_rows = reads
@@ -72,13 +74,18 @@ class AttentionPieces(Operation):
         return cls(
             op.output, op.q, op.k, op.v, op.layer, op.num_heads, op.num_kv_heads, op.head_dim,
             op.scale, op.window, op.soft_cap, team, place, head_cuts, op.origin,
-            op.values_are_keys,
+            op.values_are_keys, not op.stores,
         )  # fmt: skip
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Queries, and keys and values if it stores them."""
+        return (self.q,) if self.borrows else (self.q, self.k, self.v)
 
     @property
     def meeting(self) -> str:
         """What all members of the team, and no other operation of theirs, call the exchange."""
-        return f"pieces of layer {self.layer}"
+        return f"pieces for {self.q}"
 
     @property
     def num_column_parts(self) -> int:
@@ -120,8 +127,9 @@ class AttentionPieces(Operation):
         size = len(self.team)
         flops = 4 * self.num_heads * self.head_dim // size
         yield OfWholeStep(EachAttended(self.window)), Cost(flops)
-        stored = self.stores[self.layer].bytes_per_token(cache)
-        yield OfWholeStep(EachCached(self.window)), Cost(0, 0, stored // size)
+        stored = self.stored.bytes_per_token(cache)
+        moved = EachRead(self.window) if self.borrows else EachCached(self.window)
+        yield OfWholeStep(moved), Cost(0, 0, stored // size)
 
         head_bytes, piece_bytes = (self.head_dim + 2) * _VALUE_BYTES, PIECE_TOKENS * stored
         most_rows = piece_bytes // (self.num_heads * head_bytes)
@@ -134,16 +142,20 @@ class AttentionPieces(Operation):
         yield once, Cost(0, exchanges=1)
 
     @property
-    def stores(self) -> Mapping[int, CacheLayer]:
-        """Keys and values of its layer, for its share of the tokens."""
-        layer = CacheLayer(
+    def stored(self) -> CacheLayer:
+        """What is stored of each token that it sees, by its share of the tokens."""
+        return CacheLayer(
             self.num_kv_heads,
             self.head_dim,
             self.window,
             len(self.team),
             values_are_keys=self.values_are_keys,
         )
-        return {self.layer: layer}
+
+    @property
+    def stores(self) -> Mapping[int, CacheLayer]:
+        """Keys and values of its layer."""
+        return {} if self.borrows else {self.layer: self.stored}
 
     def with_layers(self, places: Mapping[int, int]) -> Self:
         """Return it with another number of its layer."""
@@ -165,7 +177,7 @@ def heads_of_each(op: Attention, shares: tuple[int, ...]) -> dict[str, tuple[Ran
     They are put side by side and cut together, so that all have their share of the columns, though
     some may have no key or no query.
     """
-    counts = {op.q: op.num_heads, op.k: op.num_kv_heads, op.v: op.num_kv_heads}
+    counts = dict.fromkeys(op.inputs, op.num_kv_heads) | {op.q: op.num_heads}
     all_heads = cuts(sum(counts.values()), shares)
     ranges, first = {}, 0
     for name, count in counts.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from twostroke.program.attention import BorrowingAttention
 from twostroke.program.batch import BatchShape
 from twostroke.program.pages import FLOAT16
 from twostroke.program.work import StepCost
@@ -29,7 +30,7 @@ def cut_into_stages(
     Shares are those of the work for one generated token, the logits and rank 0's own work included,
     which is done beside the last stage.
     """
-    ends = [i + 1 for i, op in enumerate(ops) if op.output in program.layer_outputs]
+    ends = stage_ends(program, ops)
     done = [0, *accumulate(_work(op) for op in ops)]
     places = [0]
     for stage, share in enumerate(accumulate(shares[:-1]), start=1):
@@ -38,6 +39,17 @@ def cut_into_stages(
         goal = (done[-1] + _OWN_WORK) * share / sum(shares)
         places.append(min(choices, key=lambda end: abs(done[end] - goal)))
     return [ops[start:end] for start, end in zip(places, [*places[1:], len(ops)], strict=True)]
+
+
+def stage_ends(program: Program, ops: Sequence[Op]) -> list[int]:
+    """Return after how many operations stages can end, the last one too.
+
+    A stage has layers together with those that borrow their keys and values.
+    """
+    stored = {layer: place for place, op in enumerate(ops) for layer in op.stores}
+    lent = [(stored[op.layer], i) for i, op in enumerate(ops) if isinstance(op, BorrowingAttention)]
+    ends = [place + 1 for place, op in enumerate(ops) if op.output in program.layer_outputs]
+    return [end for end in ends if not any(first < end <= last for first, last in lent)]
 
 
 def _work(op: Op) -> int:

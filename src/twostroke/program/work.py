@@ -91,6 +91,16 @@ class EachCached(Frozen):
         return batch.num_context(self.window) + batch.whole.num_rows
 
 
+class EachRead(Frozen):
+    """Counts the positions whose keys and values are read."""
+
+    window: int | None
+
+    def __call__(self, batch: BatchShape) -> int:
+        """Return the number of positions."""
+        return batch.num_context(self.window)
+
+
 class EachShare(Frozen):
     """Counts the pairs of a row and a piece that it attends to, for requests with few rows."""
 

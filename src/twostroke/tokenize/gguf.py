@@ -95,15 +95,8 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
         )
     for id_ in runs:
         scores[id_] = float("inf")
-    ids_of = {value[0]: id_ for id_, value in bytes_of.items()}
-    options = MergeOptions(
-        byte_level=False,
-        byte_ids=tuple(ids_of.get(value) for value in range(256)),
-        unknown=fields.unknown_id,
-        fuse_unknown=True,
-    )
     space = fields.get("add_space_prefix", bool) is not False
-    merges = Merges(vocabulary, ScoredPairs(scores, vocabulary), options)
+    merges = Merges(vocabulary, ScoredPairs(scores, vocabulary), _characters(fields, bytes_of))
     words = cut_before_spaces(vocabulary)
     cut = words_by([marking(prefix=space), words])
     # Llama 2 begins each stretch after a special token with a space. Mistral's later files have
@@ -116,8 +109,21 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
     )
 
 
+def _sentencepiece_merges(fields: _Fields) -> Tokenizer:
+    """Gemma 4's kind: characters merged as listed, others as bytes."""
+    added, bytes_of = fields.added(), _byte_tokens(fields)
+    vocabulary = Vocabulary(fields.tokens, [*_specials(added), *bytes_of])
+    pairs = ListedPairs(fields.array("merges", str), vocabulary)
+    merges = Merges(vocabulary, pairs, _characters(fields, bytes_of))
+    space = fields.get("add_space_prefix", bool) or False
+    cut = words_by([marking(prefix=space), cut_before_spaces(vocabulary)])
+    parts = _parts(fields, added, merges, cut, begin=True)
+    return Tokenizer(replace(parts, to_bytes=sentencepiece_bytes, strip_space=space))
+
+
 # The readers by `tokenizer.ggml.model`.
 _KINDS: dict[str, Callable[[_Fields], Tokenizer]] = {
+    "gemma4": _sentencepiece_merges,
     "gpt2": _byte_level,
     "llama": _sentencepiece,
 }
@@ -161,6 +167,17 @@ def _specials(added: tuple[AddedToken, ...]) -> list[int]:
 
 def _is_spaces(text: str) -> bool:
     return bool(text) and not text.strip(" ")
+
+
+def _characters(fields: _Fields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
+    """Return how SentencePiece's kinds spell a word: as characters, others as bytes."""
+    ids_of = {value[0]: id_ for id_, value in bytes_of.items()}
+    return MergeOptions(
+        byte_level=False,
+        byte_ids=tuple(ids_of.get(value) for value in range(256)),
+        unknown=fields.unknown_id,
+        fuse_unknown=True,
+    )
 
 
 def _byte_tokens(fields: _Fields) -> dict[int, bytes]:

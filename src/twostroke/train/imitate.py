@@ -115,7 +115,7 @@ class Imitator:
             torch.from_numpy(np.concatenate(part)).long()
             for part in (tokens, positions, sampled, following)
         )
-        keeper = WholeSequences([len(part) for part in tokens])
+        keeper = WholeSequences([len(part) for part in tokens], self.model.program.ops)
         step = StepState(rows, places, drawn, self.weights(), keeper)
         name = self.model.program.ops[-1].output
         logits = self.model.run(step, (name,))[name].float()

@@ -106,6 +106,8 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
 
     def check(self, spec: ModelSpec) -> None:
         """Raise UsageError for what cannot be cut out of a teacher."""
+        if spec.layer_factors:
+            raise UsageError(f"{spec.name} cannot be cut: its layers differ from each other.")
         sizes = {
             "layers": (self.layers, spec.num_layers),
             "kv_heads": (self.kv_heads, spec.num_kv_heads),

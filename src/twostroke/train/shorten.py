@@ -95,7 +95,7 @@ class _Cut:
         weights = {own: whole.weights[name] for own, name in names}
         tokens = torch.tensor([token for one in sequences for token in one])
         places = torch.cat([torch.arange(len(one)) for one in sequences])
-        keeper = WholeSequences([len(one) for one in sequences])
+        keeper = WholeSequences([len(one) for one in sequences], self._program.ops)
         self._state = StepState(tokens, places, torch.arange(len(tokens)), weights, keeper)
 
     def states(self) -> list[Tensor]:

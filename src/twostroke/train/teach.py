@@ -56,7 +56,8 @@ class Teacher:
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits (rows, vocabulary) of states (rows, width)."""
         every = torch.arange(len(states))
-        step = StepState(every, every, every, self._weights, WholeSequences([len(states)]))
+        keeper = WholeSequences([len(states)], self._ops)
+        step = StepState(every, every, every, self._weights, keeper)
         values = {self._states: states}
         for op in self._ops:
             values[op.output] = apply(op, values, step)

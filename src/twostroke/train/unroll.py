@@ -42,10 +42,10 @@ class NoPages:
     """No pages: attention is computed in this file."""
 
     def spans(
-        self, op: ops.Attention, k: Tensor, v: Tensor
+        self, op: ops.Attention, own: tuple[Tensor, ...]
     ) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
         """Yield nothing."""
-        del op, k, v
+        del op, own
         return iter(())
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from twostroke.models import ARCHITECTURES, ModelSpec
 from twostroke.models.common_fields import read_sizes
 from twostroke.models.fields import MAX_HEAD_DIM, MAX_VOCAB, Fields
-from twostroke.models.rope import ROPE_TABLES, gguf_rope
+from twostroke.models.rope import ROPE_TABLES, STILL, gguf_rope
 from twostroke.weights.gguf import Strings
 
 if TYPE_CHECKING:
@@ -74,6 +77,7 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
         tied_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
+        keys_give_values=family.may_lack_values and _lacks_values(tensors),
     )
     _check_tokens(fields, spec)
     return family.from_gguf(said, spec)
@@ -90,7 +94,15 @@ def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
 def _table(fields: Fields, name: str, tensor: QuantTensor) -> list[float]:
     if len(tensor.shape) != 1 or tensor.num_values > MAX_HEAD_DIM:
         fields.fault(f"has tensor {name!r} with shape {tensor.shape}, not one factor for each pair")
-    return [float(value) for value in tensor.dequantize()]
+    values = [float(value) for value in tensor.dequantize()]
+    # As a float32 it is a little more.
+    return [STILL if value == np.float32(STILL) else value for value in values]
+
+
+def _lacks_values(tensors: Mapping[str, QuantTensor]) -> bool:
+    """Whether one of the first layers, which all have keys, has no values."""
+    first = takewhile(lambda layer: f"blk.{layer}.attn_k.weight" in tensors, count())
+    return any(f"blk.{layer}.attn_v.weight" not in tensors for layer in first)
 
 
 def _check_tokens(fields: Fields, spec: ModelSpec) -> None:

@@ -75,14 +75,15 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
     published_layout(fields)  # refuses what is not supported
     architecture = MODEL_TYPES[fields.text("model_type")]
     family = ARCHITECTURES[architecture]
-    sizes = read_sizes(fields.changed(family.config_values(fields)), SIZE_KEYS)
+    own = fields.changed(family.config_values(fields))
+    sizes = read_sizes(own, SIZE_KEYS)
     for key, only in _UNUSUAL.items():
-        fields.expect(key, only)
+        own.expect(key, only)
     rotated = sizes["head_dim"]
     if family.rotated is not None:
         rotated = fields.integer(family.rotated, rotated)
     rope, sizes["context_length"] = config_rope(
-        fields, rotated, sizes["context_length"], share_key=family.partial_rotary
+        own, rotated, sizes["context_length"], share_key=family.partial_rotary
     )
     biased = fields.flag("attention_bias", default=False)
     spec = ModelSpec(

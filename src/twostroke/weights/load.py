@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+_KEY_OR_VALUE = re.compile(r"blk\.(\d{1,4})\.attn_(?:k|v|k_norm)\.weight")
 _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
 
 
@@ -216,7 +217,11 @@ def _program_weights(
     cut = cut_stacks(tensors, shapes, ARCHITECTURES[spec.architecture].fused)
     if spec.latent is not None:
         cut = cut_latent(file, cut, shapes)
-    cut = {name: cut[name] for name in cut if name in shapes or not _is_empty_bias(name, cut[name])}
+    cut = {
+        name: tensor
+        for name, tensor in cut.items()
+        if name in shapes or not (_is_empty_bias(name, tensor) or _is_of_borrower(name, spec))
+    }
     check_shapes(file, cut, shapes, f"the family {spec.architecture!r}")
     return cut
 
@@ -224,3 +229,10 @@ def _program_weights(
 def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:
     """Whether a tensor is a bias of zeros, which quantized folders have without a need."""
     return name.endswith(".bias") and not tensor.data.any()
+
+
+def _is_of_borrower(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor makes keys or values of a layer that reads another's."""
+    found = _KEY_OR_VALUE.fullmatch(name)
+    layer = spec.num_layers if found is None else int(found[1])
+    return layer < spec.num_layers and spec.lender_of(layer) is not None

@@ -12,6 +12,9 @@ _WHOLE_MODEL = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 
 _LAYER = {
@@ -47,13 +50,21 @@ _STACKS = {
 _BARE = re.compile(r"(embed_tokens|norm)\.weight|layers\.\d{1,4}\..+")
 # Tables in old checkpoints that follow from the configuration.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# The parts of a vision model other than its text model, in transformers' old and new naming.
-_BESIDES_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+# The parts of a model that sees or hears, other than its text model.
+_BESIDES_TEXT = re.compile(
+    r"(model\.)?(vision_tower|vision_embedder|audio_tower|multi_modal_projector|embed_vision"
+    r"|embed_audio)\..*"
+)
 _TEXT = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
-_CHOICE_BIAS = "mlp.gate.e_score_correction_bias"  # of a router; GGUF: exp_probs_b.bias
+# Names that have another ending.
+_ENDED = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
 _EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,4})\.(\w+)")
-_STACK_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\w+)")
+_STACK_NAME = re.compile(r"(?:(?:mlp|block_sparse_moe)\.)?experts\.(\w+)")
 
 
 def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
@@ -84,14 +95,17 @@ def published_name(name: str, layer_names: Mapping[str, str]) -> str:
         if stem == canonical:
             return f"{published}.{kind}"
     _, layer, part = stem.split(".")
+    for published, canonical in _ENDED.items():
+        if canonical == f"{part}.{kind}":
+            return f"model.layers.{layer}.{published}"
     named = {canonical: published for published, canonical in {**_LAYER, **layer_names}.items()}
     return f"model.layers.{layer}.{named[part]}.{kind}"
 
 
 def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:
     """Return the name of a weight within its layer, None if it is not known."""
-    if name == _CHOICE_BIAS:
-        return "exp_probs_b.bias"
+    if name in _ENDED:
+        return _ENDED[name]
     stem, _, kind = name.rpartition(".")
     if stem in layer_names or stem in _LAYER:
         return f"{layer_names.get(stem) or _LAYER[stem]}.{kind}"

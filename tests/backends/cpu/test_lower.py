@@ -13,7 +13,7 @@ from twostroke.backends.cpu.lowered import Vector
 from twostroke.backends.cpu.records import NONE, OpKind, Precision, Store
 from twostroke.core.errors import BackendError
 from twostroke.program import Program
-from twostroke.program.ops import Embed, Linear, Logits, RMSNorm
+from twostroke.program.ops import Embed, Linear, Logits, RMSNorm, TakeColumns
 
 
 def test_a_llama_layer_is_five_operations():
@@ -151,6 +151,7 @@ def test_each_operation_of_a_program_is_run_by_exactly_one_record(name, has_taps
     taps = [op.output for op in program.ops[::3] if not isinstance(op, Logits)] if has_taps else []
     lowered = lower(program, taps)
     assert len(lowered.parts) == len(lowered.records)
-    assert Counter(op for parts in lowered.parts for op in parts) == Counter(program.ops)
+    run = [op for op in program.ops if not isinstance(op, TakeColumns)]  # which are views
+    assert Counter(op for parts in lowered.parts for op in parts) == Counter(run)
     for op, parts in zip(lowered.records, lowered.parts, strict=True):
         assert bool(parts) == (op.kind != OpKind.TAP)

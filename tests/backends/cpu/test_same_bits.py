@@ -30,7 +30,8 @@ def level(request):
 
 
 @pytest.fixture(
-    scope="module", params=["Q4_1", "F32", "post norms", "windows", "experts", "many experts"]
+    scope="module",
+    params=["Q4_1", "F32", "post norms", "windows", "experts", "many experts", "borrowing"],
 )
 def model(request):
     if program := PROGRAMS.get(request.param):

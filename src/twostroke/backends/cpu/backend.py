@@ -268,6 +268,7 @@ def _last_norm(
     """Return the norm of last hidden states (rows, width); the logits' kernel keeps its own."""
     norm = next(op for op in program.ops if op.output == program.last_states)
     assert isinstance(norm, ops.RMSNorm), "logits are computed from a norm"
+    assert norm.weight is not None
     return partial(rms_norm, norm, weight=tensors[norm.weight].dequantize())
 
 

@@ -90,7 +90,10 @@ def _is_pair(first: Op, second: Op, last_reader: Mapping[str, Op]) -> bool:
         ):
             is_free = last_reader[earlier] is second and earlier not in first.inputs
             return name == first.output and is_free
-        case (ops.Embed(), ops.Scale(x=name)) | (ops.RMSNorm(num_groups=1), ops.Logits(x=name)):
+        case (ops.Embed(), ops.Scale(x=name, weight=None)) | (
+            ops.RMSNorm(num_groups=1),
+            ops.Logits(x=name),
+        ):
             return name == first.output
         case _:
             return False

@@ -153,21 +153,20 @@ class _Lowering:
                     shares=shares_of(op),
                 )
             case (ops.Attention() as op,):
-                # Storing the one that is in the pages already a second time does no harm.
-                is_stored = op.k in self._stored and op.v in self._stored
+                # Storing one of them a second time does no harm.
+                is_stored = not op.stores or {op.k, op.v} <= self._stored
                 fields = fields_of_attention(op) | {"first_head": op.first_head}
                 self._emit(OpKind.ATTENTION, op, is_stored=is_stored, **fields)
             case (ops.AttentionPieces() as op,):
                 fields = self._collectives.fields_of_pieces(op)
-                self._emit(OpKind.PIECES, op, **fields_of_attention(op), **fields)
+                fields |= fields_of_attention(op) | {"is_stored": op.borrows}
+                self._emit(OpKind.PIECES, op, **fields)
             case (ops.RMSNorm(), *_):
                 self._emit(OpKind.NORM, *run)
             case (ops.Rope() as op,):
                 self._emit(OpKind.ROPE, op, rope=self._rope(op))
             case (ops.GatedActivation() as op,):
                 self._emit(OpKind.ACTIVATION, op, activation=ACTIVATIONS[op.activation])
-            case (ops.Scale() as op,):
-                self._emit(OpKind.SCALE, op, factor=op.factor)
             case (ops.ExternalInput() as op,):
                 self._emit(OpKind.EXTERNAL_INPUT, op)
             case (ops.Add() as op,):
@@ -179,9 +178,15 @@ class _Lowering:
 
     def _lower_other(self, op: Op) -> None:
         match op:
+            case ops.Scale():
+                weight = NONE if op.weight is None else _place_in(self._vectors, Vector(op.weight))
+                self._emit(OpKind.SCALE, op, factor=op.factor, norm=weight)
             case ops.Route():
                 bias = NONE if op.bias is None else _place_in(self._vectors, Vector(op.bias))
                 self._emit(OpKind.ROUTE, op, norm=bias, **fields_of_route(op))
+                if op.factors is not None:
+                    place = _place_in(self._vectors, Vector(op.factors))
+                    self._records[-1].outputs[0].bias = place
             case ops.HeadLinear():
                 self._head_products(op)
             case ops.Join():
@@ -240,7 +245,7 @@ class _Lowering:
         record.width = self._buffers.all[buffers[0]].width if buffers else run[0].width
         record.precision = precision_of(kind, run, self._bits, has_routers=self._has_routers)
         if run and isinstance(norm := run[0], ops.RMSNorm):
-            record.norm = _place_in(self._vectors, Vector(norm.weight, norm.offset))
+            record.norm = _place_in(self._vectors, Vector.of(norm))
             record.epsilon, record.num_groups = norm.epsilon, norm.num_groups
         for name, value in fields.items():
             setattr(record, name, value)
@@ -274,7 +279,7 @@ class _Lowering:
                 output.bias = _place_in(self._vectors, Vector(op.bias))
             name, reader = op.output, self._only_reader(op.output)
             if isinstance(reader, ops.RMSNorm) and self._is_of_heads(reader):
-                output.norm = _place_in(self._vectors, Vector(reader.weight, reader.offset))
+                output.norm = _place_in(self._vectors, Vector.of(reader))
                 output.head_dim, output.epsilon = reader.width // reader.num_groups, reader.epsilon
                 name, reader = self._absorb(reader, parts)
             if isinstance(reader, ops.Rope):
@@ -331,9 +336,8 @@ class _Lowering:
 
     def _join(self, op: ops.Join) -> None:
         """Append a joint, with the rotation that follows it."""
-        reader = self._only_reader(op.output)
+        reader, rope = self._only_reader(op.output), NONE
         run: tuple[Op, ...] = (op,)
-        rope = NONE
         if isinstance(reader, ops.Rope):
             rope, run = self._rope(reader), (op, reader)
             self._absorbed.add(reader.output)

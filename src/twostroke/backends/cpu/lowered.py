@@ -4,20 +4,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
     from twostroke.backends.cpu.buffers import Buffer, Memory
     from twostroke.backends.cpu.layout import Channel, SharedLayout
     from twostroke.backends.cpu.records import ExpertRecord, OpRecord
     from twostroke.program import Op, ops
+    from twostroke.quant import QuantTensor
 
 
 class Vector(Frozen):
-    """A weight of one dimension as the kernels read it: float32, with `offset` added."""
+    """A weight of one dimension as the kernels read it: float32, with `offset` added.
 
-    name: str
+    Without a name there are `width` zeros instead.
+    """
+
+    name: str | None
     offset: float = 0.0
+    width: int = 0
+
+    @classmethod
+    def of(cls, norm: ops.RMSNorm) -> Vector:
+        """Return the factors of a norm."""
+        if norm.weight is None:
+            return cls(None, 1.0, norm.width // norm.num_groups)
+        return cls(norm.weight, norm.offset)
+
+    def values(self, tensors: Mapping[str, QuantTensor]) -> NDArray[np.float32]:
+        """Return its numbers."""
+        held = np.zeros(self.width) if self.name is None else tensors[self.name].dequantize()
+        return held.reshape(-1).astype(np.float32) + np.float32(self.offset)
 
 
 class Lowered(Frozen):

@@ -50,8 +50,7 @@ class PackedWeights:
         self._tensors = {name: tensors[name] for name in matrices}
         with np.errstate(invalid="ignore"):  # of a damaged file; its canary says so
             self.vectors: dict[Vector, NDArray[np.float32]] = {
-                vector: tensors[vector.name].dequantize().reshape(-1) + np.float32(vector.offset)
-                for vector in vectors
+                vector: vector.values(tensors) for vector in vectors
             }
         # Equal orders are one array: matrices that read the same gathered rows share them.
         orders = {name: tensors[name].order for name in matrices}

@@ -73,6 +73,11 @@ class _Lowering:
         self._waiting: list[Op] = []  # operations that the next records do
 
     def lower(self) -> Lowered:
+        kinds = {type(op) for op in self._program.ops}
+        if ops.BorrowingAttention in kinds:
+            self._refuse("has no kernels for layers that read others' keys and values")
+        if any(isinstance(op, ops.RMSNorm) and op.weight is None for op in self._program.ops):
+            self._refuse("has no kernels for norms without weights")
         done: set[str] = set()
         for i, op in enumerate(self._program.ops):
             if op.output in done:

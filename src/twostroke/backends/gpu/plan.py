@@ -269,7 +269,7 @@ class Plan:
         return self.memory.parts(place, rows), bias
 
     def _norm_of(self, op: ops.RMSNorm | None) -> norm.Norm | None:
-        if op is None:
+        if op is None or op.weight is None:
             return None
         return norm.Norm(self._weights.vector(op.weight, op.offset), op.epsilon)
 

@@ -182,7 +182,7 @@ def _vectors_of(lowered: Lowered) -> Iterator[tuple[str, float]]:
             norms = [record.post, record.norm]
         elif isinstance(record, Store):
             norms = [source.norm for source in record.sources]
-        yield from ((norm.weight, norm.offset) for norm in norms if norm is not None)
+        yield from ((norm.weight, norm.offset) for norm in norms if norm and norm.weight)
         for name in record.__struct_fields__:
             value = getattr(record, name)
             places = [source.place for source in value] if name == "sources" else [value]

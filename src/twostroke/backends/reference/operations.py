@@ -46,7 +46,9 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             assert state.external is not None
             return state.external
         case ops.RMSNorm():
-            return rms_norm(op, values[op.x], state.weights[op.weight])
+            return rms_norm(
+                op, values[op.x], None if op.weight is None else state.weights[op.weight]
+            )
         case ops.Linear():
             product: Array = values[op.x] @ state.weights[op.weight].T
             return product if op.bias is None else product + state.weights[op.bias]
@@ -73,7 +75,8 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
         case ops.SumTerms():
             return _sum_terms(op, values[op.x], values[op.scores])
         case ops.Scale():
-            return values[op.x] * np.float32(op.factor)
+            scaled: Array = values[op.x] * np.float32(op.factor)
+            return scaled if op.weight is None else scaled * state.weights[op.weight]
         case ops.Add():
             return values[op.a] + values[op.b]
         case ops.Logits():
@@ -91,12 +94,13 @@ def _embed(op: ops.Embed, state: StepState) -> Array:
     return rows
 
 
-def rms_norm(op: ops.RMSNorm, x: Array, weight: Array) -> Array:
+def rms_norm(op: ops.RMSNorm, x: Array, weight: Array | None) -> Array:
     """Return the norm of x (rows, width); a row's result does not depend on the others."""
     grouped = x.reshape(len(x), op.num_groups, -1)
     mean_square = np.mean(grouped * grouped, axis=-1, keepdims=True, dtype=np.float32)
-    scale = weight if op.offset == 0 else weight + np.float32(op.offset)
-    normed = grouped / np.sqrt(mean_square + np.float32(op.epsilon)) * scale
+    normed = grouped / np.sqrt(mean_square + np.float32(op.epsilon))
+    if weight is not None:
+        normed = normed * (weight if op.offset == 0 else weight + np.float32(op.offset))
     return np.asarray(normed, np.float32).reshape(x.shape)
 
 
@@ -130,12 +134,13 @@ def rotate(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
 
 
 def _attention(op: ops.Attention, values: Mapping[str, Array], state: StepState) -> Array:
-    q, k, v = (values[name] for name in op.inputs)
+    q = values[op.q]
     output = np.empty((len(q), op.width), np.float32)
     for span in state.spans:
-        rows = span.stored_rows
-        stored = np.arange(span.end - len(rows), span.end)
-        state.cache.store(span, op.layer, stored, k[rows], v[rows])
+        if op.stores:
+            rows = span.stored_rows
+            stored = np.arange(span.end - len(rows), span.end)
+            state.cache.store(span, op.layer, stored, values[op.k][rows], values[op.v][rows])
         seen = np.arange(0 if op.window is None else max(0, span.start + 1 - op.window), span.end)
         keys, vals = state.cache.load(span, op, seen)
         queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
@@ -205,6 +210,8 @@ def _route(op: ops.Route, x: Array, weights: Mapping[str, Array]) -> Array:
     if op.normalize:
         shares /= shares.sum(axis=1, keepdims=True) + np.float32(1e-20)
     shares *= np.float32(op.scale)
+    if op.factors is not None:
+        shares *= weights[op.factors][chosen]
     output = np.full(x.shape, -1, np.float32)
     np.put_along_axis(output, chosen, shares, axis=1)
     return output

@@ -35,13 +35,15 @@ Shares = dict[tuple[int, int], Share]  # by span and piece
 
 def shares_of(op: AttentionPieces, values: Mapping[str, Array], state: StepState) -> Shares:
     """Store the member's keys and values of a step; return the shares of its pieces."""
-    q, k, v = (values[name] for name in op.inputs)
+    q = values[op.q]
     found: Shares = {}
     for number, span in enumerate(state.spans):
-        rows = span.stored_rows
-        positions = np.arange(span.end - len(rows), span.end)
-        own = positions // PIECE_TOKENS % len(op.team) == op.place
-        state.cache.store(span, op.layer, positions[own], k[rows[own]], v[rows[own]])
+        if op.stores:
+            rows = span.stored_rows
+            positions = np.arange(span.end - len(rows), span.end)
+            own = positions // PIECE_TOKENS % len(op.team) == op.place
+            k, v = (values[name][rows[own]] for name in (op.k, op.v))
+            state.cache.store(span, op.layer, positions[own], k, v)
         queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
         for piece in _pieces(op, span):
             if piece % len(op.team) == op.place:

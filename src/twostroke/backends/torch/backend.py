@@ -140,8 +140,9 @@ class TorchBackend:
         del generated  # one arithmetic for all rows
         every = torch.arange(len(tokens))
         with torch.inference_mode():
-            state = self._state(torch.tensor(tokens), every, every, WholeSequences([len(tokens)]))
             program = self._divided(values).program
+            keeper = WholeSequences([len(tokens)], program.ops)
+            state = self._state(torch.tensor(tokens), every, every, keeper)
             traced = self._model.run(state, self._here(values), program)
             return {name: value.cpu().numpy() for name, value in traced.items()}
 

@@ -52,9 +52,8 @@ class TorchModel:
     def values(self, tokens: Tensor, names: Collection[str] = ()) -> dict[str, Tensor]:
         """Return values by name, (len(tokens), width), and the logits of a sequence (int64)."""
         every = torch.arange(len(tokens), device=self.device)
-        state = StepState(
-            tokens.to(self.device), every, every, self.weights, WholeSequences([len(tokens)])
-        )
+        keeper = WholeSequences([len(tokens)], self.program.ops)
+        state = StepState(tokens.to(self.device), every, every, self.weights, keeper)
         return self.run(state, (*names, self.program.ops[-1].output))
 
     def run(

@@ -61,7 +61,7 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
             assert state.external is not None
             return state.external
         case ops.RMSNorm():
-            return _rms_norm(op, values[op.x], weights[op.weight])
+            return _rms_norm(op, values[op.x], weights)
         case ops.Linear():
             bias = None if op.bias is None else weights[op.bias]
             return _linear(values[op.x], weights[op.weight], bias)
@@ -89,7 +89,8 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
         case ops.TakeColumns():
             return values[op.x][:, op.first : op.first + op.width]
         case ops.Scale():
-            return values[op.x] * op.factor
+            scaled = values[op.x] * op.factor
+            return scaled if op.weight is None else scaled * weights[op.weight]
         case ops.Add():
             return values[op.a] + values[op.b]
         case ops.Logits():
@@ -121,9 +122,10 @@ def _embed(op: ops.Embed, tokens: Tensor, table: Tensor) -> Tensor:
     return found.masked_fill(elsewhere[:, None], 0)
 
 
-def _rms_norm(op: ops.RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
+def _rms_norm(op: ops.RMSNorm, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     grouped = x.reshape(len(x), op.num_groups, op.width // op.num_groups)
-    normed = functional.rms_norm(grouped, (grouped.shape[-1],), weight + op.offset, op.epsilon)
+    weight = None if op.weight is None else weights[op.weight] + op.offset
+    normed = functional.rms_norm(grouped, (grouped.shape[-1],), weight, op.epsilon)
     return normed.reshape(x.shape)
 
 
@@ -159,10 +161,10 @@ def _rope(op: ops.Rope, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: StepState) -> Tensor:
-    q, k, v = (values[name] for name in op.inputs)
+    q, *stored = (values[name] for name in op.inputs)
     own = state.own
     outputs = [q[:0]]
-    for span, keys, vals, first in state.keeper.spans(op, k, v):
+    for span, keys, vals, first in state.keeper.spans(op, tuple(stored)):
         rows = slice(max(span.start, own.start), min(span.stop, own.stop))
         if rows.start >= rows.stop:
             continue
@@ -239,7 +241,10 @@ def _route(op: ops.Route, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     shares = scores.gather(1, chosen)
     if op.normalize:
         shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)
-    return torch.full_like(x, -1).scatter(1, chosen, shares * op.scale)
+    shares = shares * op.scale
+    if op.factors is not None:
+        shares = shares * weights[op.factors][chosen]
+    return torch.full_like(x, -1).scatter(1, chosen, shares)
 
 
 def _chosen(op: ops.ExpertTerms | ops.SumTerms, scores: Tensor) -> Tensor:

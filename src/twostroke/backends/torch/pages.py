@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from twostroke.backends.spans import PageMap
+from twostroke.program.ops import BorrowingAttention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.spans import Span
-    from twostroke.program import Program, ops
+    from twostroke.program import Op, Program, ops
 
     Seen = tuple[slice, Tensor, Tensor, int]
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 class Keeper(Protocol):
     """Stores a step's keys and values and finds those that its rows attend to."""
 
-    def spans(self, op: ops.Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
+    def spans(self, op: ops.Attention, own: tuple[Tensor, ...]) -> Iterator[Seen]:
         """Yield (rows, keys, values, position of the first key) for each span of rows.
 
-        `k` and `v` are the step's own, (rows, width); the yielded ones (context, kv_heads,
-        head_dim).
+        `own` are keys and values of the step, (rows, width), or nothing, where an earlier operation
+        has stored them; the yielded ones are (context, kv_heads, head_dim).
         """
 
 
@@ -37,12 +38,18 @@ class WholeSequences:
     Gradients flow through.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], operations: Sequence[Op]) -> None:
+        """Keep what some of the `operations` borrow, until the keeper goes."""
         self._lengths = lengths
+        self._lent = {op.layer for op in operations if isinstance(op, BorrowingAttention)}
+        self._stored: dict[int, tuple[Tensor, ...]] = {}
 
-    def spans(self, op: ops.Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
+    def spans(self, op: ops.Attention, own: tuple[Tensor, ...]) -> Iterator[Seen]:
         """Yield a span for each sequence."""
         start = 0
+        if op.stores and op.layer in self._lent:
+            self._stored[op.layer] = own
+        k, v = own or self._stored[op.layer]
         for length in self._lengths:
             rows, shape = slice(start, start + length), (length, op.num_kv_heads, op.head_dim)
             yield rows, k[rows].reshape(shape), v[rows].reshape(shape), 0
@@ -73,14 +80,14 @@ class PagedStep:
             targets, sources = (torch.from_numpy(slots).to(device) for slots in found)
             pages.memory[targets] = pages.memory[sources]
 
-    def spans(self, op: ops.Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
+    def spans(self, op: ops.Attention, own: tuple[Tensor, ...]) -> Iterator[Seen]:
         """Store the step's keys and values, then yield each span's own with what it can see."""
         memory, columns = self._pages.memory, self._pages.map.columns(op.layer)
         for span in self._spans:
             rows = torch.from_numpy(span.stored_rows).to(memory.device)
             stored = np.arange(span.end - len(rows), span.end)
             at = self._pages.map.slots(span, op.layer, stored)
-            for part, column in zip((k, v), columns, strict=True):
+            for part, column in zip(own, columns if own else (), strict=True):
                 memory[torch.from_numpy(at).to(memory.device), column] = part[rows]
             first = 0 if op.window is None else max(0, span.start + 1 - op.window)
             found = self._pages.map.slots(span, op.layer, np.arange(first, span.end))

@@ -1,0 +1,59 @@
+"""What layers of a file are taken for: those that lend, those that borrow, those that are not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from support.gguf_writer import write_gguf
+from support.tiny import tiny_config, tiny_metadata, tiny_of, tiny_tensors, tiny_weights
+from twostroke.core.errors import ModelFormatError
+from twostroke.models import ARCHITECTURES
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights import load_path
+from twostroke.weights.hf_model import hf_fields, hf_spec
+from twostroke.weights.tensor_names import canonical_name, published_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
+def test_keys_of_layers_that_are_not_there_are_refused(tmp_path: Path, family: str) -> None:
+    tiny = tiny_of(family)
+    more = {
+        "blk.9.attn_k.weight": QuantTensor.from_floats(np.ones((4, 4), np.float32), FORMATS["F32"])
+    }
+    path = write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), tiny_tensors(tiny) | more)
+    with pytest.raises(
+        ModelFormatError, match=r"has tensor 'blk\.9\.attn_k\.weight', which is not"
+    ):
+        load_path(path)
+
+
+def test_layers_that_borrow_have_no_keys_whatever_the_file_has(tmp_path: Path) -> None:
+    tiny = tiny_of("gemma4")
+    more = {
+        "blk.6.attn_k.weight": QuantTensor.from_floats(np.ones((4, 4), np.float32), FORMATS["F32"])
+    }
+    path = write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny), tiny_tensors(tiny) | more)
+    assert not more.keys() & load_path(path).tensors.keys()
+
+
+def test_names_in_folders_are_those_that_were_read() -> None:
+    for family in ("gemma4", "gemma4-large"):
+        for name in tiny_weights(tiny_of(family)):
+            theirs = published_name(name, ARCHITECTURES["gemma4"].layer_names)
+            assert canonical_name(theirs, ARCHITECTURES["gemma4"].layer_names) == name
+    assert canonical_name("model.vision_embedder.patch_dense.weight", {}) is None
+
+
+def test_ropes_of_null_are_those_of_the_family() -> None:
+    config = tiny_config(tiny_of("gemma4"))
+    specs = [
+        hf_spec(hf_fields("config.json", one), "a")
+        for one in (config, config | {"rope_parameters": None})
+    ]
+    assert specs[0] == specs[1]
