@@ -92,8 +92,7 @@ def test_what_was_used_twice_is_found_after_a_restart(tmp_path: Path) -> None:
         assert (found.hits, found.pages_read, found.pages_stored) == (1, 6, 6)
         assert found.saved_s > 0
         assert answer(client, [*PROMPT[:40], 7, 8, 9])[1] == 32, "it is in memory now"
-        snapshot = client.loop.snapshot().scheduler
-        assert snapshot.num_referenced_pages == 0
+        wait_for(lambda: client.loop.snapshot().scheduler.num_referenced_pages == 0)
 
 
 def test_a_request_that_wants_its_pages_kept_is_written_at_once(tmp_path: Path) -> None:
