@@ -269,8 +269,9 @@ class Plan:
         return self.memory.parts(place, rows), bias
 
     def _norm_of(self, op: ops.RMSNorm | None) -> norm.Norm | None:
-        if op is None or op.weight is None:
+        if op is None:
             return None
+        assert op.weight is not None, "lowering refuses norms without weights"
         return norm.Norm(self._weights.vector(op.weight, op.offset), op.epsilon)
 
     def _add_norm(self, record: AddNorm, rows: int) -> None:
