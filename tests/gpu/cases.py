@@ -36,7 +36,7 @@ from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.models.spec import WindowSpec
 from twostroke.program import Activation, Program
 from twostroke.program.experts import Expert, MixtureOfExperts
-from twostroke.program.ops import Attention, ExternalInput
+from twostroke.program.ops import Attention, ExternalInput, RMSNorm
 from twostroke.quant import FORMATS, e4m3, grouped
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def paged(kv_format: str, step: str, architecture: int) -> Case:
     rope.launch(gpu, _empty(4), rows, places, *given, q, balance)
     floats = [_empty(1 << 20, dtype=torch.float32) for _ in range(2)]
     work = attention.Work(frame, frame, _empty(1 << 16), floats[0], floats[1])
-    block = attention.small_block(4) if step == "decode" else attention.large_block(4, dim)
+    block = attention.small_block(4) if step == "decode" else attention.large_block(gpu, 4, dim)
     attention.launch(gpu, work, 8, block, q, pages.memory, q, shape)
     return Case(launches)
 
@@ -232,8 +232,11 @@ class _Weights:
         width = sum(self._shapes[name][0] for name in names)
         return [_empty(width, self._shapes[names[0]][1], dtype=self._gpu.element)]
 
-    def vector(self, name: str, _: float = 0.0) -> torch.Tensor:
+    def vector(self, name: str) -> torch.Tensor:
         return _empty(*self._shapes[name], dtype=torch.float32)
+
+    def norm_weight(self, op: RMSNorm) -> torch.Tensor:
+        return _empty(op.grain, dtype=torch.float32)
 
 
 _LLAMA: Final = ModelSpec(

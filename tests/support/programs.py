@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from twostroke.models import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 from twostroke.models.blocks import decoder, residual_layer
 from twostroke.models.gemma4 import gemma4_layer
-from twostroke.models.spec import BorrowingSpec
+from twostroke.models.spec import BorrowingSpec, LatentSpec, RoutingSpec
 from twostroke.program import Activation, Program
 from twostroke.program.ops import Attention, ExternalInput, Linear
 from twostroke.quant import FORMATS, QuantTensor
@@ -89,8 +89,42 @@ def _borrowing() -> Program:
     return decoder(spec, gemma4_layer, embedding_scale=8.0)
 
 
+def _beside() -> Program:
+    """Return a small Gemma 4 with experts beside each feed-forward."""
+    spec = replace(
+        SPEC,
+        num_kv_heads=1,
+        head_dim=64,
+        rope=RopeSpec(1e6, 64, interleaved=False),
+        window=WindowSpec(37, (True, False), SPEC.rope, num_kv_heads=2, head_dim=32),
+        layer_factors=True,
+        norms_values=True,
+        experts=ExpertSpec(8, 2, 32, normalize=True, beside=True),
+    )
+    return decoder(spec, gemma4_layer)
+
+
+def _latent(latent: LatentSpec, num_heads: int, routing: RoutingSpec) -> Program:
+    """Return a small DeepSeek, whose second layer has experts, one of them shared."""
+    spec = replace(
+        SPEC,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=latent.rank + latent.rotated,
+        rope=RopeSpec(10000.0, latent.rotated, interleaved=True),
+        latent=latent,
+        experts=ExpertSpec(16, 3, 32, True, 64, 1, routing),
+    )
+    return decoder(spec, residual_layer)
+
+
 PROGRAMS: dict[str, Program] = {
     "borrowing": _borrowing(),
+    "experts beside": _beside(),
+    "latent": _latent(LatentSpec(32, 16, 24, 40, 48), 4, RoutingSpec(2.5, True, True, 4, 2, 2)),
+    "latent, many heads": _latent(
+        LatentSpec(64, 8, 16, 24, 0), 70, RoutingSpec(1.0, False, False, 4, 2, 1)
+    ),
     "biases": _biases(),
     "head norms": _head_norms(tied_embeddings=False),
     "row norms": _row_norms(),

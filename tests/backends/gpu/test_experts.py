@@ -46,7 +46,7 @@ def routes_of(scores, num_used: int, *, more: int = 0, least: int = 8, normalize
     bias = None if bias is None else torch.from_numpy(bias)
     columns = parts.columns(8, experts)
     gpu = interpreted()
-    routing.launch(gpu, header(rows), bucket, columns, bias, routes, normalize=normalize)
+    routing.launch(gpu, header(rows), bucket, columns, bias, routes, routing.Choice(normalize))
     return routes
 
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from twostroke.backends.gpu.kernels import attention
 from twostroke.backends.gpu.kernels.attention import Heads
-from twostroke.backends.gpu.tiles import Tiling
+from twostroke.program import ops
 
 if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.program import Program, ops
+    from twostroke.program import Program
 
 KV_TYPES: Final = {
     "f16": torch.float16,
@@ -31,7 +30,7 @@ class PageMemory:
 
     A page has, for each layer of its cache group in turn, keys (kv_heads, page_size, head_dim),
     then values alike; in formats of eight bits, then scales of keys (kv_heads, page_size), float16,
-    and of values.
+    and of values. Of latent attention it has keys alone.
     """
 
     def __init__(
@@ -45,8 +44,9 @@ class PageMemory:
             first = 0
             for layer in group.layers:
                 self._places[layer] = number, first
-                heads = 2 * layers[layer].num_kv_heads if kv_format in _SCALED else 0
-                size = layers[layer].values_per_token + _SCALE_BYTES * heads
+                stored = layers[layer]
+                heads = stored.num_rows * stored.num_kv_heads if kv_format in _SCALED else 0
+                size = stored.values_per_token + _SCALE_BYTES * heads
                 first += -(-page_size * size // _GRAIN) * _GRAIN
             stride = max(stride, first)
         self.page_stride = max(stride, _GRAIN)
@@ -63,6 +63,7 @@ class PageMemory:
         """Return an operation's shape and places, for tables of so many pages in each group."""
         group, first = self._places[op.layer]
         size = self.page_size * op.num_kv_heads * op.head_dim
+        end = first + size * op.stored.num_rows
         return Heads(
             kv_format=self.kv_format if self.kv_format in _SCALED else "",
             num_heads=op.num_heads,
@@ -75,18 +76,8 @@ class PageMemory:
             page_stride=self.page_stride,
             keys_at=first,
             values_at=first + size,
-            scales_at=(first + 2 * size) // _SCALE_BYTES,
+            scales_at=end // _SCALE_BYTES,
+            rotated=op.rotated if isinstance(op, ops.LatentAttention) else 0,
             table_stride=table_width * num_groups,
             group_at=table_width * group,
         )
-
-
-def tiling_of(op: ops.Attention, *, same_tokens: bool = False) -> Tiling:
-    """Return how an operation's rows and contexts are divided."""
-    if same_tokens:
-        rows = attention.rows_of(op.group_size, attention.same_block(op.group_size))
-        return Tiling(op.window, rows, rows, same_tokens=True)
-    small = attention.small_block(op.group_size)
-    large = attention.large_block(op.group_size, op.head_dim)
-    sizes = attention.rows_of(op.group_size, small), attention.rows_of(op.group_size, large)
-    return Tiling(op.window, *sizes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
+from msgspec.structs import replace
+
 from twostroke.backends.gpu.lowered import (
     Activate,
     AddNorm,
@@ -12,6 +14,8 @@ from twostroke.backends.gpu.lowered import (
     Combine,
     Embed,
     External,
+    HeadProducts,
+    Joined,
     Kind,
     Lowered,
     Mix,
@@ -19,6 +23,7 @@ from twostroke.backends.gpu.lowered import (
     Products,
     Source,
     Store,
+    StoreLatents,
     route_ints,
 )
 from twostroke.core.errors import BackendError
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.lowered import Record
     from twostroke.program import Op, Program
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 
 
 def lower(program: Program, taps: Collection[str] = ()) -> Lowered:
@@ -44,12 +49,13 @@ def lower(program: Program, taps: Collection[str] = ()) -> Lowered:
 
 
 class _Sum(Frozen):
-    """A sum that the next norm computes: `delta`, perhaps normed, goes to a residual stream."""
+    """A sum that its first reader computes: `delta`, perhaps normed, goes to a residual stream."""
 
     output: str
     residual: int
     delta: Place
     post: ops.RMSNorm | None
+    factor: str | None = None
 
 
 class _Lowering:
@@ -59,13 +65,15 @@ class _Lowering:
         self._program, self._taps = program, taps
         self._readers: dict[str, list[Op]] = {}
         for op in program.ops:
-            for name in op.inputs:
+            for name in dict.fromkeys(op.inputs):
                 self._readers.setdefault(name, []).append(op)
         self._buffers: list[Buffer] = []
         self._places: dict[str, Place] = {}
         self._sum: _Sum | None = None
         self._post: dict[str, tuple[Place, ops.RMSNorm]] = {}  # norms that go into a sum
         self._heads: dict[str, Source] = {}  # norms and rotations that attention's kernel does
+        self._joined: dict[str, Joined] = {}
+        self._routes: dict[str, tuple[Place, ops.Route]] = {}
         self._elements: dict[Place, int] = {}
         self._tapped: dict[str, int] = {}
         self._records: list[Record] = []
@@ -73,11 +81,6 @@ class _Lowering:
         self._waiting: list[Op] = []  # operations that the next records do
 
     def lower(self) -> Lowered:
-        kinds = {type(op) for op in self._program.ops}
-        if ops.BorrowingAttention in kinds:
-            self._refuse("has no kernels for layers that read others' keys and values")
-        if any(isinstance(op, ops.RMSNorm) and op.weight is None for op in self._program.ops):
-            self._refuse("has no kernels for norms without weights")
         done: set[str] = set()
         for i, op in enumerate(self._program.ops):
             if op.output in done:
@@ -115,9 +118,15 @@ class _Lowering:
             case ops.RMSNorm():
                 self._norm(op)
             case ops.Rope():
-                source = self._source(op.x)
-                self._check_heads(op, op.head_dim)
-                self._heads[op.output] = Source(source.place, source.norm, op)
+                self._rope(op)
+            case ops.Join():
+                place, rest = self._place(op.a), self._source(op.b)
+                self._joined[op.output] = Joined(op, place, rest)
+            case ops.HeadLinear():
+                x = self._place(op.x)
+                self._emit(HeadProducts(x, op, self._write(op.output, op.width, Kind.ELEMENT)))
+            case ops.LatentAttention():
+                self._latent_attention(op)
             case ops.Attention():
                 self._attention(op)
             case ops.GatedActivation():
@@ -127,8 +136,7 @@ class _Lowering:
             case ops.Scale() if op.output in self._places:
                 pass  # done with the embedding
             case ops.Scale():
-                place = self._place(op.x)
-                self._emit(Combine(place, self._write(op.output, op.width, Kind.STREAM), op.factor))
+                self._scale(op)
             case ops.TakeColumns():
                 whole = self._place(op.x)
                 assert whole.bias is None, "a bias would have to be cut, too"
@@ -139,8 +147,8 @@ class _Lowering:
                 self._waiting.pop()  # after the step
             case ops.MixtureOfExperts():
                 self._mix(op)
-            case ops.HeadLinear() | ops.Join() | ops.Route():
-                self._refuse("has no kernels for latent attention, and for choices by sigmoids")
+            case ops.Route():
+                self._routes[op.output] = self._place(op.x), op
             case _:
                 self._refuse("runs a model on one GPU")
 
@@ -160,16 +168,15 @@ class _Lowering:
 
     def _norm(self, op: ops.RMSNorm) -> None:
         reader = self._only_reader(op.output)
-        if isinstance(reader, ops.Rope | ops.Attention) and reader.head_dim == op.grain:
+        is_of_heads = isinstance(reader, ops.Rope | ops.Attention) and reader.head_dim == op.grain
+        if is_of_heads or (isinstance(reader, ops.Join) and reader.b_width == op.grain):
             self._heads[op.output] = Source(self._place(op.x), op)
             return
         if op.num_groups > 1:
-            self._refuse("norms no groups but heads")
+            self._norm_groups(op)
+            return
         if self._sum is not None and self._sum.output == op.x:
-            found, self._sum = self._sum, None
-            output = self._write(op.output, op.width, Kind.ELEMENT)
-            self._places[found.output] = Place(found.residual, 0, op.width)
-            self._emit(AddNorm(found.residual, found.delta, found.post, op, output))
+            self._add_now(self._write(op.output, op.width, Kind.ELEMENT), op)
             return
         place = self._place(op.x)
         if isinstance(reader, ops.Add) and self._stream_of(reader, other=op.output) is not None:
@@ -180,6 +187,24 @@ class _Lowering:
             self._emit(AddNorm(place.buffer, norm=op, output=output))
         else:
             self._emit(AddNorm(delta=place, norm=op, output=output))
+
+    def _norm_groups(self, op: ops.RMSNorm) -> None:
+        place = self._place(op.x)
+        if place.bias is not None:
+            place = Place(self._element_of(place), 0, place.width)
+        output = self._write(op.output, op.width, Kind.ELEMENT)
+        self._emit(AddNorm(delta=place, norm=op, output=output))
+
+    def _scale(self, op: ops.Scale) -> None:
+        """Let the sum before it be scaled as it is added, or scale now."""
+        found = self._sum
+        is_last = found is not None and found.output == op.x and self._only_reader(op.x) is op
+        if found is not None and is_last and op.weight and op.factor == 1 and not found.factor:
+            self._sum = replace(found, output=op.output, factor=op.weight)
+            return
+        place = self._place(op.x)
+        output = self._write(op.output, op.width, Kind.STREAM)
+        self._emit(Combine(place, output, op.factor, weight=op.weight))
 
     def _add(self, op: ops.Add) -> None:
         """Let the next norm add to a stream that nothing else reads; else add now."""
@@ -206,12 +231,14 @@ class _Lowering:
         is_last = self._readers[name][-1] is op
         return name if place is not None and self._is_stream(place) and is_last else None
 
-    def _add_now(self) -> None:
+    def _add_now(self, output: int | None = None, norm: ops.RMSNorm | None = None) -> None:
+        """Compute the sum, and write it to an output in the element type, perhaps normed."""
         found, self._sum = self._sum, None
         assert found is not None
         width = self._buffers[found.residual].width
         self._places[found.output] = Place(found.residual, 0, width)
-        self._emit(AddNorm(found.residual, found.delta, found.post))
+        given = found.residual, found.delta, found.post, found.factor
+        self._emit(AddNorm(*given, norm, output))
 
     def _products(self, rest: tuple[Op, ...]) -> set[str]:
         """Lower the products at the beginning of `rest` that read one value; return their names."""
@@ -224,10 +251,7 @@ class _Lowering:
                 break
             found.append(op)
         self._waiting += found
-        routes = any(
-            type(r) is ops.MixtureOfExperts for op in found for r in self._readers[op.output]
-        )
-        kind = Kind.SCORES if routes else Kind.PARTS
+        kind = Kind.SCORES if any(self._are_scores(op.output) for op in found) else Kind.PARTS
         self._buffers.append(Buffer(sum(op.width for op in found), kind))
         output, column = len(self._buffers) - 1, 0
         for op in found:
@@ -237,33 +261,63 @@ class _Lowering:
         self._emit(Products(x, weights, widths, output))
         return {op.output for op in found}
 
+    def _are_scores(self, name: str) -> bool:
+        """Whether a value chooses experts."""
+        return any(
+            isinstance(reader, ops.MixtureOfExperts | ops.Route)
+            or (isinstance(reader, ops.Scale) and self._are_scores(reader.output))
+            for reader in self._readers[name]
+        )
+
+    def _rope(self, op: ops.Rope) -> None:
+        if not isinstance(self._only_reader(op.output), ops.Attention):
+            self._refuse("rotates nothing but queries and keys")
+        if op.x in self._joined:
+            self._joined[op.output] = replace(self._joined.pop(op.x), rope=op)
+            return
+        self._check_heads(op.head_dim)
+        source = self._source(op.x)
+        self._heads[op.output] = Source(source.place, source.norm, op)
+
     def _attention(self, op: ops.Attention) -> None:
-        self._check_heads(op, op.head_dim)
+        self._check_heads(op.head_dim)
         if op.num_heads % op.num_kv_heads or op.first_head:
             self._refuse("divides heads evenly")
-        sources = self._source(op.q), self._source(op.k), self._source(op.v)
-        q = self._new(op.width, Kind.ELEMENT)
+        names = (op.q, op.k, op.v) if op.stores else (op.q,)
+        sources = tuple([self._source(name) for name in names])
+        self._attend(op, Store(sources, op, self._new(op.width, Kind.ELEMENT)))
+
+    def _latent_attention(self, op: ops.LatentAttention) -> None:
+        queries, keys = self._joined.pop(op.q, None), self._joined.pop(op.k, None)
+        if queries is None or keys is None or None in (queries.rope, keys.rope, keys.rest.norm):
+            self._refuse("has latent attention to a norm beside a rotated key alone")
+        if op.window is not None or op.num_kv_heads > 1:
+            self._refuse("has latent attention to all that was before")
+        for width in (op.rotated, op.head_dim - op.rotated):
+            self._check_heads(width)
+        self._attend(op, StoreLatents(queries, keys, op, self._new(op.width, Kind.ELEMENT)))
+
+    def _attend(self, op: ops.Attention, store: Store | StoreLatents) -> None:
         self._waiting.pop()
-        self._emit(Store(sources, op, q))
+        self._emit(store)
         self._waiting.append(op)
-        self._emit(Attend(q, op, self._write(op.output, op.width, Kind.ELEMENT)))
+        self._emit(Attend(store.output, op, self._write(op.output, op.width, Kind.ELEMENT)))
 
     def _mix(self, op: ops.MixtureOfExperts) -> None:
-        x, scores = self._element(op.x), self._place(op.scores)
+        x = self._element(op.x)
+        scores, route = self._routes.pop(op.scores, None) or (self._place(op.scores), None)
         routes = self._new(route_ints(op.num_used), Kind.STREAM)
         self._buffers.append(Buffer(2 * op.ffn_width, Kind.LINES, lines=op.num_used))
         gated = self._new(op.num_used * op.ffn_width, Kind.ELEMENT)
         self._buffers.append(Buffer(op.width, Kind.LINES, lines=op.num_used))
         output = gated + 1
         self._places[op.output] = Place(output, 0, op.width)
-        self._emit(Mix(x, scores, op, routes, routes + 1, gated, output))
+        self._emit(Mix(x, scores, op, route, routes, routes + 1, gated, output))
 
-    def _check_heads(self, op: Op, head_dim: int) -> None:
+    def _check_heads(self, head_dim: int) -> None:
         if head_dim > _MAX_HEAD_DIM or head_dim % 8:
             reason = f"runs heads of up to {_MAX_HEAD_DIM} values, multiples of 8, not {head_dim}"
             self._refuse(reason)
-        if isinstance(op, ops.Rope) and not isinstance(self._only_reader(op.output), ops.Attention):
-            self._refuse("rotates nothing but queries and keys")
 
     def _source(self, name: str) -> Source:
         return self._heads.pop(name, None) or Source(self._place(name))
@@ -276,12 +330,16 @@ class _Lowering:
             place, norm = self._post.pop(name)
             output = self._write(name, norm.width, Kind.ELEMENT)
             self._emit(AddNorm(delta=place, norm=norm, output=output))
-        if name in self._heads:
+        if name in self._heads or name in self._joined:
             self._refuse("norms and rotates heads for attention alone")
         return self._places[name]
 
     def _element(self, name: str) -> int:
         """Return the buffer of a value as products read it."""
+        if self._sum is not None and self._sum.output == name:
+            output = self._new(self._buffers[self._sum.residual].width, Kind.ELEMENT)
+            self._add_now(output)
+            return output
         return self._element_of(self._place(name))
 
     def _element_of(self, place: Place) -> int:

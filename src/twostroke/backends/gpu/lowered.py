@@ -71,11 +71,15 @@ class External(Frozen):
 
 
 class AddNorm(Frozen):
-    """`residual += post(delta)`, and `output = norm(residual)`, as far as there are such."""
+    """`residual = (residual + post(delta)) * factor`, `output = norm(residual)`.
+
+    As far as there are such; without a norm the output is a copy. `factor` names one number.
+    """
 
     residual: int | None = None
     delta: Place | None = None
     post: ops.RMSNorm | None = None
+    factor: str | None = None
     norm: ops.RMSNorm | None = None
     output: int | None = None
 
@@ -89,11 +93,40 @@ class Products(Frozen):
     output: int
 
 
-class Store(Frozen):
-    """Queries ready for attention, keys and values in the pages."""
+class HeadProducts(Frozen):
+    """Products of each head's values with a matrix of its own."""
 
-    sources: tuple[Source, Source, Source]
+    x: Place
+    op: ops.HeadLinear
+    output: int
+
+
+class Joined(Frozen):
+    """Heads of which each is some values at a place, rotated, then those of `rest`."""
+
+    op: ops.Join
+    place: Place
+    rest: Source
+    rope: ops.Rope | None = None
+
+
+class Store(Frozen):
+    """Queries ready for attention, keys and values in the pages.
+
+    Where these are other layers' there are queries alone.
+    """
+
+    sources: tuple[Source, ...]
     op: ops.Attention
+    output: int
+
+
+class StoreLatents(Frozen):
+    """Queries ready for latent attention, keys in the pages."""
+
+    queries: Joined
+    keys: Joined
+    op: ops.LatentAttention
     output: int
 
 
@@ -115,11 +148,15 @@ class Activate(Frozen):
 
 
 class Mix(Frozen):
-    """A mixture of experts: `routes` says which rows go where, a line of the others is a pair's."""
+    """A mixture of experts: `routes` says which rows go where, a line of the others is a pair's.
+
+    Scores become shares by the rule of `route`, if it is not the mixture's own.
+    """
 
     x: int
     scores: Place
     op: ops.MixtureOfExperts
+    route: ops.Route | None
     routes: int
     hidden: int
     gated: int
@@ -127,15 +164,28 @@ class Mix(Frozen):
 
 
 class Combine(Frozen):
-    """`a * factor + b`."""
+    """`a * factor + b`; `weight` names a number that multiplies a, too."""
 
     a: Place
     output: int
     factor: float = 1.0
     b: Place | None = None
+    weight: str | None = None
 
 
-Record = Embed | External | AddNorm | Products | Store | Attend | Activate | Mix | Combine
+Record = (
+    Embed
+    | External
+    | AddNorm
+    | Products
+    | HeadProducts
+    | Store
+    | StoreLatents
+    | Attend
+    | Activate
+    | Mix
+    | Combine
+)
 
 
 class Lowered(Frozen):
@@ -161,10 +211,34 @@ def route_ints(num_used: int) -> int:
 def touched(record: Record) -> Iterator[int]:
     """Yield the buffers that a record reads or writes."""
     for name in record.__struct_fields__:
-        match getattr(record, name):
-            case int(buffer) if name != "factor":
-                yield buffer
-            case Place(buffer=buffer):
-                yield buffer
-            case (Source(), *_) as sources:
-                yield from (source.place.buffer for source in sources)
+        if name != "factor" and isinstance(buffer := getattr(record, name), int):
+            yield buffer
+    yield from (place.buffer for place in places(record))
+
+
+def places(record: Record) -> Iterator[Place]:
+    """Yield the places that a record reads."""
+    yield from (source.place for source in sources(record))
+    for name in record.__struct_fields__:
+        found = getattr(record, name)
+        if isinstance(found, Joined):
+            found = found.place
+        if isinstance(found, Place):
+            yield found
+
+
+def sources(record: Record) -> tuple[Source, ...]:
+    """Return what a record norms and rotates."""
+    match record:
+        case Store(sources=found):
+            return found
+        case StoreLatents(queries=queries, keys=keys):
+            return queries.rest, keys.rest
+    return ()
+
+
+def ropes(record: Record) -> Iterator[ops.Rope]:
+    """Yield the rotations that a record does."""
+    yield from (source.rope for source in sources(record) if source.rope is not None)
+    if isinstance(record, StoreLatents) and record.keys.rope is not None:
+        yield record.keys.rope

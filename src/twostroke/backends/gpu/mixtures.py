@@ -52,13 +52,14 @@ class ExpertWeights(Frozen, eq=False):
 class Values(Frozen, eq=False):
     """What a mixture reads and writes.
 
-    `x` is (rows, width), and `scores` come with their bias. `routes` is int32. Of each pair of row
+    `x` is (rows, width), and `scores` come with their bias; `choice` says what they mean. `routes` is int32. Of each pair of row
     and expert, `hidden` has gates and ups, `gated` (pairs, ffn_width) the input of the last product
     in the element type, and `terms` its result times the share.
     """
 
     x: Tensor
     scores: tuple[Parts, Tensor | None]
+    choice: routing.Choice
     routes: Tensor
     hidden: Parts
     gated: Tensor
@@ -92,7 +93,7 @@ def launch(
     if gpu.same_tokens:  # one block, whatever else is in the step
         limits = (_SAME_ROWS,) * 2
     routes = routing.routes_in(values.routes, num_rows, len(op.experts), op.num_used, limits)
-    routing.launch(gpu, header, num_rows, *values.scores, routes, normalize=op.normalize)
+    routing.launch(gpu, header, num_rows, *values.scores, routes, values.choice)
     first = 0
     for stack in weights.wide:
         width = stack.width if isinstance(stack, Packed) else stack.shape[1]

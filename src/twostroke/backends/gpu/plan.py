@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from msgspec.structs import replace
 
 from twostroke.backends.gpu import mixtures, products
-from twostroke.backends.gpu.cache import tiling_of
-from twostroke.backends.gpu.graphs import bucket_of
-from twostroke.backends.gpu.kernels import (
-    attention,
-    norm,
-    pages,
-    pointwise,
-    rope,
-    take_packed,
+from twostroke.backends.gpu.attending import (
+    Attending,
+    attentions_of,
+    num_slots,
+    sum_floats,
+    tiling_of,
+    turn_floats,
 )
-from twostroke.backends.gpu.kernels.attention import Work
+from twostroke.backends.gpu.graphs import bucket_of
+from twostroke.backends.gpu.kernels import norm, pages, pointwise, product_heads, take_packed
 from twostroke.backends.gpu.kernels.parts import Parts
+from twostroke.backends.gpu.kernels.routing import Choice
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import (
     Activate,
@@ -29,9 +27,11 @@ from twostroke.backends.gpu.lowered import (
     Combine,
     Embed,
     External,
+    HeadProducts,
     Mix,
     Products,
     Store,
+    StoreLatents,
 )
 from twostroke.backends.gpu.memory import StepMemory, lay_out
 from twostroke.backends.gpu.sampling import RESULT_INTS
@@ -39,29 +39,27 @@ from twostroke.backends.gpu.step_input import (
     CHANGES,
     COPIES,
     LOGIT_ROWS,
-    StepInput,
     input_ints,
 )
 from twostroke.backends.gpu.stored import matrix_layout
-from twostroke.backends.gpu.tiles import FEW_ROWS, MOST_PIECES, Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
     from twostroke.backends.gpu.cache import PageMemory
     from twostroke.backends.gpu.device import Device
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.lowered import Lowered, Place, Record, Source
+    from twostroke.backends.gpu.lowered import Lowered, Place, Record
     from twostroke.backends.gpu.step_input import Places
     from twostroke.backends.gpu.weights import DeviceWeights
     from twostroke.program import Program, ops
     from twostroke.quant import QuantTensor
 
 _LEAST_PAGE = 16  # tokens
-_DECODED_ROWS = 256  # rows for whose pieces of context there is room at once
 
 
 def step_bytes(
@@ -81,21 +79,14 @@ def step_bytes(
         if len(shape) == 2 and (layout := matrix_layout(tensors[name]))
     }
     scratch = products.scratch_bytes(gpu, lowered, packed, rows)
-    attentions = [record.op for record in lowered.records if isinstance(record, Attend)]
-    num_tilings = len({tiling_of(op, same_tokens=same_tokens) for op in attentions})
-    num_slots = min(rows, _DECODED_ROWS) * MOST_PIECES
-    slot = max((op.width + 2 * op.num_heads for op in attentions), default=0)
-    pairs = {
-        source.rope.inverse_frequencies
-        for record in lowered.records
-        for source in (record.sources if isinstance(record, Store) else ())
-        if source.rope is not None
-    }
-    turns = 2 * program.context_length * sum(map(len, pairs))
+    attentions = attentions_of(lowered)
+    num_tilings = len({tiling_of(gpu, op) for op in attentions})
+    slots = num_slots(attentions, rows)
     logits = LOGIT_ROWS * (lowered.logits.in_width + 2 * lowered.logits.width)  # the sampler's, too
-    floats = turns + logits + num_slots * slot + rows * RESULT_INTS
+    floats = turn_floats(lowered, program.context_length) + sum_floats(attentions, rows)
+    floats += logits + rows * RESULT_INTS
     tables = rows * len(program.cache_groups) * (program.context_length // _LEAST_PAGE + 8)
-    numbers = floats + tables + input_ints(num_tilings, rows, num_slots)
+    numbers = floats + tables + input_ints(num_tilings, rows, slots)
     return lay_out(gpu, lowered, rows).num_bytes + scratch + 4 * numbers
 
 
@@ -126,28 +117,10 @@ class Plan:
         self.memory = StepMemory(gpu, lowered, max_rows)
         size = products.scratch_bytes(gpu, lowered, weights.shapes, max_rows)
         self._scratch = torch.zeros(size, dtype=torch.uint8, device=gpu.device)
-        self._attentions = [r.op for r in lowered.records if isinstance(r, Attend)]
-        given = {} if piece is None else {"piece": piece}
-        self._tilings: list[Tiling] = []
-        self._tiling_of: dict[str, int] = {}
-        for op in self._attentions:
-            tiling = replace(tiling_of(op, same_tokens=gpu.same_tokens), **given)
-            if tiling not in self._tilings:
-                self._tilings.append(tiling)
-            self._tiling_of[op.output] = self._tilings.index(tiling)
-        num_slots = min(max_rows, _DECODED_ROWS) * MOST_PIECES
-        self.input = StepInput(gpu, self._tilings, max_rows, num_slots)
-        widest = max((op.width for op in self._attentions), default=0)
-        heads = max((op.num_heads for op in self._attentions), default=0)
+        given = weights, cache, tables, self.memory, max_rows, piece
+        self._attending = Attending(gpu, lowered, *given)
+        self.input = self._attending.input
         floats = {"dtype": torch.float32, "device": gpu.device}
-        self._sums = torch.zeros(num_slots * widest, **floats)
-        self._tops = torch.zeros(num_slots * heads * 2, **floats)
-        self._turns: dict[tuple[object, ...], rope.Turn] = {}
-        most = tables.shape[2] * cache.page_size
-        for record in lowered.records:
-            for source in record.sources if isinstance(record, Store) else ():
-                if source.rope is not None:
-                    self._turn_of(source.rope, most)
         self._picked = torch.zeros(
             (LOGIT_ROWS, lowered.logits.in_width), dtype=gpu.element, device=gpu.device
         )
@@ -157,10 +130,8 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """Bytes that steps need besides weights and pages."""
-        own = self.memory.memory, self._sums, self._tops, self._picked, self.logits, self.results
-        own_too = self._scratch, self.input.device, self._tables
-        turns = [turn.table for turn in self._turns.values()]
-        return sum(t.nbytes for t in (*own, *own_too, *turns))
+        own = self.memory.memory, self._picked, self.logits, self.results, self._scratch
+        return self._attending.num_bytes + sum(t.nbytes for t in own)
 
     def tap(self, value: str, num_rows: int) -> Tensor:
         """Return a tapped value of the step's rows, float32."""
@@ -229,10 +200,17 @@ class Plan:
                 x = memory.tensor(record.x, rows)
                 output = memory.whole(record.output, rows)
                 self._multiply(frame, rows, x, record.weights, output)
+            case HeadProducts():
+                op, x = record.op, memory.parts(record.x, rows)
+                x = x.columns(op.first, x.width - op.first)
+                given = x, op.x_head, self._weights.heads[op.output]
+                product_heads.launch(gpu, frame, rows, *given, memory.tensor(record.output, rows))
             case Store():
-                self._store(record, places)
+                self._attending.store(record, places)
+            case StoreLatents():
+                self._attending.store_latents(record, places)
             case Attend():
-                self._attend(record, rows)
+                self._attending.attend(record, rows)
             case Activate():
                 output = memory.tensor(record.output, rows)
                 gate, up = self._biased(record.gate, rows), self._biased(record.up, rows)
@@ -240,10 +218,7 @@ class Plan:
             case Mix():
                 self._mix(record, rows)
             case Combine():
-                a, bias = self._biased(record.a, rows)
-                b = None if record.b is None else memory.parts(record.b, rows)
-                output = memory.tensor(record.output, rows)
-                pointwise.combine(gpu, frame, rows, a, output, bias=bias, factor=record.factor, b=b)
+                self._combine(record, rows)
 
     def _multiply(
         self, header: Tensor, rows: int, x: Tensor, names: tuple[str, ...], output: Parts
@@ -256,6 +231,7 @@ class Plan:
         values = mixtures.Values(
             memory.tensor(record.x, rows),
             self._biased(record.scores, rows),
+            self._choice(record),
             memory.tensor(record.routes, rows).view(-1).view(torch.int32),
             memory.lines(record.hidden, rows),
             memory.tensor(record.gated, rows).view(-1, op.ffn_width),
@@ -268,11 +244,36 @@ class Plan:
         bias = None if place.bias is None else self._weights.vector(place.bias)
         return self.memory.parts(place, rows), bias
 
+    def _choice(self, record: Mix) -> Choice:
+        route = record.route
+        if route is None:
+            return Choice(record.op.normalize)
+        wanted, factors = (
+            None if name is None else self._weights.vector(name)
+            for name in (route.bias, route.factors)
+        )
+        groups = route.num_groups, route.num_used_groups, route.group_best
+        given = route.normalize, route.is_sigmoid, route.scale, *groups
+        return Choice(*given, wanted=wanted, factors=factors)
+
+    def _combine(self, record: Combine, rows: int) -> None:
+        a, bias = self._biased(record.a, rows)
+        pointwise.combine(
+            self._gpu,
+            self.input.device,
+            rows,
+            a,
+            self.memory.tensor(record.output, rows),
+            bias=bias,
+            factor=record.factor,
+            weight=None if record.weight is None else self._weights.vector(record.weight),
+            b=None if record.b is None else self.memory.parts(record.b, rows),
+        )
+
     def _norm_of(self, op: ops.RMSNorm | None) -> norm.Norm | None:
         if op is None:
             return None
-        assert op.weight is not None, "lowering refuses norms without weights"
-        return norm.Norm(self._weights.vector(op.weight, op.offset), op.epsilon)
+        return norm.Norm(self._weights.norm_weight(op), op.epsilon, op.num_groups)
 
     def _add_norm(self, record: AddNorm, rows: int) -> None:
         memory = self.memory
@@ -289,58 +290,7 @@ class Plan:
             delta=delta,
             bias=bias,
             post=self._norm_of(record.post),
+            factor=None if record.factor is None else self._weights.vector(record.factor),
             norm=self._norm_of(record.norm),
             output=output,
         )
-
-    def _store(self, record: Store, places: Places) -> None:
-        rows, frame, view = places.num_rows, self.input.device, self.input.view
-        where = rope.Places(
-            view(places.positions, rows),
-            view(places.tables, rows),
-            view(places.first_extra, rows + 1),
-            frame,
-            self._tables,
-        )
-        q, k, v = (self._source(source, rows) for source in record.sources)
-        turns = [None if s.rope is None else self._turn_of(s.rope) for s in record.sources]
-        output = self.memory.tensor(record.output, rows)
-        heads = self._heads(record.op)
-        given = (q, k, v), (turns[0], turns[1]), heads, self._cache.memory, output
-        balance = self._weights.balances.get(record.op.layer)
-        rope.launch(self._gpu, frame, rows, where, *given, balance)
-
-    def _source(self, source: Source, rows: int) -> rope.Source:
-        parts, bias = self._biased(source.place, rows)
-        return rope.Source(parts, bias, self._norm_of(source.norm))
-
-    def _attend(self, record: Attend, rows: int) -> None:
-        op, frame = record.op, self.input.device
-        q, output = (self.memory.tensor(buffer, rows) for buffer in (record.q, record.output))
-        number = self._tiling_of[op.output]
-        few, many, merges = self.input.items_at(number)
-        heads, cache = self._heads(op), self._cache.memory
-        small, same = attention.small_block(op.group_size), self._gpu.same_tokens
-        small = attention.same_block(op.group_size) if same else small
-        large = attention.large_block(op.group_size, op.head_dim)
-        given = q, cache, output, heads
-        for header in self.input.headers[number]:
-            work = Work(header, frame, self._tables, self._sums, self._tops)
-            attention.launch(self._gpu, work, few, small, *given)
-            if rows > FEW_ROWS and not same and header is self.input.headers[number][0]:
-                attention.launch(self._gpu, work, many, large, *given)
-            attention.merge(self._gpu, work, merges, output, heads)
-
-    def _heads(self, op: ops.Attention) -> attention.Heads:
-        _, num_groups, width = self._tables.shape
-        return self._cache.heads(op, width, num_groups)
-
-    def _turn_of(self, op: ops.Rope, num_positions: int = 0) -> rope.Turn:
-        key = op.inverse_frequencies, op.magnitude
-        if key not in self._turns:
-            angles = np.arange(num_positions)[:, None] * np.array(op.inverse_frequencies)
-            table = np.stack([np.cos(angles), np.sin(angles)], axis=1) * op.magnitude
-            values = torch.from_numpy(table.astype(np.float32)).to(self._gpu.device)
-            self._turns[key] = rope.Turn(values, len(op.inverse_frequencies), op.interleaved)
-        found = self._turns[key]
-        return rope.Turn(found.table, found.num_pairs, op.interleaved)

@@ -11,8 +11,18 @@ import torch
 
 from twostroke.backends.gpu import mixtures
 from twostroke.backends.gpu.kernels.packed import joined, pack
-from twostroke.backends.gpu.lowered import AddNorm, Embed, Mix, Products, Store
+from twostroke.backends.gpu.lowered import (
+    AddNorm,
+    Combine,
+    Embed,
+    HeadProducts,
+    Mix,
+    Products,
+    places,
+    sources,
+)
 from twostroke.backends.gpu.stored import matrix_layout, together
+from twostroke.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +35,6 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.lowered import Lowered
     from twostroke.backends.gpu.mixtures import ExpertWeights
     from twostroke.backends.gpu.stored import Matrix
-    from twostroke.program import ops
     from twostroke.quant import QuantTensor
 
     Progress = Callable[[int, int], None]
@@ -72,13 +81,16 @@ class DeviceWeights:
         self.joined: dict[tuple[str, ...], Packed] = {}
         self.products: dict[tuple[str, ...], Tensor] = {}
         self.experts: dict[str, ExpertWeights] = {}  # by the mixture's output
+        self.heads: dict[str, Tensor] = {}  # (heads, outputs, inputs), by the products' output
         self.balances = {k: torch.from_numpy(x).to(gpu.device) for k, x in balances.items()}
         self._vectors: dict[tuple[str, float], Tensor] = {}
+        self._ones: dict[int, Tensor] = {}
         groups = [record.weights for record in lowered.records if isinstance(record, Products)]
         tables = [record.table for record in lowered.records if isinstance(record, Embed)]
         mixes = [record.op for record in lowered.records if isinstance(record, Mix)]
+        heads = [record.op for record in lowered.records if isinstance(record, HeadProducts)]
         names = {name for group in groups for name in group} | {*tables, lowered.logits.weight}
-        names |= {weight.name for op in mixes for weight in op.weights}
+        names |= {weight.name for op in (*mixes, *heads) for weight in op.weights}
         total, done = sum(tensors[name].num_bytes for name in names), 0
 
         def finish(loaded: Sequence[QuantTensor]) -> None:
@@ -101,8 +113,13 @@ class DeviceWeights:
         for op in mixes:
             self.experts[op.output] = mixtures.load(gpu, op, tensors, self._load)
             finish([tensors[weight.name] for weight in op.weights])
-        for name, offset in _vectors_of(lowered):
-            self.vector(name, offset)
+        for product in heads:
+            self.heads[product.output] = self._load_heads(product)
+            finish([tensors[name] for name in product.matrices])
+        for norm in _norms_of(lowered):
+            self.norm_weight(norm)
+        for name in _vectors_of(lowered):
+            self.vector(name)
         self._tensors = {}
 
     def _load_dense(self, group: tuple[str, ...], finish: Release) -> None:
@@ -118,11 +135,20 @@ class DeviceWeights:
             finish([self._tensors[name]])
         self.products[group] = whole
 
+    def _load_heads(self, op: ops.HeadLinear) -> Tensor:
+        shape = op.num_heads, op.head_width, op.in_width
+        stack = torch.empty(shape, dtype=self._gpu.element, device=self._gpu.device)
+        for matrix, name in zip(stack, op.matrices, strict=True):
+            self._load(self._tensors[name], matrix)
+        return stack
+
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
         held = {tensor.data_ptr(): tensor for tensor in self.products.values()}
-        num_bytes: int = sum(t.nbytes for t in (*held.values(), *self._vectors.values()))
+        kept = *held.values(), *self._vectors.values(), *self._ones.values()
+        kept += tuple(self.heads.values())
+        num_bytes: int = sum(t.nbytes for t in kept)
         packed = *self.packed.values(), *self.joined.values()
         num_bytes += sum(matrix.num_bytes for matrix in packed)
         return num_bytes + sum(experts.num_bytes for experts in self.experts.values())
@@ -163,6 +189,15 @@ class DeviceWeights:
             self._vectors[name, offset] = torch.from_numpy(values).to(self._gpu.device)
         return self._vectors[name, offset]
 
+    def norm_weight(self, op: ops.RMSNorm) -> Tensor:
+        """Return the weight of a norm, with its offset: ones if it has none."""
+        if op.weight is not None:
+            return self.vector(op.weight, op.offset)
+        if op.grain not in self._ones:
+            ones = torch.ones(op.grain, dtype=torch.float32, device=self._gpu.device)
+            self._ones[op.grain] = ones
+        return self._ones[op.grain]
+
     def _load(self, tensor: QuantTensor, target: Tensor) -> None:
         dtype = _STORED.get(tensor.format.name)
         if dtype is not None:
@@ -174,18 +209,20 @@ class DeviceWeights:
             self.converted[tensor.format.name] += 1
 
 
-def _vectors_of(lowered: Lowered) -> Iterator[tuple[str, float]]:
-    """Yield the norms' weights and the biases that records read."""
+def _norms_of(lowered: Lowered) -> Iterator[ops.RMSNorm]:
     for record in lowered.records:
-        norms: list[ops.RMSNorm | None] = []
-        if isinstance(record, AddNorm):
-            norms = [record.post, record.norm]
-        elif isinstance(record, Store):
-            norms = [source.norm for source in record.sources]
-        yield from ((norm.weight, norm.offset) for norm in norms if norm and norm.weight)
-        for name in record.__struct_fields__:
-            value = getattr(record, name)
-            places = [source.place for source in value] if name == "sources" else [value]
-            for place in places:
-                if (bias := getattr(place, "bias", None)) is not None:
-                    yield bias, 0.0
+        given = [source.norm for source in sources(record)]
+        given += [record.post, record.norm] if isinstance(record, AddNorm) else []
+        yield from (norm for norm in given if norm is not None)
+
+
+def _vectors_of(lowered: Lowered) -> Iterator[str]:
+    """Yield the biases and the factors that records read."""
+    for record in lowered.records:
+        given = [place.bias for place in places(record)]
+        match record:
+            case AddNorm(factor=name) | Combine(weight=name):
+                given.append(name)
+            case Mix(route=ops.Route(bias=name, factors=other)):
+                given += [name, other]
+        yield from (name for name in given if name is not None)

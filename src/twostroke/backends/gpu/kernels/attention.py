@@ -21,6 +21,8 @@ ITEM = (
     8  # numbers: row, rows, table, position, first and last token + 1, slot or -1, slots of a row
 )
 MERGE = 4  # numbers: row, first slot, slots, 0
+# Elsewhere, with mma.sync, operands are in registers.
+_WITH_OPERANDS_IN_MEMORY = 90, 100
 
 
 class Heads(Frozen):
@@ -30,6 +32,8 @@ class Heads(Frozen):
     of this layer begin `keys_at` values into it, as (kv_heads, page_size, head_dim), and its values
     `values_at`. Pages are `page_stride` values apart. A table of pages has `table_stride` numbers,
     those of the layer's cache group from `group_at` on. `window` 0 means that all is seen.
+
+    Of latent attention, keys alone are stored, whose first values are the `rotated` ones.
 
     In a `kv_format` "int8" or "fp8" scales of keys begin `scales_at` numbers of two bytes into a
     page, (kv_heads, page_size), and those of values after them.
@@ -49,6 +53,7 @@ class Heads(Frozen):
     group_at: int
     kv_format: str = ""
     scales_at: int = 0
+    rotated: int = 0
 
     def scales(self, cache: Tensor) -> Tensor:
         """Return the `layer` of a cache as its scales are read."""
@@ -110,9 +115,12 @@ def same_block(group: int) -> int:
     return max(32, small_block(group))
 
 
-def large_block(group: int, head_dim: int) -> int:
+def large_block(gpu: Gpu, group: int, head_dim: int) -> int:
     """Return the pairs of row and head in a tile of prefill."""
-    return max(128 if head_dim <= 128 else 64, small_block(group))
+    most = 128 if head_dim <= 128 else 64
+    if head_dim > 256 and gpu.architecture not in _WITH_OPERANDS_IN_MEMORY:
+        most = 32
+    return max(most, small_block(group))
 
 
 def launch(
@@ -132,11 +140,12 @@ def launch(
     is_small = block_m <= same_block(heads.group)
     block_d = max(16, triton.next_power_of_2(heads.head_dim))
     num_programs = gpu.programs(4 if is_small else 1)
-    # With mma.sync all operands are in registers, and 64 tokens would be more than there are.
-    is_narrow = not is_small and gpu.architecture not in {90, 100}
+    is_narrow = not is_small and gpu.architecture not in _WITH_OPERANDS_IN_MEMORY
     block_n = BLOCK if block_d <= 128 and not is_narrow else BLOCK // 2
     if is_narrow and heads.kv_format and gpu.architecture >= 120:
         block_n = BLOCK // 4
+    if block_d > 256 and gpu.architecture not in {80, *_WITH_OPERANDS_IN_MEMORY}:
+        block_n = BLOCK // 4  # others have less shared memory
     gpu.launch(
         _attention,
         (num_programs,),
@@ -188,18 +197,10 @@ def merge(gpu: Gpu, work: Work, place: int, output: Tensor, heads: Heads) -> Non
 
 
 @triton.jit
-def _with_block(
-    queries, keys, values, key_scales, value_scales, is_seen, top, total, mixed,
-    SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, ASSEMBLY: tl.constexpr,
+def updated(
+    scores, values, value_scales, is_seen, top, total, mixed, KV: tl.constexpr
 ):  # fmt: skip
-    """Return the sums of rows after a block of tokens more."""
-    element: tl.constexpr = queries.dtype
-    keys = numbers_of(keys, element, KV, ASSEMBLY)
-    scores = tl.dot(queries, keys, input_precision="ieee") * SCALE
-    if KV != "":
-        scores *= key_scales[None, :]
-    if SOFT_CAP > 0:
-        scores = SOFT_CAP * (2 / (1 + tl.exp(-2 * scores / SOFT_CAP)) - 1)
+    """Return the sums of rows after a block of tokens more, with such scores and values."""
     scores = tl.where(is_seen, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == -float("inf"), 0.0, new_top)
@@ -207,15 +208,14 @@ def _with_block(
     shrink = tl.exp(top - base)
     mixed *= shrink[:, None]
     total = total * shrink + tl.sum(shares, 1)
-    values = numbers_of(values, element, KV, ASSEMBLY)
     if (
         KV != ""
     ):  # scales relative to the largest: shares times small scales are less than float16 holds
         largest = tl.max(value_scales, 0)
         shares *= (value_scales / tl.where(largest == 0, 1.0, largest))[None, :]
-        mixed += tl.dot(shares.to(element), values, input_precision="ieee") * largest
+        mixed += tl.dot(shares.to(values.dtype), values, input_precision="ieee") * largest
     else:
-        mixed = tl.dot(shares.to(element), values, mixed, input_precision="ieee")
+        mixed = tl.dot(shares.to(values.dtype), values, mixed, input_precision="ieee")
     return new_top, total, mixed
 
 
@@ -303,10 +303,16 @@ def _attention(
                 PAGE_STRIDE, KEYS_AT, VALUES_AT, KV, SCALES_AT, BLOCK_D,
             )  # fmt: skip
             is_seen = _is_seen(position + within, seen_at, is_token, WINDOW)
-            top, total, mixed = _with_block(
-                queries, keys, values, key_scales, value_scales, is_seen, top, total, mixed,
-                SCALE, SOFT_CAP, KV, ASSEMBLY,
-            )  # fmt: skip
+            keys = numbers_of(keys, queries.dtype, KV, ASSEMBLY)
+            scores = tl.dot(queries, keys, input_precision="ieee") * SCALE
+            if KV != "":
+                scores *= key_scales[None, :]
+            if SOFT_CAP > 0:
+                scores = SOFT_CAP * (2 / (1 + tl.exp(-2 * scores / SOFT_CAP)) - 1)
+            values = numbers_of(values, queries.dtype, KV, ASSEMBLY)
+            top, total, mixed = updated(
+                scores, values, value_scales, is_seen, top, total, mixed, KV
+            )
         if slot < 0:
             result = mixed / tl.where(total == 0, 1.0, total)[:, None]
             result = result.to(output.dtype.element_ty)

@@ -51,12 +51,19 @@ def spread(x, NUM: tl.constexpr, BLOCK_D: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, KV: tl.constexpr):
-    """Return the codes of heads (pairs, dims), int32, and their scales (pairs,), float16."""
-    x = tl.where(x < 65504.0, x, 65504.0)  # what is not a number, too
-    x = tl.maximum(x, -65504.0)
+def bounded(x):
+    """Return numbers as pages can hold them; what is not a number, too."""
+    return tl.maximum(tl.where(x < 65504.0, x, 65504.0), -65504.0)
+
+
+@triton.jit
+def rounded(x, largest, KV: tl.constexpr):
+    """Return the codes of bounded heads (pairs, dims), int32, and their scales (pairs,), float16.
+
+    `largest` (pairs,) are the sizes that codes must reach.
+    """
     most: tl.constexpr = 127.0 if KV == "int8" else 448.0
-    scale = (tl.max(tl.abs(x), 1) / most).to(tl.float16)
+    scale = (largest / most).to(tl.float16)
     exact = scale.to(tl.float32)
     x /= tl.where(exact == 0, 1.0, exact)[:, None]
     x = tl.minimum(tl.maximum(x, -most), most)

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 
 class Norm(Frozen, eq=False):
-    """A norm of whole rows: its weight (width,) in float32, offset added, and its epsilon."""
+    """A norm of a row, or of each of its equal `groups`.
+
+    Its weight is that of a group's values, float32, with the offset added.
+    """
 
     weight: Tensor
     epsilon: float
+    groups: int = 1
 
 
 def launch(
@@ -32,25 +36,29 @@ def launch(
     delta: Parts | None = None,
     bias: Tensor | None = None,
     post: Norm | None = None,
+    factor: Tensor | None = None,
     norm: Norm | None = None,
     output: Tensor | None = None,
 ) -> None:
-    """Compute `residual += post(delta + bias)` and `output = norm(residual)`, as far as given.
+    """Compute `residual = (residual + post(delta + bias)) * factor`, `output = norm(residual)`.
 
-    `residual` (rows, width) is float32. Without one, `output` is the norm of the rest.
+    As far as these are given: `residual` (rows, width) is float32, and without one `output` is made
+    of the rest. Only a `norm` of what has neither residual nor bias has groups.
     """
     given = next(x for x in (residual, output) if x is not None)
-    width = given.shape[1]
+    groups = norm.groups if norm else 1
+    width = given.shape[1] // groups
     block = triton.next_power_of_2(width)
     unused = header
     gpu.launch(
         _add_norm,
-        (-(-num_rows // gpu.row_block),),
+        (-(-num_rows * groups // gpu.row_block),),
         header,
         unused if residual is None else residual,
         unused if delta is None else delta.values,
         unused if bias is None else bias,
         unused if post is None else post.weight,
+        unused if factor is None else factor,
         unused if norm is None else norm.weight,
         unused if output is None else output,
         delta.count if delta else 0,
@@ -59,6 +67,7 @@ def launch(
         DELTA_STRIDE=delta.row_stride if delta else 0,
         POST_EPSILON=post.epsilon if post else 0.0,
         EPSILON=norm.epsilon if norm else 0.0,
+        GROUPS=groups,
         WIDTH=width,
         BLOCK=block,
         ROWS=gpu.row_block,
@@ -66,19 +75,22 @@ def launch(
         HAS_DELTA=delta is not None,
         HAS_BIAS=bias is not None,
         HAS_POST=post is not None,
+        HAS_FACTOR=factor is not None,
+        HAS_NORM=norm is not None,
         HAS_OUTPUT=output is not None,
     )
 
 
 @triton.jit(do_not_specialize=["num_parts", "part_stride"])
 def _add_norm(
-    header, residual, delta, bias, post_weight, weight, output, num_parts, part_stride,
+    header, residual, delta, bias, post_weight, factor, weight, output, num_parts, part_stride,
     DELTA_STRIDE: tl.constexpr, POST_EPSILON: tl.constexpr, EPSILON: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_POST: tl.constexpr, HAS_OUTPUT: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr,
 ):  # fmt: skip
-    num_rows = tl.load(header)
+    num_rows = tl.load(header) * GROUPS
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     if tl.program_id(0) * ROWS >= num_rows:
         return
@@ -87,7 +99,8 @@ def _add_norm(
     inside = (rows < num_rows) & is_column
     x = tl.zeros((ROWS, BLOCK), tl.float32)
     if HAS_DELTA:
-        x = sum_parts(delta + rows * DELTA_STRIDE + columns, inside, num_parts, part_stride)
+        at = delta + rows // GROUPS * DELTA_STRIDE + rows % GROUPS * WIDTH + columns
+        x = sum_parts(at, inside, num_parts, part_stride)
         if HAS_BIAS:
             x += tl.load(bias + columns, is_column, 0.0)
         if HAS_POST:
@@ -96,9 +109,12 @@ def _add_norm(
     if HAS_RESIDUAL:
         at = residual + rows * WIDTH + columns
         x += tl.load(at, inside, 0.0)
+        if HAS_FACTOR:
+            x *= tl.load(factor)
         if HAS_DELTA:
             tl.store(at, x, inside)
     if HAS_OUTPUT:
-        y = x / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPSILON)[:, None]
-        y *= tl.load(weight + columns, is_column, 0.0)
-        tl.store(output + rows * WIDTH + columns, y.to(output.dtype.element_ty), inside)
+        if HAS_NORM:
+            x = x / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPSILON)[:, None]
+            x *= tl.load(weight + columns, is_column, 0.0)
+        tl.store(output + rows * WIDTH + columns, x.to(output.dtype.element_ty), inside)

@@ -62,12 +62,13 @@ def combine(
     *,
     bias: Tensor | None = None,
     factor: float = 1.0,
+    weight: Tensor | None = None,
     b: Parts | None = None,
     soft_cap: float = 0.0,
 ) -> None:
-    """Write `cap((a + bias) * factor + b)` to output (rows, width), of any floating type.
+    """Write `cap((a + bias) * factor * weight + b)` to output (rows, width), of any floating type.
 
-    `soft_cap` c means `c * tanh(x / c)`.
+    The `weight` is one number; `soft_cap` c means `c * tanh(x / c)`.
     """
     width, unused = output.shape[1], header
     grid, sizes = _blocks(gpu, num_rows, width)
@@ -77,6 +78,7 @@ def combine(
         header,
         a.values,
         unused if bias is None else bias,
+        unused if weight is None else weight,
         unused if b is None else b.values,
         output,
         a.count,
@@ -88,6 +90,7 @@ def combine(
         FACTOR=factor,
         SOFT_CAP=soft_cap,
         HAS_BIAS=bias is not None,
+        HAS_WEIGHT=weight is not None,
         HAS_B=b is not None,
         **sizes,
     )
@@ -168,10 +171,10 @@ def _activate(
 
 @triton.jit(do_not_specialize=["a_count", "a_part_stride", "b_count", "b_part_stride"])
 def _combine(
-    header, a, bias, b, output, a_count, a_part_stride, b_count, b_part_stride,
+    header, a, bias, weight, b, output, a_count, a_part_stride, b_count, b_part_stride,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
-    SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_B: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
@@ -181,6 +184,8 @@ def _combine(
     if HAS_BIAS:
         x += tl.load(bias + columns, columns < WIDTH, 0.0)
     x *= FACTOR
+    if HAS_WEIGHT:
+        x *= tl.load(weight)
     if HAS_B:
         x += sum_parts(b + row * B_STRIDE + columns, inside, b_count, b_part_stride)
     if SOFT_CAP > 0:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.bytes import rounded, spread
+from twostroke.backends.gpu.kernels.bytes import bounded, rounded, spread
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.core.frozen import Frozen
 
@@ -53,7 +53,7 @@ def launch(
     header: Tensor,
     num_rows: int,
     places: Places,
-    sources: tuple[Source, Source, Source],
+    sources: tuple[Source, ...],
     turns: tuple[Turn | None, Turn | None],
     heads: Heads,
     cache: Tensor,
@@ -62,19 +62,20 @@ def launch(
 ) -> None:
     """Write queries to `output` (rows, heads * head_dim), keys and values to the `cache`.
 
-    `sources` are queries, keys and values; `turns` those of queries and keys. In the format int8
-    keys first lose the first row of `balance` (3, kv_heads * head_dim), float32, and are multiplied
+    `sources` are queries, keys and values, or queries alone; `turns` those of queries and keys. In
+    the format int8 keys first lose the first row of `balance` (3, kv_heads * head_dim), float32, and are multiplied
     by the second; queries are multiplied by the third.
     """
-    unused = header
+    unused, stores = header, len(sources) > 1
+    sources = sources if stores else sources * 3
     parts = [source.parts for source in sources]
     biases = [unused if source.bias is None else source.bias for source in sources]
-    norms = [unused if source.norm is None else source.norm.weight for source in sources[:2]]
+    norms = [unused if source.norm is None else source.norm.weight for source in sources]
     tables = [unused if turn is None else turn.table for turn in turns]
     block_d = triton.next_power_of_2(heads.head_dim)
     block_h = 64 if gpu.is_interpreted else 4
     q_tiles = -(-num_rows * heads.num_heads // block_h)
-    kv_tiles = -(-num_rows * heads.num_kv_heads // block_h)
+    kv_tiles = -(-num_rows * heads.num_kv_heads // block_h) if stores else 0
     gpu.launch(
         _rope,
         (q_tiles + 2 * kv_tiles,),
@@ -115,9 +116,9 @@ def _constants_of(sources: tuple[Source, ...], turns: tuple[Turn | None, ...]) -
     for name, source in zip("QKV", sources, strict=True):
         found[f"{name}_STRIDE"] = source.parts.row_stride
         found[f"HAS_{name}_BIAS"] = source.bias is not None
-    for name, source, turn in zip("QK", sources, turns, strict=False):
         found[f"HAS_{name}_NORM"] = source.norm is not None
         found[f"{name}_EPSILON"] = source.norm.epsilon if source.norm else 0.0
+    for name, turn in zip("QK", turns, strict=True):
         found[f"{name}_PAIRS"] = turn.num_pairs if turn else 0
     found["IS_INTERLEAVED"] = any(turn.is_interleaved for turn in turns if turn)
     return found
@@ -200,7 +201,8 @@ def _put(
     page = tl.load(tables + table * TABLE_STRIDE + place, is_pair, 0).to(tl.int64)
     scale = position  # of no format
     if KV != "":
-        x, scale = rounded(x, KV)
+        x = bounded(x)
+        x, scale = rounded(x, tl.max(tl.abs(x), 1), KV)
         scales += scale_at + within
         tl.store(scales + page * (PAGE_STRIDE // 2), scale, is_pair)
     x = x.to(cache.dtype.element_ty)
@@ -223,13 +225,14 @@ _CHANGING += ["q_tiles", "kv_tiles"]
 @triton.jit(do_not_specialize=_CHANGING)
 def _rope(
     header, positions, tables_of, first_extra, extra, tables, q, k, v, q_bias, k_bias, v_bias,
-    q_weight, k_weight, q_turn, k_turn, cache, scales, balance, output, q_count, q_part_stride,
-    k_count, k_part_stride, v_count, v_part_stride, q_tiles, kv_tiles,
+    q_weight, k_weight, v_weight, q_turn, k_turn, cache, scales, balance, output, q_count,
+    q_part_stride, k_count, k_part_stride, v_count, v_part_stride, q_tiles, kv_tiles,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     HAS_Q_BIAS: tl.constexpr, HAS_K_BIAS: tl.constexpr, HAS_V_BIAS: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, Q_EPSILON: tl.constexpr,
-    K_EPSILON: tl.constexpr, Q_PAIRS: tl.constexpr, K_PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_V_NORM: tl.constexpr,
+    Q_EPSILON: tl.constexpr, K_EPSILON: tl.constexpr, V_EPSILON: tl.constexpr,
+    Q_PAIRS: tl.constexpr, K_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
     VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr, KV: tl.constexpr,
     SCALES_AT: tl.constexpr, HAS_BALANCE: tl.constexpr, LEVELS: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -269,8 +272,8 @@ def _rope(
             x = _even_keys(x, balance, heads, inside, HAS_BALANCE, KV_HEADS, DIM, LEVELS)
         else:
             x = _turned(
-                v, v_bias, v_bias, v_bias, v_count, v_part_stride, rows, heads, position, inside,
-                V_STRIDE, HAS_V_BIAS, HAS_NORM=False, EPSILON=0.0, PAIRS=0, IS_INTERLEAVED=False,
+                v, v_bias, v_weight, v_bias, v_count, v_part_stride, rows, heads, position, inside,
+                V_STRIDE, HAS_V_BIAS, HAS_V_NORM, V_EPSILON, PAIRS=0, IS_INTERLEAVED=False,
                 DIM=DIM, BLOCK_D=BLOCK_D,
             )  # fmt: skip
         _put(

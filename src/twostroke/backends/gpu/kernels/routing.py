@@ -71,6 +71,23 @@ def routes_in(
     return Routes(*counts, header, items, chosen, order, shares.view(torch.float32))
 
 
+class Choice(Frozen, eq=False):
+    """How a row's scores choose experts, and become their shares (`ops.Route`).
+
+    `wanted` is added to shares where they choose; `factors` multiply those that are chosen. Both
+    are (experts,), float32.
+    """
+
+    normalize: bool
+    is_sigmoid: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    num_used_groups: int = 1
+    group_best: int = 1
+    wanted: Tensor | None = None
+    factors: Tensor | None = None
+
+
 def launch(
     gpu: Gpu,
     header: Tensor,
@@ -78,22 +95,22 @@ def launch(
     scores: Parts,
     bias: Tensor | None,
     routes: Routes,
-    *,
-    normalize: bool,
+    choice: Choice,
 ) -> None:
     """Choose the experts of each row by its scores, and put the pairs in order.
 
-    The scores' softmax are the shares; with `normalize` they are divided by the sum of those that
-    are chosen. Of equal scores the first is larger. A row with a score that is not a number has
-    such shares.
+    Of equal scores the first is larger. A row with a score that is not a number has such shares.
     """
     block_e = triton.next_power_of_2(routes.num_experts)
+    unused = header
     gpu.launch(
         _choose,
         (-(-num_rows // gpu.row_block),),
         header,
         scores.values,
-        header if bias is None else bias,
+        unused if bias is None else bias,
+        unused if choice.wanted is None else choice.wanted,
+        unused if choice.factors is None else choice.factors,
         routes.chosen,
         routes.shares,
         scores.count,
@@ -103,8 +120,16 @@ def launch(
         EXPERTS=routes.num_experts,
         USED=routes.num_used,
         HAS_BIAS=bias is not None,
-        NORMALIZE=normalize,
+        HAS_WANTED=choice.wanted is not None,
+        HAS_FACTORS=choice.factors is not None,
+        NORMALIZE=choice.normalize,
+        IS_SIGMOID=choice.is_sigmoid,
+        SCALE=choice.scale,
+        GROUPS=choice.num_groups,
+        USED_GROUPS=choice.num_used_groups,
+        GROUP_BEST=choice.group_best,
         BLOCK_E=block_e,
+        BLOCK_G=triton.next_power_of_2(choice.num_groups),
         BLOCK_K=triton.next_power_of_2(routes.num_used),
         ROWS=gpu.row_block,
     )
@@ -168,11 +193,47 @@ def _rank_of(score, expert):
     return ordered.to(tl.int64) * 65536 + (65535 - expert)
 
 
+@triton.jit
+def _largest(ranks, places):
+    """Return which of a row's numbers is the largest, and its place; no two are equal."""
+    is_best = ranks == tl.max(ranks, 1)[:, None]
+    return is_best, tl.sum(tl.where(is_best, places, 0), 1)[:, None]
+
+
+@triton.jit
+def _in_groups(
+    ranks, wanted, experts, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, USED: tl.constexpr,
+    BEST: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Return the ranks of experts in the groups whose best are the largest, of others the least."""
+    least: tl.constexpr = -(1 << 62)
+    size: tl.constexpr = EXPERTS // GROUPS
+    groups = tl.arange(0, BLOCK_G)[None, :]
+    sums = tl.zeros((ranks.shape[0], BLOCK_G), tl.float32)
+    for group in range(GROUPS):
+        own = tl.where(experts // size == group, ranks, least)
+        for _ in range(BEST):
+            is_best, _place = _largest(own, experts)
+            value = tl.sum(tl.where(is_best, wanted, 0.0), 1)[:, None]
+            sums += tl.where(groups == group, value, 0.0)
+            own = tl.where(is_best, least, own)
+    of_groups = tl.where(groups < GROUPS, _rank_of(sums, groups), least)
+    is_seen = tl.zeros(ranks.shape, tl.int32)
+    for _ in range(USED):
+        is_best, group = _largest(of_groups, groups)
+        is_seen += tl.where(experts // size == group, 1, 0)
+        of_groups = tl.where(is_best, least, of_groups)
+    return tl.where(is_seen > 0, ranks, least)
+
+
 @triton.jit(do_not_specialize=["count", "part_stride"])
 def _choose(
-    header, scores, bias, chosen, shares, count, part_stride,
+    header, scores, bias, wanted, factors, chosen, shares, count, part_stride,
     STRIDE: tl.constexpr, EXPERTS: tl.constexpr, USED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    HAS_WANTED: tl.constexpr, HAS_FACTORS: tl.constexpr, NORMALIZE: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
@@ -184,24 +245,36 @@ def _choose(
     x = sum_parts(scores + rows * STRIDE + experts, inside, count, part_stride)
     if HAS_BIAS:
         x += tl.load(bias + experts, is_expert, 0.0)
-    largest = tl.max(tl.where(is_expert, x, -float("inf")), 1)[:, None]
-    all_shares = tl.where(is_expert, tl.exp(x - largest), 0.0)
-    all_shares /= tl.sum(all_shares, 1)[:, None]
+    if IS_SIGMOID:
+        all_shares = 1 / (1 + tl.exp(-x))
+        x = all_shares
+    else:
+        largest = tl.max(tl.where(is_expert, x, -float("inf")), 1)[:, None]
+        all_shares = tl.where(is_expert, tl.exp(x - largest), 0.0)
+        all_shares /= tl.sum(all_shares, 1)[:, None]
+        if HAS_WANTED or GROUPS > 1:  # what is added to shares does not keep the order of scores
+            x = all_shares
+    if HAS_WANTED:
+        x += tl.load(wanted + experts, is_expert, 0.0)
     ranks = tl.where(is_expert, _rank_of(x, experts), -(1 << 62))
+    if GROUPS > 1:
+        ranks = _in_groups(ranks, x, experts, EXPERTS, GROUPS, USED_GROUPS, GROUP_BEST, BLOCK_G)
     places = tl.arange(0, BLOCK_K)[None, :]
     own = tl.zeros((ROWS, BLOCK_K), tl.int32)
     own_shares = tl.zeros((ROWS, BLOCK_K), tl.float32)
     for place in range(USED):
-        is_best = ranks == tl.max(ranks, 1)[:, None]
-        best = tl.sum(tl.where(is_best, experts, 0), 1)[:, None]
+        is_best, best = _largest(ranks, experts)
         share = tl.sum(tl.where(is_best, all_shares, 0.0), 1)[:, None]
         own = tl.where(places == place, best, own)
         own_shares = tl.where(places == place, share, own_shares)
         ranks = tl.where(is_best, -(1 << 62), ranks)
     if NORMALIZE:
-        own_shares /= tl.sum(own_shares, 1)[:, None]
+        own_shares /= tl.sum(own_shares, 1)[:, None] + 1e-20
+    own_shares *= SCALE
     at = rows * USED + places
     is_place = (rows < num_rows) & (places < USED)
+    if HAS_FACTORS:
+        own_shares *= tl.load(factors + own, is_place, 0.0)
     tl.store(chosen + at, own, is_place)
     tl.store(shares + at, own_shares, is_place)
 

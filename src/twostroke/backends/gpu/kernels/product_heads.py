@@ -1,0 +1,85 @@
+"""Products of each head's values with a matrix of its own, around latent attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import triton
+import triton.language as tl
+
+from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.backends.gpu.launch import Gpu
+
+_MOST_ROWS: Final = 64
+_BLOCK_N: Final = 64
+
+
+def launch(
+    gpu: Gpu,
+    header: Tensor,
+    num_rows: int,
+    x: Parts,
+    x_head: int,
+    matrices: Tensor,
+    output: Tensor,
+) -> None:
+    """Write `x[h] @ matrices[h].T` to `output` (rows, heads * head_width), for each head h.
+
+    `matrices` are (heads, head_width, depth). Head h of x is the first `depth` of the `x_head`
+    values from `h * x_head` on.
+    """
+    num_heads, width, depth = matrices.shape
+    fitting = _MOST_ROWS if gpu.same_tokens else triton.next_power_of_2(num_rows)
+    block_m = max(16, min(_MOST_ROWS, fitting))
+    gpu.launch(
+        _product,
+        (-(-width // _BLOCK_N), num_heads, -(-num_rows // block_m)),
+        header,
+        x.values,
+        matrices,
+        output,
+        x.count,
+        x.part_stride,
+        num_warps=4,
+        num_stages=3,
+        X_STRIDE=x.row_stride,
+        X_HEAD=x_head,
+        HEADS=num_heads,
+        WIDTH=width,
+        DEPTH=depth,
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=64,
+    )
+
+
+@triton.jit(do_not_specialize=["count", "part_stride"])
+def _product(
+    header, x, matrices, output, count, part_stride,
+    X_STRIDE: tl.constexpr, X_HEAD: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    num_rows = tl.load(header)
+    first = tl.program_id(2) * BLOCK_M
+    if first >= num_rows:
+        return
+    head = tl.program_id(1)
+    rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    places = tl.arange(0, BLOCK_K)
+    is_row, is_column = rows < num_rows, columns < WIDTH
+    x_at = x + rows * X_STRIDE + head * X_HEAD + places[None, :]
+    matrix = matrices + head.to(tl.int64) * (WIDTH * DEPTH)
+    matrix_at = matrix + columns[None, :] * DEPTH + places[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, DEPTH, BLOCK_K):
+        is_place = k + places < DEPTH
+        a = sum_parts(x_at + k, is_row & is_place[None, :], count, part_stride)
+        b = tl.load(matrix_at + k, is_place[:, None] & is_column[None, :], 0.0)
+        total = tl.dot(a.to(b.dtype), b, total, input_precision="ieee")
+    at = output + rows * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
+    tl.store(at, total.to(output.dtype.element_ty), is_row & is_column[None, :])
