@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from msgspec.structs import replace
 
+from models import MODELS, VOCAB
 from twostroke.backends.gpu import mixtures, sampling
 from twostroke.backends.gpu.cache import PageMemory
 from twostroke.backends.gpu.kernels import (
@@ -32,11 +33,10 @@ from twostroke.backends.gpu.mixtures import ExpertWeights, Values
 from twostroke.backends.gpu.plan import Plan
 from twostroke.backends.gpu.stored import layout_of
 from twostroke.core.frozen import Frozen
-from twostroke.models import ModelSpec, RopeSpec, build_program
-from twostroke.models.spec import WindowSpec
-from twostroke.program import Activation, Program
+from twostroke.models import build_program
+from twostroke.program import Program
 from twostroke.program.experts import Expert, MixtureOfExperts
-from twostroke.program.ops import Attention, ExternalInput, RMSNorm
+from twostroke.program.ops import Attention, ExternalInput, HeadLinear, RMSNorm
 from twostroke.quant import FORMATS, e4m3, grouped
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 WIDTH: Final = 4096
 DEPTH: Final = 4096
-VOCAB: Final = 128_256
 
 
 class Case(Frozen, eq=False):
@@ -199,7 +198,7 @@ def paged(kv_format: str, step: str, architecture: int) -> Case:
     rope.launch(gpu, _empty(4), rows, places, *given, q, balance)
     floats = [_empty(1 << 20, dtype=torch.float32) for _ in range(2)]
     work = attention.Work(frame, frame, _empty(1 << 16), floats[0], floats[1])
-    block = attention.small_block(4) if step == "decode" else attention.large_block(gpu, 4, dim)
+    block = attention.small_block(4) if step == "decode" else attention.large_block(4, dim)
     attention.launch(gpu, work, 8, block, q, pages.memory, q, shape)
     return Case(launches)
 
@@ -227,6 +226,19 @@ class _Weights:
         self.packed: dict[str, Packed] = {}
         self.shapes: dict[str, Any] = {}
         self.balances: dict[int, torch.Tensor] = {}
+        self.heads = {
+            op.output: _empty(op.num_heads, op.head_width, op.in_width, dtype=gpu.element)
+            for op in program.ops
+            if isinstance(op, HeadLinear)
+        }
+        self.experts = {
+            op.output: ExpertWeights(
+                (_empty(len(op.experts), 2 * op.ffn_width, op.width, dtype=gpu.element),),
+                _empty(len(op.experts), op.width, op.ffn_width, dtype=gpu.element),
+            )
+            for op in program.ops
+            if isinstance(op, MixtureOfExperts)
+        }
 
     def factors(self, names: tuple[str, ...]) -> Sequence[torch.Tensor]:
         width = sum(self._shapes[name][0] for name in names)
@@ -239,39 +251,6 @@ class _Weights:
         return _empty(op.grain, dtype=torch.float32)
 
 
-_LLAMA: Final = ModelSpec(
-    architecture="llama",
-    name="llama",
-    num_layers=2,
-    hidden_size=4096,
-    ffn_size=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=VOCAB,
-    context_length=8192,
-    norm_epsilon=1e-5,
-    rope=RopeSpec(500_000.0, 128, interleaved=False),
-    tied_embeddings=False,
-)
-_MODELS: Final = {
-    "llama": _LLAMA,
-    "qwen2": replace(_LLAMA, architecture="qwen2", hidden_size=3584, num_heads=28, num_kv_heads=4),
-    "qwen3": replace(_LLAMA, architecture="qwen3"),
-    "gemma2": replace(
-        _LLAMA,
-        architecture="gemma2",
-        hidden_size=3584,
-        num_heads=16,
-        head_dim=256,
-        rope=RopeSpec(10_000.0, 256, interleaved=False),
-        activation=Activation.GELU_TANH,
-        window=WindowSpec(4096, (True, False)),
-        attention_soft_cap=50.0,
-        logit_soft_cap=30.0,
-        tied_embeddings=True,
-    ),
-}
 _STEPS: Final = {  # rows, and whether each row has the same tile
     "1 row": (1, False),
     "16 rows": (16, False),
@@ -287,7 +266,7 @@ def step(model: str, name: str, architecture: int) -> Case:
     for own, (rows, same_tokens) in _STEPS.items():
         launches: list[Launch] = []
         gpu = replace(listing(launches, architecture), same_tokens=same_tokens)
-        program = build_program(_MODELS[model])
+        program = build_program(MODELS[model])
         pages = PageMemory(gpu, program, 64, 16, "f16")
         tables = _empty(rows, len(program.cache_groups), 516)
         plan = Plan(gpu, lower(program), cast("Any", _Weights(gpu, program)), pages, tables, rows)
@@ -338,5 +317,5 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
         for step in ("decode", "prefill")
     },
     "sampler": samples,
-    **{f"{model} {name}": partial(step, model, name) for model in _MODELS for name in _STEPS},
+    **{f"{model} {name}": partial(step, model, name) for model in MODELS for name in _STEPS},
 }

@@ -42,6 +42,8 @@ CUDA: Final = torch.device("cuda:0")
 ENGINES: Final = (
     ("biases", "E4M3", "fp8", 90),
     ("many experts", "Q8_0", "int8", 120),
+    ("latent", "BF16", "int8", 100),
+    ("borrowing", "F16", "f16", 80),
 )
 _OPTIONS: Final = (
     SamplingParams(logprobs=3, top_p=0.5, top_k=5),

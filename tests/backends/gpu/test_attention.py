@@ -68,7 +68,7 @@ def test_attention_equals_its_twin(seed: int) -> None:
         row += count
     q = rng.standard_normal((row, heads.num_heads * heads.head_dim)).astype(np.float16)
     block = attention.small_block(heads.group)
-    large = attention.large_block(interpreted(), heads.group, heads.head_dim)
+    large = attention.large_block(heads.group, heads.head_dim)
     tiling = Tiling(window, attention.rows_of(heads.group, block), 32 // heads.group or 1, piece=32)
     (items,) = divide(np.array(slices, np.int32), tiling, 10_000)
     frame, places = [], []

@@ -145,7 +145,7 @@ def test_heads_are_stored_with_a_scale_each(kv_format: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "fp8"])
-@pytest.mark.parametrize("variant", ["biases", "window", "post norms"])
+@pytest.mark.parametrize("variant", ["biases", "window", "post norms", "borrowing", "latent"])
 def test_logits_are_those_of_a_reference_that_rounds(
     variant: str, kv_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,13 +157,16 @@ def test_logits_are_those_of_a_reference_that_rounds(
         tensors[name] = type(tensors[name]).from_floats(values, tensors[name].format)
     balanced: Mapping[int, Any] = balances(program, tensors, kv_format)
     assert any(x[0].any() for x in balanced.values()) == (variant == "biases" and is_int8)
-    dims = {op.layer: op.head_dim for op in program.ops if isinstance(op, Attention)}
+    layers = {op.layer: op for op in program.ops if isinstance(op, Attention)}
 
     class Rounding(PagedCache):
         def store(self, span: Any, layer: int, at: Any, k: Any, v: Any) -> None:
-            heads = [x.reshape(len(x), -1, dims[layer]) for x in (k, v)]
-            mean, factor, _ = balanced[layer].reshape(3, -1, dims[layer]) if is_int8 else (0, 1, 1)
+            dim = layers[layer].head_dim
+            heads = [x.reshape(len(x), -1, dim) for x in (k, v)]
+            mean, factor, _ = balanced[layer].reshape(3, -1, dim) if is_int8 else (0, 1, 1)
             own = stored(*heads, kv_format, mean, factor)
+            if layers[layer].values_are_keys:
+                own = own[0], own[0]
             super().store(span, layer, at, *(x.reshape(len(k), -1) for x in own))
 
     exact = ReferenceBackend(program, tensors, 1, 16).score(TOKENS)

@@ -73,13 +73,22 @@ def test_greedy_answers_and_log_probabilities_are_the_cpu_backends(tiny: str) ->
             assert own.logprob == pytest.approx(theirs.logprob, abs=0.02)
 
 
-def test_a_mixture_of_experts_answers_as_on_the_cpu(tmp_path: Path) -> None:
-    experts = tiny_of("qwen3-moe", num_layers=1, fmt="Q8_0")
-    path = write_tiny_gguf(tmp_path / "experts.gguf", experts)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3-moe", {"num_layers": 1}),
+        ("gemma4", {}),
+        ("gemma4-experts", {}),
+        ("deepseek-v2", {}),
+        ("deepseek-v3", {}),
+    ],
+)
+def test_families_answer_as_on_the_cpu(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of(family, fmt="Q8_0", **sizes))
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=1)
     answers = []
     for backend in ("cpu", "gpu"):
-        with engine(str(path), backend) as llm:
+        with engine(str(path), backend, 2048) as llm:
             answers.append([one for (one,) in llm.generate(PROMPTS[:1], params)])
     for right, ours in zip(*answers, strict=True):
         assert ours.text == right.text
@@ -214,7 +223,7 @@ def test_a_gpu_is_mentioned_and_used_only_if_asked_for(monkeypatch: pytest.Monke
     from twostroke.engine.compute import check_backend
 
     said: list[str] = []
-    llama, wide = PROGRAMS["biases"], program_of_layers([None], head_dim=512)
+    llama, wide = PROGRAMS["biases"], program_of_layers([None], head_dim=1024)
     on_gpu = EngineOptions(ComputeOptions("gpu"))
     check_backend(EngineOptions(), llama, said.append)
     check_backend(on_gpu, llama, said.append)
@@ -222,7 +231,7 @@ def test_a_gpu_is_mentioned_and_used_only_if_asked_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(device, "may_exist", lambda: True)
     check_backend(EngineOptions(), llama, said.append)
     assert "--backend gpu" in said[0]
-    with pytest.raises(BackendError, match="heads of up to 256 values"):
+    with pytest.raises(BackendError, match="heads of up to 512 values"):
         check_backend(on_gpu, wide, said.append)
 
 
@@ -315,5 +324,5 @@ def test_variants_of_compiled_kernels_are_counted_once() -> None:
     for kernel, count in ((plain, 2), (changing, 1)):
         kernels = Kernels(only_notes=True)
         for number in (1, 2, 2):
-            kernels.start(Launch(kernel, (1,), (torch.zeros(4),) * 3 + (number,), {}))
+            kernels.start(Launch(kernel, (1,), (torch.zeros(4),) * 4 + (number,), {}))
         assert len(kernels) == count

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from support.cpu import tiny_model  # noqa: E402
-from support.programs import SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
+from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
 from support.schedules import Setting, fresh, random_requests, run_schedule  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
@@ -35,6 +35,8 @@ from twostroke.schedule.policy import Continuous  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from twostroke.program import Program
 
 EXPERTS = ExpertSpec(4, 2, 256, normalize=True)
 TOKENS = [(7 * i * i + 3) % VOCAB_SIZE for i in range(70)]
@@ -104,12 +106,21 @@ def test_a_row_is_the_same_in_all_steps(
     spec = replace(SPEC, hidden_size=256, ffn_size=256, head_dim=64, num_layers=1, experts=experts)
     if window:
         spec = replace(spec, window=WindowSpec(window, (True,)))
-    program = build_program(spec)
+    check_rows(build_program(spec), fmt)
+
+
+@pytest.mark.parametrize("name", ["latent", "borrowing"])
+def test_a_row_of_other_attention_is_the_same_in_all_steps(name: str) -> None:
+    check_rows(PROGRAMS[name], "F16")
+
+
+def check_rows(program: Program, fmt: str) -> None:
     tensors = random_tensors(program, fmt, fmt)
 
     def make(*, same_tokens: bool) -> GpuBackend:
         given = {"piece": 32, "max_rows": 128, "same_tokens": same_tokens}
-        return GpuBackend(program, tensors, 54, 16, find(), **given)
+        num_pages = 27 * len(program.cache_groups)
+        return GpuBackend(program, tensors, num_pages, 16, find(), **given)
 
     ours, other = make(same_tokens=True), make(same_tokens=False)
     right = computed(ours, [(len(TOKENS), 0)])

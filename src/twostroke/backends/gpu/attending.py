@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from twostroke.backends.gpu.kernels import attention, latent, norm, rope
 from twostroke.backends.gpu.kernels.attention import Work
-from twostroke.backends.gpu.lowered import Attend, Joined, Store, StoreLatents, ropes
+from twostroke.backends.gpu.lowered import Attend, Store, StoreLatents, ropes
 from twostroke.backends.gpu.step_input import StepInput
 from twostroke.backends.gpu.tiles import FEW_ROWS, MOST_PIECES, Tiling
 from twostroke.program import ops
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.gpu.cache import PageMemory
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.lowered import Lowered, Place, Source
+    from twostroke.backends.gpu.lowered import Lowered, Source
     from twostroke.backends.gpu.memory import StepMemory
     from twostroke.backends.gpu.step_input import Places
     from twostroke.backends.gpu.weights import DeviceWeights
@@ -60,8 +60,10 @@ def turn_floats(lowered: Lowered, num_positions: int) -> int:
 def tiling_of(gpu: Gpu, op: ops.Attention) -> Tiling:
     """Return how an operation's rows and contexts are divided."""
     group = op.group_size
-    sizes = tuple([attention.rows_of(group, _block(gpu, op, is_few=few)) for few in (True, False)])
-    return Tiling(op.window, *sizes, same_tokens=gpu.same_tokens)
+    few, many = (
+        attention.rows_of(group, _block(gpu, op, is_few=is_few)) for is_few in (True, False)
+    )
+    return Tiling(op.window, few, many, same_tokens=gpu.same_tokens)
 
 
 def _block(gpu: Gpu, op: ops.Attention, *, is_few: bool) -> int:
@@ -72,13 +74,13 @@ def _block(gpu: Gpu, op: ops.Attention, *, is_few: bool) -> int:
         return attention.same_block(op.group_size)
     if is_few:
         return attention.small_block(op.group_size)
-    return attention.large_block(gpu, op.group_size, op.head_dim)
+    return attention.large_block(op.group_size, op.head_dim)
 
 
 class Attending:
     """The memory and the launches of attention, of steps of up to `max_rows` rows."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what a plan has
         self,
         gpu: Gpu,
         lowered: Lowered,
@@ -119,8 +121,17 @@ class Attending:
         own = self._sums, self._tops, self._tables, self.input.device
         return sum(t.nbytes for t in (*own, *(turn.table for turn in self._turns.values())))
 
-    def store(self, record: Store, places: Places) -> None:
-        """Write queries, and keys and values to the pages."""
+    def launch(self, record: Store | StoreLatents | Attend, places: Places) -> None:
+        """Launch what a record says, for a bucket of rows."""
+        match record:
+            case Store():
+                self._store(record, places)
+            case StoreLatents():
+                self._store_latents(record, places)
+            case Attend():
+                self._attend(record, places.num_rows)
+
+    def _store(self, record: Store, places: Places) -> None:
         sources = tuple([self._source(source, places.num_rows) for source in record.sources])
         found = [None if s.rope is None else self._turn_of(s.rope) for s in record.sources[:2]]
         turns = found[0], found[-1]
@@ -130,8 +141,7 @@ class Attending:
         frame, memory = self.input.device, self._cache.memory
         rope.launch(self._gpu, frame, places.num_rows, *given, memory, output, balance)
 
-    def store_latents(self, record: StoreLatents, places: Places) -> None:
-        """Write queries, and what a token stores."""
+    def _store_latents(self, record: StoreLatents, places: Places) -> None:
         rows, queries, keys = places.num_rows, record.queries, record.keys
         parts = self._memory.parts
         assert keys.rope is not None
@@ -151,7 +161,7 @@ class Attending:
         frame, memory = self.input.device, self._cache.memory
         latent.store(self._gpu, frame, rows, *given, memory, output, balance)
 
-    def attend(self, record: Attend, rows: int) -> None:
+    def _attend(self, record: Attend, rows: int) -> None:
         """Compute attention over the pages, in as many passes as the step's input has."""
         op, gpu = record.op, self._gpu
         q, output = (self._memory.tensor(buffer, rows) for buffer in (record.q, record.output))

@@ -52,9 +52,9 @@ class ExpertWeights(Frozen, eq=False):
 class Values(Frozen, eq=False):
     """What a mixture reads and writes.
 
-    `x` is (rows, width), and `scores` come with their bias; `choice` says what they mean. `routes` is int32. Of each pair of row
-    and expert, `hidden` has gates and ups, `gated` (pairs, ffn_width) the input of the last product
-    in the element type, and `terms` its result times the share.
+    `x` is (rows, width), and `scores` come with their bias; `choice` says what they mean. `routes`
+    is int32. Of each pair of row and expert, `hidden` has gates and ups, `gated` (pairs, ffn_width)
+    the input of the last product in the element type, and `terms` its result times the share.
     """
 
     x: Tensor

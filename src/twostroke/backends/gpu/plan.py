@@ -131,7 +131,8 @@ class Plan:
     def num_bytes(self) -> int:
         """Bytes that steps need besides weights and pages."""
         own = self.memory.memory, self._picked, self.logits, self.results, self._scratch
-        return self._attending.num_bytes + sum(t.nbytes for t in own)
+        num_bytes: int = sum(t.nbytes for t in own)
+        return self._attending.num_bytes + num_bytes
 
     def tap(self, value: str, num_rows: int) -> Tensor:
         """Return a tapped value of the step's rows, float32."""
@@ -203,14 +204,13 @@ class Plan:
             case HeadProducts():
                 op, x = record.op, memory.parts(record.x, rows)
                 x = x.columns(op.first, x.width - op.first)
-                given = x, op.x_head, self._weights.heads[op.output]
-                product_heads.launch(gpu, frame, rows, *given, memory.tensor(record.output, rows))
-            case Store():
-                self._attending.store(record, places)
-            case StoreLatents():
-                self._attending.store_latents(record, places)
-            case Attend():
-                self._attending.attend(record, rows)
+                output, matrices = (
+                    memory.tensor(record.output, rows),
+                    self._weights.heads[op.output],
+                )
+                product_heads.launch(gpu, frame, rows, x, op.x_head, matrices, output)
+            case Store() | StoreLatents() | Attend():
+                self._attending.launch(record, places)
             case Activate():
                 output = memory.tensor(record.output, rows)
                 gate, up = self._biased(record.gate, rows), self._biased(record.up, rows)

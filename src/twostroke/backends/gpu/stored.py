@@ -130,11 +130,14 @@ def is_stack_packed(tensors: Sequence[QuantTensor]) -> bool:
 def device_bytes(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
     """Return about how many bytes each weight takes on the device.
 
-    Packed are those in a format that kernels read, of experts if their whole stack has it.
+    Packed are those in a format that kernels read, of experts if their whole stack has it; those
+    of heads are not.
     """
+    heads = [op.matrices for op in program.ops if isinstance(op, ops.HeadLinear)]
     mixes = [op for op in program.ops if isinstance(op, ops.MixtureOfExperts)]
     stacks = [sum(stack, ()) for op in mixes for stack in stacks_of(op, tensors)]
     unlike = {id(one) for stack in stacks if not is_stack_packed(stack) for one in stack}
+    unlike |= {id(tensors[name]) for matrices in heads for name in matrices}
     return {
         name: tensor.num_bytes
         if matrix_layout(tensor) and id(tensor) not in unlike

@@ -115,11 +115,9 @@ def same_block(group: int) -> int:
     return max(32, small_block(group))
 
 
-def large_block(gpu: Gpu, group: int, head_dim: int) -> int:
+def large_block(group: int, head_dim: int) -> int:
     """Return the pairs of row and head in a tile of prefill."""
-    most = 128 if head_dim <= 128 else 64
-    if head_dim > 256 and gpu.architecture not in _WITH_OPERANDS_IN_MEMORY:
-        most = 32
+    most = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
     return max(most, small_block(group))
 
 
@@ -158,7 +156,7 @@ def launch(
         output,
         work.sums,
         work.tops,
-        num_warps=4 if block_m * block_d <= 8192 else 8,
+        num_warps=4 if block_d <= 256 and block_m * block_d <= 8192 else 8,
         num_stages=3 if block_d <= 128 and not is_narrow else 2,
         PLACE=place,
         GROUP=heads.group,
@@ -267,27 +265,21 @@ def _attention(
     NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
     items = frame + tl.load(header + PLACE)
-    num_work = tl.load(header + PLACE + 1) * KV_HEADS
-    pairs = tl.arange(0, BLOCK_M)
+    pairs, tokens = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    tokens = tl.arange(0, BLOCK_N)
-    is_dim = dims < DIM
-    for index in range(tl.program_id(0), num_work, NUM_PROGRAMS):
+    for index in range(tl.program_id(0), tl.load(header + PLACE + 1) * KV_HEADS, NUM_PROGRAMS):
         kv_head = index % KV_HEADS
         item = items + index // KV_HEADS * ITEM
         row = tl.load(item)
-        num_rows = tl.load(item + 1)
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
         position = tl.load(item + 3)
-        start = tl.load(item + 4)
         end = tl.load(item + 5)
         slot = tl.load(item + 6)
-        row_slots = tl.load(item + 7)
         within = pairs // GROUP
         head = kv_head * GROUP + pairs % GROUP
-        is_pair = within < num_rows
+        is_pair = within < tl.load(item + 1)
         at = (row + within) * (HEADS * DIM) + head * DIM
-        is_query = is_pair[:, None] & is_dim[None, :]
+        is_query = is_pair[:, None] & (dims < DIM)[None, :]
         queries = tl.load(q + (at[:, None] + dims[None, :]), is_query, 0.0)  # (pairs, dims)
         if cache.dtype.element_ty == tl.float16:
             queries = queries.to(tl.float16)  # or keys and values would go by way of registers
@@ -295,7 +287,7 @@ def _attention(
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for block in range(start, end, BLOCK_N):
+        for block in range(tl.load(item + 4), end, BLOCK_N):
             seen_at = block + tokens
             is_token = (seen_at < end) & (seen_at >= first)
             keys, values, key_scales, value_scales = _stored(
@@ -318,7 +310,7 @@ def _attention(
             result = result.to(output.dtype.element_ty)
             tl.store(output + (at[:, None] + dims[None, :]), result, is_query)
         else:
-            to = (slot + within * row_slots).to(tl.int64) * HEADS + head
+            to = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
             tl.store(sums + to[:, None] * DIM + dims[None, :], mixed, is_query)
             tl.store(tops + to * 2, top, is_pair)
             tl.store(tops + to * 2 + 1, total, is_pair)

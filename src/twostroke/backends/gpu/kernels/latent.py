@@ -21,6 +21,7 @@ from twostroke.backends.gpu.kernels.bytes import (
     spread,
 )
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
+from twostroke.backends.gpu.kernels.rope import turned
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.rope import Places, Turn
     from twostroke.backends.gpu.launch import Gpu
 
-_MOST_PAIRS = 64  # of row and head, in a tile
+_LEAST_PAIRS = 16
+_MOST_PAIRS = 32  # of row and head, in a tile: sums of more would not fit in registers
 
 
 class Sources(Frozen, eq=False):
@@ -56,11 +58,9 @@ def block_of(gpu: Gpu, num_heads: int, *, is_few: bool) -> int:
 
     More heads than that take several tiles.
     """
-    # With mma.sync sums and queries are in registers, and there is room for half as many.
-    most = _MOST_PAIRS if gpu.architecture in {90, 100} else _MOST_PAIRS // 2
-    if gpu.same_tokens:
-        return _MOST_PAIRS // 2
-    return max(16, min(most, triton.next_power_of_2(num_heads))) if is_few else most
+    if gpu.same_tokens or not is_few:
+        return _MOST_PAIRS
+    return _LEAST_PAIRS if num_heads <= _LEAST_PAIRS else _MOST_PAIRS
 
 
 def levels_of(heads: Heads) -> int:
@@ -112,13 +112,7 @@ def store(
         *(number for part in parts for number in (part.count, part.part_stride)),
         q_tiles,
         num_warps=4,
-        **{
-            f"{name}_STRIDE": part.row_stride
-            for name, part in zip(("Q", "QL", "K", "L"), parts, strict=True)
-        },
-        FIRST=sources.first,
-        Q_HEAD=sources.query_head,
-        EPSILON=sources.norm.epsilon,
+        **_constants_of(sources),
         PAIRS=turn.num_pairs,
         IS_INTERLEAVED=turn.is_interleaved,
         HAS_BALANCE=balance is not None,
@@ -128,6 +122,18 @@ def store(
         BLOCK_R=triton.next_power_of_2(heads.rotated),
         BLOCK_L=triton.next_power_of_2(latent),
     )
+
+
+def _constants_of(sources: Sources) -> dict[str, Any]:
+    return {
+        "Q_STRIDE": sources.queries.row_stride,
+        "QL_STRIDE": sources.query_latents.row_stride,
+        "K_STRIDE": sources.keys.row_stride,
+        "L_STRIDE": sources.latents.row_stride,
+        "FIRST": sources.first,
+        "Q_HEAD": sources.query_head,
+        "EPSILON": sources.norm.epsilon,
+    }
 
 
 def _constants(heads: Heads) -> dict[str, Any]:
@@ -153,8 +159,7 @@ def launch(
     written. What has several pieces is left to `attention.merge`.
     """
     latent = heads.head_dim - heads.rotated
-    is_small = block_m < _MOST_PAIRS
-    num_programs = gpu.programs(2 if is_small else 1)
+    num_programs = gpu.programs(2)
     gpu.launch(
         _attention,
         (num_programs,),
@@ -167,41 +172,20 @@ def launch(
         output,
         work.sums,
         work.tops,
-        num_warps=4 if block_m <= 16 else 8,
-        num_stages=2,
+        num_warps=8,
+        num_stages=3 if block_m == _LEAST_PAIRS else 2,
         PLACE=place,
         SCALE=heads.scale,
         **_constants(heads),
         LEVELS=levels_of(heads),
         ASSEMBLY=assembly(gpu, heads.kv_format),
         BLOCK_M=block_m,
-        BLOCK_N=32,
+        BLOCK_N=block_m,
         BLOCK_R=max(16, triton.next_power_of_2(heads.rotated)),
         BLOCK_L=max(16, triton.next_power_of_2(latent)),
         NUM_PROGRAMS=num_programs,
         ITEM=ITEM,
     )
-
-
-@triton.jit
-def _turned(
-    at, turn, count, part_stride, position, inside, dims, PAIRS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Return values (pairs, dims), rotated."""
-    x = sum_parts(at + dims[None, :], inside, count, part_stride)
-    is_turned = dims < 2 * PAIRS
-    if IS_INTERLEAVED:
-        other, pair, is_first = dims ^ 1, dims // 2, dims % 2 == 0
-    else:
-        is_first = dims < PAIRS
-        other = tl.where(is_first, dims + PAIRS, dims - PAIRS)
-        pair = tl.where(is_first, dims, dims - PAIRS)
-    inside &= is_turned[None, :]
-    y = sum_parts(at + other[None, :], inside, count, part_stride)
-    turn += position.to(tl.int64)[:, None] * (2 * PAIRS) + pair[None, :]
-    sine = tl.load(turn + PAIRS, inside, 0.0)
-    return x * tl.load(turn, inside, 1.0) + tl.where(is_first[None, :], -sine, sine) * y
 
 
 @triton.jit
@@ -215,6 +199,33 @@ def _rounded_together(x, y, KV: tl.constexpr):
         x, scale = rounded(x, most, KV)
         y, scale = rounded(y, most, KV)
         return x, y, scale
+
+
+@triton.jit
+def _put(
+    cache, scales, x, y, tables, tables_of, first_extra, extra, rows, is_row, position, is_dim,
+    is_more, ROTATED: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
+    KV: tl.constexpr, SCALES_AT: tl.constexpr,
+):  # fmt: skip
+    """Store rotated keys x and latent vectors y in the pages of their rows' tables."""
+    dims, more = tl.arange(0, x.shape[1])[None, :], tl.arange(0, y.shape[1])[None, :]
+    x, y, scale = _rounded_together(x, y, KV)
+    x, y = x.to(cache.dtype.element_ty), y.to(cache.dtype.element_ty)
+    within, place = position % PAGE_SIZE, position // PAGE_SIZE + GROUP_AT
+    first = tl.load(first_extra + rows, is_row, 0)
+    count = tl.load(first_extra + rows + 1, is_row, 0) - first
+    for index in range(-1, tl.max(count, 0)):  # the row's own table, then others
+        is_own = is_row & (index < count)
+        table = tl.load(extra + first + index, is_own & (index >= 0), 0)
+        table = tl.where(index < 0, tl.load(tables_of + rows, is_own, 0), table)
+        page_at = tables + table.to(tl.int64) * TABLE_STRIDE + place
+        page = tl.load(page_at, is_own, 0).to(tl.int64)
+        line = cache + (page * PAGE_STRIDE + within * (ROTATED + LATENT))[:, None]
+        tl.store(line + dims, x, is_own[:, None] & is_dim)
+        tl.store(line + ROTATED + more, y, is_own[:, None] & is_more)
+        if KV != "":
+            tl.store(scales + page * (PAGE_STRIDE // 2) + SCALES_AT + within, scale, is_own)
 
 
 @triton.jit(
@@ -234,62 +245,73 @@ def _store(
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     num_rows = tl.load(header)
-    tile = tl.program_id(0)
-    dims, more = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_L)
-    is_dim, is_more = (dims < ROTATED)[None, :], (more < LATENT)[None, :]
-    factors = balance + (ROTATED + LATENT) + dims[None, :]
-    if tile < q_tiles:
-        pairs = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-        rows, heads = (pairs // HEADS).to(tl.int64), pairs % HEADS
-        is_row = rows < num_rows
-        position = tl.load(positions + rows, is_row, 0)
-        at = (q + rows * Q_STRIDE + heads * Q_HEAD + FIRST)[:, None]
-        inside = is_row[:, None] & is_dim
-        x = _turned(
-            at, turn, q_count, q_part_stride, position, inside, dims, PAIRS, IS_INTERLEAVED
+    is_query = tl.program_id(0) < q_tiles
+    dims, more = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_L)[None, :]
+    is_dim, is_more = dims < ROTATED, more < LATENT
+    factors = balance + (ROTATED + LATENT) + dims
+    tile = tl.program_id(0) - tl.where(is_query, 0, q_tiles)
+    pairs = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    heads = tl.where(is_query, pairs % HEADS, 0)
+    rows = tl.where(is_query, pairs // HEADS, pairs).to(tl.int64)
+    is_row = rows < num_rows
+    position = tl.load(positions + rows, is_row, 0)
+    inside, inside_more = is_row[:, None] & is_dim, is_row[:, None] & is_more
+    if is_query:
+        x = turned(
+            q + (heads * Q_HEAD + FIRST)[:, None], q, q, turn, q_count, q_part_stride, rows,
+            heads * 0, position, inside, Q_STRIDE, False, False, 0.0, PAIRS, IS_INTERLEAVED,
+            ROTATED, BLOCK_R,
         )  # fmt: skip
         if HAS_BALANCE:
             x *= tl.load(factors + (ROTATED + LATENT), is_dim, 0.0)
-        at = (ql + rows * QL_STRIDE + heads * LATENT)[:, None] + more[None, :]
-        y = sum_parts(at, is_row[:, None] & is_more, ql_count, ql_part_stride)
-        at = output + ((rows * HEADS + heads) * (ROTATED + LATENT))[:, None]
-        x = spread(x, BLOCK_H, BLOCK_R, LEVELS).to(output.dtype.element_ty)
-        y = spread(y, BLOCK_H, BLOCK_L, LEVELS).to(output.dtype.element_ty)
-        tl.store(at + dims[None, :], x, inside)
-        tl.store(at + ROTATED + more[None, :], y, is_row[:, None] & is_more)
+        query = (ql + rows * QL_STRIDE + heads * LATENT)[:, None] + more
+        y = sum_parts(query, inside_more, ql_count, ql_part_stride)
+        x = spread(x, BLOCK_H, BLOCK_R, LEVELS)
+        y = spread(y, BLOCK_H, BLOCK_L, LEVELS)
+        to = output + ((rows * HEADS + heads) * (ROTATED + LATENT))[:, None]
+        tl.store(to + dims, x.to(output.dtype.element_ty), inside)
+        tl.store(to + ROTATED + more, y.to(output.dtype.element_ty), inside_more)
     else:
-        rows = ((tile - q_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-        is_row = rows < num_rows
-        position = tl.load(positions + rows, is_row, 0)
-        inside, inside_more = is_row[:, None] & is_dim, is_row[:, None] & is_more
-        x = _turned(
-            (k + rows * K_STRIDE)[:, None], turn, k_count, k_part_stride, position, inside, dims,
-            PAIRS, IS_INTERLEAVED,
+        x = turned(
+            k, k, k, turn, k_count, k_part_stride, rows, heads, position, inside, K_STRIDE, False,
+            False, 0.0, PAIRS, IS_INTERLEAVED, ROTATED, BLOCK_R,
         )  # fmt: skip
         if HAS_BALANCE:
             x *= tl.load(factors, is_dim, 0.0)
-        at = (latents + rows * L_STRIDE)[:, None] + more[None, :]
-        y = sum_parts(at, inside_more, l_count, l_part_stride)
+        latent = (latents + rows * L_STRIDE)[:, None] + more
+        y = sum_parts(latent, inside_more, l_count, l_part_stride)
         y *= 1 / tl.sqrt(tl.sum(y * y, 1) / LATENT + EPSILON)[:, None]
-        y *= tl.load(weight + more, more < LATENT, 0.0)[None, :]
-        x = spread(x, BLOCK_H, BLOCK_R, LEVELS) * (1 / (1 << LEVELS))
-        y = spread(y, BLOCK_H, BLOCK_L, LEVELS) * (1 / (1 << LEVELS))
-        x, y, scale = _rounded_together(x, y, KV)
-        x, y = x.to(cache.dtype.element_ty), y.to(cache.dtype.element_ty)
-        within, place = position % PAGE_SIZE, position // PAGE_SIZE + GROUP_AT
-        first = tl.load(first_extra + rows, is_row, 0)
-        count = tl.load(first_extra + rows + 1, is_row, 0) - first
-        for index in range(-1, tl.max(count, 0)):  # the row's own table, then others
-            is_own = is_row & (index < count)
-            table = tl.load(extra + first + index, is_own & (index >= 0), 0)
-            table = tl.where(index < 0, tl.load(tables_of + rows, is_own, 0), table)
-            page_at = tables + table.to(tl.int64) * TABLE_STRIDE + place
-            page = tl.load(page_at, is_own, 0).to(tl.int64)
-            at = cache + (page * PAGE_STRIDE + within * (ROTATED + LATENT))[:, None]
-            tl.store(at + dims[None, :], x, inside & is_own[:, None])
-            tl.store(at + ROTATED + more[None, :], y, inside_more & is_own[:, None])
-            if KV != "":
-                tl.store(scales + page * (PAGE_STRIDE // 2) + SCALES_AT + within, scale, is_own)
+        y *= tl.load(weight + more, is_more, 0.0)
+        _put(
+            cache, scales, spread(x, BLOCK_H, BLOCK_R, LEVELS) * (1 / (1 << LEVELS)),
+            spread(y, BLOCK_H, BLOCK_L, LEVELS) * (1 / (1 << LEVELS)), tables, tables_of,
+            first_extra, extra, rows, is_row, position, is_dim, is_more, ROTATED, LATENT,
+            PAGE_SIZE, PAGE_STRIDE, TABLE_STRIDE, GROUP_AT, KV, SCALES_AT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _stored(
+    cache, scales, table, at, is_token, is_dim, is_more, element: tl.constexpr,
+    ROTATED: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr, ASSEMBLY: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Return rotated keys (dims, tokens), latent vectors (tokens, dims), and scales if any."""
+    page = tl.load(table + at // PAGE_SIZE, is_token, 0).to(tl.int64)
+    place = at % PAGE_SIZE
+    stored = cache + page * PAGE_STRIDE + place * (ROTATED + LATENT)
+    dims, more = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_L)
+    keys = tl.load(stored[None, :] + dims[:, None], is_token[None, :] & is_dim[:, None], 0)
+    inside = is_token[:, None] & is_more[None, :]
+    values = tl.load(stored[:, None] + ROTATED + more[None, :], inside, 0)
+    keys = numbers_of(keys, element, KV, ASSEMBLY)
+    values = numbers_of(values, element, KV, ASSEMBLY)
+    if KV == "":
+        return keys, values, place
+    else:
+        scale_at = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + place
+        return keys, values, scales_at(scale_at, is_token, KV)
 
 
 @triton.jit
@@ -302,64 +324,53 @@ def _attention(
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
     DIM: tl.constexpr = ROTATED + LATENT
-    OF_ROW: tl.constexpr = HEADS if HEADS < BLOCK_M else BLOCK_M  # heads in a tile
+    OF_ROW: tl.constexpr = min(BLOCK_M, HEADS)  # heads in a tile
     TILES: tl.constexpr = (HEADS + OF_ROW - 1) // OF_ROW
+    element: tl.constexpr = (
+        tl.float16 if cache.dtype.element_ty == tl.float16 else q.dtype.element_ty
+    )
     items = frame + tl.load(header + PLACE)
-    num_work = tl.load(header + PLACE + 1) * TILES
-    pairs = tl.arange(0, BLOCK_M)
+    pairs, tokens = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     dims, more = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_L)
-    is_dim, is_more = (dims < ROTATED)[None, :], (more < LATENT)[None, :]
-    tokens = tl.arange(0, BLOCK_N)
-    element = q.dtype.element_ty
-    for index in range(tl.program_id(0), num_work, NUM_PROGRAMS):
+    is_dim, is_more = dims < ROTATED, more < LATENT
+    for index in range(tl.program_id(0), tl.load(header + PLACE + 1) * TILES, NUM_PROGRAMS):
         item = items + index // TILES * ITEM
         row = tl.load(item)
-        num_rows = tl.load(item + 1)
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
         position = tl.load(item + 3)
-        start = tl.load(item + 4)
         end = tl.load(item + 5)
         slot = tl.load(item + 6)
-        row_slots = tl.load(item + 7)
         within = pairs // OF_ROW
         head = index % TILES * OF_ROW + pairs % OF_ROW
-        is_pair = (within < num_rows) & (head < HEADS)
+        is_pair = (within < tl.load(item + 1)) & (head < HEADS)
+        inside = is_pair[:, None] & is_more[None, :]
         at = ((row + within).to(tl.int64) * (HEADS * DIM) + head * DIM)[:, None]
-        turned = tl.load(q + at + dims[None, :], is_pair[:, None] & is_dim, 0.0)
-        queries = tl.load(q + at + ROTATED + more[None, :], is_pair[:, None] & is_more, 0.0)
-        if cache.dtype.element_ty == tl.float16:
-            turned, queries = turned.to(tl.float16), queries.to(tl.float16)
+        to_turned = q + at + dims[None, :]
+        turned_queries = tl.load(to_turned, is_pair[:, None] & is_dim[None, :], 0.0).to(element)
+        queries = tl.load(q + at + ROTATED + more[None, :], inside, 0.0).to(element)
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         mixed = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
-        for block in range(start, end, BLOCK_N):
+        for block in range(tl.load(item + 4), end, BLOCK_N):
             seen_at = block + tokens
             is_token = seen_at < end
-            page = tl.load(table + seen_at // PAGE_SIZE, is_token, 0).to(tl.int64)
-            place = seen_at % PAGE_SIZE
-            stored = cache + page * PAGE_STRIDE + place * DIM
-            is_key = is_token[None, :] & (dims < ROTATED)[:, None]
-            keys = tl.load(stored[None, :] + dims[:, None], is_key, 0)
-            is_value = is_token[:, None] & is_more
-            values = tl.load(stored[:, None] + ROTATED + more[None, :], is_value, 0)
-            keys = numbers_of(keys, turned.dtype, KV, ASSEMBLY)
-            values = numbers_of(values, turned.dtype, KV, ASSEMBLY)
-            scores = tl.dot(turned, keys, input_precision="ieee")
+            keys, values, scale = _stored(
+                cache, scales, table, seen_at, is_token, is_dim, is_more, element, ROTATED, LATENT,
+                PAGE_SIZE, PAGE_STRIDE, KV, SCALES_AT, ASSEMBLY, BLOCK_R, BLOCK_L,
+            )  # fmt: skip
+            scores = tl.dot(turned_queries, keys, input_precision="ieee")
             scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee") * SCALE
-            scale = place.to(tl.float32)  # of no format
             if KV != "":
-                at_scale = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + place
-                scale = scales_at(at_scale, is_token, KV)
                 scores *= scale[None, :]
             is_seen = (position + within[:, None] >= seen_at[None, :]) & is_token[None, :]
             top, total, mixed = updated(scores, values, scale, is_seen, top, total, mixed, KV)
         mixed = spread(mixed, BLOCK_M, BLOCK_L, LEVELS)
-        inside = is_pair[:, None] & is_more
         if slot < 0:
             mixed = mixed / tl.where(total == 0, 1.0, total)[:, None]
-            tl.store(output + at + ROTATED + more[None, :], mixed.to(element), inside)
+            to = output + at + ROTATED + more[None, :]
+            tl.store(to, mixed.to(output.dtype.element_ty), inside)
         else:
-            to = (slot + within * row_slots).to(tl.int64) * HEADS + head
-            tl.store(sums + to[:, None] * DIM + ROTATED + more[None, :], mixed, inside)
-            tl.store(tops + to * 2, top, is_pair)
-            tl.store(tops + to * 2 + 1, total, is_pair)
+            own = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
+            tl.store(sums + own[:, None] * DIM + ROTATED + more[None, :], mixed, inside)
+            tl.store(tops + own * 2, top, is_pair)
+            tl.store(tops + own * 2 + 1, total, is_pair)

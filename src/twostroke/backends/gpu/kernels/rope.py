@@ -63,8 +63,8 @@ def launch(
     """Write queries to `output` (rows, heads * head_dim), keys and values to the `cache`.
 
     `sources` are queries, keys and values, or queries alone; `turns` those of queries and keys. In
-    the format int8 keys first lose the first row of `balance` (3, kv_heads * head_dim), float32, and are multiplied
-    by the second; queries are multiplied by the third.
+    the format int8 keys first lose the first row of `balance` (3, kv_heads * head_dim), float32,
+    and are multiplied by the second; queries are multiplied by the third.
     """
     unused, stores = header, len(sources) > 1
     sources = sources if stores else sources * 3
@@ -125,7 +125,7 @@ def _constants_of(sources: tuple[Source, ...], turns: tuple[Turn | None, ...]) -
 
 
 @triton.jit
-def _turned(
+def turned(
     source, bias, weight, turn, count, part_stride, rows, heads, position, inside,
     STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, EPSILON: tl.constexpr,
     PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -248,14 +248,14 @@ def _rope(
             return
         inside = (rows < num_rows)[:, None] & is_dim
         position = tl.load(positions + rows, rows < num_rows, 0)
-        turned = _turned(
+        x = turned(
             q, q_bias, q_weight, q_turn, q_count, q_part_stride, rows, heads, position, inside,
             Q_STRIDE, HAS_Q_BIAS, HAS_Q_NORM, Q_EPSILON, Q_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
         )  # fmt: skip
         groups = heads // (HEADS // KV_HEADS)
-        turned = _even_queries(turned, balance, groups, inside, HAS_BALANCE, KV_HEADS, DIM, LEVELS)
+        x = _even_queries(x, balance, groups, inside, HAS_BALANCE, KV_HEADS, DIM, LEVELS)
         at = rows[:, None] * (HEADS * DIM) + heads[:, None] * DIM + tl.arange(0, BLOCK_D)[None, :]
-        tl.store(output + at, turned.to(output.dtype.element_ty), inside)
+        tl.store(output + at, x.to(output.dtype.element_ty), inside)
     else:
         pairs = (tile - q_tiles) % kv_tiles * BLOCK_H + tl.arange(0, BLOCK_H)
         rows, heads = (pairs // KV_HEADS).to(tl.int64), pairs % KV_HEADS
@@ -265,13 +265,13 @@ def _rope(
         position = tl.load(positions + rows, rows < num_rows, 0)
         is_key = tile < q_tiles + kv_tiles
         if is_key:
-            x = _turned(
+            x = turned(
                 k, k_bias, k_weight, k_turn, k_count, k_part_stride, rows, heads, position, inside,
                 K_STRIDE, HAS_K_BIAS, HAS_K_NORM, K_EPSILON, K_PAIRS, IS_INTERLEAVED, DIM, BLOCK_D,
             )  # fmt: skip
             x = _even_keys(x, balance, heads, inside, HAS_BALANCE, KV_HEADS, DIM, LEVELS)
         else:
-            x = _turned(
+            x = turned(
                 v, v_bias, v_weight, v_bias, v_count, v_part_stride, rows, heads, position, inside,
                 V_STRIDE, HAS_V_BIAS, HAS_V_NORM, V_EPSILON, PAIRS=0, IS_INTERLEAVED=False,
                 DIM=DIM, BLOCK_D=BLOCK_D,

@@ -207,23 +207,23 @@ def _in_groups(
 ):  # fmt: skip
     """Return the ranks of experts in the groups whose best are the largest, of others the least."""
     least: tl.constexpr = -(1 << 62)
-    size: tl.constexpr = EXPERTS // GROUPS
+    group_of = experts // (EXPERTS // GROUPS)
     groups = tl.arange(0, BLOCK_G)[None, :]
     sums = tl.zeros((ranks.shape[0], BLOCK_G), tl.float32)
     for group in range(GROUPS):
-        own = tl.where(experts // size == group, ranks, least)
+        own = tl.where(group_of == group, ranks, least)
         for _ in range(BEST):
-            is_best, _place = _largest(own, experts)
+            is_best = own == tl.max(own, 1)[:, None]
             value = tl.sum(tl.where(is_best, wanted, 0.0), 1)[:, None]
             sums += tl.where(groups == group, value, 0.0)
             own = tl.where(is_best, least, own)
     of_groups = tl.where(groups < GROUPS, _rank_of(sums, groups), least)
-    is_seen = tl.zeros(ranks.shape, tl.int32)
+    found = tl.where(group_of < 0, ranks, least)  # none
     for _ in range(USED):
-        is_best, group = _largest(of_groups, groups)
-        is_seen += tl.where(experts // size == group, 1, 0)
-        of_groups = tl.where(is_best, least, of_groups)
-    return tl.where(is_seen > 0, ranks, least)
+        is_chosen, chosen = _largest(of_groups, groups)
+        found = tl.where(group_of == chosen, ranks, found)
+        of_groups = tl.where(is_chosen, least, of_groups)
+    return found
 
 
 @triton.jit(do_not_specialize=["count", "part_stride"])
