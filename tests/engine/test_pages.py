@@ -88,7 +88,8 @@ def test_pages_of_one_backend_serve_another(tmp_path: Path, family: str, kind: s
         assert targets is not None
         for key in wanted:
             (page,) = second.transfers.take(transfer, [key])
-            targets[page][:] = sources[lease.pages[key]]
+            with targets.filling(page) as view:
+                view[:] = sources.read(lease.pages[key])
             second.transfers.arrive(transfer, [key])
         second.transfers.end(transfer)
         first.transfers.release(lease)
@@ -106,11 +107,13 @@ def test_a_page_s_bytes_are_its_own(tmp_path: Path) -> None:
     backend = CpuBackend(program, loaded.tensors, 4, SIZE, 1)
     pages = backend.pages
     assert pages is not None
-    assert len(pages.memory) == backend.facts.cache_bytes
+    assert pages.mapped is not None
+    assert len(pages.mapped) == backend.facts.cache_bytes
     for page in range(4):
-        pages[page][:] = bytes([page + 1]) * pages.page_bytes
+        with pages.filling(page) as view:
+            view[:] = bytes([page + 1]) * pages.page_bytes
     backend.copy_page(2, 0)
-    assert [bytes(pages[page]) for page in range(4)] == [
+    assert [bytes(pages.read(page)) for page in range(4)] == [
         bytes([value]) * pages.page_bytes for value in (3, 2, 3, 4)
     ]
     backend.close()

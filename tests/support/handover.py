@@ -16,6 +16,7 @@ from twostroke.core.config import (
     SpeculationOptions,
 )
 from twostroke.core.handover_options import HandoverOptions
+from twostroke.core.tier_options import TierOptions
 from twostroke.engine.handover import messages
 from twostroke.engine.handover.connection import Connection, PeerListener, PeerLostError
 
@@ -43,6 +44,7 @@ def options(
     memory: int = _MEMORY,
     budget: int = 48,
     speculate: str = "off",
+    tiers: TierOptions | None = None,
     **compute: Any,
 ) -> EngineOptions:
     """Return options of a small engine on one thread."""
@@ -53,6 +55,7 @@ def options(
         SpeculationOptions(speculate),
         accept_quality=True,
         handover=handover or HandoverOptions(),
+        tiers=tiers or TierOptions(),
     )
 
 

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 
-class PageMemory:
-    """The bytes of `num_pages` equal pages, one after another.
+class PageMemory(Protocol):
+    """The bytes of equal pages; any thread may use them.
 
     A page holds all layers of its cache group, in the backend's own form. It may be read while a
-    request or a lease refers to it, and written only by the transfer that holds it. Views must not
-    be used after the backend is closed.
+    request or a lease refers to it, and written only by the transfer that holds it. Nothing may be
+    used after the backend is closed.
     """
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+
+    @property
+    def mapped(self) -> memoryview[Any] | None:
+        """All pages, one after another; None if they are not in this process's memory."""
+
+    def read(self, page: int) -> memoryview[Any]:
+        """Return the bytes of a page, which must not be changed."""
+
+    def filling(self, page: int) -> AbstractContextManager[memoryview[Any]]:
+        """Return what to fill a page by, while the context lasts."""
+
+
+class MappedPages:
+    """The bytes of `num_pages` pages in this process's memory."""
 
     def __init__(self, memory: memoryview[Any], num_pages: int) -> None:
         self.page_bytes = len(memory) // num_pages
-        self.memory = memory
+        self.mapped = memory
 
-    def __getitem__(self, page: int) -> memoryview[Any]:
-        """Return the bytes of a page, which can be written."""
+    def read(self, page: int) -> memoryview[Any]:
+        """Return the bytes of a page."""
         start = page * self.page_bytes
-        return self.memory[start : start + self.page_bytes]
+        return self.mapped[start : start + self.page_bytes]
+
+    @contextmanager
+    def filling(self, page: int) -> Iterator[memoryview[Any]]:
+        """Yield the bytes of a page."""
+        yield self.read(page)

@@ -365,7 +365,7 @@ class EngineOptions(Frozen):
         if self.parallel.num_ranks > 1:
             reason = "needs a model in one process: each rank would have a part of every page."
             raise UsageError(reason, field=field)
-        if self.compute.backend in {"gpu", "torch"}:
+        if self.compute.backend == "torch":
             reason = f"is not for the backend {self.compute.backend}."
             raise UsageError(reason, field=field)
 

@@ -28,7 +28,7 @@ def page_kind(
     facts, memory = backend.facts, backend.pages
     level = _ALIKE.get(facts.level, facts.level)
     if memory is None:
-        reason = "needs one process with pages in its memory: the backend cpu, without ranks."
+        reason = "needs one process with all pages: the backend cpu or gpu, without ranks."
         raise UsageError(reason, field=options.tiers.field if options.tiers.is_used else "role")
     return PageKind(
         model=card.identity,

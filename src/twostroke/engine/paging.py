@@ -307,7 +307,11 @@ class Paging:
         pages = self._pages.take(transfer, part)
         for key, page in zip(part, pages, strict=False):
             tier, began_s = where[key], time.perf_counter()
-            if transfer.is_dropped or not tier.tier.fetch(self._kind.name(key), memory[page]):
+            if transfer.is_dropped:
+                break
+            with memory.filling(page) as view:
+                is_there = tier.tier.fetch(self._kind.name(key), view)
+            if not is_there:
                 break
             took_s = time.perf_counter() - began_s
             tier.took(took_s)
@@ -353,8 +357,9 @@ class Paging:
                     place = place_of[key]
                     before = self._kind.name((group, offer.keys[place - 1])) if place else b""
                     its_worth = replace(worth, place=place, before=before)
+                    content = memory.read(page)
                     for tier in self._tiers:
-                        self._write_page(tier, (group, key), memory[page], its_worth)
+                        self._write_page(tier, (group, key), content, its_worth)
             finally:
                 self._pages.release(lease)
             if self._pages.scheduler.has_work:

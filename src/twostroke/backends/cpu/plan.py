@@ -25,7 +25,7 @@ from twostroke.backends.cpu.records import (
     TeamRecord,
     WeightRecord,
 )
-from twostroke.backends.memory import PageMemory
+from twostroke.backends.memory import MappedPages
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.frozen import Frozen
 from twostroke.program.ops import AttentionPieces
@@ -206,12 +206,12 @@ class NativePlan:
         assert 0 <= target < self._pages.num_pages
         self._library.ts_plan_copy_page(self._open_plan(), source, target)
 
-    def page_memory(self) -> PageMemory:
+    def page_memory(self) -> MappedPages:
         """Return the bytes of all pages; they must not be used after `close`."""
         num_bytes = c_int64()
         address = self._library.ts_plan_pages(self._open_plan(), byref(num_bytes))
         memory = memoryview((ctypes.c_ubyte * num_bytes.value).from_address(address))
-        return PageMemory(memory.cast("B"), self._pages.num_pages)
+        return MappedPages(memory.cast("B"), self._pages.num_pages)
 
     def close(self) -> None:
         """Give back the pages and buffers."""

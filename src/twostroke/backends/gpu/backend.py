@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from twostroke.backends.gpu.ready import prepare
 from twostroke.backends.gpu.sequence import trace
 from twostroke.backends.gpu.step_input import LOGIT_ROWS, MOST_CHANGES, STEPS_AHEAD
 from twostroke.backends.gpu.timeline import seconds_of
-from twostroke.backends.gpu.transfers import Mark, checked, is_out_of_memory, lost, to_host
+from twostroke.backends.gpu.transfers import Mark, checked, is_out_of_memory, lost, on, to_host
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
 from twostroke.backends.spans import pooled_rows
 from twostroke.cache import PageGroups
@@ -36,7 +35,6 @@ from twostroke.core.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -124,7 +122,7 @@ class GpuBackend:
             memory = self._weights, self._pages, tables, self._max_rows
             self._plan = Plan(self._gpu, self._lowered, *memory, piece=piece)
             self._drawing = Drawing(self._gpu, program.vocab_size, on_host=on_host)
-            with self._here():
+            with on(self._gpu.device):
                 prepare(self._graphs, self._kernels, self._plan, self._drawing)
         except (RuntimeError, TritonError) as error:
             if (reason := _reason(error, program, tensors, device, self._gpu)) is None:
@@ -140,12 +138,15 @@ class GpuBackend:
             *(1, num_pages, page_size, windows),
             weight_bytes=self._weights.num_bytes,
             cache_bytes=self._pages.memory.nbytes,
+            level=f"sm_{device.architecture} {self._element}" + " same tokens" * same_tokens,
+            precision=kv_format,
             draws_ahead=STEPS_AHEAD,
         )
 
     @property
-    def pages(self) -> None:
-        """None: its pages lie in the GPU's memory."""
+    def pages(self) -> PageMemory:
+        """The bytes of its pages."""
+        return self._pages
 
     @property
     def step_bytes(self) -> int:
@@ -161,7 +162,7 @@ class GpuBackend:
         """Launch a step while at most `facts.draws_ahead` others are in flight."""
         assert len(self._in_flight) <= STEPS_AHEAD, "the memory of its input is in use"
         try:
-            with self._here(), checked(self._gpu):
+            with on(self._gpu.device), checked(self._gpu):
                 self._in_flight.append(self._launch(plan))
         except BaseException:
             self._steps.tables.note_all()  # changes may have been lost, such as for lack of memory
@@ -193,7 +194,7 @@ class GpuBackend:
         """Return values of the Program for a sequence; see `Backend.trace`."""
         del generated  # one arithmetic for all rows
         given = self._gpu, self._program, self._weights, self._pages
-        with self._here():
+        with on(self._gpu.device):
             return trace(*given, tokens, values, piece=self._piece)
 
     @property
@@ -212,7 +213,7 @@ class GpuBackend:
                 self._plan.launch_logits(chunk, bucket_of(count))
             mark()
 
-        with self._here(), checked(self._gpu):
+        with on(self._gpu.device), checked(self._gpu):
             return [OpTime(elapsed_s, 0.0) for elapsed_s in seconds_of(self._gpu, launch)]
 
     def copy_page(self, source: int, target: int) -> None:
@@ -232,11 +233,6 @@ class GpuBackend:
             self.__dict__.pop(name, None)
         if self._gpu.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _here(self) -> AbstractContextManager[object]:
-        """Make its GPU the current one of this thread, where kernels are launched."""
-        is_gpu = self._gpu.device.type == "cuda"
-        return torch.cuda.device(self._gpu.device) if is_gpu else nullcontext()
 
     def _launch(self, plan: StepPlan) -> _Step:
         began_s, num_compiled = time.perf_counter(), self._num_compiled
@@ -299,9 +295,14 @@ class GpuBackend:
         """How many kernels were compiled and graphs captured."""
         return len(self._kernels) + self._graphs.num_captured
 
+    @property
+    def _element(self) -> str:
+        return {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}[
+            self._gpu.element
+        ]
+
     def _detail(self, device: Device, kv_format: str) -> str:
-        name = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-        element = name[self._gpu.element]
+        element = self._element
         parts = [device.name, element, f"{kv_format} keys and values"]
         parts += ["same tokens"] if self._gpu.same_tokens else []
         converted = self._weights.converted

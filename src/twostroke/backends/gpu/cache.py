@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from twostroke.backends.gpu.kernels.attention import Heads
+from twostroke.backends.gpu.transfers import on
 from twostroke.program import ops
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.program import Program
 
@@ -31,6 +37,9 @@ class PageMemory:
     A page has, for each layer of its cache group in turn, keys (kv_heads, page_size, head_dim),
     then values alike; in formats of eight bits, then scales of keys (kv_heads, page_size), float16,
     and of values. Of latent attention it has keys alone.
+
+    Pages are copied to and from the processor on the stream of the steps, after those that were
+    launched: one may still write a row that its request no longer wants.
     """
 
     def __init__(
@@ -58,6 +67,26 @@ class PageMemory:
         """Bytes of a page."""
         size: int = self.memory.itemsize
         return self.page_stride * size
+
+    @property
+    def mapped(self) -> None:
+        """None: they are in the GPU's memory."""
+
+    def read(self, page: int) -> memoryview[Any]:
+        """Return a copy of a page's bytes."""
+        with on(self.memory.device):
+            return memoryview(self._bytes(page).cpu().numpy())
+
+    @contextmanager
+    def filling(self, page: int) -> Iterator[memoryview[Any]]:
+        """Yield what is copied to a page at last."""
+        content = torch.empty(self.page_bytes, dtype=torch.uint8)
+        yield memoryview(content.numpy())
+        with on(self.memory.device):
+            self._bytes(page).copy_(content)
+
+    def _bytes(self, page: int) -> Tensor:
+        return self.memory.view(torch.uint8).view(-1, self.page_bytes)[page]
 
     def heads(self, op: ops.Attention, table_width: int, num_groups: int) -> Heads:
         """Return an operation's shape and places, for tables of so many pages in each group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +11,17 @@ from twostroke.core.errors import DeviceLostError, MemoryLimitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from twostroke.backends.gpu.launch import Gpu
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one of this thread, for launches and copies."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(gpu: Gpu, array: NDArray[Any]) -> Tensor:

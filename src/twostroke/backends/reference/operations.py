@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.backends.memory import PageMemory
+from twostroke.backends.memory import MappedPages
 from twostroke.backends.spans import PageMap
 from twostroke.core.frozen import Frozen
 from twostroke.program import Activation, ops
@@ -264,9 +264,9 @@ class PagedCache:
         self._num_pages = num_pages
 
     @property
-    def bytes(self) -> PageMemory:
+    def bytes(self) -> MappedPages:
         """The bytes of all pages."""
-        return PageMemory(memoryview(self._memory.data).cast("B"), self._num_pages)
+        return MappedPages(memoryview(self._memory.data).cast("B"), self._num_pages)
 
     def copy_pages(self, spans: Sequence[Span]) -> None:
         """Copy the first pages of branches from their requests."""

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from twostroke.core.errors import BackendError, PortInUseError
@@ -23,7 +24,7 @@ from twostroke.engine.handover import messages
 from twostroke.parallel.greeting import admit, introduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable
     from io import BufferedReader
 
     import msgspec
@@ -39,7 +40,7 @@ _MOST_STRANGERS: Final = 32  # at once
 _PAUSE_S: Final = 0.05
 _STALL_S: Final = 10  # that a peer may leave unread what was sent
 _SILENCE_S: Final = 4  # of the other host, after which the connection ends
-_MOST_BUFFERS: Final = 512  # of one call
+_MOST_BUFFERS: Final = 64  # of one call
 _LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -65,17 +66,18 @@ class Connection:
         self._file = cast("BufferedReader", sock.makefile("rb", buffering=1 << 16))
         self._lock = threading.Lock()
 
-    def send(self, message: Question | Answer, pages: Sequence[memoryview[Any]] = ()) -> None:
-        """Send a message, and pages after it.
+    def send(self, message: Question | Answer, pages: Iterable[memoryview[Any]] = ()) -> None:
+        """Send a message, and pages after it, which are read some at a time.
 
         Raises:
             PeerLostError: the other end is gone, or has not read for long.
         """
-        parts = [memoryview(frame(messages.encoder.encode(message))), *pages]
+        parts = [memoryview(frame(messages.encoder.encode(message)))]
+        rest = iter(pages)
         try:
             with self._lock:
-                while parts:
-                    sent = self._socket.sendmsg(parts[:_MOST_BUFFERS], (), socket.MSG_NOSIGNAL)
+                while parts := [*parts, *islice(rest, _MOST_BUFFERS - len(parts))]:
+                    sent = self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
                     while parts and sent >= len(parts[0]):
                         sent -= len(parts.pop(0))
                     if sent:

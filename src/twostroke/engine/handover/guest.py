@@ -28,7 +28,7 @@ from twostroke.engine.listener import Listener
 from twostroke.engine.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from twostroke.cache.tiers import PageKey
     from twostroke.core.step import Delta
@@ -255,12 +255,12 @@ class Guest:
             lent.is_over = question.is_last
             pages = [lent.pages[at] for at in question.wanted if 0 <= at < len(lent.pages)]
             answer = messages.Content(question.number, is_valid=True)
-            views: list[memoryview[Any]] = []
+            views: Iterable[memoryview[Any]] = ()
             if question.how == SENT:
                 memory = self._pages.memory
                 assert memory is not None
-                views = [memory[page] for page in pages]
-                answer = replace(answer, num_bytes=sum(map(len, views)))
+                views = map(memory.read, pages)
+                answer = replace(answer, num_bytes=len(pages) * memory.page_bytes)
             lent.num_sending += 1
             if question.how == WRITTEN:
                 self._newest_written = question.number
@@ -387,6 +387,6 @@ class _Answer(Frozen):
     """
 
     message: messages.Answer
-    pages: Sequence[memoryview[Any]] = ()
+    pages: Iterable[memoryview[Any]] = ()
     offer: int = 0
     move: tuple[list[int], list[int]] | None = None

@@ -318,7 +318,8 @@ class Peer:
             if content.num_bytes != len(pages) * self._kind.page_bytes:
                 raise PeerLostError("Pages of another size were sent.")
             for page in pages:
-                self._receive_into(self._memory[page])
+                with self._memory.filling(page) as view:
+                    self._receive_into(view)
         finally:
             self._written(one)
         with self._pages.lock:

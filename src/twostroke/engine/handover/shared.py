@@ -30,8 +30,10 @@ def share(memory: PageMemory) -> int | None:
 
     None if the memory is not mapped in whole pages, or the system refuses: pages are then sent.
     """
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory.memory))
-    size = -(-len(memory.memory) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if memory.mapped is None:
+        return None
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory.mapped))
+    size = -(-len(memory.mapped) // mmap.PAGESIZE) * mmap.PAGESIZE
     if address % mmap.PAGESIZE:
         return None
     file = -1
@@ -74,7 +76,8 @@ class SharedPages:
 
         Copies of half a megabyte or less pass through the cache, at a quarter of the speed.
         """
-        own = np.frombuffer(memory.memory, np.uint8).reshape(-1, memory.page_bytes)
+        assert memory.mapped is not None, "its kind is that of pages which are"
+        own = np.frombuffer(memory.mapped, np.uint8).reshape(-1, memory.page_bytes)
         first = 0
         for last, (page, target) in enumerate(zip(pages, targets, strict=True), 1):
             if pages[last : last + 1] != [page + 1] or targets[last : last + 1] != [target + 1]:

@@ -81,6 +81,7 @@ def _start(
 ) -> None:
     width, depth = weight.shape[-2:]
     block_m, block_n = blocks
+    most_deep = 32 if gpu.architecture >= 120 else FEW_ROWS  # others would spill registers
     gpu.launch(
         _product,
         grid,
@@ -100,7 +101,7 @@ def _start(
         ROW_STRIDE=output.row_stride,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=128 if depth >= 128 and block_m <= FEW_ROWS and rows else 64,
+        BLOCK_K=128 if depth >= 128 and block_m <= most_deep and rows else 64,
         LINES=rows.lines if rows else 0,
         IS_SHARED=rows is not None and rows.is_shared,
     )

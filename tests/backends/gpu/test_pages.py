@@ -1,0 +1,87 @@
+"""Pages of the gpu backend outside of its memory: kept in a folder, and handed over."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+from support.handover import SECRET, answers, check_clean, options, pair, view  # noqa: E402
+from support.programs import PROGRAMS, random_tensors  # noqa: E402
+from support.tiny import tiny_of, write_tiny_gguf  # noqa: E402
+from twostroke import LLM, SamplingParams  # noqa: E402
+from twostroke.backends.gpu import launch  # noqa: E402
+from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
+from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.core.tier_options import TierOptions  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+ON_GPU = {"backend": "gpu", "same_tokens": True}
+
+
+@pytest.mark.parametrize("kv_format", ["f16", "int8"])
+def test_a_page_is_what_was_written_to_it(kv_format: str) -> None:
+    program = PROGRAMS["borrowing"]
+    tensors = random_tensors(program)
+    backend = GpuBackend(program, tensors, 4, 16, find(), kv_format=kv_format, max_rows=16)
+    pages = backend.pages
+    assert pages.mapped is None
+    for page in range(4):
+        with pages.filling(page) as view_:
+            view_[:] = bytes([page + 1]) * pages.page_bytes
+    backend.copy_page(2, 0)
+    found = [bytes(pages.read(page)) for page in range(4)]
+    assert found == [bytes([value]) * pages.page_bytes for value in (3, 2, 3, 4)]
+    backend.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek-v2"])
+def test_an_engine_finds_the_pages_of_one_before_it(tmp_path: Path, family: str) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of(family))
+    prompts = [[random.Random(1).randrange(3, 250) for _ in range(70)]]
+    kept = options(**ON_GPU, tiers=TierOptions(page_cache=str(tmp_path / "pages")))
+    with LLM(path, kept) as llm:
+        expected = answers(llm, prompts, GREEDY)
+        assert answers(llm, prompts, GREEDY) == expected  # what is used twice is kept
+        assert llm.engine.client.loop.pages.flush(20)
+    with LLM(path, kept) as llm:
+        assert answers(llm, prompts, GREEDY) == expected
+        (tier,) = llm.engine.client.loop.pages.totals()
+        assert tier.pages_read
+    with LLM(path, options(backend="gpu", tiers=kept.tiers)) as llm:  # of another kind
+        answers(llm, prompts, GREEDY)
+        (tier,) = llm.engine.client.loop.pages.totals()
+        assert not tier.pages_read
+
+
+def test_a_prompt_that_another_engine_reads_has_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
+    start, lock = launch.start, threading.Lock()
+
+    def start_alone(one: launch.Launch) -> object:  # the interpreter is for one thread
+        with lock:
+            return start(one)
+
+    monkeypatch.setattr(launch, "start", start_alone)
+    path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
+    rng = random.Random(2)
+    prompts = [[rng.randrange(3, 250) for _ in range(count)] for count in (40, 90, 7)]
+    with LLM(path, options(**ON_GPU)) as alone:
+        expected = answers(alone, prompts, GREEDY)
+    with pair(path, "tcp", **ON_GPU) as (first, second):
+        assert answers(second, prompts, GREEDY) == expected
+        borrower = view(second).borrower
+        assert borrower.transfers["done"] >= 2
+        assert borrower.peers[0].link == "socket"
+        for llm in (first, second):
+            check_clean(llm)
