@@ -301,7 +301,7 @@ class Peer:
                 self._written(one)
         wanted = [at for at, _, _ in part]
         fetch = messages.Fetch(number, one.id, offer, wanted, is_last=not rest, how=how)
-        assert self._connection is not None
+        assert self._connection
         self._connection.send(replace(fetch, targets=pages) if is_written else fetch)
 
     def _arrived(self, content: messages.Content) -> None:
@@ -333,8 +333,7 @@ class Peer:
             self._pages.arrive(one.transfer, fetch.keys)
             now_s = time.monotonic()
             one.due_s = now_s + one.patience_s
-            num_bytes = len(fetch.keys) * self._kind.page_bytes
-            self._learn(num_bytes, now_s - fetch.began_s)
+            self._learn(len(fetch.keys) * self._kind.page_bytes, now_s - fetch.began_s)
             self._end_if_done(one)
             if one.has_ended or not fetch.rest:
                 return
