@@ -130,8 +130,7 @@ class GpuBackend:
             raise reason from error
         self._kernels.only_notes = False
         self._places: dict[Request, int] = {}  # of what the last step drew, among its results
-        self._in_flight: deque[_Step] = deque()
-        self._finished_s = 0.0
+        self._in_flight, self._finished_s = deque[_Step](), 0.0
         self.facts = BackendFacts(
             "gpu",
             self._detail(device, kv_format),
