@@ -54,6 +54,19 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
   return facts;
 }
 
+bool stores(const OpRecord& op) {
+  if (op.kind == OpKind::Attention || op.kind == OpKind::Pieces) return op.is_stored == 0;
+  const auto is_stored = [](const OutputRecord& output) { return output.store != Store::Nothing; };
+  return op.kind == OpKind::Linear &&
+         std::any_of(op.outputs, op.outputs + op.num_outputs, is_stored);
+}
+
+/// The operation after the last one that stores; the end if there is none.
+size_t end_of_stores(const std::vector<OpRecord>& ops) {
+  const auto last = std::find_if(ops.rbegin(), ops.rend(), stores);
+  return last == ops.rend() ? ops.size() : static_cast<size_t>(ops.rend() - last);
+}
+
 /// Adds the experts with a combination of weight types that is not there yet.
 void add_experts(const Plan& plan, const OpRecord& op, ProductFacts& facts) {
   const auto type = [&](int32_t index) { return plan.weights[static_cast<size_t>(index)].type; };
@@ -113,7 +126,10 @@ Plan::Plan(Pool& team, const PlanRecord& record)
     if (op.kind == OpKind::Experts || op.kind == OpKind::Terms)
       add_experts(*this, op, facts.back());
   }
-  for (const OpRecord& op : ops) schedule_of.push_back(schedule_for(op));
+  first_late = record.link == nullptr ? end_of_stores(ops) : ops.size();
+  for (size_t i = 0; i < ops.size(); ++i) {
+    schedule_of.push_back(schedule_for(ops[i], i >= first_late));
+  }
 }
 
 void Plan::lay_out_pages(const PlanRecord& record) {
@@ -150,16 +166,18 @@ void Plan::lay_out_pages(const PlanRecord& record) {
   }
 }
 
-int32_t Plan::schedule_for(const OpRecord& op) {
+int32_t Plan::schedule_for(const OpRecord& op, bool is_late_one) {
   if (op.kind == OpKind::Pieces) return piece_schedule_for(op);
   if (op.kind != OpKind::Attention) return kNone;
   const LayerPages& pages = layers[static_cast<size_t>(op.layer)];
   const int64_t group = op.group;
   const int64_t window = window_of(op);
   for (size_t i = 0; i < schedules.size(); ++i) {
-    if (schedules[i].fits(group, window, pages)) return static_cast<int32_t>(i);
+    const bool is_alike = is_late[i] == is_late_one && schedules[i].fits(group, window, pages);
+    if (is_alike) return static_cast<int32_t>(i);
   }
   schedules.emplace_back(group, window, pages);
+  is_late.push_back(is_late_one);
   return static_cast<int32_t>(schedules.size() - 1);
 }
 

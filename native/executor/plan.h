@@ -120,6 +120,7 @@ struct Plan {
 
   Pool& pool;
   std::vector<OpRecord> ops;
+  size_t first_late = 0;  // operation after the last that stores keys or values; none: the end
   std::vector<ProductFacts> facts;  // one an operation
   std::vector<PackedWeight> weights;
   std::vector<const float*> vectors;
@@ -133,6 +134,7 @@ struct Plan {
   std::vector<int64_t> group_windows;        // for each group of layers: the widest of its rows
   std::vector<int32_t> schedule_of;          // for each operation: index into its kind's schedules
   std::vector<AttentionSchedule> schedules;  // one for each shape of attention
+  std::vector<bool> is_late;                 // whether it is of operations after the last store
   std::vector<PieceSchedule> piece_schedules;  // the same where ranks store pieces in turn
   int64_t page_size = 0;                       // tokens
   int64_t num_pages = 0;
@@ -147,7 +149,7 @@ struct Plan {
 
  private:
   void lay_out_pages(const PlanRecord& record);
-  int32_t schedule_for(const OpRecord& op);
+  int32_t schedule_for(const OpRecord& op, bool is_late);
   int32_t piece_schedule_for(const OpRecord& op);
 };
 

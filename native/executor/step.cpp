@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "executor/collectives.h"
+#include "executor/drawn.h"
 #include "executor/heads.h"
 #include "executor/pieces.h"
 #include "executor/products.h"
@@ -248,6 +249,10 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
   const std::vector<OpRecord>& ops = step.plan.ops;
   meet_ranks(worker);
   for (size_t i = 0; i < ops.size() && !step.is_lost; ++i) {
+    if (i == step.plan.first_late && step.drawn.are_apart) {
+      if (step.drawn.sampled.empty()) break;
+      keep_drawn_rows(worker);
+    }
     const Clock::time_point begin = worker.now;
     const double waited = worker.waiting_s;
     worker.meets_next = i + 1 < ops.size() && begins_with_barrier(ops[i + 1]);
@@ -314,6 +319,15 @@ void check(const Plan& plan, const StepRecord& record) {
   }
 }
 
+void make_room(Plan& plan, const StepRecord& record) {
+  make_room_for_products(plan, record);
+  make_room_for_experts(plan, record);
+  make_room_for_heads(plan, record);
+  make_room_for_routes(plan);
+  make_room_for_collectives(plan, record);
+  make_room_for_pieces(plan);
+}
+
 /// Makes room and tables before the threads start, because threads do not allocate shared memory.
 void get_ready(StepState& step) {
   Plan& plan = step.plan;
@@ -328,12 +342,6 @@ void get_ready(StepState& step) {
     uint8_t* rows = memory.shared == nullptr ? memory.own.bytes() : memory.shared;
     buffer.data = reinterpret_cast<float*>(rows) + buffer.first_column;
   }
-  make_room_for_products(plan, record);
-  make_room_for_experts(plan, record);
-  make_room_for_heads(plan, record);
-  make_room_for_routes(plan);
-  make_room_for_collectives(plan, record);
-  make_room_for_pieces(plan);
   step.slice_of_row.resize(static_cast<size_t>(record.num_rows));
   int64_t num_positions = 0;
   for (int32_t i = 0; i < record.num_slices; ++i) {
@@ -355,8 +363,14 @@ void get_ready(StepState& step) {
       plan.logits.fit(rows * op.outputs[0].width * float_bytes);
     }
   }
-  for (AttentionSchedule& schedule : plan.schedules) {
-    schedule.make(record, step.row_begin, step.row_end, plan.pool.num_threads());
+  find_drawn_rows(step);
+  make_room(plan, record);
+  if (!step.drawn.sampled.empty()) make_room(plan, step.drawn.record);  // few rows may need more
+  for (size_t i = 0; i < plan.schedules.size(); ++i) {
+    const bool is_apart = step.drawn.are_apart && plan.is_late[i];
+    const StepRecord& own = is_apart ? step.drawn.record : record;
+    const int64_t end = is_apart ? own.num_rows : step.row_end;
+    plan.schedules[i].make(own, step.row_begin, end, plan.pool.num_threads());
   }
   for (PieceSchedule& schedule : plan.piece_schedules) {
     schedule.make(record, step.row_begin, step.row_end, plan.pool.num_threads());
@@ -368,7 +382,7 @@ void get_ready(StepState& step) {
 void run_step(Plan& plan, StepRecord& record) {
   const Clock::time_point begin = Clock::now();
   check(plan, record);
-  StepState step{plan, record, {}, {}, {}};
+  StepState step{plan, record, {}, {}, {}, {}};
   step.row_begin = record.num_rows * plan.link.row_part / plan.link.num_row_parts;
   step.row_end = record.num_rows * (plan.link.row_part + 1) / plan.link.num_row_parts;
   step.waiting_s.assign(static_cast<size_t>(plan.pool.num_threads()), 0);

@@ -35,9 +35,18 @@ inline double seconds_between(Clock::time_point begin, Clock::time_point end) {
 }
 
 /// What the threads of one step share.
+/// The rows of a step that are drawn from, as a step of their own: those that run to its end.
+struct DrawnRows {
+  bool are_apart = false;  // the others stop once their keys and values are stored
+  std::vector<int32_t> sampled;
+  std::vector<SliceRecord> slices;
+  StepRecord record;
+};
+
 struct StepState {
   Plan& plan;
-  StepRecord& record;
+  StepRecord record;
+  DrawnRows drawn;
   std::vector<int32_t> slice_of_row;
   std::vector<int32_t> first_store;  // of each row, and after the last; empty if there are none
   std::vector<double> waiting_s;     // of each thread

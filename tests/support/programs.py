@@ -121,9 +121,9 @@ def _latent(latent: LatentSpec, num_heads: int, routing: RoutingSpec) -> Program
 PROGRAMS: dict[str, Program] = {
     "borrowing": _borrowing(),
     "experts beside": _beside(),
-    "latent": _latent(LatentSpec(32, 16, 24, 40, 48), 4, RoutingSpec(2.5, True, True, 4, 2, 2)),
+    "latent": _latent(LatentSpec(32, 16, 32, 48, 64), 4, RoutingSpec(2.5, True, True, 4, 2, 2)),
     "latent, many heads": _latent(
-        LatentSpec(64, 8, 16, 24, 0), 70, RoutingSpec(1.0, False, False, 4, 2, 1)
+        LatentSpec(64, 16, 32, 32), 70, RoutingSpec(1.0, False, False, 4, 2, 1)
     ),
     "biases": _biases(),
     "head norms": _head_norms(tied_embeddings=False),

@@ -42,7 +42,7 @@ def pairs_of(rope, channels):
     return np.concatenate([pair, np.arange(rope.dim, channels)])
 
 
-@pytest.mark.parametrize("kind", PROGRAMS)
+@pytest.mark.parametrize("kind", [kind for kind in PROGRAMS if "latent" not in kind])
 def test_queries_undo_what_becomes_of_keys(kind):
     program = PROGRAMS[kind]
     found = balances(program, random_tensors(program))
