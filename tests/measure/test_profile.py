@@ -99,7 +99,7 @@ def test_rows_add_up_to_the_cost_of_the_step(path: Path, kv_format: str) -> None
     loaded = load_path(path)
     program = build_program(loaded.spec)
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
-    model = CostModel(program, sizes, FORMATS[kv_format])
+    model = CostModel(program, sizes, FORMATS[kv_format], stops_rows=True)
     wanted = Wanted(SHAPES, num_steps=2, cache=CacheOptions(kv_format=kv_format))
     found = profiles_of(path, wanted)
     assert [one.shape for one in found] == list(SHAPES)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
+from support.programs import PROGRAMS
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
@@ -14,7 +16,7 @@ from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.program import BatchShape
 from twostroke.program.cost import Cost, CostModel, StepCost
 from twostroke.program.mesh import Mesh
-from twostroke.program.ops import Expert, MixtureOfExperts
+from twostroke.program.ops import BorrowingAttention, Expert, MixtureOfExperts
 from twostroke.program.pages import FLOAT16, CacheFormat, CacheLayer
 from twostroke.program.shard import shard
 
@@ -116,6 +118,42 @@ def test_logits_are_read_only_if_a_row_is_sampled() -> None:
     unsampled = model.per_step().of(BatchShape((0,), (100,), 0)).weight_bytes
     sampled = model.per_step().of(BatchShape((0,), (100,), 1)).weight_bytes
     assert sampled - unsampled == model.weight_bytes["output.weight"]
+
+
+def test_rows_that_draw_nothing_stop_after_the_last_store() -> None:
+    whole = cost_model("Llama-3-8B")
+    _, hidden, ffn, heads, _, dim, _, _ = SIZES["Llama-3-8B"]
+    late = hidden * (heads * dim + 3 * ffn)  # weights of the last layer after its attention
+    model = replace(whole, stops_rows=True)
+    for num_rows, num_sampled in ((1000, 1), (1000, 0), (7, 3), (1, 1)):
+        batch = BatchShape((5,), (num_rows,), num_sampled)
+        less = whole.per_step().of(batch).flops - model.per_step().of(batch).flops
+        assert less == pytest.approx(2 * late * (num_rows - num_sampled), rel=1e-3)
+    batch = BatchShape((5, 9), (1000, 1), 0)
+    less = whole.per_step().of(batch).weight_bytes - model.per_step().of(batch).weight_bytes
+    assert less == pytest.approx(2 * late, rel=1e-3)
+    one = model.operation(model.program.ops[-1], BatchShape((0,), (9,), 1))
+    assert one == whole.operation(whole.program.ops[-1], BatchShape((0,), (9,), 1))
+
+
+def test_borrowing_layers_attend_for_rows_that_draw() -> None:
+    program = PROGRAMS["borrowing"]
+    model = CostModel(program, dict.fromkeys(program.weight_shapes, 100), stops_rows=True)
+    borrower = next(op for op in program.ops if isinstance(op, BorrowingAttention))
+    assert borrower.output in program.late
+    pairs = BatchShape((99,), (1,), 1).num_attended(borrower.window)
+    found = model.operation(borrower, BatchShape((0,), (100,), 1)).flops
+    assert found == 4 * borrower.num_heads * borrower.head_dim * pairs
+    assert not model.operation(borrower, BatchShape((0,), (100,), 0)).cache_bytes
+
+
+def test_drawn_rows_are_the_last_of_requests_the_short_ones_first() -> None:
+    batch = BatchShape((5, 0, 7), (100, 1, 3), 3)
+    assert [*batch.drawn.spans] == [(104, 1), (0, 1), (9, 1)]
+    assert [*BatchShape((5, 0), (100, 1), 1).drawn.spans] == [(0, 1)]
+    assert [*BatchShape((5, 0), (100, 4), 5).drawn.spans] == [(104, 1), (0, 4)]
+    decode = BatchShape.decode((3, 4))
+    assert decode.drawn is decode
 
 
 def test_a_row_reads_only_its_chosen_experts() -> None:

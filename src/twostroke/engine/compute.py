@@ -197,7 +197,8 @@ def cost_model(
     backend: str = "auto",
 ) -> CostModel:
     """Return the cost of a Program with its weights as a backend's kernels read them."""
-    return CostModel(program, stored_bytes(program, tensors, backend), FORMATS[kv_format])
+    stored = stored_bytes(program, tensors, backend)
+    return CostModel(program, stored, FORMATS[kv_format], stops_rows=backend in {"auto", "cpu"})
 
 
 def stored_bytes(

@@ -28,7 +28,7 @@ from twostroke.engine import wire
 from twostroke.engine.asked import Book, FullQueue, RemoteOutputs
 from twostroke.engine.build import make_card
 from twostroke.engine.child import EngineProcess
-from twostroke.engine.compute import stored_bytes
+from twostroke.engine.compute import cost_model
 from twostroke.engine.frames import WireError
 from twostroke.engine.health import Health
 from twostroke.engine.limits import Limits
@@ -37,7 +37,6 @@ from twostroke.engine.loading import load as load_model
 from twostroke.engine.seconds import Span
 from twostroke.engine.supervisor import Supervisor
 from twostroke.models import build_program
-from twostroke.program.cost import CostModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,8 +103,8 @@ class RemoteEngine:
             program = build_program(loaded.spec)
             meanwhile()
             ready = process.wait_ready(progress)
-            stored = stored_bytes(program, loaded.tensors, options.compute.backend)
-            cost = CostModel(program, stored, ready.card.cache)
+            cost = cost_model(program, loaded.tensors, backend=options.compute.backend)
+            cost = replace(cost, cache=ready.card.cache)
             about = ready.card
             card = make_card(loaded, tokenizer, about.context_length, cost, about.identity)
             return cls(load, card, process, ready)

@@ -76,6 +76,22 @@ class BatchShape(Frozen):
         return BatchShape(tuple(starts), tuple(counts), self.num_sampled, self)
 
     @property
+    def drawn(self) -> BatchShape:
+        """The rows with logits, as a step: the last ones of requests, few rows of each first."""
+        if self.num_sampled >= self.num_rows:
+            return self
+        order = sorted(range(len(self.counts)), key=self.counts.__getitem__)
+        left, own = self.num_sampled, [0] * len(order)
+        for most in (1, self.num_rows):
+            for index in order:
+                more = min(left, most, self.counts[index] - own[index])
+                own[index] += more
+                left -= more
+        spans = [(s + n - own[i], own[i]) for i, (s, n) in enumerate(self.spans) if own[i]]
+        starts, counts = zip(*spans, strict=True) if spans else ((), ())
+        return BatchShape(starts, counts, self.num_sampled)
+
+    @property
     def whole(self) -> BatchShape:
         """The step with the rows of all row parts."""
         return self if self.step is None else self.step

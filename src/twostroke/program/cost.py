@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
 from twostroke.program.pages import FLOAT16, CacheFormat
-from twostroke.program.work import Cost, Count, StepCost
+from twostroke.program.work import Cost, Count, StepCost, of_drawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from twostroke.program.batch import BatchShape
+    from twostroke.program.operation import Work
     from twostroke.program.ops import Op
     from twostroke.program.program import Program
     from twostroke.program.shard import RankProgram
@@ -23,7 +24,8 @@ __all__ = ["Cost", "CostModel", "StepCost"]
 class CostModel(Frozen):
     """Counts the work of a Program's steps, given how its weights and its cache are stored.
 
-    `weight_bytes` gives each weight's stored size. A rank's steps have its part of the rows.
+    `weight_bytes` gives each weight's stored size. A rank's steps have its part of the rows. With
+    `stops_rows` only rows with logits are computed after the last store (`Program.late`).
     """
 
     program: Program
@@ -31,6 +33,7 @@ class CostModel(Frozen):
     cache: CacheFormat = FLOAT16
     row_part: int = 0
     num_row_parts: int = 1
+    stops_rows: bool = False
 
     def part(self, rank: RankProgram) -> CostModel:
         """Return the cost of one rank's part of this Program."""
@@ -43,13 +46,19 @@ class CostModel(Frozen):
 
     def operation(self, op: Op, batch: BatchShape) -> Cost:
         """Return one operation's share of a step's cost."""
-        return self._of(op.work(self.weight_bytes, self.cache)).of(batch)
+        return self._of(self.work(op)).of(batch)
+
+    def work(self, op: Op) -> Work:
+        """Yield what an operation has to do in a step."""
+        is_late = self.stops_rows and op.output in self.program.late
+        for count, cost in op.work(self.weight_bytes, self.cache):
+            yield of_drawn(count) if is_late else count, cost
 
     def per_step(self) -> StepCost:
         """Return the cost of a step of all operations: their terms, one for each count."""
         terms: dict[Count, Cost] = {}
         for op in self.program.ops:
-            for count, cost in op.work(self.weight_bytes, self.cache):
+            for count, cost in self.work(op):
                 terms[count] = terms.get(count, Cost(0)) + cost
         return self._of(terms.items())
 

@@ -53,6 +53,13 @@ class Program(Frozen, dict=True):
         return {weight.name: weight.shape for op in self.ops for weight in op.weights}
 
     @cached_property
+    def late(self) -> frozenset[str]:
+        """Outputs of what follows the last store: only rows that get logits need them."""
+        stores = [index for index, op in enumerate(self.ops) if op.stores]
+        first = stores[-1] + 1 if stores else len(self.ops)
+        return frozenset(op.output for op in self.ops[first:])
+
+    @cached_property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
         """What the operations store for each token, by cache layer."""
         layers = {number: layer for op in self.ops for number, layer in op.stores.items()}

@@ -144,6 +144,25 @@ class ShareOfExperts(Frozen):
         return 1 - (1 - self.num_used / self.num_experts) ** batch.num_rows
 
 
+class OfDrawn(Frozen):
+    """Counts what the rows with logits have: other rows are not computed there."""
+
+    count: Count
+
+    def __call__(self, batch: BatchShape) -> float:
+        """Return the count of these rows, 0 if there are none."""
+        return self.count(batch.drawn) if batch.num_sampled else 0
+
+
+def of_drawn(count: Count) -> Count:
+    """Return the count of the rows with logits alone."""
+    if count in (each_sampled_row, once_if_sampled):
+        return count
+    if count is each_row:
+        return each_sampled_row
+    return once_if_sampled if count is once else OfDrawn(count)
+
+
 class StepCost(Frozen):
     """A cost as a sum of terms, each proportional to a count: quick to get for any batch.
 
