@@ -124,11 +124,9 @@ class _Shortage(Frozen):
             f"{_mb(self.memory_bytes or 0)} of KV cache; {_mb(self.available_bytes)} of memory are "
             "free"
         )
-        return self._error(
-            facts,
-            f". Lower --kv-memory to at most {self.free_bytes // 10**6}MB, which holds "
-            f"{self.fitting} tokens of context.",
-        )
+        most_mb = self.free_bytes // 10**6
+        advice = f". Lower --kv-memory to at most {most_mb}MB, which holds {self.fitting} tokens"
+        return self._error(facts, f"{advice} of context.", fits=most_mb > 0)
 
     def too_small(self) -> MemoryLimitError:
         """Return the error for a context that the pages cannot hold."""
@@ -148,7 +146,7 @@ class _Shortage(Frozen):
         advice = f". {self.fitting} tokens would fit: use --context-length {self.fitting}"
         return self._error(facts, f"{advice}, or {more}." if can_raise else f"{advice}.")
 
-    def _error(self, facts: str, advice: str) -> MemoryLimitError:
-        if self.fitting < 2:
+    def _error(self, facts: str, advice: str, *, fits: bool = True) -> MemoryLimitError:
+        if self.fitting < 2 or not fits:
             advice = ": no context would fit. Free memory, or take a smaller model."
         return MemoryLimitError(facts + advice)
