@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from models import MODELS, VOCAB
 from twostroke.backends.gpu import mixtures, sampling
-from twostroke.backends.gpu.cache import PageMemory
+from twostroke.backends.gpu.cache import DevicePages
 from twostroke.backends.gpu.kernels import (
     attention,
     product,
@@ -185,7 +185,7 @@ def paged(kv_format: str, step: str, architecture: int) -> Case:
     heads, kv_heads, dim, rows = 32, 8, 128, 1 if step == "decode" else 2048
     op = Attention("y", "x", "x", "x", 0, heads, kv_heads, dim, dim**-0.5)
     program = Program("layer", (ExternalInput("x", heads * dim), op), 1000, 4096)
-    pages = PageMemory(gpu, program, 256, 16, kv_format)
+    pages = DevicePages(gpu, program, 256, 16, kv_format)
     shape, frame = pages.heads(op, 256, 1), _empty(1 << 16)
     turn = rope.Turn(_empty(4096, 2, dim // 2, dtype=torch.float32), dim // 2, False)
     parts = Parts(_empty(rows, heads * 2 * dim, dtype=torch.float32), heads * dim, heads * dim)
@@ -267,7 +267,7 @@ def step(model: str, name: str, architecture: int) -> Case:
         launches: list[Launch] = []
         gpu = replace(listing(launches, architecture), same_tokens=same_tokens)
         program = build_program(MODELS[model])
-        pages = PageMemory(gpu, program, 64, 16, "f16")
+        pages = DevicePages(gpu, program, 64, 16, "f16")
         tables = _empty(rows, len(program.cache_groups), 516)
         plan = Plan(gpu, lower(program), cast("Any", _Weights(gpu, program)), pages, tables, rows)
         plan.launch(rows)

@@ -15,7 +15,7 @@ from msgspec.structs import replace  # noqa: E402
 from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
 from twostroke.backends.cpu.keys import balances  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
-from twostroke.backends.gpu.cache import PageMemory  # noqa: E402
+from twostroke.backends.gpu.cache import DevicePages  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.backends.gpu.kernels import rope  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
@@ -91,7 +91,7 @@ def test_heads_are_stored_with_a_scale_each(kv_format: str, dim: int) -> None:
     op = Attention("y", "q", "k", "v", 0, heads, kv_heads, dim, 1.0)
     spec = replace(SPEC, num_layers=1, head_dim=dim)
     program = build_program(spec)
-    pages = PageMemory(interpreted(), program, 8, page_size, kv_format)
+    pages = DevicePages(interpreted(), program, 8, page_size, kv_format)
     assert pages.page_bytes >= program.page_bytes(page_size, FORMATS[kv_format])
     width = dim * (heads + 2 * kv_heads)
     product = (rng.standard_normal((rows, width)) * rng.choice([1e-3, 1, 50], (rows, 1))).astype(

@@ -14,15 +14,16 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from msgspec.structs import replace  # noqa: E402
 
-from support.programs import SPEC  # noqa: E402
+from support.programs import PROGRAMS, SPEC, random_tensors  # noqa: E402
 from support.tiny import Tiny, write_tiny_gguf  # noqa: E402
-from twostroke.backends.gpu.cache import PageMemory  # noqa: E402
-from twostroke.backends.gpu.device import Device  # noqa: E402
+from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
+from twostroke.backends.gpu.cache import DevicePages  # noqa: E402
+from twostroke.backends.gpu.device import Device, find  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import Packed, joined, pack  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.lower import lower  # noqa: E402
 from twostroke.backends.gpu.plan import Plan, step_bytes  # noqa: E402
-from twostroke.backends.gpu.stored import together  # noqa: E402
+from twostroke.backends.gpu.stored import device_bytes, together  # noqa: E402
 from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions  # noqa: E402
 from twostroke.core.errors import MemoryLimitError  # noqa: E402
 from twostroke.engine.sleeping import SleepingEngine  # noqa: E402
@@ -87,7 +88,7 @@ def planned_and_reserved(fmt: Any, rows: int, architecture: int) -> tuple[int, i
     tensors = tensors_of(program, fmt)
     device = Device("none", META, architecture, 132)
     gpu = listing(launches, architecture)
-    pages = PageMemory(gpu, program, 4, 16, "f16")
+    pages = DevicePages(gpu, program, 4, 16, "f16")
     width = -(-program.context_length // 16 // 4) * 4 + 4
     tables = torch.zeros((rows, 1, width), dtype=torch.int32, device=META)
     plan = Plan(gpu, lower(program), cast("Any", Weights(tensors)), pages, tables, rows)
@@ -137,3 +138,16 @@ def test_models_that_take_turns_on_a_gpu_count_its_memory(tmp_path: Path) -> Non
     assert engine("cpu", 600 << 20).num_bytes
     with pytest.raises(MemoryLimitError, match=r"600 ?MB of memory for all models|\(--memory\)"):
         engine("gpu", 600 << 20)
+
+
+@pytest.mark.parametrize("model", ["borrowing", "experts beside", "latent", "latent, many heads"])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_engines_reserve_no_more_than_was_planned(model: str, rows: int) -> None:
+    program, device = PROGRAMS[model], find()
+    tensors = random_tensors(program, "F16", "F16")
+    backend = GpuBackend(program, tensors, 8, 16, device, max_rows=rows)
+    planned = step_bytes(program, tensors, device, rows)
+    assert 0.9 * planned < backend.step_bytes <= planned
+    sizes = device_bytes(program, tensors)
+    assert backend.facts.weight_bytes <= sum(sizes[name] for name in program.weight_shapes)
+    backend.close()

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
-from twostroke.backends.gpu.kernels import norm, product  # noqa: E402
+from twostroke.backends.gpu.kernels import norm, pointwise, product  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 
@@ -63,3 +63,27 @@ def test_a_product_sums_its_parts(seed: int) -> None:
     expected = x.astype(np.float32) @ weight.T.astype(np.float32)
     np.testing.assert_allclose(output.sum(0).numpy()[:, 8:], expected, rtol=1e-3, atol=1e-2)
     assert not output[:, :, :8].any()
+
+
+def test_a_sum_is_scaled_by_a_number_that_was_learnt() -> None:
+    rng = np.random.default_rng(1)
+    a, b = (torch.from_numpy(rng.standard_normal((3, 40), np.float32)) for _ in range(2))
+    output, weight = torch.zeros(3, 40), torch.tensor([0.25])
+    parts = [Parts(x, 40, 40) for x in (a, b)]
+    given = {"factor": 3.0, "weight": weight, "b": parts[1]}
+    pointwise.combine(interpreted(), header(3), 3, parts[0], output, **given)
+    np.testing.assert_allclose(output, a * 0.75 + b, rtol=1e-6)
+    stream = a.clone()
+    norm.launch(interpreted(), header(3), 3, residual=stream, delta=parts[1], factor=weight)
+    np.testing.assert_allclose(stream, (a + b) * 0.25, rtol=1e-6)
+
+
+def test_a_norm_of_groups_takes_each_by_itself() -> None:
+    rng = np.random.default_rng(2)
+    x, weight = rng.standard_normal((2, 3, 4, 10), np.float32), rng.standard_normal(10, np.float32)
+    given = Parts(torch.from_numpy(x), 40, 40, 2, 120)  # in two parts
+    own, output = norm.Norm(torch.from_numpy(weight), 1e-5, groups=4), torch.zeros(3, 40)
+    norm.launch(interpreted(), header(3), 3, residual=None, delta=given, norm=own, output=output)
+    whole = x.sum(0)
+    expected = whole / np.sqrt((whole**2).mean(-1, keepdims=True) + 1e-5) * weight
+    np.testing.assert_allclose(output, expected.reshape(3, 40), rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +19,9 @@ from twostroke import LLM, SamplingParams  # noqa: E402
 from twostroke.backends.gpu import launch  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.core.errors import BackendError  # noqa: E402
 from twostroke.core.tier_options import TierOptions  # noqa: E402
+from twostroke.engine.handover import peer  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +31,7 @@ ON_GPU = {"backend": "gpu", "same_tokens": True}
 
 
 @pytest.mark.parametrize("kv_format", ["f16", "int8"])
-def test_a_page_is_what_was_written_to_it(kv_format: str) -> None:
+def test_a_page_is_what_was_written_to_it(kv_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = PROGRAMS["borrowing"]
     tensors = random_tensors(program)
     backend = GpuBackend(program, tensors, 4, 16, find(), kv_format=kv_format, max_rows=16)
@@ -40,7 +43,19 @@ def test_a_page_is_what_was_written_to_it(kv_format: str) -> None:
     backend.copy_page(2, 0)
     found = [bytes(pages.read(page)) for page in range(4)]
     assert found == [bytes([value]) * pages.page_bytes for value in (3, 2, 3, 4)]
+    content, memory = pages.read(1), weakref.ref(pages.memory)
+    with pages.filling(1) as view_:
+        view_[:] = bytes(pages.page_bytes)
+    assert content[0] == 2, "what was read is a copy"
+
+    def fail(_: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    monkeypatch.setattr(pages, "_bytes", fail)
+    with pytest.raises(BackendError, match=r"did not copy a page: CUDA error: .* encountered\.$"):
+        pages.read(1)
     backend.close()
+    assert memory() is None, "its memory is given back, whoever holds the pages"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek-v2"])
@@ -73,6 +88,7 @@ def test_a_prompt_that_another_engine_reads_has_the_same_tokens(
             return start(one)
 
     monkeypatch.setattr(launch, "start", start_alone)
+    monkeypatch.setattr(peer, "PATIENCE_S", 60.0)  # it is slow
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     rng = random.Random(2)
     prompts = [[rng.randrange(3, 250) for _ in range(count)] for count in (40, 90, 7)]

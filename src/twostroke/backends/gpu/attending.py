@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from twostroke.backends.gpu.cache import PageMemory
+    from twostroke.backends.gpu.cache import DevicePages
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered, Source
     from twostroke.backends.gpu.memory import StepMemory
@@ -85,7 +85,7 @@ class Attending:
         gpu: Gpu,
         lowered: Lowered,
         weights: DeviceWeights,
-        cache: PageMemory,
+        cache: DevicePages,
         tables: Tensor,
         memory: StepMemory,
         max_rows: int,

@@ -15,7 +15,7 @@ from twostroke.backends import BackendFacts
 from twostroke.backends.cpu.keys import balances
 from twostroke.backends.cpu.plan import OpTime
 from twostroke.backends.cpu.steps import StepArrays
-from twostroke.backends.gpu.cache import PageMemory
+from twostroke.backends.gpu.cache import DevicePages
 from twostroke.backends.gpu.drawing import Drawing
 from twostroke.backends.gpu.graphs import Graphs, bucket_of
 from twostroke.backends.gpu.launch import Kernels
@@ -116,7 +116,7 @@ class GpuBackend:
         given = tensors, release, progress, balances(program, tensors, kv_format)
         try:
             self._weights = DeviceWeights(self._gpu, self._lowered, *given)
-            self._pages = PageMemory(self._gpu, program, num_pages, page_size, kv_format)
+            self._pages = DevicePages(self._gpu, program, num_pages, page_size, kv_format)
             shape = self._max_rows, len(windows), table_width
             tables = torch.zeros(shape, dtype=torch.int32, device=self._gpu.device)
             memory = self._weights, self._pages, tables, self._max_rows
@@ -143,7 +143,7 @@ class GpuBackend:
         )
 
     @property
-    def pages(self) -> PageMemory:
+    def pages(self) -> DevicePages:
         """The bytes of its pages."""
         return self._pages
 
@@ -229,7 +229,8 @@ class GpuBackend:
         self._in_flight.clear()
         self._graphs.drop()
         for name in ("_plan", "_pages", "_weights"):
-            self.__dict__.pop(name, None)
+            if isinstance(held := self.__dict__.pop(name, None), DevicePages):
+                held.close()  # others hold them, too
         if self._gpu.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -9,6 +9,7 @@ import torch
 
 from twostroke.backends.gpu.kernels.attention import Heads
 from twostroke.backends.gpu.transfers import on
+from twostroke.core.errors import BackendError
 from twostroke.program import ops
 
 if TYPE_CHECKING:
@@ -31,15 +32,15 @@ _SCALE_BYTES: Final = 2
 _GRAIN: Final = 64  # values; pages and layers start at multiples
 
 
-class PageMemory:
+class DevicePages:
     """Pages on the device, all of one size.
 
     A page has, for each layer of its cache group in turn, keys (kv_heads, page_size, head_dim),
     then values alike; in formats of eight bits, then scales of keys (kv_heads, page_size), float16,
     and of values. Of latent attention it has keys alone.
 
-    Pages are copied to and from the processor on the stream of the steps, after those that were
-    launched: one may still write a row that its request no longer wants.
+    Pages are copied to and from the processor on a stream of their own, and wait for no step: none
+    in flight uses a page that is read or filled.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class PageMemory:
         self.page_stride = max(stride, _GRAIN)
         size = num_pages * self.page_stride
         self.memory = torch.zeros(size, dtype=KV_TYPES[kv_format], device=gpu.device)
+        is_gpu = gpu.device.type == "cuda"
+        self._stream = torch.cuda.Stream(gpu.device) if is_gpu else None
 
     @property
     def page_bytes(self) -> int:
@@ -74,16 +77,34 @@ class PageMemory:
 
     def read(self, page: int) -> memoryview[Any]:
         """Return a copy of a page's bytes."""
-        with on(self.memory.device):
-            return memoryview(self._bytes(page).cpu().numpy())
+        with self._copying():
+            return memoryview(self._bytes(page).to("cpu", copy=True).numpy())
 
     @contextmanager
     def filling(self, page: int) -> Iterator[memoryview[Any]]:
         """Yield what is copied to a page at last."""
         content = torch.empty(self.page_bytes, dtype=torch.uint8)
         yield memoryview(content.numpy())
-        with on(self.memory.device):
+        with self._copying():
             self._bytes(page).copy_(content)
+
+    def close(self) -> None:
+        """Give back the memory, whoever still holds this."""
+        self.memory = self.memory.new_empty(0)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Copy on the stream for that.
+
+        Raises:
+            BackendError: the device has failed.
+        """
+        try:
+            with on(self.memory.device), torch.cuda.stream(self._stream):
+                yield
+        except RuntimeError as error:
+            reason = str(error).split("\n")[0]
+            raise BackendError(f"The GPU did not copy a page: {reason}.") from error
 
     def _bytes(self, page: int) -> Tensor:
         return self.memory.view(torch.uint8).view(-1, self.page_bytes)[page]

@@ -124,6 +124,8 @@ class _Lowering:
                 self._joined[op.output] = Joined(op, place, rest)
             case ops.HeadLinear():
                 x = self._place(op.x)
+                if x.bias is not None:
+                    x = Place(self._element_of(x), 0, x.width)
                 self._emit(HeadProducts(x, op, self._write(op.output, op.width, Kind.ELEMENT)))
             case ops.LatentAttention():
                 self._latent_attention(op)
@@ -291,6 +293,9 @@ class _Lowering:
         queries, keys = self._joined.pop(op.q, None), self._joined.pop(op.k, None)
         if queries is None or keys is None or None in (queries.rope, keys.rope, keys.rest.norm):
             self._refuse("has latent attention to a norm beside a rotated key alone")
+        places = queries.place, queries.rest.place, keys.place, keys.rest.place
+        if queries.rest.norm is not None or any(place.bias is not None for place in places):
+            self._refuse("has latent attention without biases")
         if op.window is not None or op.num_kv_heads > 1:
             self._refuse("has latent attention to all that was before")
         for width in (op.rotated, op.head_dim - op.rotated):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from twostroke.backends.gpu.cache import PageMemory
+    from twostroke.backends.gpu.cache import DevicePages
     from twostroke.backends.gpu.device import Device
     from twostroke.backends.gpu.launch import Gpu
     from twostroke.backends.gpu.lowered import Lowered, Place, Record
@@ -102,7 +102,7 @@ class Plan:
         gpu: Gpu,
         lowered: Lowered,
         weights: DeviceWeights,
-        cache: PageMemory,
+        cache: DevicePages,
         tables: Tensor,
         max_rows: int,
         *,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from twostroke.backends.frame import StepFrame
-from twostroke.backends.gpu.cache import PageMemory
+from twostroke.backends.gpu.cache import DevicePages
 from twostroke.backends.gpu.graphs import bucket_of
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.plan import Plan
@@ -32,7 +32,7 @@ def trace(
     gpu: Gpu,
     program: Program,
     weights: DeviceWeights,
-    like: PageMemory,
+    like: DevicePages,
     tokens: Sequence[int],
     values: Sequence[str],
     *,
@@ -42,7 +42,7 @@ def trace(
     count, logits = len(tokens), program.ops[-1].output
     lowered = lower(program, [name for name in values if name != logits])
     num_groups, places = len(program.cache_groups), -(-count // like.page_size)
-    pages = PageMemory(gpu, program, num_groups * places, like.page_size, like.kv_format)
+    pages = DevicePages(gpu, program, num_groups * places, like.page_size, like.kv_format)
     width = -(-places // 4) * 4
     tables = torch.zeros((1, num_groups, width), dtype=torch.int32, device=gpu.device)
     ids = torch.arange(num_groups * places, dtype=torch.int32).view(num_groups, places)

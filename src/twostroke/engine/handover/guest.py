@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from twostroke.cache import PrefixChain
-from twostroke.core.errors import TwostrokeError
+from twostroke.core.errors import BackendError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason, Hints, Request
 from twostroke.core.sampling import SamplingParams
@@ -338,7 +338,7 @@ class Guest:
                     load_s = now_s
                     self._connection.send(messages.Load(*self._lender.load(), self._newest_id))
                     self._end_late(now_s)
-        except PeerLostError:
+        except (PeerLostError, BackendError):
             self.cut()
 
     def _move(self, answer: _Answer) -> messages.Answer:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from twostroke.core.errors import BackendError, TwostrokeError
 from twostroke.engine.handover import messages
 from twostroke.engine.handover.choice import Overhead, There
 from twostroke.engine.handover.connection import PeerLostError, RefusedError, connect, meet
@@ -33,7 +34,6 @@ from twostroke.engine.handover.ways import choose_way
 from twostroke.engine.handover_view import PeerView
 
 if TYPE_CHECKING:
-    from twostroke.backends.memory import PageMemory
     from twostroke.cache.tiers import PageKey
     from twostroke.core.request import Request
     from twostroke.engine.handover.chooser import Chosen
@@ -70,7 +70,8 @@ class Peer:
         self.outcomes: Counter[str] = Counter()
         self.num_bytes, self.seconds, self.expected_s, self.fetch_s = 0, 0.0, 0.0, 0.0
         self._address, self._secret, self._kind = address, secret, kind
-        self._pages = loop.pages
+        assert loop.pages.memory is not None
+        self._pages, self._memory = loop.pages, loop.pages.memory
         self._connection: Connection | None = None
         self._own, self._link, self._num_failed = own, link, 0  # times that NIXL failed in turn
         self._way: Way | None = None
@@ -186,7 +187,7 @@ class Peer:
                 attempt = 0
                 while True:
                     self._take(self._receive())
-            except PeerLostError as error:
+            except (PeerLostError, BackendError) as error:
                 self._lost(error, is_first=not attempt)
             self._closing.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
             attempt += 1
@@ -220,7 +221,7 @@ class Peer:
         self._heard_s = time.monotonic()
         return answer
 
-    def _lost(self, error: PeerLostError, *, is_first: bool) -> None:
+    def _lost(self, error: TwostrokeError, *, is_first: bool) -> None:
         with self._pages.lock:
             was_up = self.is_up
             self._state = "refused" if isinstance(error, RefusedError) else "down"
@@ -344,11 +345,6 @@ class Peer:
         self.fetch_s += seconds
         rate = num_bytes / max(seconds, 1e-6)
         self._rate = rate if not self._rate else self._rate + _NEW * (rate - self._rate)
-
-    @property
-    def _memory(self) -> PageMemory:
-        assert self._pages.memory is not None
-        return self._pages.memory
 
     def _written(self, one: Ongoing) -> None:
         with self._pages.lock:

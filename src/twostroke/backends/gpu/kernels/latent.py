@@ -324,7 +324,8 @@ def _attention(
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
     DIM: tl.constexpr = ROTATED + LATENT
-    OF_ROW: tl.constexpr = min(BLOCK_M, HEADS)  # heads in a tile
+    # Heads in a tile; Triton 3.5 knows no `min` of constants.
+    OF_ROW: tl.constexpr = HEADS if HEADS < BLOCK_M else BLOCK_M  # noqa: FURB136
     TILES: tl.constexpr = (HEADS + OF_ROW - 1) // OF_ROW
     element: tl.constexpr = (
         tl.float16 if cache.dtype.element_ty == tl.float16 else q.dtype.element_ty

@@ -218,7 +218,7 @@ def _in_groups(
             sums += tl.where(groups == group, value, 0.0)
             own = tl.where(is_best, least, own)
     of_groups = tl.where(groups < GROUPS, _rank_of(sums, groups), least)
-    found = tl.where(group_of < 0, ranks, least)  # none
+    found = tl.full(ranks.shape, least, tl.int64)
     for _ in range(USED):
         is_chosen, chosen = _largest(of_groups, groups)
         found = tl.where(group_of == chosen, ranks, found)
