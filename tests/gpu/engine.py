@@ -151,6 +151,7 @@ def current(device: torch.device) -> Iterator[None]:
 
 FAKES: Final[Mapping[str, Any]] = {
     "Event": Event,
+    "Stream": lambda _: None,
     "CUDAGraph": Graph,
     "graph": capture,
     "device": current,

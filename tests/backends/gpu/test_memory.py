@@ -147,7 +147,7 @@ def test_engines_reserve_no_more_than_was_planned(model: str, rows: int) -> None
     tensors = random_tensors(program, "F16", "F16")
     backend = GpuBackend(program, tensors, 8, 16, device, max_rows=rows)
     planned = step_bytes(program, tensors, device, rows)
-    assert 0.9 * planned < backend.step_bytes <= planned
-    sizes = device_bytes(program, tensors)
-    assert backend.facts.weight_bytes <= sum(sizes[name] for name in program.weight_shapes)
+    assert planned / 3 < backend.step_bytes <= planned  # whose tables are for a whole context
+    stored = sum(device_bytes(program, tensors).values())
+    assert 0.9 * stored < backend.facts.weight_bytes < stored + 1024  # and ones, as norms
     backend.close()
