@@ -2,7 +2,6 @@
 #include "executor/drawn.h"
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 
 namespace ts {
@@ -12,8 +11,7 @@ void find_drawn_rows(StepState& step) {
   DrawnRows& drawn = step.drawn;
   const int32_t* end = record.sampled_rows + record.num_sampled;
   drawn.are_apart = step.plan.first_late < step.plan.ops.size() && record.taps == nullptr &&
-                    record.num_sampled < record.num_rows &&
-                    std::adjacent_find(record.sampled_rows, end, std::greater_equal<>()) == end;
+                    record.num_sampled < record.num_rows;
   if (!drawn.are_apart) return;
   drawn.sampled.assign(record.sampled_rows, end);
   int32_t last_slice = kNone;
@@ -47,6 +45,7 @@ void keep_drawn_rows(Worker& worker) {
     const int64_t begin = worker.part_begin(width);
     const int64_t count = worker.part_end(width) - begin;
     for (size_t i = 0; i < sampled.size(); ++i) {
+      if (sampled[i] == static_cast<int32_t>(i)) continue;
       float* to = memory.own.floats() + static_cast<int64_t>(i) * width + begin;
       std::copy_n(memory.own.floats() + sampled[i] * width + begin, count, to);
     }

@@ -61,10 +61,15 @@ bool stores(const OpRecord& op) {
          std::any_of(op.outputs, op.outputs + op.num_outputs, is_stored);
 }
 
-/// The operation after the last one that stores; the end if there is none.
+/// The operation after the last one that stores; the end if there is none, or if others of the
+/// step's inputs than rows are read there.
 size_t end_of_stores(const std::vector<OpRecord>& ops) {
   const auto last = std::find_if(ops.rbegin(), ops.rend(), stores);
-  return last == ops.rend() ? ops.size() : static_cast<size_t>(ops.rend() - last);
+  const auto reads_inputs = [](const OpRecord& op) {
+    return op.kind == OpKind::Embed || op.kind == OpKind::ExternalInput;
+  };
+  if (last == ops.rend() || std::any_of(ops.rbegin(), last, reads_inputs)) return ops.size();
+  return static_cast<size_t>(ops.rend() - last);
 }
 
 /// Adds the experts with a combination of weight types that is not there yet.

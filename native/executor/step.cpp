@@ -249,12 +249,12 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
   const std::vector<OpRecord>& ops = step.plan.ops;
   meet_ranks(worker);
   for (size_t i = 0; i < ops.size() && !step.is_lost; ++i) {
+    const Clock::time_point begin = worker.now;
+    const double waited = worker.waiting_s;
     if (i == step.plan.first_late && step.drawn.are_apart) {
       if (step.drawn.sampled.empty()) break;
       keep_drawn_rows(worker);
     }
-    const Clock::time_point begin = worker.now;
-    const double waited = worker.waiting_s;
     worker.meets_next = i + 1 < ops.size() && begins_with_barrier(ops[i + 1]);
     run_op(worker, i);
     worker.memory.waiting_s[i] += worker.waiting_s - waited;

@@ -34,7 +34,6 @@ inline double seconds_between(Clock::time_point begin, Clock::time_point end) {
   return std::chrono::duration<double>(end - begin).count();
 }
 
-/// What the threads of one step share.
 /// The rows of a step that are drawn from, as a step of their own: those that run to its end.
 struct DrawnRows {
   bool are_apart = false;  // the others stop once their keys and values are stored
@@ -43,6 +42,7 @@ struct DrawnRows {
   StepRecord record;
 };
 
+/// What the threads of one step share.
 struct StepState {
   Plan& plan;
   StepRecord record;

@@ -124,14 +124,19 @@ def test_rows_that_draw_nothing_stop_after_the_last_store() -> None:
     whole = cost_model("Llama-3-8B")
     _, hidden, ffn, heads, _, dim, _, _ = SIZES["Llama-3-8B"]
     late = hidden * (heads * dim + 3 * ffn)  # weights of the last layer after its attention
+    each = 4 * heads * dim  # of a pair that the last attention sees
     model = replace(whole, stops_rows=True)
     for num_rows, num_sampled in ((1000, 1), (1000, 0), (7, 3), (1, 1)):
         batch = BatchShape((5,), (num_rows,), num_sampled)
         less = whole.per_step().of(batch).flops - model.per_step().of(batch).flops
-        assert less == pytest.approx(2 * late * (num_rows - num_sampled), rel=1e-3)
+        pairs = batch.num_attended() - batch.drawn.num_attended()
+        expected = 2 * late * (num_rows - num_sampled) + each * pairs
+        assert less == pytest.approx(expected, rel=1e-3)
     batch = BatchShape((5, 9), (1000, 1), 0)
     less = whole.per_step().of(batch).weight_bytes - model.per_step().of(batch).weight_bytes
     assert less == pytest.approx(2 * late, rel=1e-3)
+    less = whole.per_step().of(batch).cache_bytes - model.per_step().of(batch).cache_bytes
+    assert less == batch.num_context() * 131_072 // 32  # what the last attention would read
     one = model.operation(model.program.ops[-1], BatchShape((0,), (9,), 1))
     assert one == whole.operation(whole.program.ops[-1], BatchShape((0,), (9,), 1))
 

@@ -65,7 +65,8 @@ class BackendFacts(Frozen):
     pages filled by either serve the other. Up to `rows_together` rows take as long as the next
     power of two of them, because kernels compute that many at once. With `steps_ahead` it is a
     `StartRunner`, and a step may be started while that many others are in flight. `draws_ahead`
-    says the same, and that rows may follow tokens which these draw (`Slice.is_blind`). `ranks` are
+    says the same, and that rows may follow tokens which these draw (`Slice.is_blind`). If it
+    `stops_rows`, those without logits are not computed after the last store. `ranks` are
     those that run the Program together, if they are several, and `link` names what connects them;
     sizes are those of all.
     """
@@ -84,6 +85,7 @@ class BackendFacts(Frozen):
     rows_together: int = 1
     steps_ahead: int = 0
     draws_ahead: int = 0
+    stops_rows: bool = False
     ranks: tuple[RankFacts, ...] = ()
     link: str = ""
 

@@ -165,6 +165,7 @@ def build(
             if_it_fails.callback(drafter.close)
         helpers = [one for one in (trained, drafter) if one is not None]
         watchers = [one for one in (watcher, trained) if one is not None]
+        card = replace(card, cost=replace(card.cost, stops_rows=facts.stops_rows))
         cost, together = card.cost.per_step(), facts.rows_together
         speculator = build_speculator(guessing, cost, limits, together, helpers, watchers)
         with ranks.own_cores() if ranks else nullcontext():  # the loop's thread computes, too

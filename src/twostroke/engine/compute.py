@@ -197,8 +197,7 @@ def cost_model(
     backend: str = "auto",
 ) -> CostModel:
     """Return the cost of a Program with its weights as a backend's kernels read them."""
-    stored = stored_bytes(program, tensors, backend)
-    return CostModel(program, stored, FORMATS[kv_format], stops_rows=backend in {"auto", "cpu"})
+    return CostModel(program, stored_bytes(program, tensors, backend), FORMATS[kv_format])
 
 
 def stored_bytes(

@@ -104,7 +104,8 @@ class RemoteEngine:
             meanwhile()
             ready = process.wait_ready(progress)
             cost = cost_model(program, loaded.tensors, backend=options.compute.backend)
-            cost = replace(cost, cache=ready.card.cache)
+            stops_rows = ready.facts.backend.stops_rows
+            cost = replace(cost, cache=ready.card.cache, stops_rows=stops_rows)
             about = ready.card
             card = make_card(loaded, tokenizer, about.context_length, cost, about.identity)
             return cls(load, card, process, ready)

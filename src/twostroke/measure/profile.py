@@ -8,6 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Final, Self, cast
 
 from msgspec import field
+from msgspec.structs import replace
 
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import FORMATS, PageGroups
@@ -203,6 +204,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
         loaded.tensors, program, compute, size, release=loaded.release, max_rows=wanted.most_rows
     )
     backend = cast("TimedBackend", made)
+    cost = replace(cost, stops_rows=backend.facts.stops_rows)
     try:
         for number, shape in product(range(wanted.rounds), wanted.shapes):
             part = f" ({number + 1} of {wanted.rounds})" if wanted.rounds > 1 else ""

@@ -112,7 +112,7 @@ def profile_ranks(
             loaded.tensors, program, size, release=loaded.release, tapped_value=None
         )
     try:
-        cost = cost_model(program, loaded.tensors, size.kv_format)
+        cost = replace(cost_model(program, loaded.tensors, size.kv_format), stops_rows=True)
         link = measure_link(backend, _NOISE_S)
         with own_cores(backend):  # this thread computes, too
             divided = divide(cost, mesh, limits, backend.facts.ranks, link)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import force_setattr
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import Slice, StepPlan
 
 
-class BatchShape(Frozen):
+class BatchShape(Frozen, dict=True):
     """The facts of a step that its cost depends on.
 
     Request i has `counts[i]` rows, at positions from `starts[i]` on, each attending to every
@@ -75,7 +76,7 @@ class BatchShape(Frozen):
             row += num_rows
         return BatchShape(tuple(starts), tuple(counts), self.num_sampled, self)
 
-    @property
+    @cached_property
     def drawn(self) -> BatchShape:
         """The rows with logits, as a step: the last ones of requests, few rows of each first."""
         if self.num_sampled >= self.num_rows:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
 from twostroke.program.pages import FLOAT16, CacheFormat
-from twostroke.program.work import Cost, Count, StepCost, of_drawn
+from twostroke.program.work import (
+    Cost,
+    Count,
+    EachCached,
+    EachRead,
+    StepCost,
+    each_row,
+    of_drawn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -52,7 +60,11 @@ class CostModel(Frozen):
         """Yield what an operation has to do in a step."""
         is_late = self.stops_rows and op.output in self.program.late
         for count, cost in op.work(self.weight_bytes, self.cache):
-            yield of_drawn(count) if is_late else count, cost
+            if is_late and isinstance(count, EachCached):  # all rows are stored
+                yield each_row, cost
+                yield of_drawn(EachRead(count.window)), cost
+            else:
+                yield of_drawn(count) if is_late else count, cost
 
     def per_step(self) -> StepCost:
         """Return the cost of a step of all operations: their terms, one for each count."""

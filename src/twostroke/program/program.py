@@ -6,7 +6,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
-from twostroke.program.ops import Logits
+from twostroke.program.ops import (
+    Attention,
+    Embed,
+    ExternalInput,
+    Linear,
+    Logits,
+    RMSNorm,
+    Rope,
+)
 from twostroke.program.pages import FLOAT16, CacheFormat, CacheGroup, CacheLayer, group_layers
 
 if TYPE_CHECKING:
@@ -54,10 +62,26 @@ class Program(Frozen, dict=True):
 
     @cached_property
     def late(self) -> frozenset[str]:
-        """Outputs of what follows the last store: only rows that get logits need them."""
+        """Outputs of what follows the last store: only rows that get logits need them.
+
+        The last attention that stores is among them if products make its keys and values, and so
+        can store them. Nothing is if a step's inputs are read there.
+        """
         stores = [index for index, op in enumerate(self.ops) if op.stores]
-        first = stores[-1] + 1 if stores else len(self.ops)
-        return frozenset(op.output for op in self.ops[first:])
+        rest = self.ops[stores[-1] :] if stores else ()
+        if not rest or any(isinstance(op, Embed | ExternalInput) for op in rest):
+            return frozenset()
+        last = rest[0]
+        are_products = all(self._is_product(name, last) for name in last.inputs[1:])
+        is_apart = isinstance(last, Attention) and are_products
+        return frozenset(op.output for op in rest[0 if is_apart else 1 :])
+
+    def _is_product(self, name: str, attention: Op) -> bool:
+        """Whether a product makes a value, whose heads are perhaps normed and rotated after it."""
+        op = next(op for op in self.ops if op.output == name)
+        while isinstance(op, Rope) or (isinstance(op, RMSNorm) and op.grain == attention.grain):
+            op = next(other for other in self.ops if other.output == op.x)
+        return isinstance(op, Linear)
 
     @cached_property
     def cache_layers(self) -> tuple[CacheLayer, ...]:

@@ -118,6 +118,7 @@ class CpuBackend:
             one_arithmetic=bool(library.ts_one_arithmetic()),
             rows_together=library.ts_linear_rows_together(),
             steps_ahead=len(share.mesh.stages) - 1 if share else 0,
+            stops_rows=share is None and tapped_value is None,
             weight_bytes=weights.num_bytes,
             cache_bytes=num_pages * own.page_bytes(page_size, FORMATS[kv_format]),
         )
