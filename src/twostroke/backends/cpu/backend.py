@@ -88,8 +88,7 @@ class CpuBackend:
         tapped = self._norm.args[0].x if self._norm else tapped_value
         assert tapped_value in (None, tapped), "a step can return one value"
         own, held = program, tensors
-        if share is not None:
-            part = share.parts(program)[share.rank]
+        if share is not None and (part := share.parts(program)[share.rank]):
             own, held = part.program, share.tensors(part, tensors)
         self._lowered, library = self._lower([tapped] if tapped else []), load_library(choice.level)
         pages = PlanPages(num_pages, page_size, kv_format, balances(own, tensors, kv_format))
