@@ -87,9 +87,7 @@ class CpuBackend:
         self._norm = _last_norm(program, tensors) if embeds else None
         tapped = self._norm.args[0].x if self._norm else tapped_value
         assert tapped_value in (None, tapped), "a step can return one value"
-        own, held = program, tensors
-        if share is not None and (part := share.parts(program)[share.rank]):
-            own, held = part.program, share.tensors(part, tensors)
+        own, held = _own_part(program, tensors, share)
         self._lowered, library = self._lower([tapped] if tapped else []), load_library(choice.level)
         pages = PlanPages(num_pages, page_size, kv_format, balances(own, tensors, kv_format))
         with ExitStack() as opened:  # frees what was made if the rest fails
@@ -260,6 +258,15 @@ class CpuBackend:
 
         parts = share.parts(self._program, taps)
         return lower_rank(parts, share.rank, taps, activation_bits=bits)
+
+
+def _own_part(
+    program: Program, tensors: Mapping[str, QuantTensor], share: Share | None
+) -> tuple[Program, Mapping[str, QuantTensor]]:
+    if share is None:
+        return program, tensors
+    part = share.parts(program)[share.rank]
+    return part.program, share.tensors(part, tensors)
 
 
 def _last_norm(
