@@ -19,25 +19,16 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpu_checks import CHECKS
 from gpu_models import program_of, stored_bytes
+from gpu_predict import predict
 from gpu_rows import ORDER, ROWS
 from report import machine_facts, note, table, write
 from twostroke.backends.gpu.lower import lower
-from twostroke.backends.gpu.lowered import Attend, Mix, Products
-from twostroke.cache import FORMATS as KV_FORMATS
 from twostroke.core.errors import BackendError, DeviceLostError, UsageError
-from twostroke.program.cost import CostModel
-from twostroke.program.ops import Linear
 
-if TYPE_CHECKING:
-    from gpu_rows import Row
-
-_MIX_LAUNCHES: Final = 5
-_LAUNCH_S: Final = 1.5e-6  # assumed between two kernels of a graph
-_EAGER_LAUNCH_S: Final = 20e-6  # assumed for a launch from Python
 _BANDWIDTH, _PEAK = 4.3e12, 790e12  # of one H200 that was seen; for --dry-run
 # Seconds that a part may take, so that none is cut off by the end of --minutes.
 _CHECK_S, _ROW_S, _START_S, _LOADED_BYTES_S = 100.0, 15.0, 30.0, 1e9
@@ -228,55 +219,21 @@ def _is_alive() -> bool:
     return True
 
 
-def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
-    """Return what the cost model says about a row."""
-    program = program_of(row.model)
-    per_step = CostModel(program, stored_bytes(program, row.fmt), KV_FORMATS[row.kv]).per_step()
-    cost = per_step.of(row.batch)
-    found: dict[str, Any] = {"step": row.step.name, "bytes": cost.bytes, "flops": cost.flops}
-    flops_as_bf16: float = cost.flops
-    if row.is_fp8:
-        linear = sum(op.row_flops for op in program.ops if isinstance(op, Linear))
-        flops_as_bf16 -= linear * row.batch.num_rows / 2
-    lowered = lower(program)
-    attends = sum(isinstance(record, Attend) for record in lowered.records)
-    mixes = sum(isinstance(record, Mix) for record in lowered.records)
-    launches = len(lowered.records) + attends + (_MIX_LAUNCHES - 1) * mixes + 4
-    products = [record for record in lowered.records if isinstance(record, Products)]
-    if row.fmt != "BF16":  # each packed matrix is multiplied by itself
-        launches += sum(len(record.weights) - 1 for record in products)
-    if row.is_fp8:
-        launches += len(products)  # round their rows
-    floor_s = max(cost.bytes / bandwidth, flops_as_bf16 / peak)
-    step_s = floor_s + launches * _LAUNCH_S
-    if not row.has_graphs:
-        step_s = max(step_s, launches * _EAGER_LAUNCH_S)
-    if row.less:
-        other = predict(ROWS[row.less], bandwidth, peak)
-        launches = attends
-        found["step"] = f"{row.step.name}: attention"
-        found["bytes"] -= row.times * other["bytes"]
-        found["flops"] -= row.times * other["flops"]
-        floor_s = max(found["bytes"] / bandwidth, found["flops"] / peak)
-        step_s = floor_s + launches * _LAUNCH_S
-    found |= {"launches": launches, "floor_ms": round(1e3 * floor_s, 4)}
-    found |= {"predicted_ms": round(1e3 * step_s, 4)}
-    if not row.less and row.step.num_streams == 1 and not row.step.num_prompt:
-        found["predicted_tokens_s"] = round(row.tokens / step_s, 1)
-    return found
-
-
 def measure_device() -> tuple[dict[str, Any], tuple[float, float]]:
     """Return facts about the GPU, its copy bandwidth (read and write) and BF16 matrix rate."""
+    from twostroke.backends.gpu import launch_times
     from twostroke.backends.gpu.device import find
     from twostroke.backends.gpu.limits import measure
 
     device = find()
     if device.is_interpreted:
         return {"name": device.name}, (_BANDWIDTH, _PEAK)
-    found = measure(device)
+    found, times = measure(device), launch_times.measure(device)
     facts = {"name": device.name, "sm": device.architecture}
     facts |= {"copy_bytes_s": found.bandwidth, "flops": found.peak}
+    if times is not None:
+        facts["launch_us"] = round(1e6 * times.apart_s, 2)
+        facts["overlapping_launch_us"] = times.overlapping_s and round(1e6 * times.overlapping_s, 2)
     return facts, (found.bandwidth, found.peak)
 
 

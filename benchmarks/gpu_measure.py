@@ -100,6 +100,7 @@ class Engines:
             max_rows=room.max_rows,
             kv_format=row.kv,
             same_tokens=row.same_tokens,
+            overlaps=False if row.apart else None,
         )
         self._ready_s = time.perf_counter() - began_s
         self._key, self._room = row.engine, room

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from gpu_predict import LAUNCH_S
 from twostroke.measure.plots import new_figure, save
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ _ROOFLINE: Final = (
     *("decode-8b-bf16", "decode-8b-q4_k", "streams-256-8b-bf16", "prefill-8b-bf16"),
     *("prefill-8b-fp8", "decode-30b-a3b-q4_k", "decode-1.5b-bf16"),
 )
-_LAUNCH_US: Final = 1.5  # as predictions assume
 _COLOURS: Final = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 
 
@@ -111,4 +111,4 @@ def _roofline(result: dict[str, Any], path: Path) -> Path:
 
 def _seconds(one: dict[str, float]) -> float:
     """Return what was measured, else the floor and what launches take."""
-    return 1e-6 * one.get("us", one["floor_us"] + _LAUNCH_US * one["calls"])
+    return 1e-6 * one.get("us", one["floor_us"] + 1e6 * LAUNCH_S * one["calls"])

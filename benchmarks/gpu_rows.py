@@ -25,7 +25,8 @@ class Row(Frozen):
 
     With `less` its figures are those of the step less `times` those of another row: what attention
     takes. `drafts` follow the newest token, and each is right with the chance `accepted`. With
-    `again` the engine is started a second time, when its kernels are in the cache.
+    `again` the engine is started a second time, when its kernels are in the cache. Launches are
+    `apart`, or overlap where the engine finds that faster.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Row(Frozen):
     less: str = ""
     times: int = 1
     again: bool = False
+    apart: bool = False
 
     @property
     def batch(self) -> BatchShape:
@@ -60,9 +62,9 @@ class Row(Frozen):
         return sum(self.accepted**i for i in range(1 + self.drafts))
 
     @property
-    def engine(self) -> tuple[str, str, str, bool, bool]:
+    def engine(self) -> tuple[str, str, str, bool, bool, bool]:
         """What rows have in common that one engine can measure."""
-        return self.model, self.fmt, self.kv, self.same_tokens, self.again
+        return self.model, self.fmt, self.kv, self.same_tokens, self.again, self.apart
 
 
 class Room(Frozen):
@@ -100,6 +102,7 @@ def _of_8b(fmt: str, *, rows: Iterable[int] = (8, 64, 128, 512)) -> dict[str, Ro
 
 _BF16: Final = {
     "decode-8b-bf16": _decode("8b", "BF16"),
+    "decode-8b-bf16-apart": _decode("8b", "BF16", apart=True),
     "prefill-8b-bf16": _prefill("8b", "BF16"),
     "prefill-1k-8b-bf16": _prefill("8b", "BF16", 1024),
     "streams-256-8b-bf16": _decode("8b", "BF16", 256, 1024),
@@ -136,6 +139,7 @@ ROWS: Final = {
     **_LADDER,
     **_of_8b("FP8"),
     "decode-1.5b-bf16": _decode("1.5b", "BF16"),
+    "decode-1.5b-bf16-apart": _decode("1.5b", "BF16", apart=True),
     "ready-8b-bf16": _decode("8b", "BF16", again=True),
     **_SAME,
     "decode-70b-q4_k": _decode("70b", "Q4_K"),

@@ -3,7 +3,8 @@
 Prints for each kernel what the compiler reports: registers, bytes of stack and of shared memory,
 instructions, and those of the longest loop for each weight that it reads. Fails where registers
 are spilled, where shared memory is more than an architecture has, where a tile of many rows does
-not use the tensor cores' own instruction, and where what must not be contracted is.
+not use the tensor cores' own instruction, where what must not be contracted is, and where a kernel
+that overlaps the one before it accesses memory before it has waited.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def _compiled(name: str, case: Case, launch: Launch, architecture: int) -> Repor
     is_matrix = case.is_matrix or launch.kernel.__name__ == "_product_fp8"
     if is_matrix and needed not in ptx:
         faults.append(f"no {needed}")
+    if launch.constants["OVERLAPS"] and (early := _early(code)):
+        faults.append(early)
     if not launch.may_contract and re.search(r"\bfma\.rn\.f32\b", ptx):
         faults.append("fma.rn.f32, though nothing may be contracted")
     return Report(
@@ -121,6 +124,16 @@ def _compiled(name: str, case: Case, launch: Launch, architecture: int) -> Repor
         len(code), in_loop, in_loop * threads / (case.weights_per_turn or float("inf")),
         1e6 * max(case.num_bytes / BANDWIDTH, case.num_operations / MATRIX_RATE), tuple(faults),
     )  # fmt: skip
+
+
+def _early(code: Sequence[tuple[int, str]]) -> str | None:
+    """Return what a kernel does with memory before it has waited for those before it, if any."""
+    for _, text in code:
+        if "ACQBULK" in text:
+            return None
+        if re.search(r"\b(LDG|LDGSTS|STG|ATOMG?|REDG?|UTMA\w*|UBLKCP)\b", text):
+            return f"{text} before it has waited for earlier kernels"
+    return "does not wait for earlier kernels"
 
 
 def _loops(code: Sequence[tuple[int, str]]) -> Iterator[int]:

@@ -39,4 +39,6 @@ def test_engines_do_on_a_gpu_what_they_do_in_the_interpreter(tmp_path: Path) -> 
     for engine in printed("engine.py", tmp_path):
         assert engine.pop("ahead") > 30
         assert engine.pop("launches") > 500
-        assert engine == {"captured": 26, "replays": 23}  # and nothing is compiled late
+        # Nothing is compiled late; where launches may overlap, two chains were measured, too.
+        chains = 2 if engine["captured"] > 26 else 0
+        assert engine == {"captured": 26 + chains, "replays": 23 + 10 * chains}

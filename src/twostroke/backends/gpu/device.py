@@ -33,7 +33,12 @@ class Device(Frozen, eq=False):
     is_interpreted: bool = False
 
     def gpu(
-        self, element: torch.dtype, kernels: Kernels | None = None, *, same_tokens: bool = False
+        self,
+        element: torch.dtype,
+        kernels: Kernels | None = None,
+        *,
+        same_tokens: bool = False,
+        overlaps: bool = False,
     ) -> Gpu:
         """Return it as those see it who launch kernels, for products of a type of values."""
         from twostroke.backends.gpu.launch import Gpu, Kernels
@@ -47,6 +52,7 @@ class Device(Frozen, eq=False):
             kernels.start,
             is_interpreted=self.is_interpreted,
             same_tokens=same_tokens,
+            overlaps=overlaps,
             call=kernels.call,
         )
 

@@ -29,6 +29,7 @@ _POINTERS: Final = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+OLDEST_OVERLAPPING: Final = 90  # sm_90
 _LARGEST_INT: Final = (1 << 31) - 1  # larger numbers have 64 bits
 
 
@@ -52,11 +53,12 @@ class Launch(Frozen, eq=False):
     @property
     def options(self) -> dict[str, Any]:
         """Triton's own options."""
-        return {
+        found = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": self.may_contract,
         }
+        return found | {"launch_pdl": True} if self.constants.get("OVERLAPS") else found
 
     @property
     def types(self) -> dict[str, str]:
@@ -185,7 +187,8 @@ class Gpu(Frozen, eq=False):
 
     `architecture` is 90 for sm_90, and `num_units` counts the streaming multiprocessors. Values
     that go into products have the type `element`. With `same_tokens` a row is computed by the same
-    kernels with the same tiles, whatever else is in its step. `call` calls a library's function.
+    kernels with the same tiles, whatever else is in its step. If it `overlaps`, each kernel begins
+    while the one before it ends. `call` calls a library's function.
     """
 
     device: torch.device
@@ -195,6 +198,7 @@ class Gpu(Frozen, eq=False):
     run: Callable[[Launch], None]
     is_interpreted: bool = False
     same_tokens: bool = False
+    overlaps: bool = False
     call: Callable[..., object] = lambda function, *given, **options: function(*given, **options)
 
     def programs(self, per_unit: int) -> int:
@@ -217,6 +221,7 @@ class Gpu(Frozen, eq=False):
         **constants: Any,
     ) -> None:
         """Launch `kernel` on a grid; `constants` are its compile-time arguments by name."""
+        constants["OVERLAPS"] = self.overlaps
         self.run(Launch(kernel, grid, arguments, constants, num_warps, num_stages, may_contract))
 
 
@@ -234,7 +239,8 @@ def listing(
     launches: list[Launch], architecture: int, element: torch.dtype = torch.bfloat16
 ) -> Gpu:
     """Return a GPU that does nothing but append what is launched; its tensors have no memory."""
-    return Gpu(torch.device("meta"), architecture, 132, element, launches.append)
+    device, overlaps = torch.device("meta"), architecture >= OLDEST_OVERLAPPING
+    return Gpu(device, architecture, 132, element, launches.append, overlaps=overlaps)
 
 
 def _type_of(argument: Any) -> str:

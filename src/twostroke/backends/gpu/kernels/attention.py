@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import assembly, numbers_of, scales_at
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.tiles import BLOCK
 from twostroke.core.frozen import Frozen
 
@@ -262,8 +263,9 @@ def _attention(
     VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
     KV: tl.constexpr, SCALES_AT: tl.constexpr, ASSEMBLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     items = frame + tl.load(header + PLACE)
     pairs, tokens = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
@@ -320,8 +322,9 @@ def _attention(
 def _merge(
     header, frame, sums, tops, output,
     PLACE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr, MERGE: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, MERGE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     merges = frame + tl.load(header + PLACE)
     num_work = tl.load(header + PLACE + 1) * HEADS
     dims = tl.arange(0, BLOCK_D)

@@ -20,6 +20,7 @@ from twostroke.backends.gpu.kernels.bytes import (
     scales_at,
     spread,
 )
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.backends.gpu.kernels.rope import turned
 from twostroke.core.frozen import Frozen
@@ -242,8 +243,9 @@ def _store(
     HEADS: tl.constexpr, ROTATED: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
     KV: tl.constexpr, SCALES_AT: tl.constexpr, LEVELS: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     num_rows = tl.load(header)
     is_query = tl.program_id(0) < q_tiles
     dims, more = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_L)[None, :]
@@ -322,7 +324,9 @@ def _attention(
     TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     LEVELS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     DIM: tl.constexpr = ROTATED + LATENT
     # Heads in a tile; Triton 3.5 knows no `min` of constants.
     OF_ROW: tl.constexpr = HEADS if HEADS < BLOCK_M else BLOCK_M  # noqa: FURB136

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.core.frozen import Frozen
 
@@ -88,8 +89,9 @@ def _add_norm(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_OUTPUT: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     num_rows = tl.load(header) * GROUPS
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     if tl.program_id(0) * ROWS >= num_rows:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.overlap import begin
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -45,8 +47,9 @@ def copy(
 @triton.jit
 def _change(
     header, frame, tables,
-    PLACE: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    PLACE: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     pairs = frame + tl.load(header + PLACE)
     count = tl.load(header + PLACE + 1)
     for first in range(tl.program_id(0) * BLOCK, count, NUM_PROGRAMS * BLOCK):
@@ -60,7 +63,9 @@ def _change(
 def _copy(
     header, frame, cache,
     PLACE: tl.constexpr, PAGE_WORDS: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     pairs = frame + tl.load(header + PLACE)
     blocks: tl.constexpr = (PAGE_WORDS + BLOCK - 1) // BLOCK
     count = tl.load(header + PLACE + 1) * blocks

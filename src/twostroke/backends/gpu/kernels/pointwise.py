@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.program import Activation
 
@@ -148,8 +149,9 @@ def _activate(
     up_part_stride,
     GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, FUNCTION: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return
@@ -174,8 +176,9 @@ def _combine(
     header, a, bias, weight, b, output, a_count, a_part_stride, b_count, b_part_stride,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
     SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_B: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return
@@ -197,8 +200,9 @@ def _combine(
 def _take_rows(
     header, x, chosen, results, output,
     WIDTH: tl.constexpr, FACTOR: tl.constexpr, RESULT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.overlap import begin, prefetch
 from twostroke.backends.gpu.kernels.routing import rows_of
 
 if TYPE_CHECKING:
@@ -112,18 +113,23 @@ def _product(
     header, x, weight, output, items, order, shares, part_stride,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, PART_DEPTH: tl.constexpr, ROW_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
-    IS_SHARED: tl.constexpr,
+    IS_SHARED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    part = tl.program_id(1)
+    start = part * PART_DEPTH
+    if OVERLAPS and LINES == 0:
+        own = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), WIDTH - 1)
+        first = tl.minimum(start + tl.arange(0, 4) * 64, DEPTH - 1)
+        prefetch(weight + own.to(tl.int64)[:, None] * DEPTH + first[None, :])
+    begin(OVERLAPS)
     count, rows, x_rows, expert, block = rows_of(header, items, order, BLOCK_M, LINES)
     if count <= 0:
         return
-    part = tl.program_id(1)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     places = tl.arange(0, BLOCK_K)
     is_row, is_column = tl.arange(0, BLOCK_M) < count, columns < WIDTH
     x_at = x + x_rows[:, None] * DEPTH + places[None, :]
     weight_at = weight + (expert * WIDTH + columns)[None, :] * DEPTH + places[:, None]
-    start = part * PART_DEPTH
     end = tl.minimum(start + PART_DEPTH, DEPTH)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(start, end, BLOCK_K):

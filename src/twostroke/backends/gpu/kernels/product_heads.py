@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def _product(
     header, x, matrices, output, count, part_stride,
     X_STRIDE: tl.constexpr, X_HEAD: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     num_rows = tl.load(header)
     first = tl.program_id(2) * BLOCK_M
     if first >= num_rows:

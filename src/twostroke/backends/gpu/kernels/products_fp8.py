@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import e4m3_codes
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.product import FEW_ROWS
 from twostroke.backends.gpu.stored import TILE_INPUTS
 from twostroke.core.frozen import Frozen
@@ -127,7 +128,9 @@ def launch(
 def _round_rows(
     header, x, codes, scales, stride,
     DEPTH: tl.constexpr, PADDED: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     GROUPS: tl.constexpr = BLOCK // 128
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(header):
@@ -170,8 +173,9 @@ def _product_fp8(
     header, x, x_scales, codes, scales, output, stride,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROW_STRIDE: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     TILES: tl.constexpr = (WIDTH + 63) // 64
     BLOCKS_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program, count = tl.program_id(0), tl.load(header)

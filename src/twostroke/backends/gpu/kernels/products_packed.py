@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.overlap import begin, prefetch
 from twostroke.backends.gpu.kernels.packed_codes import (
     codes_of,
     constants,
@@ -168,7 +169,7 @@ def _product_packed(
     IS_SHARED: tl.constexpr, SCALE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
     STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    ASSEMBLY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (DEPTH + 255) // 256
     TILES: tl.constexpr = (WIDTH + 63) // 64
@@ -176,6 +177,12 @@ def _product_packed(
     PER_GROUP: tl.constexpr = GROUP // COLUMNS
     STEP: tl.constexpr = 64 * COLUMNS
     element: tl.constexpr = x.dtype.element_ty
+    if OVERLAPS and LINES == 0 and BLOCK_N == 64:
+        LINES_OF_TILE: tl.constexpr = STEPS * COLUMNS * STEPS
+        line = tl.program_id(1) * (PART_BLOCKS * LINES_OF_TILE) + tl.arange(0, 4 * LINES_OF_TILE)
+        line = tl.minimum(line, BLOCKS * LINES_OF_TILE - 1).to(tl.int64)
+        prefetch(codes + (tl.program_id(0).to(tl.int64) * (BLOCKS * LINES_OF_TILE) + line) * 64)
+    begin(OVERLAPS)
     count, rows, x_rows, expert, column = rows_of(header, items, order, BLOCK_M, LINES)
     if count <= 0:
         return
@@ -229,8 +236,9 @@ def _write_out(
     WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
     STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    ASSEMBLY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     BLOCKS: tl.constexpr = (DEPTH + 255) // 256
     OUTPUTS: tl.constexpr = (WIDTH + 63) // 64 * 64
     HAS_OFFSET: tl.constexpr = OFFSET != "" or SCALES == "k"

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import bounded, rounded, spread
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.core.frozen import Frozen
 
@@ -236,8 +237,9 @@ def _rope(
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
     VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr, KV: tl.constexpr,
     SCALES_AT: tl.constexpr, HAS_BALANCE: tl.constexpr, LEVELS: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     num_rows = tl.load(header)
     tile = tl.program_id(0)
     is_dim = (tl.arange(0, BLOCK_D) < DIM)[None, :]

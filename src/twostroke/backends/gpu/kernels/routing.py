@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.core.frozen import Frozen
 
@@ -233,8 +234,9 @@ def _choose(
     HAS_WANTED: tl.constexpr, HAS_FACTORS: tl.constexpr, NORMALIZE: tl.constexpr,
     IS_SIGMOID: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     num_rows = tl.load(header)
     if tl.program_id(0) * ROWS >= num_rows:
         return
@@ -283,8 +285,10 @@ def _choose(
 def _order(
     header, chosen, counts, items, order,
     USED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write the items and the order of one expert's pairs; the first program counts them all."""
+    begin(OVERLAPS)
     expert = tl.program_id(0)
     num_pairs = tl.load(header) * USED
     experts = tl.arange(0, BLOCK_E)

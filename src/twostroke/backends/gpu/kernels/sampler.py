@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu import sampling
+from twostroke.backends.gpu.kernels.overlap import begin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,7 +253,9 @@ def _penalized(row, x, num_output):
 def _sample(
     logits, rows, lists, results, work,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, ROW_INTS: tl.constexpr, RESULT_INTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     index = tl.program_id(0)
     row = rows + index * ROW_INTS
     result = results + index * RESULT_INTS
@@ -298,7 +301,9 @@ def _sample(
 def _report(
     logits, rows, results,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, ROW_INTS: tl.constexpr, RESULT_INTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     index = tl.program_id(0)
     row = rows + index * ROW_INTS
     result = results + index * RESULT_INTS

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.packed_codes import (
     codes_of,
     constants,
@@ -60,8 +61,9 @@ def _take_packed(
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, FACTOR: tl.constexpr, RESULT_STRIDE: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
     STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    ASSEMBLY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAPS)
     BLOCKS: tl.constexpr = (DEPTH + 255) // 256
     OUTPUTS: tl.constexpr = (WIDTH + 63) // 64 * 64
     STEP: tl.constexpr = 64 * COLUMNS
