@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 import gpu  # noqa: E402
 import gpu_measure  # noqa: E402
 import gpu_models  # noqa: E402
+import gpu_predict  # noqa: E402
 import gpu_rows  # noqa: E402
 from gpu_rows import Row  # noqa: E402
 from twostroke.backends.gpu import backend as module  # noqa: E402
@@ -40,7 +41,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_measure, "_MOST_STEPS", 1)
     monkeypatch.setattr(gpu_rows, "_LEAST_ROWS", 24)
     monkeypatch.setitem(gpu_models._SHAPES, "tiny", (64, 1, 1, 1, 64, 256))
-    monkeypatch.setattr(gpu, "ROWS", ROWS)
+    for one in (gpu, gpu_predict):
+        monkeypatch.setattr(one, "ROWS", ROWS)
     monkeypatch.setattr(gpu, "ORDER", ("right", *ROWS))
     monkeypatch.setattr(gpu, "CHECKS", {"right": lambda: {"differ": 0}})
 

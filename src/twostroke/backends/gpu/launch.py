@@ -39,7 +39,8 @@ class Launch(Frozen, eq=False):
     `arguments` are tensors, which kernels see as pointers to their first value (16-byte aligned),
     and numbers; `constants` are compiled in. A tensor's values lie one after another: kernels get
     no strides that the constants or numbers do not say. With `may_contract` a product and the sum
-    that it is added to may be rounded once.
+    that it is added to may be rounded once. Threads have up to `max_registers`; with 0 the compiler
+    may choose so few that it spills.
     """
 
     kernel: Any
@@ -49,6 +50,7 @@ class Launch(Frozen, eq=False):
     num_warps: int = 4
     num_stages: int = 2
     may_contract: bool = True
+    max_registers: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -58,7 +60,8 @@ class Launch(Frozen, eq=False):
             "num_stages": self.num_stages,
             "enable_fp_fusion": self.may_contract,
         }
-        return found | {"launch_pdl": True} if self.constants.get("OVERLAPS") else found
+        found |= {"maxnreg": self.max_registers} if self.max_registers else {}
+        return found | ({"launch_pdl": True} if self.constants["OVERLAPS"] else {})
 
     @property
     def types(self) -> dict[str, str]:
@@ -169,8 +172,7 @@ class Kernels:
             _trait(argument, is_changing=name in changing)
             for name, argument in zip(kernel.arg_names, launch.arguments, strict=False)
         ]
-        options = launch.num_warps, launch.num_stages, launch.may_contract
-        return id(kernel), *traits, *launch.constants.items(), *options
+        return id(kernel), *traits, *launch.constants.items(), *launch.options.items()
 
 
 def _trait(argument: Any, *, is_changing: bool) -> Any:
@@ -218,11 +220,13 @@ class Gpu(Frozen, eq=False):
         num_warps: int = 4,
         num_stages: int = 2,
         may_contract: bool = True,
+        max_registers: int = 0,
         **constants: Any,
     ) -> None:
         """Launch `kernel` on a grid; `constants` are its compile-time arguments by name."""
         constants["OVERLAPS"] = self.overlaps
-        self.run(Launch(kernel, grid, arguments, constants, num_warps, num_stages, may_contract))
+        options = num_warps, num_stages, may_contract, max_registers
+        self.run(Launch(kernel, grid, arguments, constants, *options))
 
 
 def start(launch: Launch) -> Any:

@@ -48,6 +48,7 @@ def _launch(gpu: Gpu, kernel: Any, logits: Tensor, *others: Tensor) -> None:
         *others,
         num_warps=16,
         may_contract=False,
+        max_registers=128,
         VOCAB=logits.shape[1],
         BLOCK=_BLOCK,
         ROW_INTS=sampling.ROW_INTS,
