@@ -8,6 +8,8 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec.structs import replace
+
 from gpu_models import made_up, program_of, stored_bytes
 from gpu_rows import PAGE, Room
 from twostroke.cache import FORMATS as KV_FORMATS
@@ -96,11 +98,10 @@ class Engines:
 
         tensors, began_s = made_up(program, row.fmt), time.perf_counter()
         self._backend = GpuBackend(
-            *(program, tensors, room.num_pages, PAGE, find()),
+            *(program, tensors, room.num_pages, PAGE, replace(find(), may_overlap=not row.apart)),
             max_rows=room.max_rows,
             kv_format=row.kv,
             same_tokens=row.same_tokens,
-            overlaps=False if row.apart else None,
         )
         self._ready_s = time.perf_counter() - began_s
         self._key, self._room = row.engine, room

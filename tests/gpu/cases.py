@@ -26,6 +26,7 @@ from twostroke.backends.gpu.kernels import (
 )
 from twostroke.backends.gpu.kernels.packed import Packed
 from twostroke.backends.gpu.kernels.parts import Parts
+from twostroke.backends.gpu.kernels.routing import Choice
 from twostroke.backends.gpu.launch import listing
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import route_ints
@@ -160,6 +161,7 @@ def experts(fmt: Format, rows: int, architecture: int, *, same_tokens: bool = Fa
     values = Values(
         _empty(rows, width, dtype=gpu.element),
         (Parts(_empty(rows, count, dtype=torch.float32), count, count), None),
+        Choice(normalize=True),
         _empty(rows * route_ints(used)),
         Parts(_empty(pairs, 2 * ffn, dtype=dtype), 2 * ffn, 2 * ffn),
         _empty(pairs, ffn, dtype=gpu.element),

@@ -19,7 +19,7 @@ from twostroke.backends.gpu.cache import DevicePages
 from twostroke.backends.gpu.drawing import Drawing
 from twostroke.backends.gpu.graphs import Graphs, bucket_of
 from twostroke.backends.gpu.launch import Kernels
-from twostroke.backends.gpu.launch_times import measure
+from twostroke.backends.gpu.launch_times import overlapping
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.plan import Plan
 from twostroke.backends.gpu.ready import prepare
@@ -85,7 +85,6 @@ class GpuBackend:
         piece: int | None = None,
         draws_on_host: bool | None = None,
         same_tokens: bool = False,
-        overlaps: bool | None = None,
         release: Release = lambda _: None,
         progress: Progress = lambda *_: None,
     ) -> None:
@@ -93,9 +92,8 @@ class GpuBackend:
 
         Steps have at most `max_rows` rows, for which all memory is reserved, and return
         `tapped_value` for those that draw. `element` is the type of products' inputs, else that of
-        the weights. With `same_tokens` rows depend on their request alone. Launches overlap where
-        that is measured to be right and not slower, unless `overlaps` chooses. Tokens are drawn on
-        the device, unless its kernels are interpreted, which is slow: `draws_on_host` chooses.
+        the weights. With `same_tokens` rows depend on their request alone. Tokens are drawn on the
+        device, unless its kernels are interpreted, which is slow: `draws_on_host` chooses.
         `release` and `progress` are those of `CpuBackend`.
 
         Raises:
@@ -104,9 +102,7 @@ class GpuBackend:
         """
         chosen = element or (torch.float16 if device.is_interpreted else element_of(tensors))
         self._kernels = Kernels(only_notes=device.is_interpreted)
-        if overlaps is None:
-            overlaps = (times := measure(device)) is not None and times.should_overlap
-        self._gpu = device.gpu(chosen, self._kernels, same_tokens=same_tokens, overlaps=overlaps)
+        self._gpu = overlapping(device, device.gpu(chosen, self._kernels, same_tokens=same_tokens))
         self._program, self._tapped_value = program, tapped_value
         self._lowered = lower(program, [] if tapped_value is None else [tapped_value])
         windows = tuple(group.window for group in program.cache_groups)

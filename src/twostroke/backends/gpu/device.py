@@ -31,14 +31,10 @@ class Device(Frozen, eq=False):
     architecture: int
     num_units: int
     is_interpreted: bool = False
+    may_overlap: bool = True  # its launches
 
     def gpu(
-        self,
-        element: torch.dtype,
-        kernels: Kernels | None = None,
-        *,
-        same_tokens: bool = False,
-        overlaps: bool = False,
+        self, element: torch.dtype, kernels: Kernels | None = None, *, same_tokens: bool = False
     ) -> Gpu:
         """Return it as those see it who launch kernels, for products of a type of values."""
         from twostroke.backends.gpu.launch import Gpu, Kernels
@@ -52,7 +48,6 @@ class Device(Frozen, eq=False):
             kernels.start,
             is_interpreted=self.is_interpreted,
             same_tokens=same_tokens,
-            overlaps=overlaps,
             call=kernels.call,
         )
 

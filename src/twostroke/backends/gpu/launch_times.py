@@ -36,10 +36,13 @@ class LaunchTimes(Frozen):
     apart_s: float
     overlapping_s: float | None
 
-    @property
-    def should_overlap(self) -> bool:
-        """Whether launches that overlap are right, and not slower."""
-        return self.overlapping_s is not None and self.overlapping_s <= self.apart_s
+
+def overlapping(device: Device, gpu: Gpu) -> Gpu:
+    """Return a device's GPU with launches that overlap, where these are right and not slower."""
+    if not device.may_overlap or (times := measure(device)) is None:
+        return gpu
+    is_better = times.overlapping_s is not None and times.overlapping_s <= times.apart_s
+    return replace(gpu, overlaps=is_better)
 
 
 def measure(device: Device) -> LaunchTimes | None:

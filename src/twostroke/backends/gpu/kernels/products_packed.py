@@ -161,6 +161,19 @@ def _inputs(x_at, k, columns, is_row, DEPTH: tl.constexpr):
         return tl.load(x_at + k, is_row[None, :] & (k + columns < DEPTH)[:, None], 0.0)
 
 
+@triton.jit
+def _begin(
+    codes, PART_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Fetch codes of the first four tiles, with so many lines of 64 words each, and begin."""
+    if OVERLAPS and LINES:
+        line = tl.program_id(1) * (PART_BLOCKS * LINES) + tl.arange(0, 4 * LINES)
+        line = tl.minimum(line, BLOCKS * LINES - 1).to(tl.int64)
+        prefetch(codes + (tl.program_id(0).to(tl.int64) * (BLOCKS * LINES) + line) * 64)
+    begin(OVERLAPS)
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def _product_packed(
     header, x, codes, high, scales, offsets, output, items, order, shares, part_stride,
@@ -177,19 +190,13 @@ def _product_packed(
     PER_GROUP: tl.constexpr = GROUP // COLUMNS
     STEP: tl.constexpr = 64 * COLUMNS
     element: tl.constexpr = x.dtype.element_ty
-    if OVERLAPS and LINES == 0 and BLOCK_N == 64:
-        LINES_OF_TILE: tl.constexpr = STEPS * COLUMNS * STEPS
-        line = tl.program_id(1) * (PART_BLOCKS * LINES_OF_TILE) + tl.arange(0, 4 * LINES_OF_TILE)
-        line = tl.minimum(line, BLOCKS * LINES_OF_TILE - 1).to(tl.int64)
-        prefetch(codes + (tl.program_id(0).to(tl.int64) * (BLOCKS * LINES_OF_TILE) + line) * 64)
-    begin(OVERLAPS)
+    _begin(codes, PART_BLOCKS, BLOCKS, 0 if LINES or BLOCK_N > 64 else STEPS * STEP // 64, OVERLAPS)
     count, rows, x_rows, expert, column = rows_of(header, items, order, BLOCK_M, LINES)
     if count <= 0:
         return
-    is_row, part = tl.arange(0, BLOCK_M) < count, tl.program_id(1)
+    is_row, part, columns = tl.arange(0, BLOCK_M) < count, tl.program_id(1), tl.arange(0, COLUMNS)
     outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(outputs // 64, TILES - 1) * 64 + outputs % 64  # the last block may be half
-    columns = tl.arange(0, COLUMNS)
     x_at = x + x_rows[None, :] * DEPTH + columns[:, None]
     tiles = (expert * TILES + own // 64) * BLOCKS
     within = (own % 64 * COLUMNS)[:, None] + columns[None, :]
