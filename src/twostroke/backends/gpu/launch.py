@@ -234,7 +234,8 @@ def listing(
     launches: list[Launch], architecture: int, element: torch.dtype = torch.bfloat16
 ) -> Gpu:
     """Return a GPU that does nothing but append what is launched; its tensors have no memory."""
-    return Gpu(torch.device("meta"), architecture, 132, element, launches.append)
+    given = torch.device("meta"), architecture, 132, element, launches.append
+    return Gpu(*given, call=lambda *_, **__: None)
 
 
 def _type_of(argument: Any) -> str:
