@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 import traceback
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -247,8 +248,13 @@ def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
         launches += sum(len(record.weights) - 1 for record in products)
     if row.is_fp8:
         launches += len(products)  # round their rows
+    written = 0  # bytes of matrices that are read and written
+    if row.is_written_out:
+        launches += len(products)
+        names = [name for record in products for name in record.weights]
+        written = 2 * sum(prod(program.weight_shapes[name]) for name in names)
     floor_s = max(cost.bytes / bandwidth, flops_as_bf16 / peak)
-    step_s = floor_s + launches * _LAUNCH_S
+    step_s = floor_s + written / bandwidth + launches * _LAUNCH_S
     if not row.has_graphs:
         step_s = max(step_s, launches * _EAGER_LAUNCH_S)
     if row.less:
