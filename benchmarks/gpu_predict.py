@@ -26,7 +26,7 @@ _MIX_LAUNCHES: Final = 5
 _FEW_ROWS, _MOST_ROWS = 16, 64  # of packed products; with more a matrix is written out
 _FEW_WEIGHTS_S, _WEIGHTS_S = 4.2e12, 1.75e12  # that these products make from codes in a second
 _DECODE_SHARE, _PREFILL_SHARE = 0.6, 0.3  # of the limits, that attention reaches
-_FP8_SHARE: Final = 0.5  # of twice the matrix rate
+_FP8_SHARE, _LIBRARY_SHARE = 0.5, 0.74  # of twice the matrix rate; our products, cuBLAS's
 
 
 def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _num_launches(row: Row) -> int:
     lowered = lower(program_of(row.model))
     kinds = [type(record) for record in lowered.records]
     more = kinds.count(Attend) + (_MIX_LAUNCHES - 1) * kinds.count(Mix) + 4
-    more += kinds.count(Products) if row.is_fp8 else 0  # that round their rows
+    more += kinds.count(Products) * (row.is_fp8 + row.is_written_out)  # round rows; write out
     return len(kinds) + more
 
 
@@ -97,7 +97,9 @@ def _seconds(row: Row, op: Op, cost: Cost, bandwidth: float, peak: float) -> flo
     if row.fmt == "BF16" or not is_product:
         return at_limit_s
     if row.is_fp8 and isinstance(op, Linear):
-        return max(cost.bytes / bandwidth, cost.flops / (2 * _FP8_SHARE * peak))
+        share = _LIBRARY_SHARE if row.is_written_out else _FP8_SHARE
+        written = cost.flops / row.batch.num_rows if row.is_written_out else 0  # and read
+        return max(cost.bytes / bandwidth, cost.flops / (2 * share * peak)) + written / bandwidth
     if isinstance(op, Logits):
         num_rows, num_weights = row.step.num_streams, op.width * op.in_width
     else:

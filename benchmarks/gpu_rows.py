@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PAGE: Final = 16
 KV: Final = ("int8", "fp8")
 _FP8_ROWS: Final = 64
+_FP8_LIBRARY_ROWS: Final = 1024
 _LEAST_ROWS: Final = 256  # of an engine's steps
 
 
@@ -55,6 +56,11 @@ class Row(Frozen):
         """Whether products with the matrices have twice the matrix rate."""
         is_known = self.fmt.startswith("FP8") and not self.same_tokens
         return is_known and self.batch.num_rows > _FP8_ROWS
+
+    @property
+    def is_written_out(self) -> bool:
+        """Whether E4M3 codes of the matrices are written out for the library."""
+        return self.is_fp8 and self.fmt == "FP8" and self.batch.num_rows >= _FP8_LIBRARY_ROWS
 
     @property
     def tokens(self) -> float:

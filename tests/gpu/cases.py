@@ -117,11 +117,21 @@ def fp8_product(fmt: Format, rows: int, architecture: int) -> Case:
     if not products_fp8.is_for(gpu, rows, weight, output):
         return Case(launches)
     x = _empty(rows, DEPTH, dtype=gpu.element)
-    scratch = _empty(products_fp8.rounded_bytes(rows, DEPTH, weight.layout), dtype=torch.uint8)
+    size = products_fp8.scratch_bytes(gpu, rows, (weight.layout, WIDTH, DEPTH))
+    scratch = _empty(size, dtype=torch.uint8)
     rounded = products_fp8.round_rows(gpu, _empty(4), rows, x, weight.layout, scratch)
     products_fp8.launch(gpu, _empty(4), rows, rounded, weight, output)
     num_bytes = weight.num_bytes + 2 * x.numel() + 2 * output.values.numel()
     return Case(launches, num_bytes, rows * WIDTH * DEPTH)  # twice as fast as in BF16
+
+
+def written_in_rows(architecture: int) -> Case:
+    """Return codes of E4M3 that are written out row after row."""
+    launches: list[Launch] = []
+    weight = _packed(e4m3(DEPTH))
+    output = _empty(WIDTH, DEPTH, dtype=torch.float8_e4m3fn)
+    products_fp8.write_rows(listing(launches, architecture), weight, output)
+    return Case(launches, 2 * output.numel())
 
 
 def written_out(fmt: Format, architecture: int) -> Case:
@@ -302,8 +312,9 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
     **{
         f"{fmt.name} by E4M3 {rows} rows": partial(fp8_product, fmt, rows)
         for fmt in (e4m3(128), e4m3(DEPTH))
-        for rows in (128, 4096)
+        for rows in (128, 512)
     },
+    "E4M3 written in rows": written_in_rows,
     **{
         f"{fmt.name} experts {rows} rows": partial(experts, fmt, rows)
         for fmt in (FORMATS["BF16"], *_FORMATS)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
 
-from cases import CASES  # noqa: E402
+from cases import CASES
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 120])

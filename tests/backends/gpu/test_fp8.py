@@ -13,12 +13,14 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from support.programs import SPEC, random_tensors  # noqa: E402
 from support.published import compressed_config, fp8, write_published  # noqa: E402
+from twostroke.backends.gpu import products  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
 from twostroke.backends.gpu.kernels import products_fp8  # noqa: E402
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
-from twostroke.backends.gpu.launch import interpreted  # noqa: E402
+from twostroke.backends.gpu.launch import interpreted, listing  # noqa: E402
+from twostroke.backends.gpu.stored import layout_of  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402
 from twostroke.measure.divergence import compare  # noqa: E402
 from twostroke.models import build_program  # noqa: E402
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from twostroke.program import Program
 
 TOKENS = [(7 * i * i + 3) % 60 for i in range(75)]
+HAS_LIBRARY = torch.__version__ >= (2, 14)
+needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="needs PyTorch 2.14")
 
 
 def rounded(x: np.ndarray, group: int) -> np.ndarray:
@@ -77,6 +81,64 @@ def test_many_rows_are_rounded_and_multiplied(group: int, depth: int) -> None:
     assert not output[:, :8].any()
 
 
+@needs_library
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_very_many_rows_are_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours that share rounded rows, written out one after the other into one output."""
+    monkeypatch.setattr(products_fp8, "LIBRARY_ROWS", 96)
+    rng, calls, start = np.random.default_rng(7), list[Any](), products_fp8.write_rows
+    monkeypatch.setattr(products_fp8, "write_rows", lambda *x: calls.append(start(*x)))
+    depth, rows = 384, 101
+    widths, groups = (80, 48, 64, 96, 70, 64), (depth, depth, 128, depth, depth, depth)
+    tensors = [
+        QuantTensor.from_floats(rng.standard_normal((width, depth), np.float32), e4m3(group))
+        for width, group in zip(widths, groups, strict=True)
+    ]
+    weights, gpu = [pack(tensor, torch.device("cpu")) for tensor in tensors], interpreted()
+    x = rng.standard_normal((rows, depth)).astype(np.float16)
+    x[:, 3] *= 30
+    x[0] = 0
+    x[2, 7], x[5, 380] = np.nan, np.inf
+    stride = sum(widths) + 10  # 432
+    output = torch.zeros((rows, stride), dtype=torch.float16)
+    header = torch.tensor([rows, 0, 0, 0], dtype=torch.int32)
+    shapes = [(weight.layout, weight.width, depth) for weight in weights]
+    size = max(products_fp8.scratch_bytes(gpu, rows, shape) for shape in shapes)
+    scratch = torch.full((size,), 0x7F, dtype=torch.uint8)
+    given = Parts(output, stride, stride)
+    products.multiply(gpu, header, rows, torch.from_numpy(x), weights, given, scratch=scratch)
+    assert len(calls) == 3
+    first, found = 0, output.numpy()
+    is_finite = np.isfinite(x).all(axis=1)
+    for tensor, width, group in zip(tensors, widths, groups, strict=True):
+        own = found[:, first : first + width]
+        exact = rounded(x[is_finite].astype(np.float32), group) @ tensor.dequantize().T
+        np.testing.assert_allclose(own[is_finite], exact, rtol=2e-3, atol=2e-3)
+        if group == depth and not (width % 16 or first % 8):
+            assert not np.isfinite(own[~is_finite]).any()  # Triton's interpreter has no E4M3 NaN
+        first += width
+    assert not found[:, first:].any()
+
+
+def test_the_library_is_used_where_it_writes_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    layout = layout_of(e4m3(256), 256)
+    assert layout is not None
+
+    def has_matrix(gpu: Gpu, rows: int = 4096, width: int = 4096) -> bool:
+        size = products_fp8.scratch_bytes(gpu, rows, (layout, width, 256))
+        return size > products_fp8.rounded_bytes(rows, 256, layout)
+
+    gpu = listing([], 90)
+    assert has_matrix(gpu)
+    assert not has_matrix(gpu, 1023)
+    assert not has_matrix(gpu, width=4104)
+    assert not has_matrix(replace(gpu, element=torch.float16))
+    assert not any(has_matrix(listing([], architecture)) for architecture in (89, 100, 120))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert not has_matrix(gpu)
+
+
 def test_a_value_that_is_not_a_number_stays_in_its_row() -> None:
     rng = np.random.default_rng(0)
     tensor = QuantTensor.from_floats(rng.standard_normal((64, 256), np.float32), e4m3(128))
@@ -114,14 +176,16 @@ def test_folders_stay_e4m3_and_agree_with_the_reference(tmp_path: Path, kind: st
     assert "E4M3" not in ours.facts.detail, "no matrix was converted"
 
 
-def test_steps_of_many_rows_are_close(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["launch", pytest.param("write_rows", marks=needs_library)])
+def test_steps_of_many_rows_are_close(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     program = build_program(replace(SPEC, num_layers=1, hidden_size=256, ffn_size=256, head_dim=64))
     tensors = fp8_tensors(program)
     right = ReferenceBackend(program, tensors, 1, 128).score(TOKENS)
     given = {"element": torch.float16, "kv_format": "f16", "max_rows": 128}
-    launched = []
-    start = products_fp8.launch
-    monkeypatch.setattr(products_fp8, "launch", lambda *x: launched.append(start(*x)))
+    launched, start = [], getattr(products_fp8, name)
+    monkeypatch.setattr(products_fp8, name, lambda *x: launched.append(start(*x)))
+    if name == "write_rows":
+        monkeypatch.setattr(products_fp8, "LIBRARY_ROWS", 65)
     ours = GpuBackend(program, tensors, 2, 128, find(), **given)
     launched.clear()
     result = compare([(right, ours.score(TOKENS), TOKENS)])

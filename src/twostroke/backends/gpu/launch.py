@@ -243,8 +243,9 @@ def listing(
     launches: list[Launch], architecture: int, element: torch.dtype = torch.bfloat16
 ) -> Gpu:
     """Return a GPU that does nothing but append what is launched; its tensors have no memory."""
-    device, overlaps = torch.device("meta"), architecture >= OLDEST_OVERLAPPING
-    return Gpu(device, architecture, 132, element, launches.append, overlaps=overlaps)
+    given = torch.device("meta"), architecture, 132, element, launches.append
+    overlaps = architecture >= OLDEST_OVERLAPPING
+    return Gpu(*given, overlaps=overlaps, call=lambda *_, **__: None)
 
 
 def _type_of(argument: Any) -> str:

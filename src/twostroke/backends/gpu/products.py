@@ -41,8 +41,7 @@ def _joined(matrices: list[Matrix | None]) -> Iterator[Matrix]:
 def _needed(gpu: Gpu, matrix: Matrix, max_rows: int) -> int:
     layout, width, depth = matrix
     if products_fp8.are_known(gpu, layout):
-        is_used = max_rows > product.FEW_ROWS
-        return products_fp8.rounded_bytes(max_rows, depth, layout) if is_used else 0
+        return products_fp8.scratch_bytes(gpu, max_rows, matrix)
     if gpu.same_tokens or max_rows < products_packed.MANY_ROWS:
         return 0
     size: int = gpu.element.itemsize * width * depth

@@ -2,7 +2,8 @@
 
 Rows of x are rounded to E4M3 in the order in which packed matrices have their inputs, with a scale
 for each row, or for each 128 inputs of it where the matrix has such scales. Sums of 128 inputs come
-from the tensor cores, some of which keep 14 bits; their sums are float32.
+from the tensor cores, some of which keep 14 bits; their sums are float32. With very many rows, a
+matrix whose outputs have one scale each is written out row after row for a product of the library.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from twostroke.backends.gpu.kernels.bytes import e4m3_codes
 from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.product import FEW_ROWS
-from twostroke.backends.gpu.stored import TILE_INPUTS
+from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.packed import Packed
     from twostroke.backends.gpu.kernels.parts import Parts
     from twostroke.backends.gpu.launch import Gpu
-    from twostroke.backends.gpu.stored import Layout
+    from twostroke.backends.gpu.stored import Layout, Matrix
 
+LIBRARY_ROWS: Final = 1024  # from which the library multiplies (ADR 0059)
 _OLDEST: Final = 89
 _GROUP: Final = 128
 _BLOCK_M: Final = 128
@@ -35,11 +37,16 @@ _TOGETHER: Final = 8  # blocks of rows whose programs read the same weights
 
 
 class RoundedRows(Frozen, eq=False):
-    """Rows of E4M3 codes (rows, depth), padded, and scales (groups, rows)."""
+    """Rows of E4M3 codes (rows, depth), padded, and scales (groups, rows).
+
+    Scales are 256 times too small, as those of packed matrices are 256 times too large. `room` is
+    what follows in the scratch, bytes.
+    """
 
     codes: Tensor
     scales: Tensor
     has_row_scales: bool
+    room: Tensor
 
 
 def is_for(gpu: Gpu, num_rows: int, weight: Packed, output: Parts) -> bool:
@@ -53,6 +60,30 @@ def are_known(gpu: Gpu, layout: Layout) -> bool:
     has_scales = layout.has_row_scales or layout.group == _GROUP
     is_known = gpu.architecture >= _OLDEST and not gpu.same_tokens
     return is_known and layout.table == "e4m3" and has_scales
+
+
+def scratch_bytes(gpu: Gpu, num_rows: int, matrix: Matrix) -> int:
+    """Return how many bytes a product needs: rounded rows, perhaps the matrix written out."""
+    layout, width, depth = matrix
+    if num_rows <= FEW_ROWS:
+        return 0
+    size = rounded_bytes(num_rows, depth, layout)
+    if _suits_library(gpu, num_rows, layout, width):
+        size += -(-width // TILE_OUTPUTS) * TILE_OUTPUTS * _shape(num_rows, depth, layout)[0][1]
+    return size
+
+
+def _suits_library(gpu: Gpu, num_rows: int, layout: Layout, width: int) -> bool:
+    """Whether PyTorch multiplies E4M3 with E4M3 by cuBLAS, with a scale for each row.
+
+    On other GPUs and with older CUDA it takes kernels that may ignore the stride of output rows.
+    """
+    if num_rows < LIBRARY_ROWS or not layout.has_row_scales or width % 16:
+        return False
+    if gpu.is_interpreted:
+        return bool(torch.__version__ >= (2, 14))  # older ones know one scale for a matrix
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    return gpu.architecture == 90 and gpu.element == torch.bfloat16 and cuda >= (12, 9)
 
 
 def rounded_bytes(num_rows: int, depth: int, layout: Layout) -> int:
@@ -90,7 +121,7 @@ def round_rows(
         HAS_ROW_SCALES=layout.has_row_scales,
         BLOCK=min(2048, triton.next_power_of_2(padded)),
     )
-    return RoundedRows(codes, scales, layout.has_row_scales)
+    return RoundedRows(codes, scales, layout.has_row_scales, scratch[size:])
 
 
 def launch(
@@ -98,6 +129,10 @@ def launch(
 ) -> None:
     """Write `x @ weight.T` into `output`, for a matrix (width, depth)."""
     assert x.has_row_scales == weight.layout.has_row_scales
+    is_aligned = not (output.row_stride % 8 or output.values.storage_offset() % 8)  # 16 bytes
+    if is_aligned and _suits_library(gpu, num_rows, weight.layout, weight.width):
+        _launch_library(gpu, num_rows, x, weight, output)
+        return
     # With scales of groups, blocks of 128 spill registers but on sm_90.
     may_be_wide = x.has_row_scales or gpu.architecture == 90
     block_n = 128 if num_rows > _WIDE_ROWS and may_be_wide else 64
@@ -124,6 +159,37 @@ def launch(
     )
 
 
+def _launch_library(gpu: Gpu, num_rows: int, x: RoundedRows, weight: Packed, output: Parts) -> None:
+    width, padded = weight.width, x.codes.shape[1]
+    matrix = x.room[: weight.codes.nbytes].view(torch.float8_e4m3fn).view(-1, padded)
+    write_rows(gpu, weight, matrix)
+    gpu.call(
+        torch._scaled_mm,  # noqa: SLF001 - the public one of 2.10 makes its output itself
+        x.codes[:num_rows],
+        matrix[:width].T,
+        scale_a=x.scales.view(-1, 1)[:num_rows],
+        scale_b=weight.scales.view(1, -1)[:, :width],
+        out_dtype=output.values.dtype,
+        out=torch.as_strided(output.values, (num_rows, width), (output.row_stride, 1)),
+        use_fast_accum=False,  # like ours: float32 adds the sums of 128 inputs
+    )
+
+
+def write_rows(gpu: Gpu, weight: Packed, output: Tensor) -> None:
+    """Write E4M3 codes row after row into `output`, (width, depth), both padded to whole tiles.
+
+    A row's inputs stay in the order that tiles have them in.
+    """
+    blocks = output.shape[1] // TILE_INPUTS
+    gpu.launch(
+        _write_rows,
+        (len(output) // TILE_OUTPUTS, blocks),
+        weight.codes,
+        output.view(torch.int16),
+        BLOCKS=blocks,
+    )
+
+
 @triton.jit(do_not_specialize=["stride"])
 def _round_rows(
     header, x, codes, scales, stride,
@@ -147,14 +213,14 @@ def _round_rows(
             b = tl.load(x + k + 32, k + first + 32 < DEPTH, 0.0).to(tl.float32)
             most = tl.maximum(most, tl.maximum(tl.abs(a), tl.abs(b)))
         scale += tl.max(tl.max(most, 1), 0) / 448.0
-        tl.store(scales + row + groups, scale, groups == 0)
+        tl.store(scales + row + groups, scale / 256.0, groups == 0)
     for k in range(0, PADDED, BLOCK):
         a = tl.load(x + k, k + first < DEPTH, 0.0).to(tl.float32)
         b = tl.load(x + k + 32, k + first + 32 < DEPTH, 0.0).to(tl.float32)
         if not HAS_ROW_SCALES:
             scale = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1) / 448.0
             at = k // 128 + groups
-            tl.store(scales + at * stride + row, scale, at < PADDED // 128)
+            tl.store(scales + at * stride + row, scale / 256.0, at < PADDED // 128)
         divisor = tl.where(scale == 0, 1.0, scale)[:, None]
         pair = _code(a / divisor) | _code(b / divisor) << 8
         tl.store(codes + row * (PADDED // 2) + k // 2 + words, pair.to(tl.int16),
@@ -204,7 +270,17 @@ def _product_fp8(
             total += part * x_scale[:, None] * scale[None, :]
     if HAS_ROW_SCALES:
         total *= tl.load(x_scales + rows, is_row, 0.0)[:, None] * tl.load(scales + own)[None, :]
-    total *= 1 / 256  # those of the matrix are as large
     at = output + rows.to(tl.int64)[:, None] * ROW_STRIDE + outputs[None, :]
     is_output = is_row[:, None] & (outputs < WIDTH)[None, :]
     tl.store(at, total.to(output.dtype.element_ty), is_output)
+
+
+@triton.jit
+def _write_rows(codes, output, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr):
+    begin(OVERLAPS)
+    tile, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    outputs, words = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
+    # A tile has 32 words of each of its outputs, then the next 32.
+    codes += (tile * BLOCKS + block) * 8192
+    found = tl.load(codes + words // 32 * 2048 + outputs * 32 + words % 32)
+    tl.store(output + (tile * 64 + outputs) * (BLOCKS * 128) + block * 128 + words, found)
