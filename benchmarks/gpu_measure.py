@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from gpu_models import made_up, program_of, stored_bytes
+from gpu_predict import LAUNCH_S, seconds_of
 from gpu_rows import PAGE, Room
 from twostroke.cache import FORMATS as KV_FORMATS
 from twostroke.core.errors import MemoryLimitError
@@ -167,14 +168,18 @@ def places_of(program: Program, fused: Any) -> dict[str, list[int]]:
 def costs_of(
     row: Row, program: Program, fused: Any, limits: tuple[float, float]
 ) -> dict[str, dict[str, float]]:
-    """Return calls, bytes, FLOPs and the floor of each of `fused`, those of all layers together."""
+    """Return calls, bytes, FLOPs, the floor and a prediction of each of `fused`.
+
+    Those of all layers are together.
+    """
     bandwidth, peak = limits
     cost = CostModel(program, stored_bytes(program, row.fmt), KV_FORMATS[row.kv])
     found = {}
     for name, at in places_of(program, fused).items():
-        sums = []
+        sums, predicted_s = [], len(at) * LAUNCH_S
         for place in at:
             own = [(op, cost.operation(op, row.batch)) for op in fused[place]]
+            predicted_s += sum(seconds_of(row, op, c, *limits) for op, c in own)
             flops = sum(c.flops for _, c in own)
             fast = sum(c.flops for op, c in own if row.is_fp8 and isinstance(op, Linear))
             sums.append((sum(c.bytes for _, c in own), flops, flops - fast / 2))
@@ -184,5 +189,6 @@ def costs_of(
             "bytes": sum(size for size, _, _ in sums),
             "flops": sum(flops for _, flops, _ in sums),
             "floor_us": round(1e6 * floor_s, 2),
+            "predicted_us": round(1e6 * predicted_s, 2),
         }
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_predict import LAUNCH_S
 from twostroke.measure.plots import new_figure, save
 
 if TYPE_CHECKING:
@@ -110,5 +109,5 @@ def _roofline(result: dict[str, Any], path: Path) -> Path:
 
 
 def _seconds(one: dict[str, float]) -> float:
-    """Return what was measured, else the floor and what launches take."""
-    return 1e-6 * one.get("us", one["floor_us"] + 1e6 * LAUNCH_S * one["calls"])
+    """Return what was measured, else what is predicted."""
+    return 1e-6 * one.get("us", one["predicted_us"])

@@ -72,7 +72,7 @@ def _step_s(
 ) -> float:
     """Return how long a step's operations, perhaps those of one kind, should take."""
     return sum(
-        _seconds(row, op, cost.operation(op, row.batch), *limits)
+        seconds_of(row, op, cost.operation(op, row.batch), *limits)
         for op in cost.program.ops
         if kind is None or isinstance(op, kind)
     )
@@ -86,7 +86,7 @@ def _num_launches(row: Row) -> int:
     return len(kinds) + more
 
 
-def _seconds(row: Row, op: Op, cost: Cost, bandwidth: float, peak: float) -> float:
+def seconds_of(row: Row, op: Op, cost: Cost, bandwidth: float, peak: float) -> float:
     """Return how long an operation should take, launches aside."""
     if isinstance(op, Attention):
         few = row.batch.num_rows <= _FEW_ROWS * row.step.num_streams
