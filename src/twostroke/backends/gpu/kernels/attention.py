@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from twostroke.backends.gpu.launch import Gpu
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+LEAST = tl.constexpr(-1e30)  # the top of rows that have seen no token; finite, for differences
 ITEM = (
     8  # numbers: row, rows, table, position, first and last token + 1, slot or -1, slots of a row
 )
@@ -157,7 +160,7 @@ def launch(
         work.sums,
         work.tops,
         num_warps=4 if block_d <= 256 and block_m * block_d <= 8192 else 8,
-        num_stages=3 if block_d <= 128 and not is_narrow else 2,
+        num_stages=2 if is_small or is_narrow or block_d > 128 else 3,
         PLACE=place,
         GROUP=heads.group,
         SCALE=heads.scale,
@@ -195,15 +198,50 @@ def merge(gpu: Gpu, work: Work, place: int, output: Tensor, heads: Heads) -> Non
 
 
 @triton.jit
+def turns_of(num, NUM_PROGRAMS: tl.constexpr):
+    """Return how many of `num` items this program computes."""
+    last = index_of(num // NUM_PROGRAMS, NUM_PROGRAMS)
+    return num // NUM_PROGRAMS + tl.where(last < num, 1, 0)
+
+
+@triton.jit
+def index_of(turn, NUM_PROGRAMS: tl.constexpr):
+    """Return the item that this program computes in a turn.
+
+    Every other turn begins with the last program, so that all have as much to do if items are
+    sorted by size.
+    """
+    own = tl.program_id(0)
+    return turn * NUM_PROGRAMS + tl.where(turn % 2 == 0, own, NUM_PROGRAMS - 1 - own)
+
+
+@triton.jit
+def within_seen(at, first, end):
+    """Return positions; of tokens before the first or after the last one, those of these."""
+    return tl.maximum(tl.minimum(at, end - 1), first)
+
+
+@triton.jit
+def pages_of(table, at, PAGE_SIZE: tl.constexpr):
+    """Return the pages of tokens at positions.
+
+    Loops read those of the next block ahead: then the pipeline has keys and values to wait for,
+    but no pages.
+    """
+    return tl.load(table + (at.to(tl.uint32) // PAGE_SIZE))
+
+
+@triton.jit
 def updated(
-    scores, values, value_scales, is_seen, top, total, mixed, KV: tl.constexpr
+    scores, values, value_scales, top, total, mixed, FACTOR: tl.constexpr, KV: tl.constexpr
 ):  # fmt: skip
-    """Return the sums of rows after a block of tokens more, with such scores and values."""
-    scores = tl.where(is_seen, scores, -float("inf"))
+    """Return the sums of rows after a block of tokens more, with such scores and values.
+
+    A token's share is 2 to the power of FACTOR times its score.
+    """
     new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    shares = tl.exp(scores - base[:, None])
-    shrink = tl.exp(top - base)
+    shares = tl.exp2(scores * FACTOR - (new_top * FACTOR)[:, None])
+    shrink = tl.exp2((top - new_top) * FACTOR)
     mixed *= shrink[:, None]
     total = total * shrink + tl.sum(shares, 1)
     if (
@@ -218,39 +256,28 @@ def updated(
 
 
 @triton.jit
-def _is_seen(places, seen_at, is_token, WINDOW: tl.constexpr):
-    """Return whether the row at each place sees each token, (places, tokens)."""
-    distance = places[:, None] - seen_at[None, :]
-    is_seen = (distance >= 0) & is_token[None, :]
-    if WINDOW:
-        is_seen &= distance < WINDOW
-    return is_seen
-
-
-@triton.jit
 def _stored(
-    cache, scales, table, kv_head, at, is_token,
+    cache, scales, page, within,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return keys (dims, tokens) and values (tokens, dims) at positions, and scales if any."""
+    """Return a head's keys and values (tokens, dims) at places within pages, and scales if any."""
     dims = tl.arange(0, BLOCK_D)
-    is_dim = dims < DIM
-    page = tl.load(table + at // PAGE_SIZE, is_token, 0).to(tl.int64)
-    place = kv_head * PAGE_SIZE + at % PAGE_SIZE
-    stored = cache + page * PAGE_STRIDE + place * DIM
-    is_key = is_token[None, :] & is_dim[:, None]
-    keys = tl.load(stored[None, :] + KEYS_AT + dims[:, None], is_key, 0)
-    is_value = is_token[:, None] & is_dim[None, :]
-    values = tl.load(stored[:, None] + VALUES_AT + dims[None, :], is_value, 0)
-    if KV == "":
-        return keys, values, place, place
+    page = page.to(tl.int64)
+    stored = (cache + dims)[None, :] + (page * PAGE_STRIDE + within * DIM)[:, None]
+    if DIM == BLOCK_D:
+        keys, values = tl.load(stored + KEYS_AT), tl.load(stored + VALUES_AT)
     else:
-        scale = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + place
-        of_keys = scales_at(scale, is_token, KV)
-        of_values = scales_at(scale + KV_HEADS * PAGE_SIZE, is_token, KV)
-        return keys, values, of_keys, of_values
+        is_dim = (dims < DIM)[None, :]
+        keys = tl.load(stored + KEYS_AT, is_dim, 0)
+        values = tl.load(stored + VALUES_AT, is_dim, 0)
+    if KV == "":
+        return keys, values, within, within
+    else:
+        scale = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + within
+        of_keys = scales_at(scale, KV)
+        return keys, values, of_keys, scales_at(scale + KV_HEADS * PAGE_SIZE, KV)
 
 
 @triton.jit
@@ -264,16 +291,17 @@ def _attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
+    FACTOR: tl.constexpr = LOG2_E * (2 * SOFT_CAP if SOFT_CAP > 0 else SCALE)
     items = frame + tl.load(header + PLACE)
     pairs, tokens = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    for index in range(tl.program_id(0), tl.load(header + PLACE + 1) * KV_HEADS, NUM_PROGRAMS):
+    for turn in range(turns_of(tl.load(header + PLACE + 1) * KV_HEADS, NUM_PROGRAMS)):
+        index = index_of(turn, NUM_PROGRAMS)
         kv_head = index % KV_HEADS
         item = items + index // KV_HEADS * ITEM
         row = tl.load(item)
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
-        position = tl.load(item + 3)
-        end = tl.load(item + 5)
+        position, start, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
         slot = tl.load(item + 6)
         within = pairs // GROUP
         head = kv_head * GROUP + pairs % GROUP
@@ -284,27 +312,37 @@ def _attention(
         if cache.dtype.element_ty == tl.float16:
             queries = queries.to(tl.float16)  # or keys and values would go by way of registers
         first = position - WINDOW + 1 if WINDOW else 0
-        top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        # From where to where all rows see everything, and until where each does.
+        all_from = first + tl.load(item + 1) - 1 if WINDOW else 0
+        all_until = tl.minimum(position + 1, end) - BLOCK_N
+        until = tl.minimum(position + within + 1, end)
+        top = tl.full((BLOCK_M,), LEAST, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for block in range(tl.load(item + 4), end, BLOCK_N):
-            seen_at = block + tokens
-            is_token = (seen_at < end) & (seen_at >= first)
+        page = pages_of(table, within_seen(start + tokens, first, end), PAGE_SIZE)
+        for block in range(start, end, BLOCK_N):
             keys, values, key_scales, value_scales = _stored(
-                cache, scales, table, kv_head, seen_at, is_token, KV_HEADS, DIM, PAGE_SIZE,
-                PAGE_STRIDE, KEYS_AT, VALUES_AT, KV, SCALES_AT, BLOCK_D,
+                cache + kv_head * (PAGE_SIZE * DIM), scales + kv_head * PAGE_SIZE, page,
+                within_seen(block + tokens, first, end) & (PAGE_SIZE - 1), KV_HEADS, DIM,
+                PAGE_SIZE, PAGE_STRIDE, KEYS_AT, VALUES_AT, KV, SCALES_AT, BLOCK_D,
             )  # fmt: skip
-            is_seen = _is_seen(position + within, seen_at, is_token, WINDOW)
+            page = pages_of(table, within_seen(block + BLOCK_N + tokens, first, end), PAGE_SIZE)
             keys = numbers_of(keys, queries.dtype, KV, ASSEMBLY)
-            scores = tl.dot(queries, keys, input_precision="ieee") * SCALE
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if KV != "":
                 scores *= key_scales[None, :]
-            if SOFT_CAP > 0:
-                scores = SOFT_CAP * (2 / (1 + tl.exp(-2 * scores / SOFT_CAP)) - 1)
+            if SOFT_CAP > 0:  # tanh(x) is 2 / (1 + exp(-2x)), less 1, which changes no share
+                scores = 1 / (1 + tl.exp2(scores * (-2 * LOG2_E * SCALE / SOFT_CAP)))
+            if (block > all_until) | (block < all_from):
+                seen_at = (block + tokens)[None, :]
+                is_seen = seen_at < until[:, None]
+                if WINDOW:
+                    is_seen &= seen_at >= (first + within)[:, None]
+                scores = tl.where(is_seen, scores, -float("inf"))
             values = numbers_of(values, queries.dtype, KV, ASSEMBLY)
             top, total, mixed = updated(
-                scores, values, value_scales, is_seen, top, total, mixed, KV
-            )
+                scores, values, value_scales, top, total, mixed, FACTOR, KV
+            )  # fmt: skip
         if slot < 0:
             result = mixed / tl.where(total == 0, 1.0, total)[:, None]
             result = result.to(output.dtype.element_ty)
@@ -312,7 +350,7 @@ def _attention(
         else:
             to = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
             tl.store(sums + to[:, None] * DIM + dims[None, :], mixed, is_query)
-            tl.store(tops + to * 2, top, is_pair)
+            tl.store(tops + to * 2, top * FACTOR, is_pair)
             tl.store(tops + to * 2 + 1, total, is_pair)
 
 
@@ -332,7 +370,7 @@ def _merge(
         row = tl.load(entry).to(tl.int64)
         first = tl.load(entry + 1).to(tl.int64)
         count = tl.load(entry + 2)
-        top = -float("inf")
+        top = LEAST + 0.0
         total = 0.0
         mixed = tl.zeros((BLOCK_D,), tl.float32)
         for piece in range(count):
@@ -341,9 +379,8 @@ def _merge(
             piece_total = tl.load(tops + slot * 2 + 1)
             piece_mixed = tl.load(sums + slot * DIM + dims, is_dim, 0.0)
             new_top = tl.maximum(top, piece_top)
-            base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            ours = tl.exp(top - base)
-            theirs = tl.exp(piece_top - base)
+            ours = tl.exp2(top - new_top)
+            theirs = tl.exp2(piece_top - new_top)
             total = total * ours + piece_total * theirs
             mixed = mixed * ours + piece_mixed * theirs
             top = new_top
