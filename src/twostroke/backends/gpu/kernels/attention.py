@@ -143,10 +143,12 @@ def launch(
     num_programs = gpu.programs(4 if is_small else 1)
     is_narrow = not is_small and gpu.architecture not in _WITH_OPERANDS_IN_MEMORY
     block_n = BLOCK if block_d <= 128 and not is_narrow else BLOCK // 2
-    if is_narrow and heads.kv_format and gpu.architecture >= 120:
-        block_n = BLOCK // 4
+    if heads.kv_format and not is_small:
+        block_n = BLOCK // 4 if is_narrow else BLOCK // 2
     if block_d > 256 and gpu.architecture not in {80, *_WITH_OPERANDS_IN_MEMORY}:
         block_n = BLOCK // 4  # others have less shared memory
+    # Few rows: several programs share a multiprocessor and hide that each waits for its block.
+    is_ahead = not is_small and block_d <= (128 if is_narrow else 256)
     gpu.launch(
         _attention,
         (num_programs,),
@@ -160,7 +162,7 @@ def launch(
         work.sums,
         work.tops,
         num_warps=4 if block_d <= 256 and block_m * block_d <= 8192 else 8,
-        num_stages=2 if is_small or is_narrow or block_d > 128 else 3,
+        num_stages=3 if is_ahead else 2,
         PLACE=place,
         GROUP=heads.group,
         SCALE=heads.scale,
@@ -233,39 +235,40 @@ def pages_of(table, at, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def updated(
-    scores, values, value_scales, top, total, mixed, FACTOR: tl.constexpr, KV: tl.constexpr
+    scores, values, value_scales, top, total, mixed, unit, FACTOR: tl.constexpr, KV: tl.constexpr
 ):  # fmt: skip
     """Return the sums of rows after a block of tokens more, with such scores and values.
 
-    A token's share is 2 to the power of FACTOR times its score.
+    A token's share is 2 to the power of FACTOR times its score. `mixed` counts in `unit`s.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
     shares = tl.exp2(scores * FACTOR - (new_top * FACTOR)[:, None])
     shrink = tl.exp2((top - new_top) * FACTOR)
-    mixed *= shrink[:, None]
     total = total * shrink + tl.sum(shares, 1)
-    if (
-        KV != ""
-    ):  # scales relative to the largest: shares times small scales are less than float16 holds
-        largest = tl.max(value_scales, 0)
-        shares *= (value_scales / tl.where(largest == 0, 1.0, largest))[None, :]
-        mixed += tl.dot(shares.to(values.dtype), values, input_precision="ieee") * largest
-    else:
-        mixed = tl.dot(shares.to(values.dtype), values, mixed, input_precision="ieee")
-    return new_top, total, mixed
+    if KV != "":
+        # Shares times small scales are less than float16 holds: scales relative to the largest.
+        # Powers of two round nothing, whatever other rows' tokens are in the block.
+        bits = tl.max(value_scales, 0).to(tl.int32, bitcast=True) & 0x7F800000
+        new_unit = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+        shares *= (value_scales / new_unit)[None, :]
+        shrink *= unit / new_unit
+        unit = new_unit
+    mixed *= shrink[:, None]
+    mixed = tl.dot(shares.to(values.dtype), values, mixed, input_precision="ieee")
+    return new_top, total, mixed, unit
 
 
 @triton.jit
 def _stored(
-    cache, scales, page, within,
+    cache, scales, page, place,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return a head's keys and values (tokens, dims) at places within pages, and scales if any."""
+    """Return keys and values (tokens, dims) at places of a page's heads, and scales if any."""
     dims = tl.arange(0, BLOCK_D)
     page = page.to(tl.int64)
-    stored = (cache + dims)[None, :] + (page * PAGE_STRIDE + within * DIM)[:, None]
+    stored = (cache + dims)[None, :] + (page * PAGE_STRIDE + place * DIM)[:, None]
     if DIM == BLOCK_D:
         keys, values = tl.load(stored + KEYS_AT), tl.load(stored + VALUES_AT)
     else:
@@ -273,11 +276,24 @@ def _stored(
         keys = tl.load(stored + KEYS_AT, is_dim, 0)
         values = tl.load(stored + VALUES_AT, is_dim, 0)
     if KV == "":
-        return keys, values, within, within
+        return keys, values, place, place
     else:
-        scale = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + within
+        scale = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + place
         of_keys = scales_at(scale, KV)
         return keys, values, of_keys, scales_at(scale + KV_HEADS * PAGE_SIZE, KV)
+
+
+@triton.jit
+def _queries_at(
+    item, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return where an item's queries are, (pairs, dims), and which there are."""
+    pairs, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row, head = tl.load(item) + pairs // GROUP, kv_head * GROUP + pairs % GROUP
+    at = row * (HEADS * DIM) + head * DIM
+    is_pair = pairs < tl.load(item + 1) * GROUP
+    return at[:, None] + dims[None, :], is_pair[:, None] & (dims < DIM)[None, :]
 
 
 @triton.jit
@@ -295,20 +311,16 @@ def _attention(
     items = frame + tl.load(header + PLACE)
     pairs, tokens = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    for turn in range(turns_of(tl.load(header + PLACE + 1) * KV_HEADS, NUM_PROGRAMS)):
+    num_turns = turns_of(tl.load(header + PLACE + 1) * KV_HEADS, NUM_PROGRAMS)
+    for turn in tl.range(num_turns, disable_licm=True):
         index = index_of(turn, NUM_PROGRAMS)
         kv_head = index % KV_HEADS
         item = items + index // KV_HEADS * ITEM
-        row = tl.load(item)
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
         position, start, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-        slot = tl.load(item + 6)
         within = pairs // GROUP
-        head = kv_head * GROUP + pairs % GROUP
-        is_pair = within < tl.load(item + 1)
-        at = (row + within) * (HEADS * DIM) + head * DIM
-        is_query = is_pair[:, None] & (dims < DIM)[None, :]
-        queries = tl.load(q + (at[:, None] + dims[None, :]), is_query, 0.0)  # (pairs, dims)
+        at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)
+        queries = tl.load(q + at, is_query, 0.0)  # (pairs, dims)
         if cache.dtype.element_ty == tl.float16:
             queries = queries.to(tl.float16)  # or keys and values would go by way of registers
         first = position - WINDOW + 1 if WINDOW else 0
@@ -319,12 +331,13 @@ def _attention(
         top = tl.full((BLOCK_M,), LEAST, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        unit = 1.0
         page = pages_of(table, within_seen(start + tokens, first, end), PAGE_SIZE)
         for block in range(start, end, BLOCK_N):
+            place = within_seen(block + tokens, first, end) & (PAGE_SIZE - 1)
             keys, values, key_scales, value_scales = _stored(
-                cache + kv_head * (PAGE_SIZE * DIM), scales + kv_head * PAGE_SIZE, page,
-                within_seen(block + tokens, first, end) & (PAGE_SIZE - 1), KV_HEADS, DIM,
-                PAGE_SIZE, PAGE_STRIDE, KEYS_AT, VALUES_AT, KV, SCALES_AT, BLOCK_D,
+                cache, scales, page, kv_head * PAGE_SIZE + place, KV_HEADS, DIM, PAGE_SIZE,
+                PAGE_STRIDE, KEYS_AT, VALUES_AT, KV, SCALES_AT, BLOCK_D,
             )  # fmt: skip
             page = pages_of(table, within_seen(block + BLOCK_N + tokens, first, end), PAGE_SIZE)
             keys = numbers_of(keys, queries.dtype, KV, ASSEMBLY)
@@ -340,15 +353,21 @@ def _attention(
                     is_seen &= seen_at >= (first + within)[:, None]
                 scores = tl.where(is_seen, scores, -float("inf"))
             values = numbers_of(values, queries.dtype, KV, ASSEMBLY)
-            top, total, mixed = updated(
-                scores, values, value_scales, top, total, mixed, FACTOR, KV
+            top, total, mixed, unit = updated(
+                scores, values, value_scales, top, total, mixed, unit, FACTOR, KV
             )  # fmt: skip
+        if KV != "":
+            mixed *= unit
+        # Read again: registers are few in the loop.
+        slot = tl.load(item + 6)
+        at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)
         if slot < 0:
             result = mixed / tl.where(total == 0, 1.0, total)[:, None]
-            result = result.to(output.dtype.element_ty)
-            tl.store(output + (at[:, None] + dims[None, :]), result, is_query)
+            tl.store(output + at, result.to(output.dtype.element_ty), is_query)
         else:
-            to = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
+            to = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS
+            to += kv_head * GROUP + pairs % GROUP
+            is_pair = pairs < tl.load(item + 1) * GROUP
             tl.store(sums + to[:, None] * DIM + dims[None, :], mixed, is_query)
             tl.store(tops + to * 2, top * FACTOR, is_pair)
             tl.store(tops + to * 2 + 1, total, is_pair)

@@ -358,6 +358,7 @@ def _attention(
         top = tl.full((BLOCK_M,), LEAST, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         mixed = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
+        unit = 1.0
         page = pages_of(table, within_seen(start + tokens, 0, end), PAGE_SIZE)
         for block in range(start, end, BLOCK_N):
             keys, values, scale = _stored(
@@ -372,9 +373,11 @@ def _attention(
             if block + BLOCK_N > tl.minimum(position + 1, end):
                 is_seen = (block + tokens)[None, :] < until[:, None]
                 scores = tl.where(is_seen, scores, -float("inf"))
-            top, total, mixed = updated(
-                scores, values, scale, top, total, mixed, SCALE * LOG2_E, KV
+            top, total, mixed, unit = updated(
+                scores, values, scale, top, total, mixed, unit, SCALE * LOG2_E, KV
             )  # fmt: skip
+        if KV != "":
+            mixed *= unit
         mixed = spread(mixed, BLOCK_M, BLOCK_L, LEVELS)
         if slot < 0:
             mixed = mixed / tl.where(total == 0, 1.0, total)[:, None]
