@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.attention import (
-    ITEM,
-    LEAST,
-    LOG2_E,
-    index_of,
-    pages_of,
-    turns_of,
-    updated,
-    within_seen,
-)
+from twostroke.backends.gpu.kernels.attention import ITEM
 from twostroke.backends.gpu.kernels.bytes import (
     assembly,
     bounded,
@@ -31,6 +22,15 @@ from twostroke.backends.gpu.kernels.bytes import (
 )
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.backends.gpu.kernels.rope import turned
+from twostroke.backends.gpu.kernels.token_blocks import (
+    LEAST,
+    LOG2_E,
+    index_of,
+    pages_of,
+    turns_of,
+    updated,
+    within_seen,
+)
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
