@@ -176,6 +176,7 @@ def launch(
         SOFT_CAP=heads.soft_cap,
         **heads.constants,
         ASSEMBLY=assembly(gpu, heads.kv_format),
+        SKIPS_MASKS=not is_small and not is_narrow,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
@@ -244,13 +245,22 @@ def _queries_at(
 
 
 @triton.jit
+def _masked(scores, seen_at, since, until, WINDOW: tl.constexpr):
+    """Return scores without those of tokens that a row does not see."""
+    is_seen = seen_at[None, :] < until[:, None]
+    if WINDOW:
+        is_seen &= seen_at[None, :] >= since[:, None]
+    return tl.where(is_seen, scores, -float("inf"))
+
+
+@triton.jit
 def _attention(
     header, frame, tables, q, cache, scales, output, sums, tops,
     PLACE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
     VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
-    KV: tl.constexpr, SCALES_AT: tl.constexpr, ASSEMBLY: tl.constexpr,
+    KV: tl.constexpr, SCALES_AT: tl.constexpr, ASSEMBLY: tl.constexpr, SKIPS_MASKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
@@ -293,12 +303,10 @@ def _attention(
                 scores *= key_scales[None, :]
             if SOFT_CAP > 0:  # tanh(x) is 2 / (1 + exp(-2x)), less 1, which changes no share
                 scores = 1 / (1 + tl.exp2(scores * (-2 * LOG2_E * SCALE / SOFT_CAP)))
-            if (block > all_until) | (block < all_from):
-                seen_at = (block + tokens)[None, :]
-                is_seen = seen_at < until[:, None]
-                if WINDOW:
-                    is_seen &= seen_at >= (first + within)[:, None]
-                scores = tl.where(is_seen, scores, -float("inf"))
+            if not SKIPS_MASKS:
+                scores = _masked(scores, block + tokens, first + within, until, WINDOW)
+            elif (block > all_until) | (block < all_from):
+                scores = _masked(scores, block + tokens, first + within, until, WINDOW)
             values = numbers_of(values, queries.dtype, KV, ASSEMBLY)
             top, total, mixed, unit = updated(
                 scores, values, value_scales, top, total, mixed, unit, FACTOR, KV

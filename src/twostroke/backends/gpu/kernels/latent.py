@@ -182,7 +182,7 @@ def launch(
         work.sums,
         work.tops,
         num_warps=8,
-        num_stages=3 if block_m == _LEAST_PAIRS else 2,
+        num_stages=2,
         PLACE=place,
         SCALE=heads.scale,
         **_constants(heads),
@@ -370,9 +370,8 @@ def _attention(
             scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee")
             if KV != "":
                 scores *= scale[None, :]
-            if block + BLOCK_N > tl.minimum(position + 1, end):
-                is_seen = (block + tokens)[None, :] < until[:, None]
-                scores = tl.where(is_seen, scores, -float("inf"))
+            is_seen = (block + tokens)[None, :] < until[:, None]
+            scores = tl.where(is_seen, scores, -float("inf"))
             top, total, mixed, unit = updated(
                 scores, values, scale, top, total, mixed, unit, SCALE * LOG2_E, KV
             )  # fmt: skip
