@@ -238,9 +238,9 @@ def _queries_at(
 ):  # fmt: skip
     """Return where an item's queries are, (pairs, dims), and which there are."""
     pairs, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    row, head = tl.load(item) + pairs // GROUP, kv_head * GROUP + pairs % GROUP
-    at = row * (HEADS * DIM) + head * DIM
     is_pair = pairs < tl.load(item + 1) * GROUP
+    pairs += tl.load(item) * GROUP  # first, or quotients would keep registers for all items
+    at = (pairs // GROUP * HEADS + kv_head * GROUP + pairs % GROUP) * DIM
     return at[:, None] + dims[None, :], is_pair[:, None] & (dims < DIM)[None, :]
 
 
@@ -303,7 +303,7 @@ def _attention(
                 scores *= key_scales[None, :]
             if SOFT_CAP > 0:  # tanh(x) is 2 / (1 + exp(-2x)), less 1, which changes no share
                 scores = 1 / (1 + tl.exp2(scores * (-2 * LOG2_E * SCALE / SOFT_CAP)))
-            if not SKIPS_MASKS:
+            if not SKIPS_MASKS:  # noqa: SIM114 - a constant chooses; `or` would make a branch
                 scores = _masked(scores, block + tokens, first + within, until, WINDOW)
             elif (block > all_until) | (block < all_from):
                 scores = _masked(scores, block + tokens, first + within, until, WINDOW)
