@@ -13,10 +13,12 @@ from twostroke.backends.gpu.kernels.token_blocks import (
     LEAST,
     LOG2_E,
     index_of,
+    nothing_seen,
     pages_of,
     turns_of,
     updated,
     within_seen,
+    write,
 )
 from twostroke.backends.gpu.tiles import BLOCK
 from twostroke.core.frozen import Frozen
@@ -265,30 +267,25 @@ def _attention(
     NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
     FACTOR: tl.constexpr = LOG2_E * (2 * SOFT_CAP if SOFT_CAP > 0 else SCALE)
-    items = frame + tl.load(header + PLACE)
     pairs, tokens = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
     num_turns = turns_of(tl.load(header + PLACE + 1) * KV_HEADS, NUM_PROGRAMS)
     for turn in tl.range(num_turns, disable_licm=True):
         index = index_of(turn, NUM_PROGRAMS)
         kv_head = index % KV_HEADS
-        item = items + index // KV_HEADS * ITEM
+        item = frame + tl.load(header + PLACE) + index // KV_HEADS * ITEM
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
         position, start, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-        within = pairs // GROUP
         at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)
         queries = tl.load(q + at, is_query, 0.0)  # (pairs, dims)
         if cache.dtype.element_ty == tl.float16:
             queries = queries.to(tl.float16)  # or keys and values would go by way of registers
+        within, head = pairs // GROUP, kv_head * GROUP + pairs % GROUP
         first = position - WINDOW + 1 if WINDOW else 0
         # From where to where all rows see everything, and until where each does.
         all_from = first + tl.load(item + 1) - 1 if WINDOW else 0
         all_until = tl.minimum(position + 1, end) - BLOCK_N
         until = tl.minimum(position + within + 1, end)
-        top = tl.full((BLOCK_M,), LEAST, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        unit = 1.0
+        top, total, mixed, unit = nothing_seen(BLOCK_M, BLOCK_D)
         page = pages_of(table, within_seen(start + tokens, first, end), PAGE_SIZE)
         for block in range(start, end, BLOCK_N):
             place = within_seen(block + tokens, first, end) & (PAGE_SIZE - 1)
@@ -311,21 +308,14 @@ def _attention(
             top, total, mixed, unit = updated(
                 scores, values, value_scales, top, total, mixed, unit, FACTOR, KV
             )  # fmt: skip
-        if KV != "":
-            mixed *= unit
-        # Read again: registers are few in the loop.
         slot = tl.load(item + 6)
-        at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)
-        if slot < 0:
-            result = mixed / tl.where(total == 0, 1.0, total)[:, None]
-            tl.store(output + at, result.to(output.dtype.element_ty), is_query)
-        else:
-            to = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS
-            to += kv_head * GROUP + pairs % GROUP
-            is_pair = pairs < tl.load(item + 1) * GROUP
-            tl.store(sums + to[:, None] * DIM + dims[None, :], mixed, is_query)
-            tl.store(tops + to * 2, top * FACTOR, is_pair)
-            tl.store(tops + to * 2 + 1, total, is_pair)
+        at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)  # again
+        own = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
+        write(
+            slot, output + at, sums + own[:, None] * DIM + tl.arange(0, BLOCK_D)[None, :],
+            tops + own * 2, is_query, pairs < tl.load(item + 1) * GROUP, top * FACTOR, total,
+            mixed * unit,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -23,13 +23,14 @@ from twostroke.backends.gpu.kernels.bytes import (
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.backends.gpu.kernels.rope import turned
 from twostroke.backends.gpu.kernels.token_blocks import (
-    LEAST,
     LOG2_E,
     index_of,
+    nothing_seen,
     pages_of,
     turns_of,
     updated,
     within_seen,
+    write,
 )
 from twostroke.core.frozen import Frozen
 
@@ -355,10 +356,7 @@ def _attention(
         turned_queries = tl.load(to_turned, is_pair[:, None] & is_dim[None, :], 0.0).to(element)
         queries = tl.load(q + at + ROTATED + more[None, :], inside, 0.0).to(element)
         until = tl.minimum(position + within + 1, end)
-        top = tl.full((BLOCK_M,), LEAST, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        mixed = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
-        unit = 1.0
+        top, total, mixed, unit = nothing_seen(BLOCK_M, BLOCK_L)
         page = pages_of(table, within_seen(start + tokens, 0, end), PAGE_SIZE)
         for block in range(start, end, BLOCK_N):
             keys, values, scale = _stored(
@@ -375,15 +373,10 @@ def _attention(
             top, total, mixed, unit = updated(
                 scores, values, scale, top, total, mixed, unit, SCALE * LOG2_E, KV
             )  # fmt: skip
-        if KV != "":
-            mixed *= unit
-        mixed = spread(mixed, BLOCK_M, BLOCK_L, LEVELS)
-        if slot < 0:
-            mixed = mixed / tl.where(total == 0, 1.0, total)[:, None]
-            to = output + at + ROTATED + more[None, :]
-            tl.store(to, mixed.to(output.dtype.element_ty), inside)
-        else:
-            own = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
-            tl.store(sums + own[:, None] * DIM + ROTATED + more[None, :], mixed, inside)
-            tl.store(tops + own * 2, top * (SCALE * LOG2_E), is_pair)
-            tl.store(tops + own * 2 + 1, total, is_pair)
+        mixed = spread(mixed * unit, BLOCK_M, BLOCK_L, LEVELS)
+        own = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
+        write(
+            slot, output + at + ROTATED + more[None, :],
+            sums + own[:, None] * DIM + ROTATED + more[None, :], tops + own * 2, inside, is_pair,
+            top * (SCALE * LOG2_E), total, mixed,
+        )  # fmt: skip

@@ -50,6 +50,13 @@ def pages_of(table, at, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def nothing_seen(NUM: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the sums of rows before a block of tokens, as `updated` does."""
+    total = tl.zeros((NUM,), tl.float32)
+    return total + LEAST, total, tl.zeros((NUM, WIDTH), tl.float32), 1.0
+
+
+@triton.jit
 def updated(
     scores, values, value_scales, top, total, mixed, unit, FACTOR: tl.constexpr, KV: tl.constexpr
 ):  # fmt: skip
@@ -73,3 +80,15 @@ def updated(
     mixed *= shrink[:, None]
     mixed = tl.dot(shares.to(values.dtype), values, mixed, input_precision="ieee")
     return new_top, total, mixed, unit
+
+
+@triton.jit
+def write(slot, output, sums, tops, inside, is_pair, top, total, mixed):
+    """Write results to `output`, or the sums of a piece, which has a slot, for the merge."""
+    if slot < 0:
+        result = mixed / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(output, result.to(output.dtype.element_ty), inside)
+    else:
+        tl.store(sums, mixed, inside)
+        tl.store(tops, top, is_pair)
+        tl.store(tops + 1, total, is_pair)
