@@ -51,7 +51,7 @@ def attend(heads: Heads, q: Any, keys: Any, values: Any, position: int) -> Any:
 @pytest.mark.seeds(4)
 def test_attention_equals_its_twin(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    window, cap = [(None, 0.0), (40, 0.0), (None, 5.0), (9, 2.0)][seed % 4]
+    window, cap = [(None, 0.0), (140, 0.0), (None, 5.0), (9, 2.0)][seed % 4]
     heads, dtype = heads_of(rng, window, cap), (torch.float16, torch.float32)[seed % 2]
     counts = [1, 3, 20, 1, 17 + seed]
     starts = [int(rng.integers(0, 150)) for _ in counts]
@@ -120,6 +120,14 @@ def test_pieces_depend_on_the_context_alone() -> None:
         assert len(own) <= MOST_PIECES
         assert own[0, 4] == 0
         assert own[-1, 5] == position + 1
+
+
+def test_tiles_of_long_contexts_come_first() -> None:
+    slices = np.array([[0, 200, 0, 0], [200, 30, 900, 1]], np.int32)
+    (items,) = divide(slices, Tiling(None, 4, 32), 10_000)
+    sizes = items.large[:, 5] - items.large[:, 4]
+    assert sizes[0] == 930
+    assert (np.diff(sizes) <= 0).all()
 
 
 def test_pieces_for_which_there_are_no_slots_come_in_another_pass() -> None:

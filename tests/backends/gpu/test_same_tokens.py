@@ -114,11 +114,16 @@ def test_a_row_of_other_attention_is_the_same_in_all_steps(name: str) -> None:
     check_rows(PROGRAMS[name], "F16")
 
 
-def check_rows(program: Program, fmt: str) -> None:
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+def test_a_row_over_pages_in_eight_bits_is_the_same_in_all_steps(kv_format: str) -> None:
+    check_rows(build_program(replace(SPEC, num_layers=2)), "F16", kv_format)
+
+
+def check_rows(program: Program, fmt: str, kv_format: str = "f16") -> None:
     tensors = random_tensors(program, fmt, fmt)
 
     def make(*, same_tokens: bool) -> GpuBackend:
-        given = {"piece": 32, "max_rows": 128, "same_tokens": same_tokens}
+        given = {"piece": 32, "max_rows": 128, "same_tokens": same_tokens, "kv_format": kv_format}
         num_pages = 27 * len(program.cache_groups)
         return GpuBackend(program, tensors, num_pages, 16, find(), **given)
 

@@ -52,6 +52,8 @@ def divide(slices: Ints, tiling: Tiling, most_slots: int) -> list[Items]:
     small = _tiles(_apart(slices[is_few], tiling), tiling.small_rows)
     large = _tiles(slices[~is_few], tiling.large_rows)
     start, end = _seen(large, tiling)
+    longest = np.argsort(start - end, kind="stable")  # first: short ones make up for differences
+    large, start, end = large[longest], start[longest], end[longest]
     whole = np.full(len(large), -1, np.int32)
     large_items = np.stack(
         [*(large[:, i] for i in (0, 1, 3, 2)), start, end, whole, np.zeros_like(whole)], axis=1

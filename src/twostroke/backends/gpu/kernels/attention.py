@@ -10,6 +10,17 @@ import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import assembly, numbers_of, scales_at
 from twostroke.backends.gpu.kernels.overlap import begin
+from twostroke.backends.gpu.kernels.token_blocks import (
+    LEAST,
+    LOG2_E,
+    index_of,
+    nothing_seen,
+    pages_of,
+    turns_of,
+    updated,
+    within_seen,
+    write,
+)
 from twostroke.backends.gpu.tiles import BLOCK
 from twostroke.core.frozen import Frozen
 
@@ -141,10 +152,12 @@ def launch(
     num_programs = gpu.programs(4 if is_small else 1)
     is_narrow = not is_small and gpu.architecture not in _WITH_OPERANDS_IN_MEMORY
     block_n = BLOCK if block_d <= 128 and not is_narrow else BLOCK // 2
-    if is_narrow and heads.kv_format and gpu.architecture >= 120:
-        block_n = BLOCK // 4
+    if heads.kv_format and not is_small:
+        block_n = BLOCK // 4 if is_narrow else BLOCK // 2
     if block_d > 256 and gpu.architecture not in {80, *_WITH_OPERANDS_IN_MEMORY}:
         block_n = BLOCK // 4  # others have less shared memory
+    # Few rows: several programs share a multiprocessor and hide that each waits for its block.
+    is_ahead = not is_small and block_d <= (128 if is_narrow else 256)
     gpu.launch(
         _attention,
         (num_programs,),
@@ -158,7 +171,7 @@ def launch(
         work.sums,
         work.tops,
         num_warps=4 if block_d <= 256 and block_m * block_d <= 8192 else 8,
-        num_stages=3 if block_d <= 128 and not is_narrow else 2,
+        num_stages=3 if is_ahead else 2,
         PLACE=place,
         GROUP=heads.group,
         SCALE=heads.scale,
@@ -166,6 +179,7 @@ def launch(
         SOFT_CAP=heads.soft_cap,
         **heads.constants,
         ASSEMBLY=assembly(gpu, heads.kv_format),
+        SKIPS_MASKS=not is_small and not is_narrow,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
@@ -196,126 +210,113 @@ def merge(gpu: Gpu, work: Work, place: int, output: Tensor, heads: Heads) -> Non
 
 
 @triton.jit
-def updated(
-    scores, values, value_scales, is_seen, top, total, mixed, KV: tl.constexpr
-):  # fmt: skip
-    """Return the sums of rows after a block of tokens more, with such scores and values."""
-    scores = tl.where(is_seen, scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    shares = tl.exp(scores - base[:, None])
-    shrink = tl.exp(top - base)
-    mixed *= shrink[:, None]
-    total = total * shrink + tl.sum(shares, 1)
-    if (
-        KV != ""
-    ):  # scales relative to the largest: shares times small scales are less than float16 holds
-        largest = tl.max(value_scales, 0)
-        shares *= (value_scales / tl.where(largest == 0, 1.0, largest))[None, :]
-        mixed += tl.dot(shares.to(values.dtype), values, input_precision="ieee") * largest
-    else:
-        mixed = tl.dot(shares.to(values.dtype), values, mixed, input_precision="ieee")
-    return new_top, total, mixed
-
-
-@triton.jit
-def _is_seen(places, seen_at, is_token, WINDOW: tl.constexpr):
-    """Return whether the row at each place sees each token, (places, tokens)."""
-    distance = places[:, None] - seen_at[None, :]
-    is_seen = (distance >= 0) & is_token[None, :]
-    if WINDOW:
-        is_seen &= distance < WINDOW
-    return is_seen
-
-
-@triton.jit
 def _stored(
-    cache, scales, table, kv_head, at, is_token,
+    cache, scales, page, place,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return keys (dims, tokens) and values (tokens, dims) at positions, and scales if any."""
+    """Return keys and values (tokens, dims) at places of a page's heads, and scales if any."""
     dims = tl.arange(0, BLOCK_D)
-    is_dim = dims < DIM
-    page = tl.load(table + at // PAGE_SIZE, is_token, 0).to(tl.int64)
-    place = kv_head * PAGE_SIZE + at % PAGE_SIZE
-    stored = cache + page * PAGE_STRIDE + place * DIM
-    is_key = is_token[None, :] & is_dim[:, None]
-    keys = tl.load(stored[None, :] + KEYS_AT + dims[:, None], is_key, 0)
-    is_value = is_token[:, None] & is_dim[None, :]
-    values = tl.load(stored[:, None] + VALUES_AT + dims[None, :], is_value, 0)
+    page = page.to(tl.int64)
+    stored = (cache + dims)[None, :] + (page * PAGE_STRIDE + place * DIM)[:, None]
+    if DIM == BLOCK_D:
+        keys, values = tl.load(stored + KEYS_AT), tl.load(stored + VALUES_AT)
+    else:
+        is_dim = (dims < DIM)[None, :]
+        keys = tl.load(stored + KEYS_AT, is_dim, 0)
+        values = tl.load(stored + VALUES_AT, is_dim, 0)
     if KV == "":
         return keys, values, place, place
     else:
         scale = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + place
-        of_keys = scales_at(scale, is_token, KV)
-        of_values = scales_at(scale + KV_HEADS * PAGE_SIZE, is_token, KV)
-        return keys, values, of_keys, of_values
+        of_keys = scales_at(scale, KV)
+        return keys, values, of_keys, scales_at(scale + KV_HEADS * PAGE_SIZE, KV)
+
+
+@triton.jit
+def _queries_at(
+    item, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return where an item's queries are, (pairs, dims), and which there are."""
+    pairs, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    is_pair = pairs < tl.load(item + 1) * GROUP
+    pairs += tl.load(item) * GROUP  # first, or quotients would keep registers for all items
+    at = (pairs // GROUP * HEADS + kv_head * GROUP + pairs % GROUP) * DIM
+    return at[:, None] + dims[None, :], is_pair[:, None] & (dims < DIM)[None, :]
+
+
+@triton.jit
+def _masked(scores, seen_at, since, until, WINDOW: tl.constexpr):
+    """Return scores without those of tokens that a row does not see."""
+    is_seen = seen_at[None, :] < until[:, None]
+    if WINDOW:
+        is_seen &= seen_at[None, :] >= since[:, None]
+    return tl.where(is_seen, scores, -float("inf"))
 
 
 @triton.jit
 def _attention(
-    header, frame, tables, q, cache, scales, output, sums, tops,
-    PLACE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr,
-    VALUES_AT: tl.constexpr, TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr,
-    KV: tl.constexpr, SCALES_AT: tl.constexpr, ASSEMBLY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr, OVERLAPS: tl.constexpr,
+    header, frame, tables, q, cache, scales, output, sums, tops, PLACE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
+    ASSEMBLY: tl.constexpr, SKIPS_MASKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAPS)
-    items = frame + tl.load(header + PLACE)
+    FACTOR: tl.constexpr = LOG2_E * (2 * SOFT_CAP if SOFT_CAP > 0 else SCALE)
     pairs, tokens = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
-    for index in range(tl.program_id(0), tl.load(header + PLACE + 1) * KV_HEADS, NUM_PROGRAMS):
+    num_turns = turns_of(tl.load(header + PLACE + 1) * KV_HEADS, NUM_PROGRAMS)
+    for turn in tl.range(num_turns, disable_licm=True):
+        index = index_of(turn, NUM_PROGRAMS)
         kv_head = index % KV_HEADS
-        item = items + index // KV_HEADS * ITEM
-        row = tl.load(item)
+        item = frame + tl.load(header + PLACE) + index // KV_HEADS * ITEM
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
-        position = tl.load(item + 3)
-        end = tl.load(item + 5)
-        slot = tl.load(item + 6)
-        within = pairs // GROUP
-        head = kv_head * GROUP + pairs % GROUP
-        is_pair = within < tl.load(item + 1)
-        at = (row + within) * (HEADS * DIM) + head * DIM
-        is_query = is_pair[:, None] & (dims < DIM)[None, :]
-        queries = tl.load(q + (at[:, None] + dims[None, :]), is_query, 0.0)  # (pairs, dims)
+        position, start, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+        at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)
+        queries = tl.load(q + at, is_query, 0.0)  # (pairs, dims)
         if cache.dtype.element_ty == tl.float16:
             queries = queries.to(tl.float16)  # or keys and values would go by way of registers
+        within, head = pairs // GROUP, kv_head * GROUP + pairs % GROUP
         first = position - WINDOW + 1 if WINDOW else 0
-        top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for block in range(tl.load(item + 4), end, BLOCK_N):
-            seen_at = block + tokens
-            is_token = (seen_at < end) & (seen_at >= first)
+        # From where to where all rows see everything, and until where each does.
+        all_from = first + tl.load(item + 1) - 1 if WINDOW else 0
+        all_until = tl.minimum(position + 1, end) - BLOCK_N
+        until = tl.minimum(position + within + 1, end)
+        top, total, mixed, unit = nothing_seen(BLOCK_M, BLOCK_D)
+        page = pages_of(table, within_seen(start + tokens, first, end), PAGE_SIZE)
+        for block in range(start, end, BLOCK_N):
+            place = within_seen(block + tokens, first, end) & (PAGE_SIZE - 1)
             keys, values, key_scales, value_scales = _stored(
-                cache, scales, table, kv_head, seen_at, is_token, KV_HEADS, DIM, PAGE_SIZE,
+                cache, scales, page, kv_head * PAGE_SIZE + place, KV_HEADS, DIM, PAGE_SIZE,
                 PAGE_STRIDE, KEYS_AT, VALUES_AT, KV, SCALES_AT, BLOCK_D,
             )  # fmt: skip
-            is_seen = _is_seen(position + within, seen_at, is_token, WINDOW)
+            page = pages_of(table, within_seen(block + BLOCK_N + tokens, first, end), PAGE_SIZE)
             keys = numbers_of(keys, queries.dtype, KV, ASSEMBLY)
-            scores = tl.dot(queries, keys, input_precision="ieee") * SCALE
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if KV != "":
                 scores *= key_scales[None, :]
-            if SOFT_CAP > 0:
-                scores = SOFT_CAP * (2 / (1 + tl.exp(-2 * scores / SOFT_CAP)) - 1)
+            if SOFT_CAP > 0:  # tanh(x) is 2 / (1 + exp(-2x)), less 1, which changes no share
+                scores = 1 / (1 + tl.exp2(scores * (-2 * LOG2_E * SCALE / SOFT_CAP)))
+            if not SKIPS_MASKS:  # noqa: SIM114 - a constant chooses; `or` would make a branch
+                scores = _masked(scores, block + tokens, first + within, until, WINDOW)
+            elif (block > all_until) | (block < all_from):
+                scores = _masked(scores, block + tokens, first + within, until, WINDOW)
             values = numbers_of(values, queries.dtype, KV, ASSEMBLY)
-            top, total, mixed = updated(
-                scores, values, value_scales, is_seen, top, total, mixed, KV
-            )
-        if slot < 0:
-            result = mixed / tl.where(total == 0, 1.0, total)[:, None]
-            result = result.to(output.dtype.element_ty)
-            tl.store(output + (at[:, None] + dims[None, :]), result, is_query)
-        else:
-            to = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
-            tl.store(sums + to[:, None] * DIM + dims[None, :], mixed, is_query)
-            tl.store(tops + to * 2, top, is_pair)
-            tl.store(tops + to * 2 + 1, total, is_pair)
+            top, total, mixed, unit = updated(
+                scores, values, value_scales, top, total, mixed, unit, FACTOR, KV
+            )  # fmt: skip
+        slot = tl.load(item + 6)
+        at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)  # again
+        own = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
+        write(
+            slot, output + at, sums + own[:, None] * DIM + tl.arange(0, BLOCK_D)[None, :],
+            tops + own * 2, is_query, pairs < tl.load(item + 1) * GROUP, top * FACTOR, total,
+            mixed * unit,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -335,7 +336,7 @@ def _merge(
         row = tl.load(entry).to(tl.int64)
         first = tl.load(entry + 1).to(tl.int64)
         count = tl.load(entry + 2)
-        top = -float("inf")
+        top = LEAST + 0.0
         total = 0.0
         mixed = tl.zeros((BLOCK_D,), tl.float32)
         for piece in range(count):
@@ -344,9 +345,8 @@ def _merge(
             piece_total = tl.load(tops + slot * 2 + 1)
             piece_mixed = tl.load(sums + slot * DIM + dims, is_dim, 0.0)
             new_top = tl.maximum(top, piece_top)
-            base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            ours = tl.exp(top - base)
-            theirs = tl.exp(piece_top - base)
+            ours = tl.exp2(top - new_top)
+            theirs = tl.exp2(piece_top - new_top)
             total = total * ours + piece_total * theirs
             mixed = mixed * ours + piece_mixed * theirs
             top = new_top

@@ -104,7 +104,7 @@ def e4m3_numbers(codes, element: tl.constexpr):
 
 
 @triton.jit
-def scales_at(at, inside, KV: tl.constexpr):
+def scales_at(at, KV: tl.constexpr):
     """Return what the numbers of heads are multiplied by, float32."""
-    scale = tl.load(at, inside, 0.0).to(tl.float32)
+    scale = tl.load(at).to(tl.float32)
     return scale * 256 if KV == "fp8" else scale

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.attention import ITEM, updated
+from twostroke.backends.gpu.kernels.attention import ITEM
 from twostroke.backends.gpu.kernels.bytes import (
     assembly,
     bounded,
@@ -23,6 +23,16 @@ from twostroke.backends.gpu.kernels.bytes import (
 from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.parts import Parts, sum_parts
 from twostroke.backends.gpu.kernels.rope import turned
+from twostroke.backends.gpu.kernels.token_blocks import (
+    LOG2_E,
+    index_of,
+    nothing_seen,
+    pages_of,
+    turns_of,
+    updated,
+    within_seen,
+    write,
+)
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -174,7 +184,7 @@ def launch(
         work.sums,
         work.tops,
         num_warps=8,
-        num_stages=3 if block_m == _LEAST_PAIRS else 2,
+        num_stages=2,
         PLACE=place,
         SCALE=heads.scale,
         **_constants(heads),
@@ -294,37 +304,32 @@ def _store(
 
 @triton.jit
 def _stored(
-    cache, scales, table, at, is_token, is_dim, is_more, element: tl.constexpr,
-    ROTATED: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr, ASSEMBLY: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
+    cache, scales, page, within, element: tl.constexpr, ROTATED: tl.constexpr,
+    LATENT: tl.constexpr, PAGE_STRIDE: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
+    ASSEMBLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Return rotated keys (dims, tokens), latent vectors (tokens, dims), and scales if any."""
-    page = tl.load(table + at // PAGE_SIZE, is_token, 0).to(tl.int64)
-    place = at % PAGE_SIZE
-    stored = cache + page * PAGE_STRIDE + place * (ROTATED + LATENT)
-    dims, more = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_L)
-    keys = tl.load(stored[None, :] + dims[:, None], is_token[None, :] & is_dim[:, None], 0)
-    inside = is_token[:, None] & is_more[None, :]
-    values = tl.load(stored[:, None] + ROTATED + more[None, :], inside, 0)
+    """Return rotated keys and latent vectors (tokens, dims) within pages, and scales if any."""
+    page = page.to(tl.int64)
+    stored = (cache + page * PAGE_STRIDE + within * (ROTATED + LATENT))[:, None]
+    dims, more = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_L)[None, :]
+    keys = tl.load(stored + dims, dims < ROTATED, 0)
+    values = tl.load(stored + ROTATED + more, more < LATENT, 0)
     keys = numbers_of(keys, element, KV, ASSEMBLY)
     values = numbers_of(values, element, KV, ASSEMBLY)
     if KV == "":
-        return keys, values, place
+        return keys, values, within
     else:
-        scale_at = scales + page * (PAGE_STRIDE // 2) + SCALES_AT + place
-        return keys, values, scales_at(scale_at, is_token, KV)
+        return keys, values, scales_at(scales + page * (PAGE_STRIDE // 2) + SCALES_AT + within, KV)
 
 
 @triton.jit
 def _attention(
-    header, frame, tables, q, cache, scales, output, sums, tops,
-    PLACE: tl.constexpr, HEADS: tl.constexpr, ROTATED: tl.constexpr, LATENT: tl.constexpr,
-    SCALE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-    TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
-    LEVELS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    header, frame, tables, q, cache, scales, output, sums, tops, PLACE: tl.constexpr,
+    HEADS: tl.constexpr, ROTATED: tl.constexpr, LATENT: tl.constexpr, SCALE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
+    GROUP_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr, LEVELS: tl.constexpr,
+    ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAPS)
     DIM: tl.constexpr = ROTATED + LATENT
@@ -338,12 +343,12 @@ def _attention(
     pairs, tokens = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     dims, more = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_L)
     is_dim, is_more = dims < ROTATED, more < LATENT
-    for index in range(tl.program_id(0), tl.load(header + PLACE + 1) * TILES, NUM_PROGRAMS):
+    for turn in range(turns_of(tl.load(header + PLACE + 1) * TILES, NUM_PROGRAMS)):
+        index = index_of(turn, NUM_PROGRAMS)
         item = items + index // TILES * ITEM
         row = tl.load(item)
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
-        position = tl.load(item + 3)
-        end = tl.load(item + 5)
+        position, start, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
         slot = tl.load(item + 6)
         within = pairs // OF_ROW
         head = index % TILES * OF_ROW + pairs % OF_ROW
@@ -353,29 +358,28 @@ def _attention(
         to_turned = q + at + dims[None, :]
         turned_queries = tl.load(to_turned, is_pair[:, None] & is_dim[None, :], 0.0).to(element)
         queries = tl.load(q + at + ROTATED + more[None, :], inside, 0.0).to(element)
-        top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        mixed = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
-        for block in range(tl.load(item + 4), end, BLOCK_N):
-            seen_at = block + tokens
-            is_token = seen_at < end
+        until = tl.minimum(position + within + 1, end)
+        top, total, mixed, unit = nothing_seen(BLOCK_M, BLOCK_L)
+        page = pages_of(table, within_seen(start + tokens, 0, end), PAGE_SIZE)
+        for block in range(start, end, BLOCK_N):
             keys, values, scale = _stored(
-                cache, scales, table, seen_at, is_token, is_dim, is_more, element, ROTATED, LATENT,
-                PAGE_SIZE, PAGE_STRIDE, KV, SCALES_AT, ASSEMBLY, BLOCK_R, BLOCK_L,
+                cache, scales, page, within_seen(block + tokens, 0, end) & (PAGE_SIZE - 1),
+                element, ROTATED, LATENT, PAGE_STRIDE, KV, SCALES_AT, ASSEMBLY, BLOCK_R, BLOCK_L,
             )  # fmt: skip
-            scores = tl.dot(turned_queries, keys, input_precision="ieee")
-            scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee") * SCALE
+            page = pages_of(table, within_seen(block + BLOCK_N + tokens, 0, end), PAGE_SIZE)
+            scores = tl.dot(turned_queries, tl.trans(keys), input_precision="ieee")
+            scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee")
             if KV != "":
                 scores *= scale[None, :]
-            is_seen = (position + within[:, None] >= seen_at[None, :]) & is_token[None, :]
-            top, total, mixed = updated(scores, values, scale, is_seen, top, total, mixed, KV)
-        mixed = spread(mixed, BLOCK_M, BLOCK_L, LEVELS)
-        if slot < 0:
-            mixed = mixed / tl.where(total == 0, 1.0, total)[:, None]
-            to = output + at + ROTATED + more[None, :]
-            tl.store(to, mixed.to(output.dtype.element_ty), inside)
-        else:
-            own = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
-            tl.store(sums + own[:, None] * DIM + ROTATED + more[None, :], mixed, inside)
-            tl.store(tops + own * 2, top, is_pair)
-            tl.store(tops + own * 2 + 1, total, is_pair)
+            is_seen = (block + tokens)[None, :] < until[:, None]
+            scores = tl.where(is_seen, scores, -float("inf"))
+            top, total, mixed, unit = updated(
+                scores, values, scale, top, total, mixed, unit, SCALE * LOG2_E, KV
+            )  # fmt: skip
+        mixed = spread(mixed * unit, BLOCK_M, BLOCK_L, LEVELS)
+        own = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head
+        write(
+            slot, output + at + ROTATED + more[None, :],
+            sums + own[:, None] * DIM + ROTATED + more[None, :], tops + own * 2, inside, is_pair,
+            top * (SCALE * LOG2_E), total, mixed,
+        )  # fmt: skip
