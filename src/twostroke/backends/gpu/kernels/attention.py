@@ -235,15 +235,26 @@ def _stored(
 
 
 @triton.jit
+def _pairs_of(item, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the row within an item, and the head, of each of its pairs.
+
+    They are computed from the item's row, or quotients would keep registers for all items.
+    """
+    row = tl.load(item)
+    pairs = tl.arange(0, BLOCK_M) + row * GROUP
+    return pairs // GROUP - row, kv_head * GROUP + pairs % GROUP
+
+
+@triton.jit
 def _queries_at(
     item, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Return where an item's queries are, (pairs, dims), and which there are."""
-    pairs, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    is_pair = pairs < tl.load(item + 1) * GROUP
-    pairs += tl.load(item) * GROUP  # first, or quotients would keep registers for all items
-    at = (pairs // GROUP * HEADS + kv_head * GROUP + pairs % GROUP) * DIM
+    dims = tl.arange(0, BLOCK_D)
+    within, head = _pairs_of(item, kv_head, GROUP, BLOCK_M)
+    at = (tl.load(item) + within) * (HEADS * DIM) + head * DIM
+    is_pair = tl.arange(0, BLOCK_M) < tl.load(item + 1) * GROUP
     return at[:, None] + dims[None, :], is_pair[:, None] & (dims < DIM)[None, :]
 
 
@@ -280,7 +291,7 @@ def _attention(
         queries = tl.load(q + at, is_query, 0.0)  # (pairs, dims)
         if cache.dtype.element_ty == tl.float16:
             queries = queries.to(tl.float16)  # or keys and values would go by way of registers
-        within, head = pairs // GROUP, kv_head * GROUP + pairs % GROUP
+        within, head = _pairs_of(item, kv_head, GROUP, BLOCK_M)
         first = position - WINDOW + 1 if WINDOW else 0
         # From where to where all rows see everything, and until where each does.
         all_from = first + tl.load(item + 1) - 1 if WINDOW else 0
