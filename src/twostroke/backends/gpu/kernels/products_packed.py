@@ -123,8 +123,9 @@ def _start(
     scales_sums = block_m <= FEW_ROWS
     # Of mixtures, one more or one less would spill registers on some architecture.
     num_stages = 3 if rows is None else _GROUPED_STAGES.get(layout.bits, 2)
-    is_blackwell = gpu.architecture // 10 == 10
-    block_n = 128 if block_m >= 64 and not is_blackwell else 64
+    is_sm_100 = gpu.architecture // 10 == 10
+    would_spill = is_sm_100 or (gpu.architecture == 120 and gpu.same_tokens)
+    block_n = 128 if block_m >= 64 and not is_sm_100 else 64
     blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // block_n)
     gpu.launch(
         _product_packed,
@@ -139,7 +140,7 @@ def _start(
         output.part_stride,
         num_warps=block_n // 16,
         num_stages=num_stages if block_n == 64 else 2,
-        max_registers=168 if is_blackwell else 0,  # or some spill with few
+        max_registers=168 if would_spill else 0,
         WIDTH=weight.width,
         DEPTH=weight.depth,
         PART_BLOCKS=-(-blocks // output.count),
