@@ -191,6 +191,21 @@ def test_layers_that_only_guess_are_left_out(tmp_path: Path) -> None:
     assert load_path(folder).tensors.keys() == plain.tensors.keys()
 
 
+@pytest.mark.parametrize("family", ["glm4", "deepseek-v3"])
+def test_layers_that_only_guess_are_left_out_of_a_gguf(tmp_path: Path, family: str) -> None:
+    tiny = tiny_of(family)
+    plain = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
+    tensors = tiny_tensors(tiny)
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith("blk.2.")}
+    tensors |= {name.replace("blk.2.", "blk.3."): tensor for name, tensor in last.items()}
+    tensors["blk.3.nextn.eh_proj.weight"] = tensors["token_embd.weight"]
+    counts = {"block_count": 4, "nextn_predict_layers": 1}
+    more = {f"{tiny.variant.architecture}.{key}": count for key, count in counts.items()}
+    found = load_path(write_gguf(tmp_path / "a.gguf", tiny_metadata(tiny) | more, tensors))
+    assert found.tensors.keys() == plain.tensors.keys()
+    assert found.spec == plain.spec
+
+
 def test_keys_and_values_of_heads_are_in_one_tensor_or_in_two(tmp_path: Path) -> None:
     tiny = tiny_of("deepseek-v2")
     weights = gguf_weights(tiny, tiny_weights(tiny))
@@ -328,6 +343,10 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob = True, which is not supported"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc', which is not"),
         ("glm4-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers after"),
+        ("glm4", {"use_qk_norm": False}, "'blk.0.attn_k_norm.weight', which is not one"),
+        ("glm4-air", {"use_qk_norm": True}, "lacks tensor 'blk.0.attn_q_norm.weight'"),
+        ("llama", {"use_qk_norm": True}, "use_qk_norm = True, which is not supported"),
+        ("glm4", {"scoring_func": "softmax"}, "scoring_func = 'softmax', which is not"),
         ("youtu", {"qk_rope_head_dim": 15}, "a rope dimension of 15"),
         ("youtu", {"num_attention_heads": 2000}, "has 2000 heads, more than the 1024 that can"),
         ("youtu", {"num_attention_heads": 3}, "with shape (320, 32); its heads have (240, 32)"),
@@ -378,6 +397,8 @@ def test_unsupported_configurations_are_refused(
         ("deepseek-v3", {"attention__key_length_mla": 16}, "key_length_mla = 16, not a whole"),
         ("deepseek-v3", {"expert_group_used_count": 5}, "group_used_count = 5, not a whole"),
         ("deepseek-v2", {"attention__kv_lora_rank": 48}, "its heads have (320, 48)"),
+        ("glm4", {"expert_gating_func": 1}, "'blk.1.exp_probs_b.bias', which is not one"),
+        ("glm4", {"nextn_predict_layers": 3}, "layers = 3, not a whole number from 0 to 2"),
     ],
 )
 def test_unsupported_metadata_is_refused(
