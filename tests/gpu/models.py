@@ -71,16 +71,6 @@ MODELS: Final = {
         layer_factors=True,
         norms_values=True,
     ),
-    "glm4": replace(
-        _LLAMA,
-        architecture="glm4moe",
-        hidden_size=5120,
-        num_heads=96,
-        rope=RopeSpec(1e6, 64, interleaved=False),
-        qkv_bias=True,
-        norms_heads=True,
-        experts=ExpertSpec(160, 8, 1536, True, 1536, 1, RoutingSpec(2.5, True, True, group_best=2)),
-    ),
     "deepseek-v2-lite": replace(
         _LLAMA,
         architecture="deepseek2",
