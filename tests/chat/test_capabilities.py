@@ -101,7 +101,9 @@ def test_a_template_without_tools_gets_instructions_in_the_models_form() -> None
     assert "<tool_call>" not in text
 
 
-@pytest.mark.parametrize("template", [CHATML, talkers.TAGS, talkers.THINKS, "{{ 1 / 0 }}"])
+@pytest.mark.parametrize(
+    "template", [CHATML, talkers.TAGS, talkers.GLM, talkers.THINKS, "{{ 1 / 0 }}"]
+)
 def test_templates_without_a_known_form_get_text(template: str) -> None:
     assert Chat(tokenizer_of(template)).capabilities == TemplateCapabilities(HERMES)
 

@@ -53,6 +53,8 @@ def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> Pref
         ),
         (talkers.ALWAYS_THINKS, [USER], {}, INSIDE),
         (talkers.ALWAYS_THINKS, [USER], {"effort": "high"}, INSIDE),
+        (talkers.GLM, [USER], {}, ANEW),
+        (talkers.GLM, [USER], {"is_on": False}, None),
         (talkers.GRADES, [USER], {}, None),
         (talkers.GRADES, [USER], {"is_on": True}, Preface("", "[/THINK]")),
     ],

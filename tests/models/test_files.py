@@ -171,26 +171,6 @@ def test_experts_are_read_one_by_one_or_in_stacks_without_a_copy(tmp_path: Path)
         assert not tensor.data.flags.owndata
 
 
-def test_layers_that_only_guess_are_left_out(tmp_path: Path) -> None:
-    folder = write_tiny_folder(tmp_path / "tiny", tiny_of("deepseek-v3"))
-    plain = load_path(folder)
-    weights = folder_weights(tiny_of("deepseek-v3"), tiny_weights(tiny_of("deepseek-v3")))
-    last = {name: w for name, w in weights.items() if name.startswith("model.layers.2.")}
-    extra = {name.replace("layers.2.", "layers.3."): values for name, values in last.items()}
-    extra["model.layers.3.eh_proj.weight"] = np.zeros((4, 4), np.float32)
-    fmt = FORMATS["F32"]
-    stored = {name: QuantTensor.from_floats(w, fmt) for name, w in (weights | extra).items()}
-    write_safetensors(folder / "model.safetensors", stored)
-    with pytest.raises(ModelFormatError, match=r"blk\.3\."):
-        load_path(folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
-    assert load_path(folder).tensors.keys() == plain.tensors.keys()
-    renamed = {name.replace("model.", "model.language_model."): w for name, w in stored.items()}
-    write_safetensors(folder / "model.safetensors", renamed)
-    assert load_path(folder).tensors.keys() == plain.tensors.keys()
-
-
 def test_keys_and_values_of_heads_are_in_one_tensor_or_in_two(tmp_path: Path) -> None:
     tiny = tiny_of("deepseek-v2")
     weights = gguf_weights(tiny, tiny_weights(tiny))
@@ -328,6 +308,10 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob = True, which is not supported"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc', which is not"),
         ("glm4-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers after"),
+        ("glm4", {"use_qk_norm": False}, "'blk.0.attn_k_norm.weight', which is not one"),
+        ("glm4-air", {"use_qk_norm": True}, "lacks tensor 'blk.0.attn_q_norm.weight'"),
+        ("llama", {"use_qk_norm": True}, "use_qk_norm = True, which is not supported"),
+        ("glm4", {"scoring_func": "softmax"}, "scoring_func = 'softmax', which is not"),
         ("youtu", {"qk_rope_head_dim": 15}, "a rope dimension of 15"),
         ("youtu", {"num_attention_heads": 2000}, "has 2000 heads, more than the 1024 that can"),
         ("youtu", {"num_attention_heads": 3}, "with shape (320, 32); its heads have (240, 32)"),
@@ -378,6 +362,8 @@ def test_unsupported_configurations_are_refused(
         ("deepseek-v3", {"attention__key_length_mla": 16}, "key_length_mla = 16, not a whole"),
         ("deepseek-v3", {"expert_group_used_count": 5}, "group_used_count = 5, not a whole"),
         ("deepseek-v2", {"attention__kv_lora_rank": 48}, "its heads have (320, 48)"),
+        ("glm4", {"expert_gating_func": 1}, "'blk.1.exp_probs_b.bias', which is not one"),
+        ("glm4", {"nextn_predict_layers": 3}, "layers = 3, not a whole number from 0 to 2"),
     ],
 )
 def test_unsupported_metadata_is_refused(

@@ -59,6 +59,9 @@ def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
             "original_max_position_embeddings": 64}}),
         ("glm4-lite", {"mlp_layer_types": ["dense", "dense", "sparse"]}),
         ("youtu", {"tie_word_embeddings": False, "q_lora_rank": None}),
+        ("glm4", {"attention_bias": False, "norm_topk_prob": False, "n_shared_experts": 1}),
+        ("glm4", {"partial_rotary_factor": 0.75, "n_group": 4, "topk_group": 2,
+            "first_k_dense_replace": 0}),
     ],
 )  # fmt: skip
 def test_what_a_configuration_changes_is_honoured(

@@ -122,7 +122,7 @@ def test_files_say_how_they_store_weights(model):
         ("compressed-tensors", 4, "bf16 in place of compressed-tensors"),
     ):
         other = {"quant_method": method, "bits": bits}
-        assert model("GLM-4.5", quantization_config=other).stored == stored
+        assert model("Hunyuan-Large", quantization_config=other).stored == stored
 
 
 def test_shared_layers_read_and_do_not_write(model):

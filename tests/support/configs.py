@@ -25,7 +25,7 @@ _LATENT: dict[str, Any] = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
     "v_head_dim": 128, "moe_layer_freq": 1,
 }  # fmt: skip
-# Models that plans know and no family runs, as in the files that their makers publish.
+# Models of which there is no file here, as in those that their makers publish.
 UNKNOWN_HERE: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": _LATENT | {
         "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
@@ -49,7 +49,8 @@ UNKNOWN_HERE: dict[str, dict[str, Any]] = {
     "GLM-4.5": {
         "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 5120,
         "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
-        "num_attention_heads": 96, "num_key_value_heads": 8, "n_routed_experts": 160,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+        "use_qk_norm": True, "n_routed_experts": 160,
         "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
         "attention_bias": True, "max_position_embeddings": 131072,
     },

@@ -132,6 +132,11 @@ PROGRAMS: dict[str, Program] = {
     "many experts": _head_norms(
         experts=ExpertSpec(40, 5, 32, normalize=False), activation=Activation.GELU_TANH
     ),
+    "routed experts": _head_norms(
+        qkv_bias=True,
+        rope=RopeSpec(10000.0, 16, interleaved=False),
+        experts=ExpertSpec(16, 3, 32, True, 64, 1, RoutingSpec(2.5, True, True, group_best=2)),
+    ),
     "post norms": _post_norms(norm_offset=1.0, num_kv_heads=1, logit_soft_cap=5.0),
 }
 

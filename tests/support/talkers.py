@@ -130,6 +130,18 @@ TAGS: Final = (
     + "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>"
     "</function></tool_call>{% endfor %}{% endfor %}"
 )
+# As GLM 4.5: tags around each argument, and reasoning that the prompt closes if it is unwanted.
+GLM: Final = (
+    "{% if tools %}{{ tools | tojson }} <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>"
+    "\n<arg_value>{arg-value-1}</arg_value>\n</tool_call>{% endif %}{% for m in messages %}"
+    + _TURN
+    + "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}\n"
+    "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}{% endfor %}"
+    + _NEXT
+    + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
 
 
 def talker(

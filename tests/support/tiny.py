@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from support.tiny_families import Variant
+    from support.tiny_variant import Variant
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -37,13 +37,7 @@ class Wide(Frozen):
     one_matrix: bool = False
 
 
-LATENT_NAMES = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
+ROUTED_NAMES = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate": "mlp.experts.{}.gate_proj",
     "ffn_up": "mlp.experts.{}.up_proj",
@@ -52,6 +46,14 @@ LATENT_NAMES = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+LATENT_NAMES = ROUTED_NAMES | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
 }
 LATENT_FUSED: dict[str, tuple[str, ...]] = {"attn_kv_a_mqa": ("attn_kv_a", "attn_k_pe")}
 

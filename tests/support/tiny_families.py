@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from msgspec import field
 from msgspec.structs import replace
 
 from support.tiny_attention import (
     LARGE,
     LATENT_FUSED,
     LATENT_NAMES,
+    ROUTED_NAMES,
     SMALL,
     WINDOW,
     Latent,
-    Wide,
     latent_config,
     latent_metadata,
     wide_config,
     wide_metadata,
 )
-from twostroke.core.frozen import Frozen
-
-
-class Variant(Frozen):
-    """A family's departures from Llama.
-
-    `metadata` is a GGUF's (keys without the architecture), `config` a config.json's, `sizes` are
-    changed fields of Tiny. `layer_names` is what Hugging Face calls the weights of a layer, where
-    it departs from Llama; `fused` are stacks of rows that both files hold, `factors` a rope table
-    that the GGUF holds as a tensor. `norm_offset` is what a folder's norms lack.
-    """
-
-    architecture: str = "llama"
-    model_type: str = "llama"
-    sizes: dict[str, Any] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    layer_names: dict[str, str] = field(default_factory=dict)
-    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    interleaves: bool = False
-    qkv_bias: bool = False
-    query_key_norm: str | None = None
-    pre_norms: bool = True
-    post_norms: bool = False
-    norm_offset: float = 0.0
-    num_experts: int = 0
-    latent: Latent | None = None
-    wide: Wide | None = None
-    first_with_experts: int = 0
-    num_shared: int = 0
-    has_choice_bias: bool = False
-
+from support.tiny_variant import Variant
 
 _LLAMA = Variant(interleaves=True)
 
@@ -322,6 +287,37 @@ _GLM4_LITE = replace(
     config={**_DEEPSEEK_V3.config, "n_group": 1, "topk_group": 1},
 )
 
+# As Air: half of each head is rotated, queries, keys and values have biases.
+_GLM4_AIR = Variant(
+    "glm4moe",
+    "glm4_moe",
+    sizes={"num_layers": 3},
+    num_experts=8,
+    first_with_experts=1,
+    num_shared=2,
+    has_choice_bias=True,
+    qkv_bias=True,
+    metadata={
+        **_SHARED_METADATA,
+        "rope.dimension_count": 8,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.7,
+    },
+    config={
+        **_SHARED_CONFIG,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "num_nextn_predict_layers": 0,
+    },
+    layer_names=ROUTED_NAMES | {"post_attention_norm": "post_attention_layernorm"},
+    ffn_norm="post_attention_norm",
+)
+
+_GLM4 = replace(_GLM4_AIR, query_key_norm="head", config={**_GLM4_AIR.config, "use_qk_norm": True})
+
 _GEMMA4 = replace(
     _GEMMA3,
     architecture="gemma4",
@@ -395,4 +391,6 @@ FAMILIES: dict[str, Variant] = {
     "deepseek-v2": _DEEPSEEK_V2,
     "deepseek-v3": _DEEPSEEK_V3,
     "glm4-lite": _GLM4_LITE,
+    "glm4-air": _GLM4_AIR,
+    "glm4": _GLM4,
 }

@@ -178,7 +178,7 @@ def _feed_forward(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
     num_experts = variant.num_experts if layer >= variant.first_with_experts else 0
     part: Weights = {}
     if variant.pre_norms:
-        part["ffn_norm.weight"] = _norm(rng, hidden)
+        part[f"{variant.ffn_norm}.weight"] = _norm(rng, hidden)
     if num_experts:
         part["ffn_gate_inp.weight"] = _matrix(rng, num_experts, hidden)
     if num_experts and variant.has_choice_bias:

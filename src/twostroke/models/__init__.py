@@ -10,6 +10,7 @@ from twostroke.models.deepseek import DEEPSEEK2
 from twostroke.models.family import Family
 from twostroke.models.gemma import GEMMA2, GEMMA3
 from twostroke.models.gemma4 import GEMMA4
+from twostroke.models.glm import GLM4_MOE
 from twostroke.models.llama import LLAMA
 from twostroke.models.olmo2 import OLMO2
 from twostroke.models.phi3 import PHI3
@@ -26,6 +27,7 @@ ARCHITECTURES: dict[str, Family] = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
+    "glm4moe": GLM4_MOE,
     "olmo2": OLMO2,
     "phi3": PHI3,
     "qwen2": QWEN2,

@@ -245,14 +245,14 @@ def residual_layer(
     x: str,
     output: str,
     *,
-    pre_norms: bool = True,
+    pre_norms: tuple[str, str] | None = ("attn_norm", "ffn_norm"),
     post_norms: bool = False,
     query_key_norm: QueryKeyNorm = None,
 ) -> list[Op]:
     """Return the layer that families share: `x + attention(x)`, then the same of a feed-forward.
 
-    Each part may have a norm before it and one after it. The second part is a mixture of experts
-    if the layer has experts.
+    Each part may have a norm before it and one after it; `pre_norms` are the names of those before.
+    The second part is a mixture of experts if the layer has experts.
     """
     name, middle = f"blk.{layer}", f"h{layer}"
     first = latent_attention if spec.latent else partial(attention, query_key_norm=query_key_norm)
@@ -261,14 +261,15 @@ def residual_layer(
     if has_experts and spec.experts and spec.experts.beside:
         second = mixture_beside
     parts: list[Op] = []
-    for part, start, end, before, after in (
-        (first, x, middle, "attn_norm", "post_attention_norm"),
-        (second, middle, output, "ffn_norm", "post_ffw_norm"),
+    before = pre_norms or (None, None)
+    for part, start, end, pre_norm, after in (
+        (first, x, middle, before[0], "post_attention_norm"),
+        (second, middle, output, before[1], "post_ffw_norm"),
     ):
         read, result = start, f"{end}.part"
-        if pre_norms:
+        if pre_norm is not None:
             read = f"{end}.normed"
-            parts.append(norm(spec, read, start, f"{name}.{before}"))
+            parts.append(norm(spec, read, start, f"{name}.{pre_norm}"))
         parts += part(spec, layer, read, result)
         if post_norms:
             parts.append(norm(spec, f"{result}.normed", result, f"{name}.{after}"))

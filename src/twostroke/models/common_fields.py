@@ -1,4 +1,4 @@
-"""Fields that several families share: sizes, sliding windows and experts."""
+"""Fields that several families share: sizes, sliding windows, experts, layers that guess."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
         "ffn_size": fields.integer(keys["ffn_size"], MAX_WIDTH),
         "context_length": fields.integer(keys["context_length"], MAX_CONTEXT),
     }
+
+
+def without_guessing_layers(fields: Fields) -> dict[str, Any]:
+    """Return how many layers of a GGUF file compute the next token; those after them guess more."""
+    guessing, count = "nextn_predict_layers", "block_count"
+    layers = fields.integer(count, MAX_LAYERS)
+    return {count: layers - fields.integer(guessing, layers - 1, low=0, default=0), guessing: 0}
 
 
 def all_but_every(period: int, num_layers: int) -> tuple[bool, ...]:

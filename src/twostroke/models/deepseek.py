@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from twostroke.models.common_fields import MAX_EXPERTS_IN_ALL
+from twostroke.models.common_fields import without_guessing_layers
 from twostroke.models.family import Family
-from twostroke.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
-from twostroke.models.spec import ExpertSpec, LatentSpec, RoutingSpec
+from twostroke.models.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
+from twostroke.models.routed_experts import (
+    EXPERT_NAMES,
+    SOFTMAX,
+    config_routed_experts,
+    gguf_routed_experts,
+    most_experts,
+)
+from twostroke.models.spec import LatentSpec
 
 if TYPE_CHECKING:
     from twostroke.models.fields import Fields
-    from twostroke.models.spec import ModelSpec
+    from twostroke.models.spec import ExpertSpec, ModelSpec
 
-_SIGMOID: Final = 2  # GGUF's number of it
 _MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
 
 
@@ -35,7 +41,7 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
     )
     if fields.has(_MULTIPLIER):
         values |= {_MULTIPLIER: 0.0, "rope.scaling.yarn_attn_factor": 1.0}
-    return values | {"attention.head_count_kv": 1}
+    return values | {"attention.head_count_kv": 1} | without_guessing_layers(fields)
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
         more += fields.number(_MULTIPLIER, low=0.0) * math.log(factor)
     _check_heads(fields, spec)
     spec = replace(spec, latent=latent, attention_scale=more**2 * whole**-0.5)
-    return replace(spec, experts=_gguf_experts(fields, spec))
+    return replace(spec, experts=gguf_routed_experts(fields, spec, unsaid=SOFTMAX))
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
@@ -103,62 +109,14 @@ def _scale(fields: Fields, latent: LatentSpec) -> float:
     return float(more**2 * (latent.key + latent.rotated) ** -0.5)
 
 
-def _gguf_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
-    count = fields.integer("expert_count", _most(spec), low=0, default=0)
-    first = fields.integer("leading_dense_block_count", MAX_LAYERS, low=0, default=0)
-    if count == 0 or first >= spec.num_layers:
-        return None
-    fields.expect("expert_gating_func", 0, 1, _SIGMOID)  # 0 is unspecified, 1 softmax
-    width = fields.integer("expert_feed_forward_length", MAX_WIDTH)
-    shared = fields.integer("expert_shared_count", MAX_EXPERTS, low=0, default=0)
-    groups = "expert_group_count", "expert_group_used_count"
-    used = fields.integer("expert_used_count", count)
-    routing = _routing(
-        fields,
-        (count, used),
-        fields.optional_number("expert_weights_scale") or 1.0,
-        groups if fields.has(groups[0]) else None,
-        is_sigmoid=fields.value("expert_gating_func") == _SIGMOID,
-    )
-    return ExpertSpec(
-        count,
-        used,
-        width,
-        fields.flag("expert_weights_norm", default=False),
-        shared * width,
-        first,
-        routing,
-    )
-
-
 def _config_experts(fields: Fields, spec: ModelSpec) -> ExpertSpec | None:
-    count = fields.integer("n_routed_experts", _most(spec))
-    fields.expect("moe_layer_freq", 1)
-    is_sigmoid = fields.text("model_type") != "deepseek_v2"
-    if fields.has("scoring_func"):
-        fields.expect("scoring_func", "sigmoid" if is_sigmoid else "softmax")
-    has_groups = fields.has("n_group")
-    if not is_sigmoid:
-        fields.expect("norm_topk_prob", False)  # noqa: FBT003 - the only value
-        fields.expect("topk_method", "greedy", "group_limited_greedy")
-        has_groups = fields.value("topk_method") == "group_limited_greedy"
     first = _first_with_experts(fields, spec)
-    if first >= spec.num_layers:
-        return None
-    width = fields.integer("moe_intermediate_size", MAX_WIDTH)
-    shared = fields.integer("n_shared_experts", MAX_EXPERTS, low=0, default=0)
-    scale = fields.number("routed_scaling_factor", default=1.0)
-    groups = ("n_group", "topk_group") if has_groups else None
-    used = fields.integer("num_experts_per_tok", count)
-    return ExpertSpec(
-        count,
-        used,
-        width,
-        is_sigmoid and fields.flag("norm_topk_prob", default=True),
-        shared * width,
-        first,
-        _routing(fields, (count, used), scale, groups, is_sigmoid=is_sigmoid),
-    )
+    if fields.text("model_type") != "deepseek_v2":
+        return config_routed_experts(fields, spec, first, has_groups=fields.has("n_group"))
+    fields.expect("norm_topk_prob", False)  # noqa: FBT003 - the only value
+    fields.expect("topk_method", "greedy", "group_limited_greedy")
+    has_groups = fields.value("topk_method") == "group_limited_greedy"
+    return config_routed_experts(fields, spec, first, has_groups=has_groups, is_sigmoid=False)
 
 
 def _first_with_experts(fields: Fields, spec: ModelSpec) -> int:
@@ -175,42 +133,11 @@ def _first_with_experts(fields: Fields, spec: ModelSpec) -> int:
     return first
 
 
-def _routing(
-    fields: Fields,
-    counts: tuple[int, int],
-    scale: float,
-    groups: tuple[str, str] | None,
-    *,
-    is_sigmoid: bool,
-) -> RoutingSpec | None:
-    """Return how experts are chosen; None if by softmax alone.
-
-    `counts` are those of all experts and of a row's; `groups` are keys.
-    """
-    count, num_used = counts
-    num_groups = 1 if groups is None else fields.integer(groups[0], count)
-    if count % num_groups:
-        fields.fault(f"has {count} experts, not a multiple of its {num_groups} groups of them")
-    used = num_groups
-    if groups is not None and num_groups > 1:
-        used = fields.integer(groups[1], num_groups)
-    if num_used > used * (count // num_groups):
-        most = used * (count // num_groups)
-        fields.fault(f"chooses {num_used} of the {most} experts that {used} of its groups have")
-    best = min(2, count // num_groups) if is_sigmoid else 1
-    routing = RoutingSpec(scale, is_sigmoid, is_sigmoid, num_groups, used, best)
-    return None if routing == RoutingSpec() else routing
-
-
 def _check_heads(fields: Fields, spec: ModelSpec) -> None:
     """Refuse more heads than any model has: each has matrices of its own."""
-    if spec.num_heads > _most(spec):
-        fields.fault(f"has {spec.num_heads} heads, more than the {_most(spec)} that can be read")
-
-
-def _most(spec: ModelSpec) -> int:
-    """Return how many experts, or heads, a layer has at most."""
-    return min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers)
+    most = most_experts(spec)
+    if spec.num_heads > most:
+        fields.fault(f"has {spec.num_heads} heads, more than the {most} that can be read")
 
 
 _COMMON: Final[dict[str, Any]] = {
@@ -253,17 +180,13 @@ DEEPSEEK2 = Family(
     from_config=from_config,
     gguf_values=gguf_values,
     config_values=config_values,
-    layer_names={
+    layer_names=EXPERT_NAMES | {
         "self_attn.q_a_proj": "attn_q_a",
         "self_attn.q_a_layernorm": "attn_q_a_norm",
         "self_attn.q_b_proj": "attn_q_b",
         "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
         "self_attn.kv_a_layernorm": "attn_kv_a_norm",
         "self_attn.kv_b_proj": "attn_kv_b",
-        "mlp.gate": "ffn_gate_inp",
-        "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-        "mlp.shared_experts.up_proj": "ffn_up_shexp",
-        "mlp.shared_experts.down_proj": "ffn_down_shexp",
     },
     fused={"attn_kv_a_mqa": ("attn_kv_a", "attn_k_pe")},
     interleaves=True,

@@ -54,6 +54,7 @@ class Family(Frozen):
 
     `gguf_values` and `config_values` return values of shared keys that hold in place of a file's.
     With `may_lack_values` a GGUF file's layers with keys but no values have `keys_give_values`.
+    With `may_norm_heads` some models of the family have `norms_heads`.
     `extra_layers` is config.json's key for how many layers follow that take no part, such as those
     that guess.
     """
@@ -71,4 +72,5 @@ class Family(Frozen):
     gguf_values: Values = as_said
     config_values: Values = as_said
     may_lack_values: bool = False
+    may_norm_heads: bool = False
     extra_layers: str | None = None

@@ -34,7 +34,7 @@ OLMO2 = Family(
             "rms_norm_eps": 1e-5,
         }
     },
-    layer=partial(residual_layer, pre_norms=False, post_norms=True, query_key_norm="row"),
+    layer=partial(residual_layer, pre_norms=None, post_norms=True, query_key_norm="row"),
     from_gguf=from_gguf,
     layer_names={
         "post_attention_layernorm": "post_attention_norm",

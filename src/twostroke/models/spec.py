@@ -111,7 +111,8 @@ class ModelSpec(Frozen):
     Gemma 4 has `layer_inputs`: vectors so wide that each token brings to each layer. With
     `layer_factors` a layer's output is multiplied by a number that was learnt. Where
     `keys_give_values`, layers without a window have one matrix for keys and values. With
-    `norms_values` each head of values is normalized, without a weight.
+    `norms_values` each head of values is normalized, without a weight. `norms_heads` says the same
+    of queries and keys, with weights, in families in which models differ (`may_norm_heads`).
     """
 
     architecture: str
@@ -142,6 +143,7 @@ class ModelSpec(Frozen):
     layer_factors: bool = False
     keys_give_values: bool = False
     norms_values: bool = False
+    norms_heads: bool = False
 
     def window_of(self, layer: int) -> WindowSpec | None:
         """Return the window of a layer, None if it sees all positions."""

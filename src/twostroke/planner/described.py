@@ -73,11 +73,6 @@ def described_program(file: str, config: Mapping[str, Any], name: str) -> Progra
     return describe(Fields(file, {**defaults, **fields.values}), name)
 
 
-def _glm(fields: Fields, name: str) -> Program:
-    """GLM-4.5 (arXiv:2508.06471): grouped queries, shared experts."""
-    return _with_experts(fields, _spec(fields, name), attention, "n_routed_experts")
-
-
 def _qwen2_moe(fields: Fields, name: str) -> Program:
     """Qwen1.5 and Qwen2 with experts (arXiv:2407.10671), one of them shared."""
     fields.expect("decoder_sparse_step", 1)
@@ -167,25 +162,16 @@ def _with_experts(
     count: str,
     *,
     width: int | None = None,
-    shared_width: int | None = None,
+    shared_width: int = 0,
     used: str = "num_experts_per_tok",
 ) -> Program:
-    """Return a decoder whose layers have experts, after some that are dense.
-
-    `count` and `used` are keys. Without `shared_width` there are `n_shared_experts`.
-    """
+    """Return a decoder whose layers have experts; `count` and `used` are keys."""
     if width is None:
         width = fields.integer("moe_intermediate_size", MAX_WIDTH)
-    if shared_width is None:
-        shared_width = width * fields.integer("n_shared_experts", MAX_EXPERTS, low=0, default=0)
-    fields.expect("moe_layer_freq", 1)
     most = fields.integer(count, MAX_EXPERTS)
     experts = ExpertSpec(most, fields.integer(used, most), width, normalize=True)
-    first = fields.integer("first_k_dense_replace", MAX_LAYERS, low=0, default=0)
 
     def feed(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-        if layer < first:
-            return feed_forward(spec, layer, x, output)
         routed = replace(spec, experts=experts)
         if not shared_width:
             return mixture(routed, layer, x, output)
@@ -268,7 +254,6 @@ _GPT_OSS: Final = {"head_dim": 64, "sliding_window": 128, "attention_bias": True
 _FAMILIES: Final[dict[str, tuple[dict[str, Any], Callable[[Fields, str], Program]]]] = {
     "gemma3n": (_GEMMA3N, _gemma3n),
     "gemma3n_text": (_GEMMA3N, _gemma3n),
-    "glm4_moe": ({"head_dim": 128}, _glm),
     "gpt_oss": (_GPT_OSS, _gpt_oss),
     "hunyuan": ({}, _hunyuan),
     "qwen2_moe": ({}, _qwen2_moe),

@@ -92,6 +92,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "pixtral": _LLAMA3_LIKE,
     "dbrx": PreTokenizer((_LLAMA3,)),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
+    "glm4": PreTokenizer((_LLAMA3,)),
     # Qwen/Qwen2 tokenizer.json, which normalizes to NFC.
     "qwen2": _QWEN2_LIKE,
     "deepseek-r1-qwen": _QWEN2_LIKE,

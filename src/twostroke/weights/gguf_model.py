@@ -78,6 +78,7 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
         qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         keys_give_values=family.may_lack_values and _lacks_values(tensors),
+        norms_heads=family.may_norm_heads and "blk.0.attn_q_norm.weight" in tensors,
     )
     _check_tokens(fields, spec)
     return family.from_gguf(said, spec)

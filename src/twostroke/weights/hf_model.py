@@ -25,7 +25,6 @@ _UNUSUAL: dict[str, Any] = {
     "mlp_bias": False,
     "position_embedding_type": "rope",
     "use_bidirectional_attention": False,
-    "use_qk_norm": False,
 }
 
 
@@ -79,6 +78,9 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
     sizes = read_sizes(own, SIZE_KEYS)
     for key, only in _UNUSUAL.items():
         own.expect(key, only)
+    norms_heads = fields.flag("use_qk_norm", default=False)
+    if norms_heads and not family.may_norm_heads:
+        fields.refuse("use_qk_norm", "which is not supported yet")
     rotated = sizes["head_dim"]
     if family.rotated is not None:
         rotated = fields.integer(family.rotated, rotated)
@@ -97,6 +99,7 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
         activation=_activation(fields),
         qkv_bias=biased,
         output_bias=biased,
+        norms_heads=norms_heads,
     )
     return family.from_config(fields, spec)
 

@@ -101,7 +101,12 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
     fields = Fields(path.name, files.metadata)
     _gguf_family(fields, files.unsupported)
     spec = gguf_spec(fields, name or model_stem(path), files.tensors)
-    weights = {key: tensor for key, tensor in files.tensors.items() if key not in ROPE_TABLES}
+    every = range(fields.integer(f"{spec.architecture}.block_count", MAX_LAYERS))
+    weights = {
+        key: tensor
+        for key, tensor in files.tensors.items()
+        if key not in ROPE_TABLES and not _is_of(key, every[spec.num_layers :])
+    }
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
     return LoadedModel(
         name=spec.name,
@@ -198,10 +203,15 @@ def _canonical(tensors: Mapping[str, Any], family: Family, extra: range) -> dict
     found: dict[str, Any] = {}
     for published, tensor in tensors.items():
         name = canonical_name(published, family.layer_names)
-        layer = name and _LAYER.match(name)
-        if name is not None and not (layer and int(layer[1]) in extra):
+        if name is not None and not _is_of(name, extra):
             found[name] = tensor
     return found
+
+
+def _is_of(name: str, layers: range) -> bool:
+    """Whether a weight belongs to one of these layers."""
+    found = _LAYER.match(name)
+    return found is not None and int(found[1]) in layers
 
 
 def _program_weights(

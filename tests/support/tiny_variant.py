@@ -1,0 +1,44 @@
+"""`Variant`: a family's departures from Llama, in both kinds of files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec import field
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from support.tiny_attention import Latent, Wide
+
+
+class Variant(Frozen):
+    """A family's departures from Llama.
+
+    `metadata` is a GGUF's (keys without the architecture), `config` a config.json's, `sizes` are
+    changed fields of Tiny. `layer_names` is what Hugging Face calls the weights of a layer, where
+    it departs from Llama; `fused` are stacks of rows that both files hold, `factors` a rope table
+    that the GGUF holds as a tensor. `norm_offset` is what a folder's norms lack.
+    """
+
+    architecture: str = "llama"
+    model_type: str = "llama"
+    sizes: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    layer_names: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    interleaves: bool = False
+    qkv_bias: bool = False
+    query_key_norm: str | None = None
+    pre_norms: bool = True
+    post_norms: bool = False
+    norm_offset: float = 0.0
+    num_experts: int = 0
+    latent: Latent | None = None
+    wide: Wide | None = None
+    first_with_experts: int = 0
+    num_shared: int = 0
+    has_choice_bias: bool = False
+    ffn_norm: str = "ffn_norm"  # as GGUF files call the norm before the feed-forward
