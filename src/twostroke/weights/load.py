@@ -101,11 +101,11 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
     fields = Fields(path.name, files.metadata)
     _gguf_family(fields, files.unsupported)
     spec = gguf_spec(fields, name or model_stem(path), files.tensors)
-    every = range(fields.integer(f"{spec.architecture}.block_count", MAX_LAYERS))
+    blocks = range(fields.integer(f"{spec.architecture}.block_count", MAX_LAYERS))
     weights = {
         key: tensor
         for key, tensor in files.tensors.items()
-        if key not in ROPE_TABLES and not _is_of(key, every[spec.num_layers :])
+        if key not in ROPE_TABLES and not _is_of_layers(key, blocks[spec.num_layers :])
     }
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
     return LoadedModel(
@@ -203,12 +203,12 @@ def _canonical(tensors: Mapping[str, Any], family: Family, extra: range) -> dict
     found: dict[str, Any] = {}
     for published, tensor in tensors.items():
         name = canonical_name(published, family.layer_names)
-        if name is not None and not _is_of(name, extra):
+        if name is not None and not _is_of_layers(name, extra):
             found[name] = tensor
     return found
 
 
-def _is_of(name: str, layers: range) -> bool:
+def _is_of_layers(name: str, layers: range) -> bool:
     """Whether a weight belongs to one of these layers."""
     found = _LAYER.match(name)
     return found is not None and int(found[1]) in layers
