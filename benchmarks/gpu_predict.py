@@ -51,7 +51,7 @@ def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
         step_s -= row.times * _step_s(other, cost, limits, Attention)
     else:
         step_s = _step_s(row, cost, limits)
-    step_s += launches * LAUNCH_S
+    step_s += 0 if row.less else launches * LAUNCH_S  # both have as many
     if not row.has_graphs:
         step_s = max(step_s, launches * _EAGER_LAUNCH_S)
     found: dict[str, Any] = {
@@ -82,7 +82,9 @@ def _num_launches(row: Row) -> int:
     lowered = lower(program_of(row.model))
     kinds = [type(record) for record in lowered.records]
     more = kinds.count(Attend) + (_MIX_LAUNCHES - 1) * kinds.count(Mix) + 4
-    more += kinds.count(Products) * (row.is_fp8 + row.is_written_out)  # round rows; write out
+    is_packed = row.fmt != "BF16" and not row.is_fp8
+    writes = row.is_written_out or (is_packed and row.batch.num_rows > _MOST_ROWS)
+    more += kinds.count(Products) * (row.is_fp8 + writes)  # that round rows, or write matrices out
     return len(kinds) + more
 
 

@@ -126,12 +126,16 @@ def _compiled(name: str, case: Case, launch: Launch, architecture: int) -> Repor
     )  # fmt: skip
 
 
+# What may not be before the wait: accesses of memory that others write, and an end.
+_EARLY: Final = re.compile(r"\b(LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG|UTMA\w*|UBLK\w*|EXIT)\b")
+
+
 def _early(code: Sequence[tuple[int, str]]) -> str | None:
     """Return what a kernel does with memory before it has waited for those before it, if any."""
     for _, text in code:
         if "ACQBULK" in text:
             return None
-        if re.search(r"\b(LDG|LDGSTS|STG|ATOMG?|REDG?|UTMA\w*|UBLKCP)\b", text):
+        if _EARLY.search(text):
             return f"{text} before it has waited for earlier kernels"
     return "does not wait for earlier kernels"
 

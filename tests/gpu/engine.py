@@ -187,8 +187,8 @@ def weights(program: Program, fmt: str) -> dict[str, QuantTensor]:
     }
 
 
-def run(program: Program, fmt: str, kv_format: str, driver: Driver) -> None:
-    """Do all that an engine does."""
+def run(program: Program, fmt: str, kv_format: str, driver: Driver) -> bool:
+    """Do all that an engine does; return whether its launches overlap."""
     device, tensors = Device("none", CUDA, driver.architecture, 132), weights(program, fmt)
     backend = GpuBackend(program, tensors, 64, 16, device, max_rows=640, kv_format=kv_format)
     for number, count in enumerate((1, 30, 200, 600)):
@@ -204,7 +204,9 @@ def run(program: Program, fmt: str, kv_format: str, driver: Driver) -> None:
         backend.forget(request)
     check_tape(backend, driver, request)
     backend.copy_page(1, 2)
+    overlaps = backend._gpu.overlaps
     backend.close()
+    return overlaps
 
 
 def check_tape(backend: GpuBackend, driver: Driver, request: Request) -> None:
@@ -253,8 +255,9 @@ def main() -> None:
             triton.runtime.driver.set_active(driver)
             compiled.clear()
             Graph.num_captured = Graph.num_replays = 0
-            run(PROGRAMS[name], *given, driver)
+            overlaps = run(PROGRAMS[name], *given, driver)
             graphs = {"captured": Graph.num_captured, "replays": Graph.num_replays}
+            graphs["overlaps"] = overlaps
             found.append({"launches": driver.num_launches, **compiled, **graphs})
     if "--time" in sys.argv:
         Driver.launch = lambda *_: None

@@ -21,6 +21,7 @@ HOPPER = Device("none", torch.device("cuda:0"), 90, 132)
     ("device", "times", "overlaps"),
     [
         (HOPPER, LaunchTimes(2e-6, 1e-6), True),
+        (HOPPER, LaunchTimes(1e-6, 1e-6), True),
         (HOPPER, LaunchTimes(1e-6, 2e-6), False),
         (HOPPER, LaunchTimes(2e-6, None), False),
         (HOPPER, None, False),
@@ -45,7 +46,10 @@ def test_chains_with_unlike_results_do_not_overlap(
         def launch(self) -> None:
             pass
 
-        def seconds(self, _: object) -> float:
+        def capture(self, _: object) -> None:
+            pass
+
+        def seconds(self) -> float:
             return 1e-6
 
     monkeypatch.setattr(launch_times, "_Chain", Chain)

@@ -119,6 +119,10 @@ def test_a_row_over_pages_in_eight_bits_is_the_same_in_all_steps(kv_format: str)
     check_rows(build_program(replace(SPEC, num_layers=2)), "F16", kv_format)
 
 
+def test_a_row_of_latent_attention_over_eight_bits_is_the_same_in_all_steps() -> None:
+    check_rows(PROGRAMS["latent"], "F16", "int8")
+
+
 def check_rows(program: Program, fmt: str, kv_format: str = "f16") -> None:
     tensors = random_tensors(program, fmt, fmt)
 

@@ -13,9 +13,11 @@ from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.token_blocks import (
     LEAST,
     LOG2_E,
+    as_pages,
     index_of,
     nothing_seen,
     pages_of,
+    scales_alone,
     turns_of,
     updated,
     within_seen,
@@ -180,6 +182,7 @@ def launch(
         **heads.constants,
         ASSEMBLY=assembly(gpu, heads.kv_format),
         SKIPS_MASKS=not is_small and not is_narrow,
+        ALONE=scales_alone(gpu, heads.kv_format),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
@@ -274,8 +277,9 @@ def _attention(
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr,
     TABLE_STRIDE: tl.constexpr, GROUP_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr,
-    ASSEMBLY: tl.constexpr, SKIPS_MASKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr, OVERLAPS: tl.constexpr,
+    ASSEMBLY: tl.constexpr, SKIPS_MASKS: tl.constexpr, ALONE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAPS)
     FACTOR: tl.constexpr = LOG2_E * (2 * SOFT_CAP if SOFT_CAP > 0 else SCALE)
@@ -288,9 +292,7 @@ def _attention(
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
         position, start, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
         at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)
-        queries = tl.load(q + at, is_query, 0.0)  # (pairs, dims)
-        if cache.dtype.element_ty == tl.float16:
-            queries = queries.to(tl.float16)  # or keys and values would go by way of registers
+        queries = as_pages(tl.load(q + at, is_query, 0.0), cache)  # (pairs, dims)
         within, head = _pairs_of(item, kv_head, GROUP, BLOCK_M)
         first = position - WINDOW + 1 if WINDOW else 0
         # From where to where all rows see everything, and until where each does.
@@ -318,7 +320,7 @@ def _attention(
                 scores = _masked(scores, block + tokens, first + within, until, WINDOW)
             values = numbers_of(values, queries.dtype, KV, ASSEMBLY)
             top, total, mixed, unit = updated(
-                scores, values, value_scales, top, total, mixed, unit, FACTOR, KV
+                scores, values, value_scales, top, total, mixed, unit, FACTOR, KV, ALONE
             )  # fmt: skip
         slot = tl.load(item + 6)
         at, is_query = _queries_at(item, kv_head, HEADS, GROUP, DIM, BLOCK_M, BLOCK_D)  # again

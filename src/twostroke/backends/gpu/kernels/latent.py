@@ -28,6 +28,7 @@ from twostroke.backends.gpu.kernels.token_blocks import (
     index_of,
     nothing_seen,
     pages_of,
+    scales_alone,
     turns_of,
     updated,
     within_seen,
@@ -190,6 +191,7 @@ def launch(
         **_constants(heads),
         LEVELS=levels_of(heads),
         ASSEMBLY=assembly(gpu, heads.kv_format),
+        ALONE=scales_alone(gpu, heads.kv_format),
         BLOCK_M=block_m,
         BLOCK_N=block_m,
         BLOCK_R=max(16, triton.next_power_of_2(heads.rotated)),
@@ -328,8 +330,9 @@ def _attention(
     HEADS: tl.constexpr, ROTATED: tl.constexpr, LATENT: tl.constexpr, SCALE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
     GROUP_AT: tl.constexpr, KV: tl.constexpr, SCALES_AT: tl.constexpr, LEVELS: tl.constexpr,
-    ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_L: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr, OVERLAPS: tl.constexpr,
+    ASSEMBLY: tl.constexpr, ALONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ITEM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAPS)
     DIM: tl.constexpr = ROTATED + LATENT
@@ -346,7 +349,6 @@ def _attention(
     for turn in range(turns_of(tl.load(header + PLACE + 1) * TILES, NUM_PROGRAMS)):
         index = index_of(turn, NUM_PROGRAMS)
         item = items + index // TILES * ITEM
-        row = tl.load(item)
         table = tables + tl.load(item + 2).to(tl.int64) * TABLE_STRIDE + GROUP_AT
         position, start, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
         slot = tl.load(item + 6)
@@ -354,7 +356,7 @@ def _attention(
         head = index % TILES * OF_ROW + pairs % OF_ROW
         is_pair = (within < tl.load(item + 1)) & (head < HEADS)
         inside = is_pair[:, None] & is_more[None, :]
-        at = ((row + within).to(tl.int64) * (HEADS * DIM) + head * DIM)[:, None]
+        at = ((tl.load(item) + within).to(tl.int64) * (HEADS * DIM) + head * DIM)[:, None]
         to_turned = q + at + dims[None, :]
         turned_queries = tl.load(to_turned, is_pair[:, None] & is_dim[None, :], 0.0).to(element)
         queries = tl.load(q + at + ROTATED + more[None, :], inside, 0.0).to(element)
@@ -374,7 +376,7 @@ def _attention(
             is_seen = (block + tokens)[None, :] < until[:, None]
             scores = tl.where(is_seen, scores, -float("inf"))
             top, total, mixed, unit = updated(
-                scores, values, scale, top, total, mixed, unit, SCALE * LOG2_E, KV
+                scores, values, scale, top, total, mixed, unit, SCALE * LOG2_E, KV, ALONE
             )  # fmt: skip
         mixed = spread(mixed * unit, BLOCK_M, BLOCK_L, LEVELS)
         own = (slot + within * tl.load(item + 7)).to(tl.int64) * HEADS + head

@@ -169,10 +169,11 @@ def _begin(
     codes, PART_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch codes of the first four tiles, with so many lines of 64 words each, and begin."""
+    """Fetch the part's first codes, of tiles with so many lines of 64 words each, and begin."""
     if OVERLAPS and LINES:
-        line = tl.program_id(1) * (PART_BLOCKS * LINES) + tl.arange(0, 4 * LINES)
-        line = tl.minimum(line, BLOCKS * LINES - 1).to(tl.int64)
+        end = tl.minimum((tl.program_id(1) + 1) * PART_BLOCKS, BLOCKS) * LINES
+        line = tl.program_id(1) * (PART_BLOCKS * LINES) + tl.arange(0, 256)
+        line = tl.minimum(line, end - 1).to(tl.int64)
         prefetch(codes + (tl.program_id(0).to(tl.int64) * (BLOCKS * LINES) + line) * 64)
     begin(OVERLAPS)
 

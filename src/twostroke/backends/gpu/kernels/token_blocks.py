@@ -7,12 +7,22 @@ token's share takes one multiply-add and one instruction for the power.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
+if TYPE_CHECKING:
+    from twostroke.backends.gpu.launch import Gpu
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 LEAST = tl.constexpr(-1e30)  # the top of rows that have seen no token; finite, for differences
+
+
+def scales_alone(gpu: Gpu, kv_format: str) -> bool:
+    """Whether values are scaled, not shares: see `updated`."""
+    return gpu.same_tokens and bool(kv_format) and gpu.element == torch.float16
 
 
 @triton.jit
@@ -50,6 +60,12 @@ def pages_of(table, at, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def as_pages(queries, cache):
+    """Return queries in F16 for pages in F16, or keys and values would go by way of registers."""
+    return queries.to(tl.float16 if cache.dtype.element_ty == tl.float16 else queries.dtype)
+
+
+@triton.jit
 def nothing_seen(NUM: tl.constexpr, WIDTH: tl.constexpr):
     """Return the sums of rows before a block of tokens, as `updated` does."""
     total = tl.zeros((NUM,), tl.float32)
@@ -58,17 +74,21 @@ def nothing_seen(NUM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def updated(
-    scores, values, value_scales, top, total, mixed, unit, FACTOR: tl.constexpr, KV: tl.constexpr
+    scores, values, value_scales, top, total, mixed, unit, FACTOR: tl.constexpr, KV: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of rows after a block of tokens more, with such scores and values.
 
-    A token's share is 2 to the power of FACTOR times its score. `mixed` counts in `unit`s.
+    A token's share is 2 to the power of FACTOR times its score. `mixed` counts in `unit`s. ALONE
+    means that no token's scale may touch another one's share, not even by what float16 rounds.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
     shares = tl.exp2(scores * FACTOR - (new_top * FACTOR)[:, None])
     shrink = tl.exp2((top - new_top) * FACTOR)
     total = total * shrink + tl.sum(shares, 1)
-    if KV != "":
+    if ALONE:
+        values = (values.to(tl.float32) * value_scales[:, None]).to(values.dtype)
+    elif KV != "":
         # Shares times small scales are less than float16 holds: scales relative to the largest.
         # Powers of two round nothing, whatever other rows' tokens are in the block.
         bits = tl.max(value_scales, 0).to(tl.int32, bitcast=True) & 0x7F800000

@@ -1,0 +1,49 @@
+"""Over 8-bit pages with `--same-tokens`, a token that a row does not see changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test-gpu")
+triton = pytest.importorskip("triton", reason="needs Triton: make test-gpu")
+
+import triton.language as tl  # noqa: E402
+
+from twostroke.backends.gpu.kernels.token_blocks import nothing_seen, updated  # noqa: E402
+
+
+@triton.jit
+def _mixed(scores, values, scales, output, alone: tl.constexpr):
+    rows, tokens, dims = tl.arange(0, 16), tl.arange(0, 32), tl.arange(0, 16)
+    top, total, mixed, unit = nothing_seen(16, 16)
+    own = tl.load(scores + tokens)[None, :] + tl.zeros((16, 32), tl.float32)
+    block = tl.load(values + tokens[:, None] * 16 + dims[None, :]), tl.load(scales + tokens)
+    top, total, mixed, unit = updated(
+        own, block[0], block[1], top, total, mixed, unit, 1.0, "int8", alone
+    )
+    tl.store(output + rows[:, None] * 16 + dims[None, :], mixed * unit)
+
+
+def mixed(unseen_scale: float, *, alone: bool) -> torch.Tensor:
+    """Return what rows mix that see all tokens but the last, whose scale is given."""
+    rng = np.random.default_rng(3)
+    scores = torch.from_numpy(-15 * rng.random(32).astype(np.float32))
+    scores[-1] = -torch.inf
+    values = torch.from_numpy(rng.integers(-127, 128, (32, 16)).astype(np.float16))
+    scales, output = torch.full((32,), 0.01), torch.zeros(16, 16)
+    scales[-1] = unseen_scale
+    _mixed[1,](scores, values, scales, output, alone=alone)
+    return output
+
+
+def test_an_unseen_tokens_scale_changes_nothing() -> None:
+    assert torch.equal(mixed(0.01, alone=True), mixed(80.0, alone=True))
+
+
+def test_scales_of_shares_differ_by_what_float16_rounds() -> None:
+    """Without the promise: little, and faster."""
+    near, far = mixed(0.01, alone=False), mixed(80.0, alone=False)
+    assert not torch.equal(near, far)
+    torch.testing.assert_close(near, far, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(near, mixed(0.01, alone=True), rtol=1e-2, atol=1e-2)
