@@ -140,7 +140,7 @@ def test_endless_work_is_cut_off() -> None:
         start_s = time.thread_time()
         with pytest.raises(BudgetError, match="RenderBudget"):
             template.render(HI)
-        assert time.thread_time() - start_s < 1.0, name
+        assert time.thread_time() - start_s < 5.0, name  # without an end it would take hours
 
 
 def test_values_that_would_be_too_big_are_never_built() -> None:
