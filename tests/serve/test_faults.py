@@ -261,7 +261,7 @@ def test_abort_sends_an_error_to_every_client(tmp_path: Path) -> None:
         with ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(server.chat, stream=stream) for stream in (False, True)]
             wait_for(lambda: server.num_busy == 2)
-            server.api.abort()
+            server.abort()
             for answer in answers:
                 assert answer.result().status_code == 503
                 assert answer.result().json()["error"]["code"] == "engine_stopped"

@@ -167,7 +167,7 @@ def test_a_class_is_refused_by_its_objective_as_soon_as_a_pace_is_known(tmp_path
 
 def test_a_draining_server_says_how_long_it_drains(tmp_path: Path) -> None:
     with live_server(tmp_path, ServeOptions(drain_s=7)) as server:
-        server.api.drain()
+        server.thread.call(server.api.drain)
         refused = server.chat()
         assert refused.status_code == 503
         assert 7 <= int(refused.headers["retry-after"]) <= 9

@@ -165,14 +165,13 @@ class Loop:
 class LiveRouter:
     """A router that runs in a thread."""
 
-    def __init__(self, url: str, router: Router, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Know its URL, and the loop to which it belongs."""
-        self.url, self.router, self._loop = url, router, loop
+    def __init__(self, router: Router, thread: ServerThread) -> None:
+        """Know where it runs."""
+        self.url, self.router, self._thread = f"http://127.0.0.1:{thread.port}", router, thread
 
     def abort(self) -> None:
         """Cut off all requests, as a second signal does."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.router.abort)
+        self._thread.call(self.router.abort)
 
 
 @contextmanager
@@ -181,4 +180,4 @@ def live_router(*urls: str, records: Records | None = None, **options: Any) -> I
     options = {"drain_s": 1.0, "wait_s": 1.0, **options}
     router = Router(RouteOptions(replicas=urls, **options), records)
     with closing(router), closing(ServerThread(build_app(router), router)) as thread:
-        yield LiveRouter(f"http://127.0.0.1:{thread.port}", router, thread.loop)
+        yield LiveRouter(router, thread)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.http.server import Server, bind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from starlette.types import ASGIApp
@@ -46,6 +46,15 @@ class ServerThread:
         if self._thread.is_alive():
             reason = f"The server still runs {timeout_s} s after its stop."
             raise AssertionError(f"{reason}\n{self._doings()}")
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function in the server's event loop, and wait for its end."""
+
+        async def run() -> None:
+            function()
+
+        assert self.loop is not None
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(15)
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -325,7 +325,7 @@ def test_aborted_stream_ends_with_an_error(tmp_path: Path) -> None:
             lines = response.iter_lines()
             while next(lines) != "event: content_block_delta":
                 pass
-            server.api.abort()
+            server.abort()
             rest = [line for line in lines if line]
         assert rest[-2] == "event: error"
         assert "message_stop" not in str(rest)

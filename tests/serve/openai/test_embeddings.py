@@ -202,7 +202,7 @@ def test_a_stopping_server_says_so(tmp_path: Path) -> None:
         thread = threading.Thread(target=lambda: answers.append(embed(server)))
         thread.start()
         wait_for(lambda: server.api.num_running == 1)
-        server.api.abort()
+        server.abort()
         thread.join()
         assert answers[0].status_code == 503
         server.backend.gate.set()
