@@ -76,16 +76,14 @@ def _packed(fmt: Format, width: int = WIDTH, depth: int = DEPTH, count: int = 1)
         5: _empty(count, tiles, blocks, 64, 32, dtype=torch.uint8),
         6: _empty(count, tiles, blocks, 2, 64, 16, dtype=torch.int16),
     }
-    words = 4 if layout.scales != "plain" else 256 // layout.group
-    kind = torch.int32 if layout.scales != "plain" else torch.float16
-    kind = torch.float32 if layout.table else kind
+    words = {"k": 4, "q6_k": 4, "f32": 256 // layout.group}.get(layout.scales, 128 // layout.group)
+    kind = torch.float32 if layout.scales == "f32" else torch.int32
     scales = _empty(count, blocks, words, width, dtype=kind)
-    offsets = (
-        _empty(count, blocks, 1, width, dtype=torch.float16) if layout.scales == "q6_k" else None
-    )
-    if layout.offset:
-        kind = torch.uint8 if layout.offset == "zero" else torch.float16
-        offsets = _empty(count, blocks, words, width, dtype=kind)
+    offsets = None
+    if layout.scales == "q6_k":
+        offsets = _empty(count, blocks, 1, width, dtype=torch.float32)
+    elif layout.offset:
+        offsets = _empty(count, blocks, 128 // layout.group, width)
     return Packed(layout, width, depth, codes, scales, high.get(layout.bits), offsets)
 
 
@@ -99,12 +97,13 @@ def packed_product(fmt: Format, rows: int, architecture: int) -> Case:
     output = Parts(values, WIDTH, WIDTH, count, rows * WIDTH)
     x = _empty(rows, DEPTH, dtype=gpu.element)
     products_packed.launch(gpu, _empty(4), rows, x, weight, output)
+    is_few = rows <= products_packed.FEW_ROWS
     return Case(
         launches,
         weight.num_bytes + 2 * x.numel() + 4 * values.numel(),
         2 * rows * WIDTH * DEPTH,
-        launches[0].constants["BLOCK_N"] * 256,
-        is_matrix=rows > products_packed.FEW_ROWS,
+        64 * 256 if is_few else launches[0].constants["BLOCK_N"] * 128,
+        is_matrix=not is_few,
     )
 
 
@@ -305,7 +304,7 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
     **{
         f"{fmt.name} {rows} rows": partial(packed_product, fmt, rows)
         for fmt in _FORMATS
-        for rows in (4, 16, 128)
+        for rows in (4, 16, 32, 64, 128, 256)
     },
     **{f"{fmt.name} written out": partial(written_out, fmt) for fmt in _FORMATS},
     **{f"{fmt.name} table": partial(table_rows, fmt) for fmt in _FORMATS},

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 from support.programs import PROGRAMS, SPEC, VOCAB_SIZE, random_tensors  # noqa: E402
 from twostroke.backends.gpu.backend import GpuBackend  # noqa: E402
 from twostroke.backends.gpu.device import find  # noqa: E402
+from twostroke.backends.gpu.kernels import products_tiles  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend  # noqa: E402
 from twostroke.measure.divergence import compare  # noqa: E402
 from twostroke.models import build_program  # noqa: E402
@@ -68,3 +69,17 @@ def test_half_precision_is_close(fmt: str, experts: int) -> None:
     assert result.mean_kl < 1e-4
     assert result.top1_agreement > 0.98
     assert (f"{first} as f16" in ours.facts.detail) == (fmt == "BF16")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_many_rows_of_packed_weights_are_close(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products_tiles, "num_parts", lambda *_: parts)
+    program = build_program(replace(SPEC, hidden_size=512, ffn_size=512, head_dim=64))
+    tensors = random_tensors(program, "Q4_K", "Q4_K")
+    right = ReferenceBackend(program, tensors, 1, 16)
+    given = {"element": torch.float16, "kv_format": "f16", "max_rows": 128}
+    ours = gpu_backend(program, tensors, num_pages=8, **given)
+    tokens = (2 * TOKENS)[:120]
+    result = compare([(right.score(tokens), ours.score(tokens), tokens)])
+    assert result.mean_kl < 1e-4
+    assert result.top1_agreement > 0.98

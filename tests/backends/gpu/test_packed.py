@@ -73,7 +73,7 @@ def test_products_of_few_and_of_more_rows(fmt) -> None:
     width, depth = 70, depth_of(fmt)
     tensor = random_matrix(rng, fmt, (width, depth))
     weight = pack(tensor, CPU)
-    for rows, parts in ((3, 2), (9, 1), (20, 1)):
+    for rows, parts in ((3, 2), (9, 1), (20, 2), (70, 1), (130, 2)):
         x = rng.standard_normal((rows + 1, depth)).astype(np.float16)
         output = torch.zeros((parts, rows + 1, width + 8))
         given = Parts(output, width + 8, width + 8, parts, output[0].numel()).columns(8, width)

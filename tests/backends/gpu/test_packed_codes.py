@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch and Triton: make test
 pytest.importorskip("triton", reason="needs Triton: make test-gpu")
 
 from twostroke.backends.gpu.kernels.bytes import assembly as assembly_of  # noqa: E402
-from twostroke.backends.gpu.kernels.packed_codes import constants  # noqa: E402
+from twostroke.backends.gpu.kernels.packed_codes import constants, numbers  # noqa: E402
 from twostroke.backends.gpu.launch import listing  # noqa: E402
 from twostroke.backends.gpu.stored import Layout  # noqa: E402
 from twostroke.quant.small_floats import E4M3  # noqa: E402
@@ -118,6 +118,31 @@ def test_assembly_makes_the_codes(layout: Layout, element: torch.dtype) -> None:
             shift = 0 if layout.bits == 8 else given["SHIFT"]
             for plane, codes in enumerate(planes_of(layout, words, high, step)):
                 np.testing.assert_array_equal(halves(found[f"${plane}"], element), codes + shift)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}{layout.scales}")
+def test_assembly_makes_the_codes_in_float32(layout: Layout) -> None:
+    rng = np.random.default_rng(layout.bits)
+    most = 256 if layout.bits == 5 else 1 << 16
+    words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, most))
+    pair = [(low | upper << 16).astype(np.uint32) for low, upper in (words, high)]
+    given = numbers(listing([], 90), layout)
+    for index, assembly in enumerate(given["ASSEMBLY"]):
+        found = execute(assembly, {"$2": pair[0], "$3": pair[1]}, torch.bfloat16)
+        codes = [*planes_of(layout, words, high, index // layout.planes)][index % layout.planes]
+        got = np.stack([found["$0"], found["$1"]]).view(np.float32)
+        np.testing.assert_array_equal(got, codes + given["SHIFT"] - layout.half)
+
+
+def test_assembly_makes_the_numbers_of_matrices_in_float32() -> None:
+    codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
+    codes = codes[np.isfinite(E4M3[codes])].reshape(-1, 4)  # two words of two planes
+    given = numbers(listing([], 90), Layout(8, 128, table="e4m3"))
+    assert given["SHIFT"] == 0
+    for index, assembly in enumerate(given["ASSEMBLY"]):
+        found = execute(assembly, {"$2": codes.view(np.uint32)[:, 0]}, torch.bfloat16)
+        got = np.stack([found["$0"], found["$1"]], 1).view(np.float32)
+        np.testing.assert_array_equal(got, E4M3[codes[:, index % 2 :: 2]] / 256)
 
 
 @pytest.mark.parametrize("element", [torch.float16, torch.bfloat16])

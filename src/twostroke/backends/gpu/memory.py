@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from twostroke.backends.gpu.graphs import buckets_up_to
+from twostroke.backends.gpu.kernels import products_tiles
 from twostroke.backends.gpu.kernels.parts import Parts
 from twostroke.backends.gpu.kernels.product import FEW_ROWS, num_parts
 from twostroke.backends.gpu.lowered import Kind, Products, touched
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from torch import Tensor
 
     from twostroke.backends.gpu.launch import Gpu
@@ -27,10 +31,11 @@ class Layout(Frozen):
     num_bytes: int
 
 
-def lay_out(gpu: Gpu, lowered: Lowered, max_rows: int) -> Layout:
+def lay_out(gpu: Gpu, lowered: Lowered, in_parts: Container[int], max_rows: int) -> Layout:
     """Give buffers places for `max_rows` rows; those that are never needed together may share one.
 
-    Each takes the smallest free place that is large enough, else a new one.
+    Each takes the smallest free place that is large enough, else a new one. Buffers `in_parts` are
+    those of `products.in_parts`.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -45,7 +50,8 @@ def lay_out(gpu: Gpu, lowered: Lowered, max_rows: int) -> Layout:
     end = 0
     for time in range(len(lowered.records)):
         for buffer in (b for b in first if first[b] == time):
-            size = _num_bytes(gpu, lowered.buffers[buffer], max_rows, depths.get(buffer, 0))
+            given = lowered.buffers[buffer], max_rows, depths.get(buffer, 0)
+            size = _num_bytes(gpu, *given, in_parts=buffer in in_parts)
             fitting = [place for place in free if places[place][1] >= size]
             if fitting:
                 place_of[buffer] = min(fitting, key=lambda place: places[place][1])
@@ -59,7 +65,7 @@ def lay_out(gpu: Gpu, lowered: Lowered, max_rows: int) -> Layout:
     return Layout(tuple(offsets), end)
 
 
-def _num_bytes(gpu: Gpu, buffer: Buffer, max_rows: int, depth: int) -> int:
+def _num_bytes(gpu: Gpu, buffer: Buffer, max_rows: int, depth: int, *, in_parts: bool) -> int:
     width, size = buffer.width, gpu.element.itemsize
     if buffer.kind is Kind.STREAM:
         num_bytes = 4 * max_rows * width
@@ -70,18 +76,28 @@ def _num_bytes(gpu: Gpu, buffer: Buffer, max_rows: int, depth: int) -> int:
         num_bytes = size * max_rows * width
     else:
         few = max_rows if gpu.same_tokens else min(max_rows, FEW_ROWS)
-        parts = max(rows * num_parts(gpu, rows, width, depth) for rows in range(1, few + 1))
+        many = buckets_up_to(min(max_rows, products_tiles.most_rows(gpu))) if in_parts else ()
+        counts = {rows: _num_parts(gpu, rows, width, depth) for rows in (*range(1, few + 1), *many)}
+        parts = max(rows * count for rows, count in counts.items() if rows <= few or count > 1)
         size = 4 if buffer.kind is Kind.SCORES else size
         num_bytes = max(4 * parts * width, size * max_rows * width)
     return -(-num_bytes // _LINE) * _LINE
 
 
-class StepMemory:
-    """The buffers of a step as tensors."""
+def _num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
+    """Return the parts of products that are written in parts with so many rows."""
+    if num_rows <= FEW_ROWS or gpu.same_tokens:
+        return num_parts(gpu, num_rows, width, depth)
+    is_tiled = num_rows <= products_tiles.most_rows(gpu)
+    return products_tiles.num_parts(gpu, num_rows, width, depth) if is_tiled else 1
 
-    def __init__(self, gpu: Gpu, lowered: Lowered, max_rows: int) -> None:
-        self._gpu, self._buffers = gpu, lowered.buffers
-        self._layout = lay_out(gpu, lowered, max_rows)
+
+class StepMemory:
+    """The buffers of a step as tensors; some are `in_parts`, as `lay_out` says."""
+
+    def __init__(self, gpu: Gpu, lowered: Lowered, in_parts: Container[int], max_rows: int) -> None:
+        self._gpu, self._buffers, self._in_parts = gpu, lowered.buffers, in_parts
+        self._layout = lay_out(gpu, lowered, in_parts, max_rows)
         self._depths = {
             r.output: lowered.buffers[r.x].width for r in lowered.records if type(r) is Products
         }
@@ -104,9 +120,11 @@ class StepMemory:
         if found.kind is Kind.LINES:
             values = self._view(buffer, found.lines * stride, dtype)
             return Parts(values, width, found.lines * width, found.lines, width)
-        if num_rows > FEW_ROWS and not self._gpu.same_tokens:
+        count = 1
+        if buffer in self._in_parts or num_rows <= FEW_ROWS or self._gpu.same_tokens:
+            count = _num_parts(self._gpu, num_rows, width, self._depths[buffer])
+        if count == 1 and not is_few:
             return Parts(self._view(buffer, stride, dtype), width, width)
-        count = num_parts(self._gpu, num_rows, width, self._depths[buffer])
         return Parts(self._view(buffer, count * stride, torch.float32), width, width, count, stride)
 
     def lines(self, buffer: int, num_rows: int) -> Parts:

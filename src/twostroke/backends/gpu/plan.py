@@ -87,7 +87,8 @@ def step_bytes(
     floats += logits + rows * RESULT_INTS
     tables = rows * len(program.cache_groups) * (program.context_length // _LEAST_PAGE + 8)
     numbers = floats + tables + input_ints(num_tilings, rows, slots)
-    return lay_out(gpu, lowered, rows).num_bytes + scratch + 4 * numbers
+    in_parts = products.in_parts(gpu, lowered, packed)
+    return lay_out(gpu, lowered, in_parts, rows).num_bytes + scratch + 4 * numbers
 
 
 class Plan:
@@ -114,7 +115,8 @@ class Plan:
         """
         self._gpu, self._lowered, self._weights = gpu, lowered, weights
         self._cache, self._tables, self.max_rows = cache, tables, max_rows
-        self.memory = StepMemory(gpu, lowered, max_rows)
+        in_parts = products.in_parts(gpu, lowered, weights.shapes)
+        self.memory = StepMemory(gpu, lowered, in_parts, max_rows)
         size = products.scratch_bytes(gpu, lowered, weights.shapes, max_rows)
         self._scratch = torch.zeros(size, dtype=torch.uint8, device=gpu.device)
         given = weights, cache, tables, self.memory, max_rows, piece

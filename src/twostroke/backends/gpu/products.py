@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.backends.gpu.kernels import product, products_fp8, products_packed
+from twostroke.backends.gpu.kernels import product, products_fp8, products_packed, products_tiles
 from twostroke.backends.gpu.kernels.packed import Packed
 from twostroke.backends.gpu.lowered import Kind, Products
 from twostroke.backends.gpu.stored import together
@@ -32,6 +32,19 @@ def scratch_bytes(gpu: Gpu, lowered: Lowered, packed: Mapping[str, Matrix], max_
     return max(needed, default=0)
 
 
+def in_parts(gpu: Gpu, lowered: Lowered, packed: Mapping[str, Matrix]) -> frozenset[int]:
+    """Return the buffers that `products_tiles` alone writes, in parts, where rows are not few."""
+
+    def is_alone(name: str) -> bool:
+        return name in packed and not products_fp8.are_known(gpu, packed[name][0])
+
+    return frozenset(
+        record.output
+        for record in lowered.records
+        if isinstance(record, Products) and all(map(is_alone, record.weights))
+    )
+
+
 def _joined(matrices: list[Matrix | None]) -> Iterator[Matrix]:
     for run in together(matrices):
         if (first := matrices[run[0]]) is not None:
@@ -42,7 +55,7 @@ def _needed(gpu: Gpu, matrix: Matrix, max_rows: int) -> int:
     layout, width, depth = matrix
     if products_fp8.are_known(gpu, layout):
         return products_fp8.scratch_bytes(gpu, max_rows, matrix)
-    if gpu.same_tokens or max_rows < products_packed.MANY_ROWS:
+    if gpu.same_tokens or max_rows <= products_tiles.most_rows(gpu):
         return 0
     size: int = gpu.element.itemsize * width * depth
     return size

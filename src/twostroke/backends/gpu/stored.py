@@ -24,16 +24,16 @@ class Layout(Frozen):
     """How the codes of a format become values.
 
     `bits` is 4, 5, 6 or 8, and `columns` the inputs of a plane. `group` inputs share a scale.
-    `half` is subtracted from codes. `scales` names what the scales are: "plain" values, with
-    `offset` None, "minimum" (added) or "zero" (a code, subtracted before the product); or the
-    headers of blocks, "k" (Q4_K, Q5_K) and "q6_k". With the table "e4m3" codes are its numbers, and
-    with `has_row_scales` all groups of an output have one scale.
+    `half` is subtracted from codes. `scales` names what the scales are: values, "f16", "bf16" or
+    "f32", with `offset` None, "minimum" (added) or "zero" (a code, subtracted before the product);
+    or the headers of blocks, "k" (Q4_K, Q5_K) and "q6_k". With the table "e4m3" codes are its
+    numbers, and with `has_row_scales` all groups of an output have one scale.
     """
 
     bits: int
     group: int
     half: int = 0
-    scales: str = "plain"
+    scales: str = "f16"
     offset: str | None = None
     table: str | None = None
     has_row_scales: bool = False
@@ -66,13 +66,14 @@ def layout_of(fmt: Format, depth: int) -> Layout | None:
     group = fmt.group_size
     is_row = group == depth
     if is_row or group % TILE_INPUTS == 0:
-        group = TILE_INPUTS  # each tile has a copy
+        group = TILE_INPUTS if table else TILE_INPUTS // 2  # each tile has a copy, or two
     if TILE_INPUTS % group or group < 32:
         return None
     if table:
-        return Layout(bits, group, table=table, has_row_scales=is_row)
+        return Layout(bits, group, scales="f32", table=table, has_row_scales=is_row)
     half = 0 if has_zero or bits == 8 else 8
-    return Layout(bits, group, half, offset="zero" if has_zero else None)
+    scales = fmt.name.split("_")[2].lower()
+    return Layout(bits, group, half, scales, offset="zero" if has_zero else None)
 
 
 def grouped_of(fmt: Format) -> tuple[int, bool] | None:

@@ -5,8 +5,9 @@ that a program reads it as one stream of 16-byte loads. A word holds codes of ne
 word (step, output, column) has the inputs `step * planes * columns + plane * columns + column`, a
 plane in each nibble (4 planes) or byte (2). A plane's inputs are neighbours and share a scale.
 Upper bits of codes of 5 or 6 bits lie in words of their own. Scales are those of the file, or its
-16 bytes for eight of them, for all outputs of a group side by side; those of E4M3 are 256 times as
-large, for its numbers are made 256 times too small.
+16 bytes for eight of them, for all outputs of a group side by side, in words of 32 bits: GPUs copy
+no less ahead, so those of 16 bits are in pairs, of neighbouring groups. Scales of E4M3 are 256
+times as large, for its numbers are made 256 times too small.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Packed(Frozen, eq=False):
 
     `codes` are int16 (matrices, tiles of outputs, tiles of inputs, steps, 64, columns); `high`
     the upper bits of 5-bit codes, uint8 without the steps, or of 6-bit codes, int16 with half of
-    them. `scales` (matrices, groups, words, outputs) and `offsets`, likewise, are padded as the
-    codes are: with scales of 0.
+    them. `scales` (matrices, groups or pairs, words, outputs) and `offsets`, likewise, int32 or
+    float32, are padded as the codes are: with scales of 0.
     """
 
     layout: Layout
@@ -170,12 +171,16 @@ def _in_words(low: Tensor, high: Tensor) -> Tensor:
 def _groups(values: Tensor, shape: tuple[int, int], layout: Layout) -> Tensor:
     """Return values of blocks (rows * blocks, words) as (1, groups, words, outputs)."""
     width, depth = shape
-    size = TILE_INPUTS if layout.scales != "plain" else layout.group
+    size = TILE_INPUTS if layout.scales in {"k", "q6_k"} else layout.group
     rows, groups = -(-width // TILE_OUTPUTS) * TILE_OUTPUTS, -(-depth // TILE_INPUTS) * TILE_INPUTS
     values = values.reshape(width, -1, values.shape[-1])
     values = values.repeat_interleave(-(-depth // values.shape[1] // size), 1)
     values = pad(values, (0, 0, 0, groups // size - values.shape[1], 0, rows - width))
-    return values.permute(1, 2, 0)[None].contiguous()
+    values = values.permute(1, 2, 0)
+    if values.element_size() == 2:
+        pairs = values.reshape(-1, 2, rows).transpose(1, 2).contiguous()
+        values = pairs.view(torch.int32).transpose(1, 2)
+    return values[None].contiguous()
 
 
 def _unpacked(packed: Tensor, bits: int, run: int) -> Tensor:
@@ -218,7 +223,7 @@ def _read_q5_k(_: Format, blocks: Tensor) -> Parts:
 def _read_q6_k(_: Format, blocks: Tensor) -> Parts:
     codes = _unpacked(blocks[:, :128], 4, run=64)
     codes |= _unpacked(blocks[:, 128:192], 2, run=32) << 4
-    return codes, _numbers(blocks, 192, 208, torch.int32), _halves(blocks, 208)
+    return codes, _numbers(blocks, 192, 208, torch.int32), _halves(blocks, 208).float()
 
 
 def _read_grouped(fmt: Format, blocks: Tensor) -> Parts:
@@ -229,7 +234,7 @@ def _read_grouped(fmt: Format, blocks: Tensor) -> Parts:
     scales = _numbers(blocks, 0, head - has_zero, _SCALES[fmt.name.split("_")[2]])
     codes = blocks[:, head:]
     codes = _unpacked(codes, 4, run=1) if bits == 4 else codes ^ 0x80
-    return codes, scales, blocks[:, head - 1 : head] if has_zero else None
+    return codes, scales, blocks[:, head - 1 : head].half() if has_zero else None
 
 
 def _read_e4m3(fmt: Format, blocks: Tensor) -> Parts:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from twostroke.backends.gpu.kernels.bytes import e4m3_lines, e4m3_numbers
+from twostroke.backends.gpu.kernels.overlap import prefetch
 
 if TYPE_CHECKING:
     from typing import Any
@@ -34,6 +35,23 @@ def constants(gpu: Gpu, layout: Layout, *, is_centered: bool) -> dict[str, Any]:
         steps = range(layout.steps)
         given = {"is_centered": is_centered}
         assembly = tuple(_assembly(layout, gpu.element, step, **given) for step in steps)
+    return _constants(layout, shift, assembly)
+
+
+def numbers(gpu: Gpu, layout: Layout) -> dict[str, Any]:
+    """Return `constants` for kernels that make codes float32: numbers that are too large by SHIFT.
+
+    `ASSEMBLY` has PTX, or the table, for each step and plane.
+    """
+    count, shift = layout.steps * layout.planes, layout.half
+    if gpu.is_interpreted:
+        return _constants(layout, shift, (layout.table or "",) * count)
+    if not layout.table:
+        shift += 384 if layout.bits == 8 else 128
+    return _constants(layout, shift, tuple(_number(layout, index) for index in range(count)))
+
+
+def _constants(layout: Layout, shift: int, assembly: tuple[str, ...]) -> dict[str, Any]:
     return {
         "BITS": layout.bits,
         "GROUP": layout.group,
@@ -86,10 +104,35 @@ def _assembly(layout: Layout, element: torch.dtype, step: int, *, is_centered: b
             continue
         lines.append(f"lop3.b32 {out}, {source}, 0x000f000f, {magic:#x}, 0xea;")  # a & b | c
         if layout.bits > 4:
-            lines += _upper_bits(out, layout, step, plane)
+            lines += _upper_bits(out, "$5", layout, step, plane)
         if is_centered:
             lines.append(f"fma.rn.{kind} {out}, {out}, one, less;")
     return "{" + " ".join(lines) + "}"
+
+
+def _number(layout: Layout, index: int) -> str:
+    """Return PTX that makes two numbers in float32 of a plane's codes in two words.
+
+    A code is put below the bits of 128 (bfloat16, whose bits are the upper ones of float32), one of
+    8 bits below those of 256.
+    """
+    step, plane = divmod(index, layout.planes)
+    lines = [".reg .b32 t, u, v;"]
+    if layout.bits == 8 and not layout.table:
+        for out, shift in (("$0", 8 * plane - 15), ("$1", 8 * plane + 1)):
+            lines.append(f"shl.b32 t, $2, {-shift};" if shift < 0 else f"shr.b32 t, $2, {shift};")
+            lines.append(f"lop3.b32 {out}, t, 0x007f8000, 0x43c00000, 0x6a;")  # a & b ^ c
+        return "{" + " ".join(lines) + "}"
+    if layout.table:
+        lines.append(f"shl.b32 t, $2, {8 - 8 * plane};")
+        lines += e4m3_lines("t", "t", torch.bfloat16)
+    else:
+        magic = _MAGIC[torch.bfloat16][0]
+        lines.append(f"shr.b32 t, $2, {4 * plane};")
+        lines.append(f"lop3.b32 t, t, 0x000f000f, {magic:#x}, 0xea;")  # a & b | c
+        if layout.bits > 4:
+            lines += _upper_bits("t", "$3", layout, step, plane)
+    return "{" + " ".join([*lines, "shl.b32 $0, t, 16;", "and.b32 $1, t, 0xffff0000;"]) + "}"
 
 
 def _signed_bytes(out: str, source: str, element: torch.dtype) -> list[str]:
@@ -108,11 +151,11 @@ def _signed_bytes(out: str, source: str, element: torch.dtype) -> list[str]:
     ]
 
 
-def _upper_bits(out: str, layout: Layout, step: int, plane: int) -> list[str]:
+def _upper_bits(out: str, source: str, layout: Layout, step: int, plane: int) -> list[str]:
     count = layout.bits - 4
     per_word = 8 if count == 1 else 16
     left = 4 - count * (step * layout.planes + plane) % per_word
-    shift = f"shl.b32 u, $5, {left};" if left >= 0 else f"shr.b32 u, $5, {-left};"
+    shift = f"shl.b32 u, {source}, {left};" if left >= 0 else f"shr.b32 u, {source}, {-left};"
     mask = 0x0010_0010 if count == 1 else 0x0030_0030
     return [shift, f"lop3.b32 {out}, u, {mask:#x}, {out}, 0xea;"]
 
@@ -120,6 +163,20 @@ def _upper_bits(out: str, layout: Layout, step: int, plane: int) -> list[str]:
 def _twice(value: float, element: torch.dtype) -> int:
     bits = torch.tensor(value, dtype=element).view(torch.int16).item() & 0xFFFF
     return int(bits) << 16 | int(bits)
+
+
+@triton.jit
+def fetch_codes(codes, TILE: tl.constexpr, PART_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+                TILES: tl.constexpr, COUNT: tl.constexpr, IS_WANTED: tl.constexpr):  # fmt: skip
+    """Bring a program's first codes, of COUNT tiles of outputs, into the L2 cache, if wanted."""
+    if IS_WANTED:
+        LINES: tl.constexpr = TILE // 64  # of 128 bytes
+        end = tl.minimum((tl.program_id(1) + 1) * PART_BLOCKS, BLOCKS) * LINES
+        line = tl.program_id(1) * (PART_BLOCKS * LINES) + tl.arange(0, 256 // COUNT)
+        line = tl.minimum(line, end - 1).to(tl.int64)
+        for place in tl.static_range(COUNT):
+            tile = tl.minimum(tl.program_id(0) * COUNT + place, TILES - 1).to(tl.int64)
+            prefetch(codes + (tile * (BLOCKS * LINES) + line) * 64)
 
 
 @triton.jit
@@ -164,6 +221,30 @@ def codes_of(word, high, element: tl.constexpr, step: tl.constexpr, BITS: tl.con
 
 
 @triton.jit
+def number_of(word, upper, index: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
+              ASSEMBLY: tl.constexpr):  # fmt: skip
+    """Return a plane's `numbers`, float32."""
+    plane: tl.constexpr = index % PLANES
+    if ASSEMBLY[index] == "e4m3":
+        pair = word.to(tl.uint16, bitcast=True)
+        return e4m3_numbers((pair >> (8 * plane)) & 0xFF, tl.float32)
+    elif ASSEMBLY[index] != "":
+        if BITS % 4 != 0:
+            bits = tl.inline_asm_elementwise(
+                ASSEMBLY[index], "=&r,=&r,r,r", [word, upper], tl.int32, True, 2
+            )
+        else:
+            bits = tl.inline_asm_elementwise(
+                ASSEMBLY[index], "=&r,=&r,r", [word], tl.int32, True, 2
+            )
+        return bits.to(tl.float32, bitcast=True)
+    elif PLANES == 2:
+        return ((word << (8 - 8 * plane)) >> 8).to(tl.float32)
+    else:
+        return _code(word, upper, plane, tl.float32, index // PLANES, BITS, 0)
+
+
+@triton.jit
 def _code(word, high, plane: tl.constexpr, element: tl.constexpr, step: tl.constexpr,
           BITS: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
     code = (word >> (4 * plane)) & 15
@@ -180,6 +261,19 @@ def _half(word, shift: tl.constexpr):
 
 
 @triton.jit
+def _of_pair(at, index: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Load a group's value; two groups of 16 bits share a word."""
+    if SCALES == "f32":
+        return tl.load(at + index * OUTPUTS)
+    else:
+        word = tl.load(at + index // 2 * OUTPUTS).to(tl.uint32, bitcast=True)
+        if SCALES == "f16":
+            return _half(word, 16 * (index % 2))
+        else:
+            return ((word >> (16 * (index % 2))) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _byte(word, index: tl.constexpr):
     return ((word >> (8 * index)) & 0xFF).to(tl.float32)
 
@@ -187,7 +281,7 @@ def _byte(word, index: tl.constexpr):
 @triton.jit
 def headers_of(at, SCALES: tl.constexpr, OUTPUTS: tl.constexpr):
     """Load the four words of a tile's headers at once, where there are some."""
-    if SCALES == "plain":
+    if SCALES[-1] != "k":
         return 0, 0, 0, 0
     else:
         return (
@@ -215,16 +309,18 @@ def scale_of(headers, scales, offsets, block, index: tl.constexpr, GROUP: tl.con
     elif SCALES == "q6_k":
         shift: tl.constexpr = 24 - 8 * (index % 4)
         signed = (headers[index // 4] << shift).to(tl.int32, bitcast=True) >> 24
-        return tl.load(offsets + block * OUTPUTS).to(tl.float32) * signed.to(tl.float32), 0.0
+        return tl.load(offsets + block * OUTPUTS) * signed.to(tl.float32), 0.0
     else:
-        at = (block * (256 // GROUP) + index) * OUTPUTS
-        scale = tl.load(scales + at).to(tl.float32)
-        if OFFSET == "minimum":
-            return scale, tl.load(offsets + at).to(tl.float32)
-        elif OFFSET == "zero":
-            return scale, -scale * tl.load(offsets + at).to(tl.float32)
-        else:
+        words: tl.constexpr = 256 // GROUP if SCALES == "f32" else 128 // GROUP
+        scale = _of_pair(scales + block * (words * OUTPUTS), index, SCALES, OUTPUTS)
+        if OFFSET == "":
             return scale, 0.0
+        else:
+            offset = _of_pair(offsets + block * (128 // GROUP * OUTPUTS), index, "f16", OUTPUTS)
+            if OFFSET == "zero":
+                return scale, -scale * offset
+            else:
+                return scale, offset
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Products with packed matrices, whose codes become values in registers.
 
 Weights are the left factor of each `dot`, so that eight rows of x fill an instruction. With few
-rows a program multiplies the codes themselves, which every element type holds exactly, and scales
-the sums of each group in float32; with more it scales the codes. With many rows a matrix is written
-out in the element type for a product of the library.
+rows a program here multiplies the codes themselves, which every element type holds exactly, and
+scales the sums of each group in float32; `products_tiles` scales the codes. With very many rows a
+matrix is written out in the element type for a product of the library.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.backends.gpu.kernels.overlap import begin, prefetch
+from twostroke.backends.gpu.kernels import products_tiles
+from twostroke.backends.gpu.kernels.overlap import begin
 from twostroke.backends.gpu.kernels.packed_codes import (
     codes_of,
     constants,
+    fetch_codes,
     has_offset,
     headers_of,
     scale_of,
     upper_of,
     weight_of,
 )
+from twostroke.backends.gpu.kernels.products_tiles import tile_of
 from twostroke.backends.gpu.kernels.routing import rows_again, rows_of
 from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 
@@ -36,15 +39,14 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu
 
 FEW_ROWS: Final = 16  # up to which sums are scaled, not weights
-MANY_ROWS: Final = 65  # from which a matrix is written out
-_SAME_ROWS: Final = 32  # of each tile, for the same tokens
 _GROUPED_STAGES: Final = {5: 1, 6: 3}  # by bits of codes
+_SAME_ROWS: Final = 32  # of each tile, for the same tokens
 
 
 def is_written_out(gpu: Gpu, num_rows: int, output: Parts) -> bool:
     """Whether a matrix is written out for so many rows; not for sums in float32, such as logits."""
     is_plain = output.values.dtype == gpu.element and output.count == 1
-    return num_rows >= MANY_ROWS and is_plain and not gpu.same_tokens
+    return num_rows > products_tiles.most_rows(gpu) and is_plain and not gpu.same_tokens
 
 
 def launch(
@@ -60,9 +62,6 @@ def launch(
 
     A matrix that is written out is in the `scratch`, bytes.
     """
-    if gpu.same_tokens:
-        _start(gpu, header, -(-num_rows // _SAME_ROWS), x, weight, output, _SAME_ROWS, None)
-        return
     if is_written_out(gpu, num_rows, output):
         assert scratch is not None, "many rows need room"
         size = gpu.element.itemsize * weight.width * weight.depth
@@ -72,27 +71,26 @@ def launch(
         out = torch.as_strided(output.values, shape, (output.row_stride, 1))
         gpu.call(torch.mm, x[:num_rows], matrix.T, out=out)
         return
-    most = most_rows(gpu, weight.layout.bits)
-    block_m = 8 if num_rows <= 8 else min(most, max(16, triton.next_power_of_2(num_rows)))
-    _start(gpu, header, -(-num_rows // block_m), x, weight, output, block_m, None)
+    if num_rows <= FEW_ROWS and not gpu.same_tokens:
+        _start(gpu, header, x, weight, output, 8 if num_rows <= 8 else FEW_ROWS, None)
+        return
+    tile = tile_of(gpu, _SAME_ROWS if gpu.same_tokens else num_rows, weight.layout.bits)
+    products_tiles.launch(gpu, header, num_rows, x, weight, output, tile)
 
 
 def launch_grouped(gpu: Gpu, x: Tensor, weight: Packed, output: Parts, rows: Grouped) -> None:
     """Write the products of a mixture's pairs, one line each; `weight` is a stack of matrices."""
     routes = rows.routes
-    given = routes.max_items, x, weight, output, routes.block, rows
-    _start(gpu, routes.header, *given)
+    if routes.block <= FEW_ROWS:
+        _start(gpu, routes.header, x, weight, output, routes.block, rows)
+        return
+    tile = tile_of(gpu, routes.block, weight.layout.bits, in_groups=True)
+    products_tiles.launch(gpu, routes.header, 0, x, weight, output, tile, rows)
 
 
 def most_rows(gpu: Gpu, bits: int) -> int:
-    """Return how many rows a block has at most, for codes of so many bits.
-
-    Of more, sm_89 and sm_120 cannot hold two stages of x; for sm_100, Triton up to 3.8 makes a trap
-    of blocks of more than 64 by 64, or 32 by 64 where planes have 16 inputs.
-    """
-    if gpu.architecture in {80, 90}:
-        return 128
-    return 32 if bits == 6 and gpu.architecture // 10 == 10 else 64
+    """Return how many rows of a mixture a block has at most, for codes of so many bits."""
+    return tile_of(gpu, 128, bits, in_groups=True).rows
 
 
 def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
@@ -112,47 +110,41 @@ def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
 def _start(
     gpu: Gpu,
     header: Tensor,
-    blocks_m: int,
     x: Tensor,
     weight: Packed,
     output: Parts,
     block_m: int,
     rows: Grouped | None,
 ) -> None:
-    layout, unused = weight.layout, header
-    scales_sums = block_m <= FEW_ROWS
+    layout = weight.layout
     # Of mixtures, one more or one less would spill registers on some architecture.
     num_stages = 3 if rows is None else _GROUPED_STAGES.get(layout.bits, 2)
-    is_sm_100 = gpu.architecture // 10 == 10
-    would_spill = is_sm_100 or (gpu.architecture == 120 and gpu.same_tokens)
-    block_n = 128 if block_m >= 64 and not is_sm_100 else 64
-    blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // block_n)
+    blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // TILE_OUTPUTS)
     gpu.launch(
         _product_packed,
-        (blocks_n, output.count, blocks_m) if rows is None else (blocks_m, output.count, blocks_n),
+        (blocks_n, output.count, 1)
+        if rows is None
+        else (rows.routes.max_items, output.count, blocks_n),
         header,
         x,
         *weight.pointers,
         output.values,
-        unused if rows is None else rows.routes.items,
-        unused if rows is None else rows.routes.order,
-        unused if rows is None else rows.routes.shares,
+        header if rows is None else rows.routes.items,
+        header if rows is None else rows.routes.order,
+        header if rows is None else rows.routes.shares,
         output.part_stride,
-        num_warps=block_n // 16,
-        num_stages=num_stages if block_n == 64 else 2,
-        max_registers=168 if would_spill else 0,
+        num_stages=num_stages,
+        max_registers=168 if gpu.architecture // 10 == 10 else 0,
         WIDTH=weight.width,
         DEPTH=weight.depth,
         PART_BLOCKS=-(-blocks // output.count),
         ROW_STRIDE=output.row_stride,
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        SCALES_SUMS=scales_sums,
         LINES=rows.lines if rows else 0,
         SCALE_STRIDE=weight.scales[0].numel(),
         OFFSET_STRIDE=0 if weight.offsets is None else weight.offsets[0].numel(),
         IS_SHARED=rows is not None and rows.is_shared,
-        **constants(gpu, layout, is_centered=not scales_sums or not has_offset(layout)),
+        **constants(gpu, layout, is_centered=not has_offset(layout)),
     )
 
 
@@ -164,26 +156,12 @@ def _inputs(x_at, k, columns, is_row, DEPTH: tl.constexpr):
         return tl.load(x_at + k, is_row[None, :] & (k + columns < DEPTH)[:, None], 0.0)
 
 
-@triton.jit
-def _begin(
-    codes, PART_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Fetch the part's first codes, of tiles with so many lines of 64 words each, and begin."""
-    if OVERLAPS and LINES:
-        end = tl.minimum((tl.program_id(1) + 1) * PART_BLOCKS, BLOCKS) * LINES
-        line = tl.program_id(1) * (PART_BLOCKS * LINES) + tl.arange(0, 256)
-        line = tl.minimum(line, end - 1).to(tl.int64)
-        prefetch(codes + (tl.program_id(0).to(tl.int64) * (BLOCKS * LINES) + line) * 64)
-    begin(OVERLAPS)
-
-
 @triton.jit(do_not_specialize=["part_stride"])
 def _product_packed(
     header, x, codes, high, scales, offsets, output, items, order, shares, part_stride,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, PART_BLOCKS: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALES_SUMS: tl.constexpr, LINES: tl.constexpr,
-    IS_SHARED: tl.constexpr, SCALE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, LINES: tl.constexpr, IS_SHARED: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
     STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
     ASSEMBLY: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -194,22 +172,22 @@ def _product_packed(
     PER_GROUP: tl.constexpr = GROUP // COLUMNS
     STEP: tl.constexpr = 64 * COLUMNS
     element: tl.constexpr = x.dtype.element_ty
-    _begin(codes, PART_BLOCKS, BLOCKS, 0 if LINES or BLOCK_N > 64 else STEPS * STEP // 64, OVERLAPS)
+    fetch_codes(codes, STEPS * STEP, PART_BLOCKS, BLOCKS, TILES, 1, OVERLAPS and LINES == 0)
+    begin(OVERLAPS)
     count, rows, x_rows, expert, column = rows_of(header, items, order, BLOCK_M, LINES)
     if count <= 0:
         return
     is_row, part, columns = tl.arange(0, BLOCK_M) < count, tl.program_id(1), tl.arange(0, COLUMNS)
-    outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.minimum(outputs // 64, TILES - 1) * 64 + outputs % 64  # the last block may be half
+    within = tl.arange(0, 64)[:, None] * COLUMNS + columns[None, :]
+    outputs = column * 64 + tl.arange(0, 64)
     x_at = x + x_rows[None, :] * DEPTH + columns[:, None]
-    tiles = (expert * TILES + own // 64) * BLOCKS
-    within = (own % 64 * COLUMNS)[:, None] + columns[None, :]
-    codes_at = codes + (tiles * (STEPS * STEP))[:, None] + within
-    high_at = high + (tiles * (STEP * (BITS - 4)))[:, None] + within
-    scales_at = scales + expert * SCALE_STRIDE + own
-    offsets_at = offsets + expert * OFFSET_STRIDE + own
-    ones = tl.full((BLOCK_N, COLUMNS), 1, element)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    tile = (expert * TILES + column) * BLOCKS
+    codes_at = codes + tile * (STEPS * STEP) + within
+    high_at = high + tile * (STEP * (BITS - 4)) + within
+    scales_at = scales + expert * SCALE_STRIDE + outputs
+    offsets_at = offsets + expert * OFFSET_STRIDE + outputs
+    ones = tl.full((64, COLUMNS), 1, element)
+    total = tl.zeros((64, BLOCK_M), tl.float32)
     for block in range(part * PART_BLOCKS, tl.minimum((part + 1) * PART_BLOCKS, BLOCKS)):
         headers = headers_of(scales_at + block * (4 * TILES * 64), SCALES, TILES * 64)
         for index in tl.static_range(STEPS * PLANES):
@@ -221,19 +199,15 @@ def _product_packed(
             inputs = _inputs(x_at, block * 256 + index * COLUMNS, columns, is_row, DEPTH)
             scale, offset = scale_of(headers, scales_at, offsets_at, block, index // PER_GROUP,
                 GROUP, SCALES, OFFSET, TILES * 64)  # fmt: skip
-            if SCALES_SUMS:
-                if index % PER_GROUP == 0:
-                    group, x_sum = tl.zeros_like(total), tl.zeros_like(total)
-                group = tl.dot(values[index % PLANES], inputs, group, input_precision="ieee")
+            if index % PER_GROUP == 0:
+                group, x_sum = tl.zeros_like(total), tl.zeros_like(total)
+            group = tl.dot(values[index % PLANES], inputs, group, input_precision="ieee")
+            if HAS_OFFSET:
+                x_sum = tl.dot(ones, inputs, x_sum, input_precision="ieee")
+            if (index + 1) % PER_GROUP == 0:
+                total += scale[:, None] * group
                 if HAS_OFFSET:
-                    x_sum = tl.dot(ones, inputs, x_sum, input_precision="ieee")
-                if (index + 1) % PER_GROUP == 0:
-                    total += scale[:, None] * group
-                    if HAS_OFFSET:
-                        total += (offset - SHIFT * scale)[:, None] * x_sum
-            else:
-                weight = weight_of(values[index % PLANES], scale, offset, HAS_OFFSET)
-                total = tl.dot(weight.to(element), inputs, total, input_precision="ieee")
+                    total += (offset - SHIFT * scale)[:, None] * x_sum
     rows = rows_again(rows, items, order, BLOCK_M, LINES)
     if IS_SHARED:
         total *= tl.load(shares + rows, is_row, 0.0)[None, :]

@@ -1,0 +1,193 @@
+"""Products of packed codes with many rows: codes become weights in registers, tile by tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import triton
+import triton.language as tl
+
+from twostroke.backends.gpu.kernels.overlap import begin
+from twostroke.backends.gpu.kernels.packed_codes import (
+    fetch_codes,
+    headers_of,
+    number_of,
+    numbers,
+    scale_of,
+    upper_of,
+)
+from twostroke.backends.gpu.kernels.routing import rows_again, rows_of
+from twostroke.backends.gpu.stored import TILE_INPUTS
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from twostroke.backends.gpu.kernels.packed import Packed
+    from twostroke.backends.gpu.kernels.parts import Parts
+    from twostroke.backends.gpu.kernels.routing import Grouped
+    from twostroke.backends.gpu.launch import Gpu
+
+_MOST_PARTS: Final = 8
+_SUM_COST: Final = 6  # multiplications by one unit, while all units write and read a float32
+
+
+class Tile(Frozen):
+    """What a program computes, its warps, and how many halves of blocks it reads ahead and has.
+
+    A thread has at most `max_registers`, with 0 as many as the compiler likes.
+    """
+
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
+    max_registers: int = 0
+
+
+def most_rows(gpu: Gpu) -> int:
+    """Return up to how many rows this is faster than writing a matrix out, by what both do."""
+    return 128 if gpu.architecture // 10 == 10 else 512
+
+
+def tile_of(gpu: Gpu, num_rows: int, bits: int, *, in_groups: bool = False) -> Tile:
+    """Return the tile of a product of so many rows with codes of so many bits.
+
+    Of more rows, sm_89 and sm_120 cannot hold three stages of x; for sm_100, Triton up to 3.8 makes
+    a trap; and on sm_90 codes of 5 bits, and a mixture's rows, would spill registers. Two programs
+    of up to 64 rows share one of its multiprocessors.
+    """
+    rows, is_sm_90 = max(16, triton.next_power_of_2(num_rows)), gpu.architecture == 90
+    if gpu.architecture in {89, 120}:
+        return Tile(min(rows, 64), 64, 4, 3)
+    if gpu.architecture // 10 == 10:
+        return Tile(min(rows, 32 if bits == 6 else 64), 128, 8, 4)
+    if rows <= 64:
+        stages = 3 if (rows, bits) == (64, 8) else 4
+        return Tile(rows, 128, 8, stages, 128 if is_sm_90 and bits != 5 else 0)
+    if not is_sm_90 or bits == 5 or in_groups:
+        return Tile(128, 128, 8, 4 if is_sm_90 else 3)
+    return Tile(128, 256, 8, 3) if rows == 128 else Tile(256, 128, 8, 3)
+
+
+def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
+    """Return in how many parts a product of many rows sums.
+
+    All units should have work, and sums in float32 are written and read again.
+    """
+    tile = tile_of(gpu, num_rows, 4)
+    programs = -(-width // tile.outputs) * -(-num_rows // tile.rows)
+    blocks = -(-depth // TILE_INPUTS)
+
+    def cost(parts: int) -> int:
+        turns = -(-programs * parts // gpu.num_units) * -(-blocks // parts)
+        sums = num_rows * width * parts * (parts > 1)
+        return turns * tile.rows * tile.outputs * TILE_INPUTS + sums * _SUM_COST
+
+    return min((1, 2, 4, _MOST_PARTS), key=cost)
+
+
+def launch(
+    gpu: Gpu,
+    header: Tensor,
+    num_rows: int,
+    x: Tensor,
+    weight: Packed,
+    output: Parts,
+    tile: Tile,
+    rows: Grouped | None = None,
+) -> None:
+    """Write `x @ weight.T` into `output`: x is (rows, depth), weight a matrix (width, depth).
+
+    Or write the products of a mixture's pairs, one line each; `weight` is a stack of matrices.
+    """
+    blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // tile.outputs)
+    blocks_m = -(-num_rows // tile.rows) if rows is None else rows.routes.max_items
+    gpu.launch(
+        _product_tiles,
+        (blocks_n, output.count, blocks_m) if rows is None else (blocks_m, output.count, blocks_n),
+        header,
+        x,
+        *weight.pointers,
+        output.values,
+        header if rows is None else rows.routes.items,
+        header if rows is None else rows.routes.order,
+        header if rows is None else rows.routes.shares,
+        output.part_stride,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        max_registers=tile.max_registers,
+        WIDTH=weight.width,
+        DEPTH=weight.depth,
+        PART_BLOCKS=-(-blocks // output.count),
+        ROW_STRIDE=output.row_stride,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.outputs,
+        LINES=rows.lines if rows else 0,
+        IS_SHARED=rows is not None and rows.is_shared,
+        SCALE_STRIDE=weight.scales[0].numel(),
+        OFFSET_STRIDE=0 if weight.offsets is None else weight.offsets[0].numel(),
+        **numbers(gpu, weight.layout),
+    )
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def _product_tiles(
+    header, x, codes, high, scales, offsets, output, items, order, shares, part_stride,
+    WIDTH: tl.constexpr, DEPTH: tl.constexpr, PART_BLOCKS: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, IS_SHARED: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
+    STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
+    ASSEMBLY: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (DEPTH + 255) // 256
+    OUTPUTS: tl.constexpr = (WIDTH + 63) // 64 * 64
+    STEP: tl.constexpr = 64 * COLUMNS
+    HALF: tl.constexpr = STEPS * PLANES // 2
+    fetch_codes(codes, STEPS * STEP, PART_BLOCKS, BLOCKS, OUTPUTS // 64, BLOCK_N // 64,
+        OVERLAPS and LINES == 0)  # fmt: skip
+    begin(OVERLAPS)
+    count, rows, x_rows, expert, column = rows_of(header, items, order, BLOCK_M, LINES)
+    if count <= 0:
+        return
+    part, columns, places = tl.program_id(1), tl.arange(0, COLUMNS), tl.arange(0, BLOCK_M)
+    outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.minimum(outputs // 64, OUTPUTS // 64 - 1) * 64 + outputs % 64  # the last may be less
+    if LINES == 0:  # rows beyond the last repeat it
+        x_rows = tl.program_id(2).to(tl.int64) * BLOCK_M + tl.minimum(places, count - 1)
+    x_at = x + (x_rows * DEPTH)[None, :] + columns[:, None]
+    tiles = (expert * (OUTPUTS // 64) + own // 64) * BLOCKS
+    within = (own % 64 * COLUMNS)[:, None] + columns[None, :]
+    codes_at = codes + (tiles * (STEPS * STEP))[:, None] + within
+    high_at = high + (tiles * (STEP * (BITS - 4)))[:, None] + within
+    scales_at = scales + expert * SCALE_STRIDE + own
+    offsets_at = offsets + expert * OFFSET_STRIDE + own
+    first = part * PART_BLOCKS
+    end = tl.minimum(first + PART_BLOCKS, BLOCKS)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    # Half a block at a time: shared memory has no room to read more of x ahead.
+    for half in tl.static_range(2):
+        for block in range(first, end):
+            headers = headers_of(scales_at + block * (4 * OUTPUTS), SCALES, OUTPUTS)
+            for index in tl.static_range(half * HALF, (half + 1) * HALF):
+                if index % PLANES == 0:
+                    word = tl.load(codes_at + (block * STEPS + index // PLANES) * STEP)
+                    upper = upper_of(high_at, block, index // PLANES, BITS, STEP)
+                k = block * 256 + index * COLUMNS
+                if DEPTH % 256 == 0:
+                    inputs = tl.load(x_at + k)
+                else:
+                    inputs = tl.load(x_at + k, (k + columns < DEPTH)[:, None], 0.0)
+                scale, offset = scale_of(headers, scales_at, offsets_at, block,
+                    index * COLUMNS // GROUP, GROUP, SCALES, OFFSET, OUTPUTS)  # fmt: skip
+                offset -= SHIFT * scale
+                number = number_of(word, upper, index, BITS, PLANES, ASSEMBLY)
+                weight = (number * scale[:, None] + offset[:, None]).to(x.dtype.element_ty)
+                total = tl.dot(weight, inputs, total, input_precision="ieee")
+    rows = rows_again(rows, items, order, BLOCK_M, LINES)
+    is_row = tl.arange(0, BLOCK_M) < count
+    if IS_SHARED:
+        total *= tl.load(shares + rows, is_row, 0.0)[None, :]
+    at = output + part * part_stride + rows[None, :] * ROW_STRIDE + outputs[:, None]
+    tl.store(at, total.to(output.dtype.element_ty), is_row[None, :] & (outputs < WIDTH)[:, None])
