@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from gpu_models import program_of, random_tensors
+from gpu_products import products
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
@@ -136,6 +137,7 @@ CHECKS: Final[dict[str, Callable[[], dict[str, Any]]]] = {
         f"correct-{fmt.lower().replace(' ', '_')}": partial(correct, fmt)
         for fmt in ("BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "FP8", "FP8 blocks")
     },
+    "products": products,
     "sampler": sampler,
     "same-tokens": same_tokens,
 }

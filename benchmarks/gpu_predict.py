@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 LAUNCH_S: Final = 4.5e-6  # of a graph, in which kernels do not overlap
 _EAGER_LAUNCH_S: Final = 130e-6  # from Python, without a tape
 _MIX_LAUNCHES: Final = 5
-_FEW_ROWS, _MOST_ROWS = 16, 64  # of packed products; with more a matrix is written out
-_FEW_WEIGHTS_S, _WEIGHTS_S = 4.2e12, 1.75e12  # that these products make from codes in a second
+_FEW_ROWS, _MORE_ROWS, _MOST_ROWS = 16, 64, 512  # of packed products; then they are written out
+_FEW_WEIGHTS_S, _WEIGHTS_S = 4.2e12, 1.75e12  # that few and more rows make of codes in a second
+_TILES_SHARE: Final = 0.6  # of the matrix rate, where packed products have more; assumed
 _DECODE_SHARE, _PREFILL_SHARE = 0.6, 0.3  # of the limits, that attention reaches
 _FP8_SHARE, _LIBRARY_SHARE = 0.5, 0.74  # of twice the matrix rate; our products, cuBLAS's
 
@@ -107,7 +108,9 @@ def seconds_of(row: Row, op: Op, cost: Cost, bandwidth: float, peak: float) -> f
     else:
         num_rows = row.batch.num_rows
         num_weights = round(cost.flops / (2 * num_rows))
-    if num_rows <= _MOST_ROWS or isinstance(op, Logits):
+    if num_rows <= _MORE_ROWS or isinstance(op, Logits):
         rate = _FEW_WEIGHTS_S if num_rows <= _FEW_ROWS else _WEIGHTS_S
         return max(at_limit_s, num_weights / rate)
+    if num_rows <= _MOST_ROWS:
+        return max(at_limit_s, cost.flops / peak / _TILES_SHARE)
     return at_limit_s + 4 * num_weights / bandwidth  # in BF16, written and read again

@@ -100,7 +100,7 @@ def _prefill(model: str, fmt: str, tokens: int = 4096, **more: Any) -> Row:
     return Row(model, fmt, Shape.prefill(tokens), **more)
 
 
-def _of_8b(fmt: str, *, rows: Iterable[int] = (8, 64, 128, 512)) -> dict[str, Row]:
+def _of_8b(fmt: str, *, rows: Iterable[int] = (8, 64, 128, 256, 512)) -> dict[str, Row]:
     name = fmt.lower()
     found = {f"decode-8b-{name}": _decode("8b", fmt), f"prefill-8b-{name}": _prefill("8b", fmt)}
     return found | {f"rows-{n}-8b-{name}": _decode("8b", fmt, n) for n in rows}
@@ -117,7 +117,7 @@ _BF16: Final = {
     "attention-prefill-8k": _prefill("8b", "BF16", 8192, less="prefill-8b-bf16", times=2),
     "streams-16-8b-bf16": _decode("8b", "BF16", 16, 1024),
     "streams-32-8b-bf16": _decode("8b", "BF16", 32, 1024),
-    **{f"rows-{n}-8b-bf16": _decode("8b", "BF16", n) for n in (8, 64, 128, 512)},
+    **{f"rows-{n}-8b-bf16": _decode("8b", "BF16", n) for n in (8, 64, 128, 256, 512)},
 }
 _LADDER: Final = {
     "ladder-eager": _decode("7b", "BF16", has_graphs=False),
@@ -159,7 +159,7 @@ ROWS: Final = {
 CHECKED_BEFORE: Final = {
     "decode-8b-bf16": ("correct-bf16",),
     "decode-8b-q4_k": ("correct-q4_k",),
-    "ladder-eager": ("sampler",),
+    "ladder-eager": ("products", "sampler"),
     "ladder-int8": ("correct-q8_0", "correct-q4_0"),
     "decode-8b-fp8": ("correct-fp8",),
     "same-1-8b-bf16": ("same-tokens",),

@@ -15,6 +15,7 @@ import gpu  # noqa: E402
 import gpu_measure  # noqa: E402
 import gpu_models  # noqa: E402
 import gpu_predict  # noqa: E402
+import gpu_products  # noqa: E402
 import gpu_rows  # noqa: E402
 from gpu_rows import Row  # noqa: E402
 from twostroke.backends.gpu import backend as module  # noqa: E402
@@ -68,6 +69,12 @@ class Started:
 def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"ms": 2.0, "gpu_ms": 1.0, "detail": ""}
     monkeypatch.setattr(gpu_measure.Engines, "measured", lambda *_: {**found})
+
+
+def test_ways_to_multiply_are_right() -> None:
+    found = gpu_products.products(("Q4_K",), ((256, 512),), (20, 70))
+    assert set(found["Q4_K 256 x 512, 70 rows"]) >= {"128 by 256, 1 parts", "written out"}
+    assert not [way for ways in found.values() for way in ways if "wrong" in way]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, Any]:

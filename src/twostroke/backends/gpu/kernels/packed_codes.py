@@ -175,7 +175,7 @@ def fetch_codes(codes, TILE: tl.constexpr, PART_BLOCKS: tl.constexpr, BLOCKS: tl
         line = tl.program_id(1) * (PART_BLOCKS * LINES) + tl.arange(0, 256 // COUNT)
         line = tl.minimum(line, end - 1).to(tl.int64)
         for place in tl.static_range(COUNT):
-            tile = tl.minimum(tl.program_id(0) * COUNT + place, TILES - 1).to(tl.int64)
+            tile = tl.minimum(tl.program_id(2) * COUNT + place, TILES - 1).to(tl.int64)
             prefetch(codes + (tile * (BLOCKS * LINES) + line) * 64)
 
 

@@ -54,7 +54,7 @@ def launch(
         return
     fitting = FEW_ROWS if gpu.same_tokens else triton.next_power_of_2(num_rows)
     block_m = max(16, min(FEW_ROWS, fitting))
-    grid = -(-width // _BLOCK_N), output.count, -(-num_rows // block_m)
+    grid = -(-num_rows // block_m), output.count, -(-width // _BLOCK_N)
     _start(gpu, grid, header, x, weight, output, (block_m, _BLOCK_N), None)
 
 
@@ -118,7 +118,7 @@ def _product(
     part = tl.program_id(1)
     start = part * PART_DEPTH
     if OVERLAPS and LINES == 0:
-        own = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), WIDTH - 1)
+        own = tl.minimum(tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N), WIDTH - 1)
         first = tl.minimum(start + tl.arange(0, 4) * 64, DEPTH - 1)
         prefetch(weight + own.to(tl.int64)[:, None] * DEPTH + first[None, :])
     begin(OVERLAPS)

@@ -122,9 +122,7 @@ def _start(
     blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // TILE_OUTPUTS)
     gpu.launch(
         _product_packed,
-        (blocks_n, output.count, 1)
-        if rows is None
-        else (rows.routes.max_items, output.count, blocks_n),
+        (1 if rows is None else rows.routes.max_items, output.count, blocks_n),
         header,
         x,
         *weight.pointers,
@@ -134,7 +132,7 @@ def _start(
         header if rows is None else rows.routes.shares,
         output.part_stride,
         num_stages=num_stages,
-        max_registers=168 if gpu.architecture // 10 == 10 else 0,
+        max_registers=_max_registers(gpu, block_m, layout.bits),
         WIDTH=weight.width,
         DEPTH=weight.depth,
         PART_BLOCKS=-(-blocks // output.count),
@@ -146,6 +144,12 @@ def _start(
         IS_SHARED=rows is not None and rows.is_shared,
         **constants(gpu, layout, is_centered=not has_offset(layout)),
     )
+
+
+def _max_registers(gpu: Gpu, block_m: int, bits: int) -> int:
+    """Return how many registers a thread may have, where the compiler's own choice would spill."""
+    is_wanted = block_m == 8 or bits == 8 or gpu.architecture // 10 == 10
+    return 168 if is_wanted and gpu.architecture != 90 else 0
 
 
 @triton.jit

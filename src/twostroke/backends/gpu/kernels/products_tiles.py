@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 
-_MOST_PARTS: Final = 8
+MOST_PARTS: Final = 8
 _SUM_COST: Final = 6  # multiplications by one unit, while all units write and read a float32
 
 
@@ -84,7 +84,7 @@ def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
         sums = num_rows * width * parts * (parts > 1)
         return turns * tile.rows * tile.outputs * TILE_INPUTS + sums * _SUM_COST
 
-    return min((1, 2, 4, _MOST_PARTS), key=cost)
+    return min((1, 2, 4, MOST_PARTS), key=cost)
 
 
 def launch(
@@ -105,7 +105,7 @@ def launch(
     blocks_m = -(-num_rows // tile.rows) if rows is None else rows.routes.max_items
     gpu.launch(
         _product_tiles,
-        (blocks_n, output.count, blocks_m) if rows is None else (blocks_m, output.count, blocks_n),
+        (blocks_m, output.count, blocks_n),
         header,
         x,
         *weight.pointers,
@@ -155,7 +155,7 @@ def _product_tiles(
     outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(outputs // 64, OUTPUTS // 64 - 1) * 64 + outputs % 64  # the last may be less
     if LINES == 0:  # rows beyond the last repeat it
-        x_rows = tl.program_id(2).to(tl.int64) * BLOCK_M + tl.minimum(places, count - 1)
+        x_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.minimum(places, count - 1)
     x_at = x + (x_rows * DEPTH)[None, :] + columns[:, None]
     tiles = (expert * (OUTPUTS // 64) + own // 64) * BLOCKS
     within = (own % 64 * COLUMNS)[:, None] + columns[None, :]

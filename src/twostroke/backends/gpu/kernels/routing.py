@@ -153,16 +153,15 @@ def launch(
 def rows_of(header, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
     """Return how many rows a product's program has, which, those of x, its expert and columns.
 
-    LINES 0 means a product of all rows with one matrix. The programs of a mixture are in the order
-    of the items for each block of columns, so that those with one matrix run together.
+    LINES 0 means a product of all rows with one matrix. Programs are in the order of the rows, or
+    of a mixture's items, for each block of columns, so that those with one matrix run together.
     """
-    places = tl.arange(0, BLOCK_M)
+    places, number = tl.arange(0, BLOCK_M), tl.program_id(0)
     if LINES == 0:
-        first = tl.program_id(2) * BLOCK_M
+        first = number * BLOCK_M
         rows = (first + places).to(tl.int64)
-        return tl.load(header) - first, rows, rows, tl.zeros((), tl.int64), tl.program_id(0)
+        return tl.load(header) - first, rows, rows, tl.zeros((), tl.int64), tl.program_id(2)
     else:
-        number = tl.program_id(0)
         is_item = number < tl.load(header + 1)
         item = items + number * 4
         count = tl.load(item + 2, is_item, 0)
