@@ -59,7 +59,7 @@ def tile_of(gpu: Gpu, num_rows: int, bits: int, *, in_groups: bool = False) -> T
     """
     rows, is_sm_90 = max(16, triton.next_power_of_2(num_rows)), gpu.architecture == 90
     if gpu.architecture in {89, 120}:
-        return Tile(min(rows, 64), 64, 4, 3)
+        return Tile(min(rows, 64), 64, 4, 3, 168 if in_groups else 0)
     if gpu.architecture // 10 == 10:
         return Tile(min(rows, 32 if bits == 6 else 64), 128, 8, 4)
     if rows <= 64:
