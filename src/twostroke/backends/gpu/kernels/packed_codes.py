@@ -332,12 +332,3 @@ def upper_of(high_at, block, step: tl.constexpr, BITS: tl.constexpr, STEP: tl.co
         return tl.load(high_at + (block * 2 + step // 2) * STEP)
     else:
         return 0
-
-
-@triton.jit
-def weight_of(codes, scale, offset, HAS_OFFSET: tl.constexpr):
-    """Return the values of centered codes, in float32."""
-    weight = codes.to(tl.float32) * scale[:, None]
-    if HAS_OFFSET:
-        weight += offset[:, None]
-    return weight

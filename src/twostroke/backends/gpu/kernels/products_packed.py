@@ -22,11 +22,12 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     fetch_codes,
     has_offset,
     headers_of,
+    number_of,
+    numbers,
     scale_of,
     upper_of,
-    weight_of,
 )
-from twostroke.backends.gpu.kernels.products_tiles import tile_of
+from twostroke.backends.gpu.kernels.products_tiles import Tile, start, tile_of
 from twostroke.backends.gpu.kernels.routing import rows_again, rows_of
 from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 
@@ -103,7 +104,7 @@ def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
         num_warps=4,
         WIDTH=weight.width,
         DEPTH=weight.depth,
-        **constants(gpu, weight.layout, is_centered=True),
+        **numbers(gpu, weight.layout),
     )
 
 
@@ -116,40 +117,15 @@ def _start(
     block_m: int,
     rows: Grouped | None,
 ) -> None:
-    layout = weight.layout
-    # Of mixtures, one more or one less would spill registers on some architecture.
+    layout, architecture = weight.layout, gpu.architecture
+    # Of mixtures, one more or one less would spill registers on some architecture, as would fewer
+    # registers, which the compiler may choose by itself.
     num_stages = 3 if rows is None else _GROUPED_STAGES.get(layout.bits, 2)
-    blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // TILE_OUTPUTS)
-    gpu.launch(
-        _product_packed,
-        (1 if rows is None else rows.routes.max_items, output.count, blocks_n),
-        header,
-        x,
-        *weight.pointers,
-        output.values,
-        header if rows is None else rows.routes.items,
-        header if rows is None else rows.routes.order,
-        header if rows is None else rows.routes.shares,
-        output.part_stride,
-        num_stages=num_stages,
-        max_registers=_max_registers(gpu, block_m, layout.bits),
-        WIDTH=weight.width,
-        DEPTH=weight.depth,
-        PART_BLOCKS=-(-blocks // output.count),
-        ROW_STRIDE=output.row_stride,
-        BLOCK_M=block_m,
-        LINES=rows.lines if rows else 0,
-        SCALE_STRIDE=weight.scales[0].numel(),
-        OFFSET_STRIDE=0 if weight.offsets is None else weight.offsets[0].numel(),
-        IS_SHARED=rows is not None and rows.is_shared,
-        **constants(gpu, layout, is_centered=not has_offset(layout)),
-    )
-
-
-def _max_registers(gpu: Gpu, block_m: int, bits: int) -> int:
-    """Return how many registers a thread may have, where the compiler's own choice would spill."""
-    is_wanted = block_m == 8 or bits == 8 or gpu.architecture // 10 == 10
-    return 168 if is_wanted and gpu.architecture != 90 else 0
+    is_bounded = block_m == 8 or layout.bits == 8 or architecture // 10 == 10
+    max_registers = 168 if is_bounded and architecture != 90 else 0
+    tile = Tile(block_m, TILE_OUTPUTS, 4, num_stages, max_registers)
+    codes = constants(gpu, layout, is_centered=not has_offset(layout))
+    start(gpu, _product_packed, header, block_m, x, weight, output, tile, rows, codes)
 
 
 @triton.jit
@@ -164,7 +140,7 @@ def _inputs(x_at, k, columns, is_row, DEPTH: tl.constexpr):
 def _product_packed(
     header, x, codes, high, scales, offsets, output, items, order, shares, part_stride,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, PART_BLOCKS: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, LINES: tl.constexpr, IS_SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, IS_SHARED: tl.constexpr,
     SCALE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
     STEPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr,
@@ -182,16 +158,16 @@ def _product_packed(
     if count <= 0:
         return
     is_row, part, columns = tl.arange(0, BLOCK_M) < count, tl.program_id(1), tl.arange(0, COLUMNS)
-    within = tl.arange(0, 64)[:, None] * COLUMNS + columns[None, :]
-    outputs = column * 64 + tl.arange(0, 64)
+    within = tl.arange(0, BLOCK_N)[:, None] * COLUMNS + columns[None, :]
+    outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
     x_at = x + x_rows[None, :] * DEPTH + columns[:, None]
     tile = (expert * TILES + column) * BLOCKS
     codes_at = codes + tile * (STEPS * STEP) + within
     high_at = high + tile * (STEP * (BITS - 4)) + within
     scales_at = scales + expert * SCALE_STRIDE + outputs
     offsets_at = offsets + expert * OFFSET_STRIDE + outputs
-    ones = tl.full((64, COLUMNS), 1, element)
-    total = tl.zeros((64, BLOCK_M), tl.float32)
+    ones = tl.full((BLOCK_N, COLUMNS), 1, element)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for block in range(part * PART_BLOCKS, tl.minimum((part + 1) * PART_BLOCKS, BLOCKS)):
         headers = headers_of(scales_at + block * (4 * TILES * 64), SCALES, TILES * 64)
         for index in tl.static_range(STEPS * PLANES):
@@ -230,7 +206,6 @@ def _write_out(
     begin(OVERLAPS)
     BLOCKS: tl.constexpr = (DEPTH + 255) // 256
     OUTPUTS: tl.constexpr = (WIDTH + 63) // 64 * 64
-    HAS_OFFSET: tl.constexpr = OFFSET != "" or SCALES == "k"
     element: tl.constexpr = output.dtype.element_ty
     tile, block = tl.program_id(0), tl.program_id(1)
     own = tl.arange(0, 64)
@@ -246,10 +221,11 @@ def _write_out(
         if index % PLANES == 0:
             word = tl.load(codes + (first * STEPS + index // PLANES) * (64 * COLUMNS) + within)
             upper = upper_of(high + within, first, index // PLANES, BITS, 64 * COLUMNS)
-            values = codes_of(word, upper, element, index // PLANES, BITS, PLANES, SHIFT, ASSEMBLY)
         scale, offset = scale_of(headers, scales, offsets, block, index * COLUMNS // GROUP,
             GROUP, SCALES, OFFSET, OUTPUTS)  # fmt: skip
-        weight = weight_of(values[index % PLANES], scale, offset, HAS_OFFSET)
+        offset -= SHIFT * scale
+        number = number_of(word, upper, index, BITS, PLANES, ASSEMBLY)
+        weight = number * scale[:, None] + offset[:, None]
         inputs = block * 256 + index * COLUMNS + columns
         at = output + outputs[:, None].to(tl.int64) * DEPTH + inputs[None, :]
         tl.store(at, weight.to(element), is_output & (inputs < DEPTH)[None, :])

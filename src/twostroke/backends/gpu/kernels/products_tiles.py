@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import triton
 import triton.language as tl
@@ -21,6 +21,8 @@ from twostroke.backends.gpu.stored import TILE_INPUTS
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from twostroke.backends.gpu.kernels.packed import Packed
@@ -101,10 +103,27 @@ def launch(
 
     Or write the products of a mixture's pairs, one line each; `weight` is a stack of matrices.
     """
+    constants = numbers(gpu, weight.layout)
+    start(gpu, _product_tiles, header, num_rows, x, weight, output, tile, rows, constants)
+
+
+def start(
+    gpu: Gpu,
+    kernel: Any,
+    header: Tensor,
+    num_rows: int,
+    x: Tensor,
+    weight: Packed,
+    output: Parts,
+    tile: Tile,
+    rows: Grouped | None,
+    constants: Mapping[str, Any],
+) -> None:
+    """Launch a kernel with a product's arguments, and the constants of codes."""
     blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // tile.outputs)
     blocks_m = -(-num_rows // tile.rows) if rows is None else rows.routes.max_items
     gpu.launch(
-        _product_tiles,
+        kernel,
         (blocks_m, output.count, blocks_n),
         header,
         x,
@@ -127,7 +146,7 @@ def launch(
         IS_SHARED=rows is not None and rows.is_shared,
         SCALE_STRIDE=weight.scales[0].numel(),
         OFFSET_STRIDE=0 if weight.offsets is None else weight.offsets[0].numel(),
-        **numbers(gpu, weight.layout),
+        **constants,
     )
 
 
