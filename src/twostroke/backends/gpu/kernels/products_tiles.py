@@ -208,5 +208,8 @@ def _product_tiles(
     is_row = tl.arange(0, BLOCK_M) < count
     if IS_SHARED:
         total *= tl.load(shares + rows, is_row, 0.0)[None, :]
-    at = output + part * part_stride + rows[None, :] * ROW_STRIDE + outputs[:, None]
+    if LINES == 0:  # in 32 bits, which take fewer registers
+        output += tl.program_id(0).to(tl.int64) * (BLOCK_M * ROW_STRIDE)
+        rows = tl.arange(0, BLOCK_M)
+    at = output + part * part_stride + (rows[None, :] * ROW_STRIDE + outputs[:, None])
     tl.store(at, total.to(output.dtype.element_ty), is_row[None, :] & (outputs < WIDTH)[:, None])
