@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 FEW_ROWS: Final = 16  # up to which sums are scaled, not weights
 _GROUPED_STAGES: Final = {5: 1, 6: 3}  # by bits of codes
-_SAME_ROWS: Final = 32  # of each tile, for the same tokens
 
 
 def is_written_out(gpu: Gpu, num_rows: int, output: Parts) -> bool:
@@ -75,7 +74,7 @@ def launch(
     if num_rows <= FEW_ROWS and not gpu.same_tokens:
         _start(gpu, header, x, weight, output, 8 if num_rows <= 8 else FEW_ROWS, None)
         return
-    tile = tile_of(gpu, _SAME_ROWS if gpu.same_tokens else num_rows, weight.layout.bits)
+    tile = tile_of(gpu, num_rows, weight.layout.bits)
     products_tiles.launch(gpu, header, num_rows, x, weight, output, tile)
 
 

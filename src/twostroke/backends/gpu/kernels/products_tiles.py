@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.kernels.routing import Grouped
     from twostroke.backends.gpu.launch import Gpu
 
+SAME_ROWS: Final = 32  # of each tile, for the same tokens
 MOST_PARTS: Final = 8
 _SUM_COST: Final = 6  # multiplications by one unit, while all units write and read a float32
 
 
 class Tile(Frozen):
-    """What a program computes, its warps, and how many halves of blocks it reads ahead and has.
+    """A program's rows and outputs, its warps, and stages of its loop.
 
-    A thread has at most `max_registers`, with 0 as many as the compiler likes.
+    A thread has at most `max_registers`; with 0 the compiler chooses.
     """
 
     rows: int
@@ -48,17 +49,19 @@ class Tile(Frozen):
 
 
 def most_rows(gpu: Gpu) -> int:
-    """Return up to how many rows this is faster than writing a matrix out, by what both do."""
+    """Return up to how many rows tiles should be faster than writing a matrix out."""
     return 128 if gpu.architecture // 10 == 10 else 512
 
 
 def tile_of(gpu: Gpu, num_rows: int, bits: int, *, in_groups: bool = False) -> Tile:
-    """Return the tile of a product of so many rows with codes of so many bits.
+    """Return the tile for a product with codes of `bits` bits, of a mixture if `in_groups`.
 
-    Of more rows, sm_89 and sm_120 cannot hold three stages of x; for sm_100, Triton up to 3.8 makes
-    a trap; and on sm_90 codes of 5 bits, and a mixture's rows, would spill registers. Two programs
-    of up to 64 rows share one of its multiprocessors.
+    With more rows sm_89 and sm_120 could not hold three stages of x, Triton up to 3.8 would make a
+    trap for sm_100, and on sm_90 codes of 5 bits and mixtures would spill registers. Two programs
+    of up to 64 rows share a multiprocessor of sm_90.
     """
+    if gpu.same_tokens:  # rows are often few, so programs should be many
+        return Tile(SAME_ROWS, 64, 4, 4)
     rows, is_sm_90 = max(16, triton.next_power_of_2(num_rows)), gpu.architecture == 90
     if gpu.architecture in {89, 120}:
         return Tile(min(rows, 64), 64, 4, 3, 168 if in_groups else 0)
@@ -73,10 +76,7 @@ def tile_of(gpu: Gpu, num_rows: int, bits: int, *, in_groups: bool = False) -> T
 
 
 def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
-    """Return in how many parts a product of many rows sums.
-
-    All units should have work, and sums in float32 are written and read again.
-    """
+    """Return the number of parts that keeps all units busy and costs little traffic of sums."""
     tile = tile_of(gpu, num_rows, 4)
     programs = -(-width // tile.outputs) * -(-num_rows // tile.rows)
     blocks = -(-depth // TILE_INPUTS)
