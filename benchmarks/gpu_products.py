@@ -85,9 +85,9 @@ class _Ways:
         floats = {"dtype": torch.float32, "device": gpu.device}
         sums = torch.empty((products_tiles.MOST_PARTS, rows, self._width), **floats)
         found: dict[str, Any] = {}
-        bits = self._packed[0].layout.bits
+        layout = self._packed[0].layout
         sizes = (rows, *(size for size in (64, 128) if size < rows))
-        for tile in dict.fromkeys(products_tiles.tile_of(gpu, size, bits) for size in sizes):
+        for tile in dict.fromkeys(products_tiles.tile_of(gpu, size, layout) for size in sizes):
             best = products_tiles.num_parts(gpu, rows, self._width, self._depth)
             for parts in dict.fromkeys((1, best)):
                 given = Parts(sums, self._width, self._width, parts, sums[0].numel())

@@ -70,7 +70,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 def _packed(fmt: Format, width: int = WIDTH, depth: int = DEPTH, count: int = 1) -> Packed:
     layout = layout_of(fmt, depth)
     assert layout is not None
-    tiles, blocks = width // 64, depth // 256
+    tiles, blocks = width // 64, -(-depth // 256)
     codes = _empty(count, tiles, blocks, layout.steps, 64, layout.columns, dtype=torch.int16)
     high = {
         5: _empty(count, tiles, blocks, 64, 32, dtype=torch.uint8),
@@ -87,21 +87,21 @@ def _packed(fmt: Format, width: int = WIDTH, depth: int = DEPTH, count: int = 1)
     return Packed(layout, width, depth, codes, scales, high.get(layout.bits), offsets)
 
 
-def packed_product(fmt: Format, rows: int, architecture: int) -> Case:
+def packed_product(fmt: Format, rows: int, architecture: int, *, depth: int = DEPTH) -> Case:
     """Return a product of packed weights."""
     launches: list[Launch] = []
     gpu = listing(launches, architecture)
-    weight = _packed(fmt)
+    weight = _packed(fmt, depth=depth)
     count = 4 if rows <= products_packed.FEW_ROWS else 1
     values = _empty(count, rows, WIDTH, dtype=torch.float32)
     output = Parts(values, WIDTH, WIDTH, count, rows * WIDTH)
-    x = _empty(rows, DEPTH, dtype=gpu.element)
+    x = _empty(rows, depth, dtype=gpu.element)
     products_packed.launch(gpu, _empty(4), rows, x, weight, output)
     is_few = rows <= products_packed.FEW_ROWS
     return Case(
         launches,
         weight.num_bytes + 2 * x.numel() + 4 * values.numel(),
-        2 * rows * WIDTH * DEPTH,
+        2 * rows * WIDTH * depth,
         64 * 256 if is_few else launches[0].constants["BLOCK_N"] * 128,
         is_matrix=not is_few,
     )
@@ -298,6 +298,7 @@ def step(model: str, name: str, architecture: int) -> Case:
 _FORMATS: Final = (
     *(FORMATS[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")),
     grouped(4, 128, "f16", zero=True),
+    grouped(8, 32, "f32"),  # which takes the most shared memory
     e4m3(128),
 )
 CASES: Final[Mapping[str, Callable[[int], Case]]] = {
@@ -305,6 +306,11 @@ CASES: Final[Mapping[str, Callable[[int], Case]]] = {
         f"{fmt.name} {rows} rows": partial(packed_product, fmt, rows)
         for fmt in _FORMATS
         for rows in (4, 16, 32, 64, 128, 256)
+    },
+    **{
+        f"{name} {rows} rows of 896": partial(packed_product, FORMATS[name], rows, depth=896)
+        for name in ("Q8_0", "Q4_0")
+        for rows in (4, 64, 128, 256)
     },
     **{f"{fmt.name} written out": partial(written_out, fmt) for fmt in _FORMATS},
     **{f"{fmt.name} table": partial(table_rows, fmt) for fmt in _FORMATS},

@@ -12,6 +12,7 @@ from twostroke.backends.gpu.kernels import packed, products_packed, take_packed 
 from twostroke.backends.gpu.kernels.packed import pack  # noqa: E402
 from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
+from twostroke.backends.gpu.stored import matrix_layout, packed_bytes  # noqa: E402
 from twostroke.quant import FORMATS, QuantTensor, e4m3, grouped  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -85,6 +86,15 @@ def test_products_of_few_and_of_more_rows(fmt) -> None:
         np.testing.assert_allclose(got[:rows, 8:], expected, rtol=3e-3, atol=0.06)
         assert not got[rows].any()
         assert not got[:, :8].any()
+
+
+@pytest.mark.parametrize("fmt", FORMS, ids=lambda fmt: fmt.name)
+def test_bytes_are_known_before_a_matrix_is_packed(fmt) -> None:
+    for width in (70, 128):
+        tensor = random_matrix(np.random.default_rng(6), fmt, (width, depth_of(fmt)))
+        layout = matrix_layout(tensor)
+        assert layout is not None
+        assert pack(tensor, CPU).num_bytes == packed_bytes(layout, *tensor.shape)
 
 
 def test_rows_that_repeat_without_memory_are_packed() -> None:

@@ -85,7 +85,7 @@ def _num_bytes(gpu: Gpu, buffer: Buffer, max_rows: int, depth: int, *, in_parts:
 
 
 def _num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
-    """Return the parts of products that are written in parts with so many rows."""
+    """Return the number of parts of products with `num_rows` rows, if they are written in parts."""
     if num_rows <= FEW_ROWS or gpu.same_tokens:
         return num_parts(gpu, num_rows, width, depth)
     is_tiled = num_rows <= products_tiles.most_rows(gpu)

@@ -9,6 +9,7 @@ import torch
 
 from twostroke.backends.gpu.kernels import pointwise, product, products_packed, routing
 from twostroke.backends.gpu.kernels.packed import Packed, pack_stack
+from twostroke.backends.gpu.kernels.products_tiles import SAME_ROWS
 from twostroke.backends.gpu.kernels.routing import Grouped
 from twostroke.backends.gpu.stored import is_stack_packed, stacks_of
 from twostroke.core.frozen import Frozen
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     Convert = Callable[[QuantTensor, Tensor], None]
 
 _MOST_ROWS: Final = 128  # of a block of dense products
-_SAME_ROWS: Final = 32  # of each block, for the same tokens
 
 
 class ExpertWeights(Frozen, eq=False):
@@ -87,11 +87,11 @@ def launch(
 ) -> None:
     """Write the terms of `num_rows` rows; their reader adds up those of a row."""
     packed = [stack for stack in weights.stacks if isinstance(stack, Packed)]
-    most = [products_packed.most_rows(gpu, stack.layout.bits) for stack in packed]
+    most = [products_packed.most_in_block(gpu, stack) for stack in packed]
     least = 8 if len(packed) == len(weights.stacks) else 16
     limits = least, min(most, default=_MOST_ROWS)
     if gpu.same_tokens:  # one block, whatever else is in the step
-        limits = (_SAME_ROWS,) * 2
+        limits = (SAME_ROWS,) * 2
     routes = routing.routes_in(values.routes, num_rows, len(op.experts), op.num_used, limits)
     routing.launch(gpu, header, num_rows, *values.scores, routes, values.choice)
     first = 0

@@ -54,6 +54,17 @@ class Layout(Frozen):
         return TILE_INPUTS // (self.planes * self.columns)
 
 
+def packed_bytes(layout: Layout, width: int, depth: int) -> int:
+    """Return how many bytes a matrix takes, padded, with scales and offsets."""
+    has_headers = layout.scales in {"k", "q6_k"}
+    tile = TILE_INPUTS * layout.bits // 8  # bytes of an output
+    groups = TILE_INPUTS // layout.group
+    tile += 16 if has_headers else groups * (4 if layout.scales == "f32" else 2)
+    tile += 4 if layout.scales == "q6_k" else 2 * groups * (layout.offset is not None)
+    outputs = -(-width // TILE_OUTPUTS) * TILE_OUTPUTS
+    return outputs * -(-depth // TILE_INPUTS) * tile
+
+
 def layout_of(fmt: Format, depth: int) -> Layout | None:
     """Return the layout of a format in rows of `depth` values; None for those without kernels."""
     if fmt.name in _LAYOUTS:
@@ -65,14 +76,14 @@ def layout_of(fmt: Format, depth: int) -> Layout | None:
     bits, has_zero = match or (8, False)
     group = fmt.group_size
     is_row = group == depth
-    if is_row or group % TILE_INPUTS == 0:
-        group = TILE_INPUTS if table else TILE_INPUTS // 2  # each tile has a copy, or two
+    scales = "f32" if table else fmt.name.split("_")[2].lower()
+    if is_row or group % TILE_INPUTS == 0:  # each tile has a copy, or two, since some are in pairs
+        group = TILE_INPUTS if scales == "f32" and not has_zero else TILE_INPUTS // 2
     if TILE_INPUTS % group or group < 32:
         return None
     if table:
-        return Layout(bits, group, scales="f32", table=table, has_row_scales=is_row)
+        return Layout(bits, group, scales=scales, table=table, has_row_scales=is_row)
     half = 0 if has_zero or bits == 8 else 8
-    scales = fmt.name.split("_")[2].lower()
     return Layout(bits, group, half, scales, offset="zero" if has_zero else None)
 
 
@@ -140,8 +151,8 @@ def device_bytes(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[s
     unlike = {id(one) for stack in stacks if not is_stack_packed(stack) for one in stack}
     unlike |= {id(tensors[name]) for matrices in heads for name in matrices}
     return {
-        name: tensor.num_bytes
-        if matrix_layout(tensor) and id(tensor) not in unlike
+        name: packed_bytes(layout, *tensor.shape)
+        if (layout := matrix_layout(tensor)) and id(tensor) not in unlike
         else tensor.num_values * (2 if len(tensor.shape) > 1 else 4)
         for name, tensor in tensors.items()
     }

@@ -27,7 +27,6 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     scale_of,
     upper_of,
 )
-from twostroke.backends.gpu.kernels.products_tiles import Tile, start, tile_of
 from twostroke.backends.gpu.kernels.routing import rows_again, rows_of
 from twostroke.backends.gpu.stored import TILE_INPUTS, TILE_OUTPUTS
 
@@ -74,7 +73,7 @@ def launch(
     if num_rows <= FEW_ROWS and not gpu.same_tokens:
         _start(gpu, header, x, weight, output, 8 if num_rows <= 8 else FEW_ROWS, None)
         return
-    tile = tile_of(gpu, num_rows, weight.layout.bits)
+    tile = products_tiles.tile_of(gpu, num_rows, weight.layout, weight.depth)
     products_tiles.launch(gpu, header, num_rows, x, weight, output, tile)
 
 
@@ -84,13 +83,14 @@ def launch_grouped(gpu: Gpu, x: Tensor, weight: Packed, output: Parts, rows: Gro
     if routes.block <= FEW_ROWS:
         _start(gpu, routes.header, x, weight, output, routes.block, rows)
         return
-    tile = tile_of(gpu, routes.block, weight.layout.bits, in_groups=True)
+    given = routes.block, weight.layout, weight.depth
+    tile = products_tiles.tile_of(gpu, *given, in_groups=True)
     products_tiles.launch(gpu, routes.header, 0, x, weight, output, tile, rows)
 
 
-def most_rows(gpu: Gpu, bits: int) -> int:
-    """Return how many rows of a mixture a block has at most, for codes of so many bits."""
-    return tile_of(gpu, 128, bits, in_groups=True).rows
+def most_in_block(gpu: Gpu, stack: Packed) -> int:
+    """Return how many rows of a mixture a block has at most."""
+    return products_tiles.tile_of(gpu, 128, stack.layout, stack.depth, in_groups=True).rows
 
 
 def write_out(gpu: Gpu, weight: Packed, output: Tensor) -> None:
@@ -122,9 +122,10 @@ def _start(
     num_stages = 3 if rows is None else _GROUPED_STAGES.get(layout.bits, 2)
     is_bounded = block_m == 8 or layout.bits == 8 or architecture // 10 == 10
     max_registers = 168 if is_bounded and architecture != 90 else 0
-    tile = Tile(block_m, TILE_OUTPUTS, 4, num_stages, max_registers)
+    tile = products_tiles.Tile(block_m, TILE_OUTPUTS, 4, num_stages, max_registers)
     codes = constants(gpu, layout, is_centered=not has_offset(layout))
-    start(gpu, _product_packed, header, block_m, x, weight, output, tile, rows, codes)
+    given = header, block_m, x, weight, output, tile, rows, codes
+    products_tiles.start(gpu, _product_packed, *given)
 
 
 @triton.jit

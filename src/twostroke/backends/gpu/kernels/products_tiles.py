@@ -17,7 +17,7 @@ from twostroke.backends.gpu.kernels.packed_codes import (
     upper_of,
 )
 from twostroke.backends.gpu.kernels.routing import rows_again, rows_of
-from twostroke.backends.gpu.stored import TILE_INPUTS
+from twostroke.backends.gpu.stored import TILE_INPUTS, Layout
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SAME_ROWS: Final = 32  # of each tile, for the same tokens
 MOST_PARTS: Final = 8
+_PLAIN: Final = Layout(4, 32)  # as most weights have, by which sums are divided
 _SUM_COST: Final = 6  # multiplications by one unit, while all units write and read a float32
 
 
@@ -53,31 +54,41 @@ def most_rows(gpu: Gpu) -> int:
     return 128 if gpu.architecture // 10 == 10 else 512
 
 
-def tile_of(gpu: Gpu, num_rows: int, bits: int, *, in_groups: bool = False) -> Tile:
-    """Return the tile for a product with codes of `bits` bits, of a mixture if `in_groups`.
+def tile_of(
+    gpu: Gpu, num_rows: int, layout: Layout, depth: int = TILE_INPUTS, *, in_groups: bool = False
+) -> Tile:
+    """Return the tile for a product with codes of a layout, of a mixture if `in_groups`.
 
-    With more rows sm_89 and sm_120 could not hold three stages of x, Triton up to 3.8 would make a
-    trap for sm_100, and on sm_90 codes of 5 bits and mixtures would spill registers. Two programs
-    of up to 64 rows share a multiprocessor of sm_90.
+    With larger ones, shared memory could not hold stages of x or of float32 scales; on sm_80 masks
+    of x, and on sm_90 codes of 5 bits and mixtures, would spill registers; and Triton up to 3.8
+    would make a trap for sm_100. Two programs of up to 64 rows share a multiprocessor of sm_90.
     """
     if gpu.same_tokens:  # rows are often few, so programs should be many
         return Tile(SAME_ROWS, 64, 4, 4)
-    rows, is_sm_90 = max(16, triton.next_power_of_2(num_rows)), gpu.architecture == 90
-    if gpu.architecture in {89, 120}:
-        return Tile(min(rows, 64), 64, 4, 3, 168 if in_groups else 0)
-    if gpu.architecture // 10 == 10:
+    rows, bits, architecture = (
+        max(16, triton.next_power_of_2(num_rows)),
+        layout.bits,
+        gpu.architecture,
+    )
+    has_wide_scales = bits == 8 and layout.scales == "f32"
+    if architecture // 10 == 10:
         return Tile(min(rows, 32 if bits == 6 else 64), 128, 8, 4)
+    if architecture not in {80, 90}:
+        return Tile(min(rows, 64), 64, 4, 3, 168 if in_groups else 0)
+    if architecture == 80:
+        most = 64 if has_wide_scales or depth % TILE_INPUTS else 128
+        return Tile(min(rows, most), 128, 8, 4 if min(rows, most) <= 64 else 3)
     if rows <= 64:
-        stages = 3 if (rows, bits) == (64, 8) else 4
-        return Tile(rows, 128, 8, stages, 128 if is_sm_90 and bits != 5 else 0)
-    if not is_sm_90 or bits == 5 or in_groups:
-        return Tile(128, 128, 8, 4 if is_sm_90 else 3)
-    return Tile(128, 256, 8, 3) if rows == 128 else Tile(256, 128, 8, 3)
+        return Tile(rows, 128, 8, 3 if (rows, bits) == (64, 8) else 4, 128 if bits != 5 else 0)
+    if bits == 5 or in_groups or (has_wide_scales and layout.group == 32):
+        return Tile(128, 128, 8, 4)
+    is_even = -(-num_rows // 128) % 2 == 0  # so that no block of 256 rows is half empty
+    return Tile(256, 128, 8, 3) if is_even else Tile(128, 256, 8, 3)
 
 
 def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
     """Return the number of parts that keeps all units busy and costs little traffic of sums."""
-    tile = tile_of(gpu, num_rows, 4)
+    tile = tile_of(gpu, num_rows, _PLAIN)
     programs = -(-width // tile.outputs) * -(-num_rows // tile.rows)
     blocks = -(-depth // TILE_INPUTS)
 
