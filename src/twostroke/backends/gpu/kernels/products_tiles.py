@@ -76,8 +76,9 @@ def tile_of(
     if architecture not in {80, 90}:
         return Tile(min(rows, 64), 64, 4, 3, 168 if in_groups else 0)
     if architecture == 80:
-        most = 64 if has_wide_scales or depth % TILE_INPUTS else 128
-        return Tile(min(rows, most), 128, 8, 4 if min(rows, most) <= 64 else 3)
+        rows = min(rows, 64 if has_wide_scales or depth % TILE_INPUTS else 128)
+        few = rows <= 64
+        return Tile(rows, 128, 8, 4 if few else 3, 168 if few and in_groups else 0)
     if rows <= 64:
         return Tile(rows, 128, 8, 3 if (rows, bits) == (64, 8) else 4, 128 if bits != 5 else 0)
     if bits == 5 or in_groups or (has_wide_scales and layout.group == 32):
@@ -161,6 +162,14 @@ def start(
     )
 
 
+@triton.jit
+def _inputs(x_at, k, columns, DEPTH: tl.constexpr):
+    if DEPTH % 256 == 0:
+        return tl.load(x_at + k)
+    else:
+        return tl.load(x_at + k, (k + columns < DEPTH)[:, None], 0.0)
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def _product_tiles(
     header, x, codes, high, scales, offsets, output, items, order, shares, part_stride,
@@ -204,11 +213,7 @@ def _product_tiles(
                 if index % PLANES == 0:
                     word = tl.load(codes_at + (block * STEPS + index // PLANES) * STEP)
                     upper = upper_of(high_at, block, index // PLANES, BITS, STEP)
-                k = block * 256 + index * COLUMNS
-                if DEPTH % 256 == 0:
-                    inputs = tl.load(x_at + k)
-                else:
-                    inputs = tl.load(x_at + k, (k + columns < DEPTH)[:, None], 0.0)
+                inputs = _inputs(x_at, block * 256 + index * COLUMNS, columns, DEPTH)
                 scale, offset = scale_of(headers, scales_at, offsets_at, block,
                     index * COLUMNS // GROUP, GROUP, SCALES, OFFSET, OUTPUTS)  # fmt: skip
                 offset -= SHIFT * scale
