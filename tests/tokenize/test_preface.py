@@ -66,7 +66,8 @@ def test_hostile_text_takes_linear_time(preface: Preface, text: str) -> None:
         cut(preface, part, list(range(0, len(part), 20)))
         return time.process_time() - began
 
-    assert seconds(text) < 10 * seconds(text[: len(text) // 4]) + 0.5
+    # The least of three, since the tests' garbage may be collected meanwhile.
+    assert min(seconds(text) for _ in range(3)) < 10 * seconds(text[: len(text) // 4]) + 0.5
 
 
 @pytest.mark.parametrize(
