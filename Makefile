@@ -23,6 +23,7 @@ MALFORMED_ARGS ?=
 FUZZ_ARGS ?=
 CLIENTS ?=
 LEVEL ?=
+BASE ?= main
 AVX512_TESTS ?= tests/native tests/backends
 ARM_TESTS ?= tests/native tests/backends/cpu
 ARM_CPU ?= max
@@ -87,6 +88,7 @@ style: $(DEV_READY) ## Check style, imports and sizes.
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_size.py
+	$(BIN)/python tools/plain.py --diff $(BASE)
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES))
 
 test: $(DEV_READY) pull ## Run the tests (TESTS=tests/schedule for some of them; WORKERS=0 for one process).

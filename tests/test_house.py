@@ -220,31 +220,11 @@ def test_size_check_measures_functions_of_both_languages() -> None:
     assert list(tool.python_functions(tree)) == [("A.f", 2)]
 
 
-def test_size_exception_may_only_shrink() -> None:
+def test_files_and_functions_over_their_limits_are_reported() -> None:
     tool = _check_size()
-    grown, shrunk, gone = {"a.py": 450}, {"a.py": 420}, {"b.py": 10}
-    assert len(list(tool.find_faults(grown, {"a.py": 430}))) == 1
-    assert len(list(tool.find_faults(shrunk, {"a.py": 430}))) == 1
-    assert len(list(tool.find_faults(gone, {"a.py": 430}))) == 1
-    assert not list(tool.find_faults({"a.py": 430}, {"a.py": 430}))
-
-
-def test_room_keeps_to_its_budget_and_the_budget_to_the_room() -> None:
-    tool = _check_size()
-    budgets = {"max_slack": 0.02, "rooms": {"core": 1000}}
-    assert not list(tool.find_room_faults({"core": 1000}, budgets))
-    assert not list(tool.find_room_faults({"core": 985}, budgets))
-    for rooms in ({"core": 1001}, {"core": 900}, {"new": 1, "core": 1000}):
-        assert len(list(tool.find_room_faults(rooms, budgets))) == 1
-
-
-def test_part_of_a_room_may_have_a_budget_of_its_own(tmp_path: Path) -> None:
-    for name in ("top.py", "serve/a.py", "serve/ollama/b.py", "serve/openai/c.py"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("pass\n")
-    counted = _check_size().count_rooms(tmp_path, {"serve/ollama"})
-    assert counted == {"(top)": 1, "serve": 2, "serve/ollama": 1}
+    sizes = [("a.py", 800), ("b.py", 801), ("a.py::f", 60), ("a.py::g", 61)]
+    reported = [sentence.partition(": ")[0] for sentence in tool.find_oversized(sizes)]
+    assert reported == ["b.py", "a.py::g"]
 
 
 def _names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:

