@@ -53,7 +53,6 @@ REASONS = {
     "unknown tools": (r"must be (the name of )?one of the tools",),
     "answers that are not in the background": (r"Background mode is not supported",),
     "unknown items": (r"Item with id", r"must be the id of an item"),
-    "two names of one limit": (r"is the newer name of max_tokens",),
     "limits of thinking": (r"thinking.budget_tokens must be at least 1 and less than max_tokens",),
     "several forms of an answer": (r" cannot be combined with ", r" has no form"),
     "results of tools without their calls": (

@@ -17,12 +17,16 @@ def test_stops_may_be_lists_or_one_string() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
 
 
+@pytest.mark.parametrize(("stop", "stops"), [("", ()), ([""], ()), (["", "a"], ("a",))])
+def test_empty_stop_strings_are_left_out(stop: object, stops: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=stop).stop == stops  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"stop": 5},
         {"stop": [5]},
-        {"stop": [""]},
         {"stop_token_ids": 5},
         {"stop_token_ids": "5"},
         {"stop_token_ids": [True]},
@@ -31,7 +35,7 @@ def test_stops_may_be_lists_or_one_string() -> None:
         {"temperature": -1},
         {"temperature": math.inf},
         {"temperature": 10**400},
-        {"top_p": 0},
+        {"top_p": -0.1},
         {"max_tokens": 0},
         {"max_tokens": True},
         {"min_tokens": 5, "max_tokens": 4},

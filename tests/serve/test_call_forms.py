@@ -95,6 +95,20 @@ def test_grammars_allow_calls_that_fit_and_no_others(name: str, kind: int) -> No
             assert not is_whole(one_of), (choice, parallel, one_of)
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", FORMS)
+def test_names_of_tools_may_have_every_allowed_character(name: str, choice: str) -> None:
+    form, odd_name = FORMS[name], "mcp:files/read.all-1_a"
+    tokenizer = byte_tokenizer(odd=tuple((mark, CONTROL) for mark in form.all_marks))
+    tools = to_tools([FunctionBody(odd_name, parameters=SCHEMA)], choice, parallel=True)
+    assert tools is not None
+    is_whole = checker(ToolForm(tools, form, tokenizer, None, None))
+    text = form.write([(odd_name, ONE[1])])
+    if form.id_mark:
+        text = text.replace(f"{odd_name}[ARGS]", f"{odd_name}[CALL_ID]abcdefgh1[ARGS]")
+    assert is_whole(text)
+
+
 def test_a_call_without_its_mark_is_held_to_its_schema() -> None:
     asked = form_of("llama", "auto", parallel=False, kind=CONTROL)
     tokenizer = asked.tokenizer

@@ -131,5 +131,6 @@ def _any(rule: str, of: tuple[object, ...]) -> str:
 
 def _named_pattern(name: str) -> str:
     """Return what comes before the arguments of a call without marks; braces may be doubled."""
-    parts = [r"\{\{?", '"name"', ":", f'"{re.escape(name)}"', ",", '"(arguments|parameters)"', ":"]
+    escaped = re.escape(name).replace("/", r"\/")  # which would end a pattern of the grammar
+    parts = [r"\{\{?", '"name"', ":", f'"{escaped}"', ",", '"(arguments|parameters)"', ":"]
     return f"{_BLANK}*" + "".join(f"{part}{_BLANK}*" for part in parts)

@@ -45,7 +45,10 @@ BOUNDS: Final[Mapping[str, Bounds]] = {
     "temperature": Bounds(float, 0.0, 100.0, "0 always takes the likeliest token."),
     "top_k": Bounds(int, 0, MAX_ID, "Draw from the k likeliest tokens; 0: from all."),
     "top_p": Bounds(
-        float, 0.0, 1.0, "Draw from the likeliest tokens with this total probability.", above=True
+        float,
+        0.0,
+        1.0,
+        "Draw from the likeliest tokens with this total probability; 0: take the likeliest.",
     ),
     "min_p": Bounds(float, 0.0, 1.0, "Draw from tokens at least p times as likely as the best."),
     "repetition_penalty": Bounds(
@@ -78,7 +81,8 @@ class SamplingParams(Frozen):
         max_tokens: None for as many as the context holds; may be 0 with `prompt_logprobs`.
         temperature: 0 is greedy: the largest logit, the lowest id among equals.
         seed: None draws a new one for each request.
-        stop, stop_token_ids: kept as tuples; lists, or a single stop string, may be given.
+        stop, stop_token_ids: kept as tuples; lists, or a single stop string, may be given. Empty
+            stop strings are left out: clients send them for "none".
         logprobs: None for none, 0 for the chosen token's alone, k for the k likeliest tokens as
             well; from the model's own distribution, before all of the above.
         prompt_logprobs: the same for each prompt token except the first.
@@ -135,7 +139,7 @@ class SamplingParams(Frozen):
 
     def _check_stops(self) -> None:
         stops, ids = (_as_tuple(name, getattr(self, name)) for name in ("stop", "stop_token_ids"))
-        force_setattr(self, "stop", stops)
+        force_setattr(self, "stop", tuple(stop for stop in stops if stop != ""))
         force_setattr(self, "stop_token_ids", ids)
         if not all(isinstance(stop, str) for stop in stops):
             raise RequestError("must be a string or a list of strings.", field="stop")

@@ -9,7 +9,8 @@ READ: Final = (  # without an answer of tokens
     *("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings", "/v1/rerank", "/rerank"),
 )
 FREE: Final = (  # without an engine
-    *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/apply-template"),
+    *("/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+    *("/v1/chat/completions/input_tokens", "/apply-template"),
     *("/tokenize", "/detokenize", "/api/show", "/api/pull"),
 )
 # Posts that compute: they go where the policy says, and may be tried again.

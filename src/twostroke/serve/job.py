@@ -195,6 +195,7 @@ class Job(Frozen):
         stream: whether to send the answers while they come.
         shows_progress: whether to report how much of the prompts is read.
         include_usage: whether a stream ends with the usage.
+        continuous_usage: whether the chunks of such a stream have the usage so far.
         echo: whether to repeat each prompt before its answer.
         suffix: the text after the answer, for a model that can fill in the middle.
         timings: whether to report durations.
@@ -215,6 +216,7 @@ class Job(Frozen):
     stream: bool = False
     shows_progress: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     echo: bool = False
     suffix: str = ""
     timings: bool = False

@@ -76,6 +76,9 @@ INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
     "/v1/responses/input_tokens": Inquiry(
         ResponsesRequest, responses.count, responses.names, recalls=True
     ),
+    "/v1/chat/completions/input_tokens": Inquiry(
+        chat.ChatRequest, chat.count, chat.names, recalls=True
+    ),
     "/tokenize": Inquiry(tokens.TokenizeRequest, tokens.tokenize, lambda _asked: chat.TOOL_NAMES),
     "/detokenize": Inquiry(tokens.DetokenizeRequest, tokens.detokenize),
     "/api/show": Inquiry(models.ShowRequest, models.show),

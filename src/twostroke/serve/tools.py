@@ -27,7 +27,7 @@ _MORE_ARGUMENTS: Final = frozenset(
 ) | {"patternProperties"}
 _SAY_NOTHING: Final = frozenset(("$schema", "description", "title", "type"))
 _MAX_NAME: Final = 128
-_NAME: Final = re.compile(rf"^[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}$")
+_NAME: Final = re.compile(rf"^[A-Za-z0-9_.:/-]{{1,{_MAX_NAME}}}$")  # MCP servers use / and :
 
 FunctionName = Annotated[str, Meta(extra_json_schema={"pattern": _NAME.pattern})]
 Strict = Annotated[
@@ -193,7 +193,7 @@ def to_tools(
         function = tool.function() if isinstance(tool, FreeText) else tool
         functions.append(function)
         if not _NAME.fullmatch(function.name):
-            reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-' and '.'."
+            reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-', '.', ':' and '/'."
             raise RequestError(reason, field=f"{where}.name")
         if function.name in known:
             reason = f"must be unique: an earlier tool is named '{function.name}', too."

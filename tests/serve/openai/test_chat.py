@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import events, live_server
+from support.servers import chat_body, events, live_server
 from support.tiny import EOS_ID, SPECIAL_TOKENS
 from twostroke.core.config import SpeculationOptions
 from twostroke.serve.about import FINGERPRINT
@@ -79,6 +79,121 @@ def test_usage_comes_once_in_a_chunk_of_its_own(server: LiveServer, hello: Field
     assert last["usage"]["completion_tokens"] == 6
     assert last["usage"]["total_tokens"] == 24
     assert "cached_tokens" in last["usage"]["prompt_tokens_details"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(
+    server: LiveServer, hello: Fields, path: str
+) -> None:
+    prompt = {"prompt": "hello"} if path == "/v1/completions" else chat_body()
+    counted = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**prompt, **hello, "max_tokens": 3, "n": 2, "stream": True}
+    response = server.http.post(path, json={**body, "stream_options": counted})
+    assert "twostroke-ignored" not in response.headers
+    *chunks, last, done = events(response.text)
+    assert done == "[DONE]"
+    assert last["usage"]["completion_tokens"] == 6
+    for index in (0, 1):
+        of_choice = [one["usage"] for one in chunks if one["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in of_choice]
+        assert counts == sorted(counts)
+        assert counts[-1] == 3
+        assert {usage["prompt_tokens"] for usage in of_choice} == {last["usage"]["prompt_tokens"]}
+    without = server.http.post(
+        path, json={**body, "stream_options": {"continuous_usage_stats": True}}
+    )
+    assert all("usage" not in chunk for chunk in events(without.text)[:-1])
+
+
+def test_newer_limit_of_tokens_holds_beside_the_older_which_is_named(
+    server: LiveServer, strict: LiveServer
+) -> None:
+    limits = {"max_tokens": 9, "max_completion_tokens": 2, "ignore_eos": True}
+    response = server.chat(**limits)
+    assert response.json()["usage"]["completion_tokens"] == 2
+    assert response.headers["twostroke-ignored"] == "max_tokens"
+    equal = server.chat(**limits | {"max_tokens": 2})
+    assert "twostroke-ignored" not in equal.headers
+    assert strict.chat(**limits).status_code == 400
+
+
+NO_STOPS = {
+    "/v1/chat/completions": {"stop": [""], "max_tokens": 4},
+    "/v1/completions": {"stop": "", "max_tokens": 4},
+    "/v1/responses": {"stop": ["", ""], "max_output_tokens": 4},
+    "/v1/messages": {"stop_sequences": [""], "max_tokens": 4},
+    "/completion": {"stop": [""], "n_predict": 4},
+    "/api/chat": {"options": {"stop": [""], "num_predict": 4}, "stream": False},
+    "/api/generate": {"options": {"stop": [""], "num_predict": 4}, "stream": False},
+}
+
+
+@pytest.mark.parametrize("path", NO_STOPS)
+def test_empty_stop_string_stops_nothing_in_any_protocol(server: LiveServer, path: str) -> None:
+    prompts = {"/v1/responses": {"input": "hello"}}
+    prompt = prompts.get(path, {"prompt": "hello"})
+    if path in {"/v1/chat/completions", "/v1/messages", "/api/chat"}:
+        prompt = chat_body()
+    response = server.http.post(path, json={**prompt, **NO_STOPS[path]})
+    assert response.status_code == 200, response.text
+
+
+NUCLEUS = {
+    "/v1/chat/completions": {"top_p": 0, "max_tokens": 4},
+    "/v1/completions": {"top_p": 0, "max_tokens": 4},
+    "/v1/responses": {"top_p": 0, "max_output_tokens": 4},
+    "/v1/messages": {"top_p": 0, "max_tokens": 4},
+    "/completion": {"top_p": 0, "n_predict": 4, "top_k": 0, "min_p": 0},
+    "/api/chat": {"options": {"top_p": 0, "num_predict": 4, "top_k": 0}, "stream": False},
+    "/api/generate": {"options": {"top_p": 0, "num_predict": 4, "top_k": 0}, "stream": False},
+}
+
+
+@pytest.mark.parametrize("path", NUCLEUS)
+def test_top_p_of_0_takes_the_likeliest_token_in_every_protocol(
+    server: LiveServer, path: str
+) -> None:
+    prompts = {"/v1/responses": {"input": "hello"}}
+    prompt = prompts.get(path, {"prompt": "hello"})
+    if path in {"/v1/chat/completions", "/v1/messages", "/api/chat"}:
+        prompt = chat_body()
+    texts = set()
+    for fields in (NUCLEUS[path], NUCLEUS[path], _greedy(NUCLEUS[path])):
+        response = server.http.post(path, json={**prompt, **fields})
+        assert response.status_code == 200, response.text
+        texts.add(_said(response.json()))
+    assert len(texts) == 1
+
+
+def _greedy(fields: Fields) -> Fields:
+    if "options" in fields:
+        return {**fields, "options": fields["options"] | {"top_p": 1, "temperature": 0}}
+    return {**fields, "top_p": 1, "temperature": 0}
+
+
+def _said(body: Fields) -> str:
+    """Return the text of an answer of any protocol."""
+    for key in ("response", "content"):
+        if isinstance(body.get(key), str):
+            return str(body[key])
+    if "choices" in body:
+        choice = body["choices"][0]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    if "message" in body:
+        return str(body["message"]["content"])
+    if "output" in body:
+        return str(body["output"][0]["content"][0]["text"])
+    return str(body["content"][0]["text"])
+
+
+def test_tokens_of_a_conversation_are_counted_without_an_answer(server: LiveServer) -> None:
+    path = "/v1/chat/completions/input_tokens"
+    counted = server.http.post(path, json=chat_body(max_tokens=3, response_format={"type": "text"}))
+    answered = server.chat(max_tokens=1).json()
+    assert counted.json()["input_tokens"] == answered["usage"]["prompt_tokens"]
+    wrong = server.http.post(path, json={"messages": "hello"})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "messages"
 
 
 PREDICTED = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
@@ -244,14 +359,6 @@ def test_a_length_limit_is_none_or_positive_and_cut_to_what_fits(
     for value in (0, -2):
         message = server.chat(max_tokens=value, **asked).json()["error"]["message"]
         assert message == f"max_tokens must be -1 or at least 1, got {value}."
-
-
-def test_both_names_of_the_length_limit_must_agree(server: LiveServer, hello: Fields) -> None:
-    same = server.chat(max_tokens=3, max_completion_tokens=3, **hello).json()
-    assert same["usage"]["completion_tokens"] == 3
-    refused = server.chat(max_tokens=5, max_completion_tokens=3, **hello)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "max_completion_tokens"
 
 
 def test_parts_and_roles_reach_the_template(server: LiveServer, hello: Fields) -> None:

@@ -38,7 +38,7 @@ from twostroke.serve.describe.operation import (
 from twostroke.serve.llama_server import info
 from twostroke.serve.llama_server.embeddings import LlamaEmbedding
 from twostroke.serve.llama_server.reply import LlamaCompletion, LlamaPiece
-from twostroke.serve.openai import chat_reply, completions_reply, embeddings, tokens
+from twostroke.serve.openai import chat, chat_reply, completions_reply, embeddings, tokens
 from twostroke.serve.openai.responses import stream_events
 from twostroke.serve.openai.responses.body import ResponseBody
 from twostroke.serve.openai.responses.exchange import InputTokens
@@ -301,6 +301,14 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             ("DELETE", "/v1/responses/{response_id}"),
             ("GET", "/v1/responses/{response_id}/input_items"),
         ),
+    ),
+    ("POST", "/v1/chat/completions/input_tokens"): Operation(
+        "Count the tokens of a conversation's prompt",
+        "OpenAI",
+        "As llama-server does; the fields are those of `/v1/chat/completions`.",
+        answer=chat.ChatInputTokens,
+        errors=BODY,
+        examples={"count": {"messages": HELLO}},
     ),
     ("POST", "/v1/responses/input_tokens"): Operation(
         "Count a request's tokens",

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from twostroke.chat.messages import ROLES
 from twostroke.chat.reasoning import AS_IT_IS, EFFORTS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.http.errors import MissingFieldError, UnsupportedFieldError
+from twostroke.http.ignored import Ignored
 from twostroke.serve.describe import field
 from twostroke.serve.job import MAX_MESSAGES, Conversation
 from twostroke.serve.openai.fields import (
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.chat.tools import Tools
+    from twostroke.engine.client import ModelCard
     from twostroke.serve.job import Job
     from twostroke.serve.store import Tenant
 
@@ -117,9 +120,9 @@ class ChatRequest(CommonFields, kw_only=True):
     """The body of a request."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int | None, field.limit("The newer name of `max_tokens`.")] = (
-        None
-    )
+    max_completion_tokens: Annotated[
+        int | None, field.limit("The newer name of `max_tokens`; if both are given, it holds.")
+    ] = None
     logprobs: Annotated[bool | None, field.doc("Report how likely each token was.")] = None
     top_logprobs: TopLogprobs = None
     add_generation_prompt: OpensTurn = None
@@ -176,18 +179,33 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
         thinking=to_thinking(asked.chat_template_kwargs, asked.reasoning_effort),
     )
     own: dict[str, Any] = {"logprobs": _num_alternatives(asked)}
+    ignored = list[Ignored]()
     if asked.max_completion_tokens is not None:
         if asked.max_tokens not in {None, asked.max_completion_tokens}:
-            reason = "is the newer name of max_tokens: leave one of them out."
-            raise RequestError(reason, field="max_completion_tokens")
+            reason = "has no effect beside max_completion_tokens, its newer name."
+            ignored.append(Ignored.of(RequestError(reason, field="max_tokens")))
         own["max_tokens"] = asked.max_completion_tokens
-    return to_job(
+    job = to_job(
         asked,
         (conversation,),
         params=to_params(asked, **own),
         caller=to_caller(asked, "messages", tenant),
         tools=tools,
     )
+    return replace(job, ignored=(*job.ignored, *ignored))
+
+
+class ChatInputTokens(msgspec.Struct, frozen=True):
+    """The number of tokens in a conversation's prompt, cached ones included."""
+
+    input_tokens: int
+    object: Literal["chat.completion.input_tokens"] = "chat.completion.input_tokens"
+
+
+def count(request: ChatRequest, card: ModelCard, tenant: Tenant) -> ChatInputTokens:
+    """Return how many tokens a request's prompt would have; raises as `read` does."""
+    [prompt] = read(request, tenant).encode(card).prompts
+    return ChatInputTokens(len(prompt))
 
 
 def _num_alternatives(asked: ChatRequest) -> int | None:

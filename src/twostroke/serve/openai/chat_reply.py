@@ -17,6 +17,7 @@ from twostroke.serve.openai.usage import (
     Finish,
     TimingsBody,
     UsageBody,
+    UsageSoFar,
     asked_timings,
     fail_stream,
     finish_reason,
@@ -141,6 +142,7 @@ class ChatEncoder:
             reply.job.caller.service if reply.job.tier else UNSET,
         )
         self._began_s = time.monotonic()
+        self._usage = UsageSoFar(reply.job)
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice
 
@@ -150,7 +152,7 @@ class ChatEncoder:
             case events.Added():
                 if event.scored:
                     self._choice.logprobs = self._logprobs(event)
-                elif event.block.kind is events.BlockKind.TEXT:
+                elif event.block.kind is events.BlockKind.TEXT and not self._usage.is_reported:
                     return self._write_text(event.block.choice, event.text)
                 return self._write(event.block.choice, _delta(event.block, event.text))
             case events.Began() | events.Read():
@@ -204,6 +206,7 @@ class ChatEncoder:
     def _begin(self, event: events.Began | events.Read) -> bytes:
         """Write the role, or how much of the prompt is read."""
         if isinstance(event, events.Began):
+            self._usage.begin(event)
             return self._write(event.choice, Delta("assistant", ""))
         self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._began_s)
         return self._write(event.choice, Delta())
@@ -220,6 +223,8 @@ class ChatEncoder:
     def _write(self, index: int, delta: Delta) -> bytes:
         choice = self._choice
         choice.index, choice.delta = index, delta
+        if self._usage.is_reported:
+            self._chunk.usage = self._usage.body(index)
         data = sse(encode_json(self._chunk))
         choice.logprobs, choice.finish_reason, choice.timings = None, None, UNSET
         self._chunk.timings = self._chunk.prompt_progress = UNSET

@@ -15,6 +15,7 @@ from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
 from twostroke.serve.openai.usage import (
     TimingsBody,
     UsageBody,
+    UsageSoFar,
     asked_timings,
     fail_stream,
     finish_reason,
@@ -72,6 +73,7 @@ class CompletionEncoder:
             reply.job.caller.service if reply.job.tier else UNSET,
         )
         self._began_s = time.monotonic()
+        self._usage = UsageSoFar(reply.job)
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
         self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
 
@@ -83,6 +85,7 @@ class CompletionEncoder:
                     self._score(event)
                 return self._write(event.block.choice, event.text)
             case events.Began():
+                self._usage.begin(event)
                 text = self._begin(event.choice)
                 return self._write(event.choice, text) if text else b""
             case events.Read():
@@ -145,6 +148,8 @@ class CompletionEncoder:
         choice = self._choice
         choice.index, choice.text = index, text
         choice.logprobs = self._scorers[index].take() if self._scorers else None
+        if self._usage.is_reported:
+            self._body.usage = self._usage.body(index)
         return sse(encode_json(self._body))
 
     def _end(self, event: events.Ended) -> bytes:
@@ -153,6 +158,8 @@ class CompletionEncoder:
         choice.logprobs = scorer.take() if scorer is not None and scorer.has_news else None
         self._finish(choice, event)
         self._body.timings = self._timings
+        if self._usage.is_reported:
+            self._body.usage = usage_body(event.usage)
         last = sse(encode_json(self._body))
         choice.finish_reason, choice.timings, self._body.timings = None, UNSET, UNSET
         return last

@@ -54,7 +54,7 @@ TIERS: Final = {
 
 TOKEN_ID: Final = re.compile(r"[0-9]{1,9}")
 
-StopText = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_STOP_LENGTH})]
+StopText = Annotated[str, Meta(extra_json_schema={"maxLength": MAX_STOP_LENGTH})]
 Label = Annotated[str, Meta(max_length=512)]
 Pairs = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
 TopLogprobs = Annotated[
@@ -71,7 +71,10 @@ class StreamOptions(field.RequestObject):
     """What a stream carries besides the answer."""
 
     include_usage: Annotated[bool | None, field.doc("End the stream with the usage.")] = None
-    continuous_usage_stats: field.HintOff = None
+    continuous_usage_stats: Annotated[
+        bool | None,
+        field.doc("With `include_usage`: report the usage so far in each chunk, as vLLM does."),
+    ] = None
     include_obfuscation: field.IgnoredOff = None
 
 
@@ -291,6 +294,7 @@ def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
         prediction=to_prediction(asked),
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
         timings=bool(asked.return_timings),
         shows_progress=bool(asked.stream and asked.return_progress),
         llama_timings=bool(asked.timings_per_token),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from twostroke.core.request import FinishReason
 from twostroke.http.errors import OPENAI
@@ -14,7 +15,7 @@ from twostroke.serve.timings import LlamaTimings, final_timings
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
-    from twostroke.serve.events import Ended, Failed, Finished
+    from twostroke.serve.events import Began, Ended, Failed, Finished
     from twostroke.serve.job import Job
 
 _DONE: Final = b"data: [DONE]\n\n"
@@ -69,6 +70,26 @@ class StreamBody(Protocol):
 
     choices: list[Any]
     usage: UsageBody | UnsetType | None
+
+
+class UsageSoFar:
+    """The usage of each answer up to the newest chunk, for streams that report it in each."""
+
+    def __init__(self, job: Job) -> None:
+        """Report usage if the request of `job` asks for it."""
+        self.is_reported = job.include_usage and job.continuous_usage
+        self._begun: dict[int, Began] = {}  # by choice
+
+    def begin(self, event: Began) -> None:
+        """Count the tokens of a choice from now on."""
+        self._begun[event.choice] = event
+
+    def body(self, choice: int) -> UsageBody | None:
+        """Return the usage of a choice so far; None where it is not reported or not known."""
+        begun = self._begun.get(choice)
+        if not self.is_reported or begun is None or begun.usage is None:
+            return None
+        return usage_body(replace(begun.usage, completion_tokens=len(begun.tokens)))
 
 
 def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
