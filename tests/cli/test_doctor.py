@@ -10,6 +10,8 @@ import pytest
 from twostroke.backends.cpu.library import level_reports
 from twostroke.cli import doctor
 from twostroke.cli.doctor import limit_lines, measure
+from twostroke.core import hardware
+from twostroke.core.control_groups import CoreLimit, MemoryLimit
 from twostroke.core.hardware import MemoryNode
 from twostroke.engine import limits
 
@@ -121,3 +123,19 @@ def test_a_cache_that_cannot_be_written_only_measures_again(
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_CACHE", "/proc/nowhere")
     assert limits.machine("portable", 1, 10**6).bandwidth > 1e8
+
+
+def test_limits_of_control_groups_are_shown_with_their_files(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = "/sys/fs/cgroup/system.slice/twostroke.service"
+    memory = MemoryLimit(350 * 10**6, 200 * 10**6, f"memory.max of {box}")
+    monkeypatch.setattr(hardware, "memory_limits", lambda _: [memory])
+    monkeypatch.setattr(hardware, "core_limits", lambda _: [CoreLimit(0.5, f"cpu.max of {box}")])
+    said = " ".join(cli("doctor").out.split())
+    assert f"350 MB, 200 MB of it free; limited by memory.max of {box} system" in said
+    assert f", 1 core; cpu.max of {box} allows 0.5 memory" in said
+    found = json.loads(cli("doctor", "--json").out)
+    assert found["machine"]["memory_limit"]["source"] == f"memory.max of {box}"
+    assert found["machine"]["core_limit"] == {"num_cores": 0.5, "source": f"cpu.max of {box}"}
+    assert found["auto"]["num_threads"] == 1

@@ -14,41 +14,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture
-def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
-    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(64)))
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("200000 100000", 2), ("150000 100000", 1), ("50000 100000", 1), ("max 100000", 64), ("", 64)],
-)
-def test_a_quota_bounds_the_cores(cgroup: Path, quota: str, cores: int) -> None:
-    (cgroup / "cpu.max").write_text(quota)
-    assert hardware.num_cores() == cores
-
-
-def test_without_a_control_group_every_allowed_core_counts(cgroup: Path) -> None:
-    assert hardware.num_cores() == 64
-
-
-def test_cached_files_count_as_available_memory(cgroup: Path) -> None:
-    (cgroup / "memory.max").write_text("1000000\n")
-    (cgroup / "memory.current").write_text("900000\n")
-    assert hardware.memory_available() == 100_000
-    (cgroup / "memory.stat").write_text("anon 300000\ninactive_file 500000\n")
-    assert hardware.memory_available() == 600_000
-    assert hardware.memory_total() == 1_000_000
-
-
-def test_without_a_limit_all_memory_is_available(cgroup: Path) -> None:
-    (cgroup / "memory.max").write_text("max\n")
-    (cgroup / "memory.current").write_text("900000\n")
-    assert hardware.memory_available() > 1_000_000
-
-
 def test_other_programs_have_a_share_of_all_processors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from support.programs import program_of_layers
 from twostroke.cache import PageGroups
 from twostroke.core.config import PAGE_SIZES, CacheOptions
+from twostroke.core.control_groups import MemoryLimit
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.engine.sizing import CacheSize, size_cache
 from twostroke.program.mesh import Mesh
@@ -108,6 +109,18 @@ def test_too_little_memory_says_weights_cache_and_what_would_fit() -> None:
         assert part in said
     assert "1040 tokens would fit: use --context-length 1040." in said
     assert "--kv-memory" not in said
+
+
+@pytest.mark.parametrize("free_mb", [24, 0])
+def test_a_limit_of_a_control_group_is_named(free_mb: int) -> None:
+    limit = MemoryLimit(300 * MB, 0, "memory.max of /sys/fs/cgroup/box")
+    available_bytes = WEIGHT_BYTES + 128 * 2**20 + free_mb * MB
+    with pytest.raises(MemoryLimitError) as caught:
+        size_cache(PROGRAM, CacheOptions(), 256, WEIGHT_BYTES, available_bytes, group_limit=limit)
+    said = str(caught.value)
+    assert "free (memory.max of /sys/fs/cgroup/box allows 300 MB)" in said
+    remedy = "use --context-length 1040." if free_mb else "Raise that limit, or take a smaller"
+    assert remedy in said
 
 
 def test_a_small_cache_error_offers_both_options() -> None:

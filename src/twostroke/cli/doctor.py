@@ -15,7 +15,9 @@ import msgspec
 from twostroke.cli.help import Command, option
 from twostroke.core.errors import BackendError, MemoryLimitError, UsageError
 from twostroke.core.hardware import (
+    core_limit,
     memory_available,
+    memory_limit,
     memory_nodes,
     memory_total,
     num_cores,
@@ -113,29 +115,45 @@ def _compare_ranks(model: str | None, *, as_json: bool) -> None:
 
 
 def _machine() -> dict[str, Any]:
-    """Return the machine and its system; nodes are the memory nodes whose cores we may use."""
+    """Return the machine and its system; nodes are the memory nodes whose cores we may use.
+
+    Control groups set the limits; None where the machine itself has less.
+    """
     return {
         "processor": processor_name(),
         "num_cores": num_cores(),
+        "core_limit": msgspec.to_builtins(core_limit()),
         "memory_nodes": [msgspec.to_builtins(node) for node in memory_nodes()],
         "memory_bytes": memory_total(),
         "memory_free_bytes": memory_available(),
+        "memory_limit": msgspec.to_builtins(memory_limit()),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
     }
 
 
 def _machine_lines(machine: Mapping[str, Any]) -> dict[str, str]:
-    total, free = machine["memory_bytes"] / 1e9, machine["memory_free_bytes"] / 1e9
-    memory, nodes = f"{total:.1f} GB, {free:.1f} GB of it free", machine["memory_nodes"]
+    total, free = _size(machine["memory_bytes"]), _size(machine["memory_free_bytes"])
+    memory, nodes = f"{total}, {free} of it free", machine["memory_nodes"]
     if len(nodes) > 1:
         near = (f"{len(node['cores'])} cores near node {node['number']}" for node in nodes)
         memory += f"; on {len(nodes)} nodes: {', '.join(near)}"
+    if limit := machine["memory_limit"]:
+        memory += f"; limited by {limit['source']}"
+    num_cores, cores = machine["num_cores"], f"{machine['num_cores']} cores"
+    if limit := machine["core_limit"]:
+        plural = "core" if num_cores == 1 else "cores"
+        cores = f"{num_cores} {plural}; {limit['source']} allows {limit['num_cores']:.4g}"
     return {
-        "processor": f"{machine['processor']}, {machine['num_cores']} cores",
+        "processor": f"{machine['processor']}, {cores}",
         "memory": memory,
         "system": f"{machine['system']}, Python {machine['python']}",
     }
+
+
+def _size(num_bytes: int) -> str:
+    """Return gigabytes; small ones, as containers have them, in megabytes."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def _level_lines(reports: Mapping[str, str], chosen: str) -> dict[str, str]:

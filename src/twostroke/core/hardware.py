@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostroke.core import env
+from twostroke.core.control_groups import CoreLimit, MemoryLimit, core_limits, memory_limits
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own
+_ROOT = Path("/")
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -46,24 +47,37 @@ class MemoryNode(Frozen):
 
 def memory_total() -> int:
     """Return the bytes of memory that this process can have at most, control groups included."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_number("memory.max")
-    return total if limit is None else min(total, limit)
+    limit = memory_limit()
+    return limit.limit_bytes if limit else _memory_of_machine()
 
 
 def memory_available() -> int:
     """Return the bytes that can still be taken without swapping, control groups included."""
+    limits = memory_limits(_ROOT)
+    return min([_available_on_machine(), *(limit.free_bytes for limit in limits)])
+
+
+def memory_limit() -> MemoryLimit | None:
+    """Return the control group with the least limit of memory; None if the machine has less."""
+    limit = min(memory_limits(_ROOT), key=lambda limit: limit.limit_bytes, default=None)
+    return limit if limit and limit.limit_bytes < _memory_of_machine() else None
+
+
+def scarcest_memory() -> MemoryLimit | None:
+    """Return the control group that leaves the least memory; None if the machine leaves less."""
+    limit = min(memory_limits(_ROOT), key=lambda limit: limit.free_bytes, default=None)
+    return limit if limit and limit.free_bytes < _available_on_machine() else None
+
+
+def _memory_of_machine() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _available_on_machine() -> int:
     available_kb = _words(Path("/proc/meminfo"), after="MemAvailable:")
     if available_kb:
-        available = int(available_kb[0]) * 1024
-    else:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
-    if limit is not None and used is not None:
-        # Cached files count as used, but the system drops them when memory is needed.
-        cached = _words(_CGROUP / "memory.stat", after="inactive_file")
-        available = min(available, max(0, limit - used + int(cached[0] if cached else 0)))
-    return available
+        return int(available_kb[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def memory_used() -> int:
@@ -83,15 +97,22 @@ def give_back_memory() -> None:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may keep busy, a container's quota included."""
-    cores = os.cpu_count() or 1
+    """Return how many cores this process may keep busy, quotas of control groups included."""
+    quota = core_limit()
+    return max(1, int(quota.num_cores)) if quota else _num_allowed_cores()
+
+
+def core_limit() -> CoreLimit | None:
+    """Return the least quota of processor time; None if it is more than the allowed cores."""
+    limit = min(core_limits(_ROOT), key=lambda limit: limit.num_cores, default=None)
+    return limit if limit and limit.num_cores < _num_allowed_cores() else None
+
+
+def _num_allowed_cores() -> int:
+    """Return how many cores affinity and cpusets allow."""
     if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    # Processor time in each period, and the period's length.
-    quota = _words(_CGROUP / "cpu.max")
-    if len(quota) == 2 and all(word.isdecimal() for word in quota) and int(quota[1]):
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return cores
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def resolve_num_threads(requested: int | None) -> int:
@@ -183,11 +204,6 @@ def _numbers(path: Path) -> set[int]:
         return {n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)}
     except (OSError, ValueError):
         return set()
-
-
-def _cgroup_number(name: str) -> int | None:
-    words = _words(_CGROUP / name)
-    return int(words[0]) if words and words[0].isdecimal() else None
 
 
 def _words(path: Path, after: str = "", num_words: int | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from twostroke.chat.conversation import Chat
 from twostroke.core.config import DEFAULT_ACTIVATION_BITS, EngineOptions
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen
-from twostroke.core.hardware import give_back_memory, resolve_num_threads
+from twostroke.core.hardware import give_back_memory, resolve_num_threads, scarcest_memory
 from twostroke.engine.activations import MOST_UNASKED, note, with_known_bits
 from twostroke.engine.canary import FirstLoad
 from twostroke.engine.client import Client, ModelCard
@@ -267,6 +267,7 @@ def _size(loaded: LoadedModel, program: Program, mesh: Mesh, options: EngineOpti
         most_running=options.batch.most_running,
         auto_format=auto_kv_format(options.compute),
         mesh=mesh,
+        group_limit=None if options.compute.backend == "gpu" else scarcest_memory(),
     )
 
 

@@ -16,7 +16,7 @@ from twostroke.backends.cpu.shared import shared_bytes
 from twostroke.backends.share import Share, block_sizes
 from twostroke.core import env
 from twostroke.core.errors import RanksLostError
-from twostroke.core.hardware import memory_available, resolve_num_threads
+from twostroke.core.hardware import memory_available, resolve_num_threads, scarcest_memory
 from twostroke.engine.compute import (
     FLOAT32_BACKENDS,
     auto_kv_format,
@@ -118,6 +118,7 @@ class RankGroup:
                     auto_format=auto_kv_format(options.compute),
                     parts=[self._parts[rank].program for rank in here],
                     mesh=self._mesh,
+                    group_limit=scarcest_memory() if 0 in here else None,
                 )
             )
         return min(sizes, key=lambda size: size.num_pages)

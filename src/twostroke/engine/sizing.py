@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.config import CacheOptions
+    from twostroke.core.control_groups import MemoryLimit
     from twostroke.program import Program
     from twostroke.program.mesh import Mesh
 
@@ -44,8 +45,11 @@ def size_cache(  # noqa: PLR0913 - what only the builder knows
     auto_format: str = DEFAULT_FORMAT,
     parts: Sequence[Program] = (),
     mesh: Mesh = ONE_RANK,
+    group_limit: MemoryLimit | None = None,
 ) -> CacheSize:
     """Choose the number of pages; `auto_format` is the format that "auto" stands for.
+
+    `group_limit` is the control group that makes `available_bytes` so few, for errors.
 
     Of the ranks of a `mesh`, `parts` are those of the Program that store their keys and values in
     this memory.
@@ -101,6 +105,7 @@ def size_cache(  # noqa: PLR0913 - what only the builder knows
         fitting=groups.most_tokens(
             allowed_bytes // page_bytes, program.context_length, token_budget
         ),
+        group_limit=group_limit,
     )
     raise shortage.too_much_asked() if asks_too_much else shortage.too_small()
 
@@ -116,13 +121,13 @@ class _Shortage(Frozen):
     context_length: int
     needed_bytes: int
     fitting: int
+    group_limit: MemoryLimit | None
 
     def too_much_asked(self) -> MemoryLimitError:
         """Return the error for a `--kv-memory` that is not free."""
         facts = (
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights, and --kv-memory asks for "
-            f"{_mb(self.memory_bytes or 0)} of KV cache; {_mb(self.available_bytes)} of memory are "
-            "free"
+            f"{_mb(self.memory_bytes or 0)} of KV cache; {self._free_memory()}"
         )
         most_mb = self.free_bytes // 10**6
         advice = f". Lower --kv-memory to at most {most_mb}MB, which holds {self.fitting} tokens"
@@ -135,7 +140,7 @@ class _Shortage(Frozen):
             f"{_mb(self.needed_bytes)} of KV cache for {self.context_length} tokens of context; "
         )
         if self.memory_bytes is None:
-            facts += f"{_mb(self.available_bytes)} of memory are free"
+            facts += self._free_memory()
         else:
             facts += f"--kv-memory allows {_mb(self.memory_bytes)} of {_mb(self.free_bytes)} free"
         more_mb = -(-self.needed_bytes // 10**6)
@@ -146,7 +151,13 @@ class _Shortage(Frozen):
         advice = f". {self.fitting} tokens would fit: use --context-length {self.fitting}"
         return self._error(facts, f"{advice}, or {more}." if can_raise else f"{advice}.")
 
+    def _free_memory(self) -> str:
+        facts = f"{_mb(self.available_bytes)} of memory are free"
+        limit = self.group_limit
+        return f"{facts} ({limit.source} allows {_mb(limit.limit_bytes)})" if limit else facts
+
     def _error(self, facts: str, advice: str, *, fits: bool = True) -> MemoryLimitError:
         if self.fitting < 2 or not fits:
-            advice = ": no context would fit. Free memory, or take a smaller model."
+            remedy = "Raise that limit" if self.group_limit else "Free memory"
+            advice = f": no context would fit. {remedy}, or take a smaller model."
         return MemoryLimitError(facts + advice)

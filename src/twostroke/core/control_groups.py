@@ -1,0 +1,210 @@
+"""Limits that Linux control groups (versions 1 and 2) set on this process.
+
+A process belongs to one group in each hierarchy (`/proc/self/cgroup`). The groups above it limit it
+as well, so all mounted levels up to the root are read
+(`/proc/self/mountinfo`). Sources: cgroups(7), proc(5), and Documentation/admin-guide/cgroup-v1 and
+cgroup-v2.rst of Linux.
+
+Swap is not counted: weights and pages that are swapped out would stop every step. So limits of swap
+are not read. `memory.soft_limit_in_bytes`, `memory.low` and `cpu.shares` limit nothing.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_ROOT: Final = Path("/")
+# Version 1 reports a limit near 2^63 where there is none.
+_UNLIMITED: Final = 1 << 60
+
+
+class MemoryLimit(Frozen):
+    """The most bytes that a group may hold, and how many of them can still be taken.
+
+    `source` is the file that says so, such as "memory.max of /sys/fs/cgroup/system.slice".
+    """
+
+    limit_bytes: int
+    free_bytes: int
+    source: str
+
+
+class CoreLimit(Frozen):
+    """The processor time that a group may use each second, in cores; `source` says so."""
+
+    num_cores: float
+    source: str
+
+
+class _Mount(Frozen):
+    """A mounted hierarchy: the group `root` of it is the folder `folder`."""
+
+    version: int
+    controllers: frozenset[str]  # of version 1
+    root: str
+    folder: str
+
+
+def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
+    """Return the limits of memory at every level; `root` is the folder with proc and sys."""
+    limits: list[MemoryLimit] = []
+    for version, groups in _hierarchies(root, "memory"):
+        read = _memory_limits_1 if version == 1 else _memory_limits_2
+        limits += read(root, groups)
+    return limits
+
+
+def core_limits(root: Path = _ROOT) -> list[CoreLimit]:
+    """Return the quotas of processor time at every level."""
+    limits = []
+    for version, groups in _hierarchies(root, "cpu"):
+        for group in groups:
+            folder = _within(root, group)
+            if version == 1:
+                name, words = "cpu.cfs_quota_us", _words(folder / "cpu.cfs_quota_us")
+                words += _words(folder / "cpu.cfs_period_us")
+            else:
+                name, words = "cpu.max", _words(folder / "cpu.max")
+            # Microseconds in each period, and the period's length.
+            if len(words) == 2 and all(map(_is_number, words)) and int(words[1]):
+                num_cores = int(words[0]) / int(words[1])
+                limits.append(CoreLimit(num_cores, f"{name} of {group}"))
+    return limits
+
+
+def _memory_limits_2(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
+    """Yield limits of version 2. Beyond `memory.high` a group is slowed until it is below again."""
+    for group in groups:
+        folder = _within(root, group)
+        stat, used_bytes = _table(folder / "memory.stat"), _number(folder / "memory.current") or 0
+        cached = sum(stat.get(key, 0) for key in ("inactive_file", "active_file"))
+        for name in ("memory.max", "memory.high"):
+            limit = _number(folder / name)
+            if limit is not None:
+                free_bytes = _free(limit, used_bytes, cached)
+                yield MemoryLimit(limit, free_bytes, f"{name} of {group}")
+
+
+def _memory_limits_1(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
+    """Yield limits of version 1; the last is the least one, also of levels that are not mounted."""
+    for group in groups:
+        folder = _within(root, group)
+        limit = _number(folder / "memory.limit_in_bytes")
+        limits_inner_groups = _number(folder / "memory.use_hierarchy") != 0
+        if limit is not None and (group == groups[0] or limits_inner_groups):
+            yield from _memory_limit_1(root, group, "memory.limit_in_bytes", limit)
+    stat = _table(_within(root, groups[0]) / "memory.stat")
+    if "hierarchical_memory_limit" in stat:
+        name = "hierarchical_memory_limit in memory.stat"
+        yield from _memory_limit_1(root, groups[0], name, stat["hierarchical_memory_limit"])
+
+
+def _memory_limit_1(root: Path, group: str, name: str, limit: int) -> Iterator[MemoryLimit]:
+    """Yield a limit of version 1 and the bytes that are left of it."""
+    if limit >= _UNLIMITED:
+        return
+    folder = _within(root, group)
+    stat, used_bytes = _table(folder / "memory.stat"), _number(folder / "memory.usage_in_bytes")
+    cached = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
+    yield MemoryLimit(limit, _free(limit, used_bytes or 0, cached), f"{name} of {group}")
+
+
+def _free(limit_bytes: int, used_bytes: int, reclaimable_bytes: int) -> int:
+    """Return the bytes that can be taken: the system drops cached files before it refuses any."""
+    return max(0, limit_bytes - max(0, used_bytes - reclaimable_bytes))
+
+
+def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the version and the folders of our groups, innermost first, that limit `controller`."""
+    own_groups = list(_own_groups(root))
+    for mount in _mounts(root):
+        for controllers, path in own_groups:
+            is_version_2 = not controllers
+            if mount.version == 2 and is_version_2:
+                yield 2, _levels(root, mount, path)
+            elif mount.version == 1 and controller in controllers & mount.controllers:
+                yield 1, _levels(root, mount, path)
+
+
+def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
+    """Return the folders of a group and of those above it, innermost first.
+
+    A container may see only its own subtree, with or without a namespace of its own; then names of
+    the group and of the mounted root need not fit together, and the mounted root is the group.
+    """
+    top = PurePosixPath(mount.folder)
+    relative = posixpath.relpath(posixpath.normpath(path), posixpath.normpath(mount.root))
+    if relative.split("/")[0] == "..":
+        relative = posixpath.normpath(path).lstrip("/")
+        if not _within(root, str(top / relative)).is_dir():
+            relative = "."
+    group = top / relative
+    levels = [group, *group.parents]
+    return [str(level) for level in levels[: levels.index(top) + 1]]
+
+
+def _own_groups(root: Path) -> Iterator[tuple[frozenset[str], str]]:
+    """Yield controllers and path of each group of this process; version 2 has no controllers."""
+    for line in _lines(root / "proc/self/cgroup"):
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            yield frozenset(filter(None, parts[1].split(","))), parts[2]
+
+
+def _mounts(root: Path) -> Iterator[_Mount]:
+    """Yield the mounted hierarchies of control groups."""
+    versions = {"cgroup": 1, "cgroup2": 2}
+    for line in _lines(root / "proc/self/mountinfo"):
+        # number, parent, device, root, folder, options, [fields ...] - type, source, options
+        first, separator, last = line.partition(" - ")
+        fields, kind = first.split(" "), last.split(" ")
+        if not separator or len(fields) < 6 or kind[0] not in versions:
+            continue
+        controllers = frozenset(kind[2].split(",")) if len(kind) > 2 else frozenset[str]()
+        yield _Mount(versions[kind[0]], controllers, _unescaped(fields[3]), _unescaped(fields[4]))
+
+
+def _unescaped(text: str) -> str:
+    """Return a path of mountinfo, in which blanks are written as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _within(root: Path, path: str) -> Path:
+    return root / path.lstrip("/")
+
+
+def _number(path: Path) -> int | None:
+    words = _words(path)
+    return int(words[0]) if words and _is_number(words[0]) else None
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdecimal()
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with a name and a number in each line."""
+    pairs = (line.split() for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and _is_number(pair[1])}
+
+
+def _words(path: Path) -> list[str]:
+    lines = _lines(path)
+    return lines[0].split() if lines else []
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file; none if it cannot be read."""
+    try:
+        # Names of groups may be any bytes.
+        return path.read_bytes().decode(errors="surrogateescape").split("\n")
+    except (OSError, ValueError):
+        return []
