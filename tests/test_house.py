@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,6 +173,28 @@ def test_every_dependency_has_its_reason_in_the_readme() -> None:
     assert set(re.findall(r"^\| `([a-z_0-9-]+)`", section, re.MULTILINE)) == named
 
 
+def test_locked_versions_satisfy_every_requirement() -> None:
+    versions_of_run = _locked_versions("run")
+    requirements_by_lock = {"run": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+    for lock, requirements in requirements_by_lock.items():
+        versions = versions_of_run | _locked_versions(lock)
+        for text in requirements:
+            requirement = Requirement(text)
+            pinned = versions.get(canonicalize_name(requirement.name), set())
+            assert pinned, f"requirements/{lock}.txt has no {requirement.name}: run `make lock`"
+            assert all(version in requirement.specifier for version in pinned), text
+
+
+def test_locks_have_hashes_and_name_no_index() -> None:
+    locks = sorted((ROOT / "requirements").glob("*.txt"))
+    assert {"build", "run", "dev", "test-oracle"} <= {lock.stem for lock in locks}
+    for lock in locks:
+        text = lock.read_text()
+        assert "://" not in text, lock.name
+        entries = re.findall(r"^\S.*\n(?:[ \t].*\n)*", text, re.MULTILINE)
+        assert all("--hash=sha256:" in entry for entry in entries), lock.name
+
+
 def test_the_readme_stays_short() -> None:
     assert len(README.split()) <= 1300
 
@@ -253,6 +277,15 @@ def _modules() -> Iterator[str]:
         is_extra = parts[1:3] in needing or parts[1] == "train"
         if parts[-1] != "__main__" and not is_extra:
             yield ".".join(part for part in parts if part != "__init__")
+
+
+def _locked_versions(lock: str) -> dict[str, set[str]]:
+    """Return the locked versions of each package; some differ between versions of Python."""
+    versions: dict[str, set[str]] = {}
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE):
+        versions.setdefault(canonicalize_name(name), set()).add(version)
+    return versions
 
 
 def _check_size() -> ModuleType:

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes FOLDER/python, a Python for AArch64 that runs under emulation, with the packages named.
+# Makes FOLDER/python, a Python for AArch64 that runs under emulation, with packages.
 #
-#   tools/emulated_python.sh FOLDER PIP PACKAGE...
+#   tools/emulated_python.sh FOLDER PIP ARGUMENT...     the arguments are those of `pip install`
 #
 # Debian's packages are unpacked into FOLDER, nothing is installed: the lists and the state of the
 # system's own packages stay as they are, and nobody needs to be root.
