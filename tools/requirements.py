@@ -1,7 +1,7 @@
 """Lock the versions of all packages that Twostroke uses, and install environments from the locks.
 
-    python tools/requirements.py lock               write requirements/*.txt with the newest versions
-    python tools/requirements.py install dev        install the locked versions of `dev`
+    python tools/requirements.py lock                   write requirements/*.txt anew
+    python tools/requirements.py install dev            install the locked versions of `dev`
     python tools/requirements.py install dev --newest   install the newest versions instead
 
 `install` installs into the environment of the Python that runs this script. A lock has exact
@@ -112,12 +112,12 @@ def _compile(arguments: list[str]) -> bool:
 
 
 def install(name: str, *, is_newest: bool) -> int:
-    """Install the packages of a lock, or the newest that its source allows; return the exit code."""
+    """Install a lock, or the newest versions that its source allows; return the exit code."""
     source = lock_sources()[name]
     if is_newest:
         arguments = ["--quiet", "--upgrade"]
-        for file in source.files:
-            arguments += ["--requirement", file]
+        for path in source.files:
+            arguments += ["--requirement", path]
         arguments += ["--extra", source.extra] if source.extra else []
         return 0 if _install_with_uv(arguments) else 1
     lock = (LOCKS / f"{name}.txt").read_text()
