@@ -173,6 +173,7 @@ test-kills: build pull ## End, stop and crash a server's engine under load (KILL
 
 test-fleet: build ## Kill, freeze and cut off replicas behind a router under load (FAULTS=200, FIRST=0).
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/fleet.py --faults $(or $(FAULTS),200) --first $(or $(FIRST),0)
+	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/killers.py
 
 test-machine: build ## Do 10,000,000 random operations on pages, scheduler, engine and supervisor (MACHINE_ARGS=).
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/machine.py $(MACHINE_ARGS)

@@ -195,9 +195,14 @@ class EngineStoppedError(TwostrokeError):
 
 
 class EngineDiedError(EngineStoppedError):
-    """The engine's process died while it computed the request; another one starts."""
+    """The engine's process died while it computed the request; another one starts.
+
+    Every protocol's error has the words `SENTENCE`, by which a router knows it: some protocols have
+    no place for the code.
+    """
 
     code = "engine_died"
+    SENTENCE: Final = "The engine died while it computed this request"
 
 
 class ModelNotLoadedError(EngineStoppedError):

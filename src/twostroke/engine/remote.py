@@ -282,8 +282,7 @@ class RemoteEngine:
     def died(self) -> bool:
         """Tell those whose requests the process was computing; return whether there were any."""
         error = EngineDiedError(
-            "The engine died while it computed this request, and is starting again: "
-            "send the request again.",
+            f"{EngineDiedError.SENTENCE}, and is starting again: send the request again.",
             room_s=self._life.back_s,
         )
         asked_for = [self._asked[id_][0] for id_ in self._compiling]

@@ -31,6 +31,7 @@ from twostroke.http.served import served_of
 from twostroke.http.tenants.limits import LimitCheck
 from twostroke.http.tenants.upkeep import Upkeep
 from twostroke.http.tenants.usage import UsageBook
+from twostroke.router.content import content_hash
 from twostroke.router.credentials import credentials
 from twostroke.router.errand import Errand
 from twostroke.router.fleet import Fleet, hash_of
@@ -146,9 +147,12 @@ class Router:
         if path in COMPUTED and method == "POST":
             data = await read_json(request, self.options.limits)
             prompt = read_prompt(data, salt)
+            content = b"" if path in FREE else self._content(data, prompt.model)
+            self._forwarder.killers.check(content)
             meter = self._admit(prompt, scope)
             key = self.options.replica_key
             errand = Errand(scope, receive, send, data, key, meter=meter, model=prompt.model)
+            errand.content = content
             del data  # the errand drops it once it has an answer
             if prompt.previous:
                 place = self._storing(prompt.previous, scope)
@@ -172,6 +176,12 @@ class Router:
         else:
             work = self._forwarder.run(errand, read_prompt(b"", salt).asked)
         await self._forwarder.guard(errand, work)
+
+    def _content(self, body: bytes, model: str) -> bytes:
+        """Return the hash of a request's content, which is the same for all names of its model."""
+        replicas = self.fleet.replicas.values()
+        name = next((name for replica in replicas if (name := replica.facts.find(model))), "")
+        return content_hash(body, name)
 
     def _admit(self, prompt: Prompt, scope: Scope) -> Meter | None:
         """Hold a request to what its key allows; return what measures it, if usage is kept.

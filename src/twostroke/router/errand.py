@@ -38,7 +38,7 @@ class Errand:
 
     `body` is whole, or comes piece by piece from the client; then it can be sent only once. A
     request that `is_safe` may be sent again after a replica has lost it. `model` is the one that it
-    names.
+    names; `content` is the hash of its content, empty if no engine computes it.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class Errand:
         self.replica_key = replica_key
         self.scope, self.receive, self.send, self.body = scope, receive, send, body
         self.meter, self.model = meter, model
+        self.content = b""
+        self.sent_s = 0.0  # when it was sent to a replica last
         self.passage = Passage(meter)
         self.served: ServedRequest = served_of(scope)
         self.served.running = self.passage

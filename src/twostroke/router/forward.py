@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import time
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.core.errors import OverloadedError, TwostrokeError
+import msgspec
+
+from twostroke.core.errors import EngineDiedError, OverloadedError, TwostrokeError
 from twostroke.http.disconnect import drop, until_gone
 from twostroke.http.errors import ClientGoneError, report
 from twostroke.http.forms.anthropic import ANTHROPIC
@@ -14,8 +18,10 @@ from twostroke.http.gathering import WRITE
 from twostroke.http.tenants.telling import MARK, STREAMS, USAGE_HEADER
 from twostroke.router.errand import HOPS, tokens
 from twostroke.router.fleet import State
+from twostroke.router.killers import MAX_TRIES, Killers, refused
 from twostroke.router.paths import COMPUTED, FREE
-from twostroke.router.response import LostError, ReplicaError
+from twostroke.router.prompt import UNREADABLE
+from twostroke.router.response import FailedReplicaError, LostError, ReplicaError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
     from twostroke.router.response import Head
     from twostroke.router.upstream import Connection
 
-_MOST_TRIES: Final = 3  # at which a request may be lost: it may be what kills replicas
 _MOST_HELD: Final = 1 << 20  # of an event that is not complete
 _BUSY: Final = frozenset((429, 503, 529))  # another replica may have room
 # The router has its own of these.
@@ -36,7 +41,11 @@ _NOT_RETURNED: Final = HOPS | frozenset(
 )
 # Comments of a stream and spaces before JSON, sent while nothing is computed yet.
 _SIGNS_OF_LIFE: Final = re.compile(rb"(?::[^\r\n]*[\r\n]|\s)+")
+_ENGINE_DIED: Final = EngineDiedError.SENTENCE.encode()
 _ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-)[A-Za-z0-9_-]{1,80})"')
+
+
+_logger = logging.getLogger("twostroke.router")
 
 
 class Forwarder:
@@ -46,6 +55,7 @@ class Forwarder:
         """Choose among `fleet`'s replicas."""
         self._fleet = fleet
         self.running: set[Errand] = set()
+        self.killers = Killers()
 
     async def run(self, errand: Errand, asked: Asked) -> None:
         """Pass a request on to where its first token comes soonest; elsewhere if that fails.
@@ -53,14 +63,22 @@ class Forwarder:
         Raises:
             NoReplicaError: no replica is ready for as long as it may wait.
             ReplicaError: replicas have lost the request.
+            EngineKillerError: engines died while they computed it, or others with its content.
         """
         fleet, dispatcher = self._fleet, self._fleet.dispatcher
         loop, tried = asyncio.get_running_loop(), set[int]()
         until_s = loop.time() + fleet.options.wait_s
         error: TwostrokeError | None = None
         while True:
-            ticket = dispatcher.decide(asked, fleet.suits(errand.model), tried)
-            if ticket is None:
+            async with self.killers.turn(errand.content):
+                choice = dispatcher.decide(asked, fleet.suits(errand.model), tried)
+                if choice is not None:
+                    failure = await self._try_choice(errand, choice)
+                    if failure is None:
+                        return None
+                    error = failure
+                    tried.add(choice.place)
+            if choice is None:
                 busy = error if isinstance(error, _BusyError) else None
                 if (busy is not None and busy.is_full) or not await fleet.wait(until_s):
                     if busy is not None:
@@ -68,30 +86,44 @@ class Forwarder:
                     raise error or fleet.nothing(errand.model)
                 tried.clear()
                 continue
-            replica = fleet.at(ticket.place)
-            try:
-                return await self._try(errand, replica, ticket)
-            except (ReplicaError, _BusyError) as found:
-                if errand.has_begun:
+
+    async def _try_choice(self, request: Errand, choice: Ticket) -> TwostrokeError | None:
+        """Let a replica answer a request; return why it did not, if another one may be tried.
+
+        Raises:
+            ReplicaError: the request may not be sent again.
+        """
+        try:
+            await self._try(request, self._fleet.at(choice.place), choice)
+        except (ReplicaError, _BusyError) as error:
+            if request.has_begun:
+                raise
+            if isinstance(error, ReplicaError):
+                if request.passage.num_tries >= MAX_TRIES or not request.is_safe:
                     raise
-                error = found
-                tried.add(ticket.place)
-                if errand.passage.num_tries >= _MOST_TRIES or not errand.is_safe:
-                    raise
-            finally:
-                dispatcher.end(ticket)
+            elif not request.is_safe:
+                await error.pass_on(request)
+                return None
+            elif request.passage.num_tries >= MAX_TRIES:
+                raise refused(MAX_TRIES) from None
+            return error
+        finally:
+            self._fleet.dispatcher.end(choice)
+        return None
 
     async def run_at(self, errand: Errand, replica: Replica) -> None:
         """Pass a request on to one replica, which alone can answer it. Raises as `run`."""
         if replica.state is State.DOWN:
             raise ReplicaError(f"{replica.url}, which stores this, is down: {replica.reason}")
         try:
-            await self._try(errand, replica, None)
+            async with self.killers.turn(errand.content):
+                await self._try(errand, replica, None)
         except _BusyError as error:
             await error.pass_on(errand)
 
     async def _try(self, errand: Errand, replica: Replica, ticket: Ticket | None) -> None:
         """Send a request to a replica, and its response to the client."""
+        errand.sent_s = time.monotonic()
         replica.num_requests += 1
         errand.passage.replica = replica
         errand.served.known_model = replica.name_of(errand.model)
@@ -102,13 +134,25 @@ class Forwarder:
             finally:
                 errand.connection = None
                 connection.release()
-        except ReplicaError:
+        except ReplicaError as error:
+            if isinstance(error, FailedReplicaError):
+                self.killers.note_loss(errand.content)
             if errand.has_begun:
                 replica.num_errors += 1
             else:
                 replica.num_failed += 1
             replica.look.set()
             raise
+
+    def _note_death(self, request: Errand, replica: Replica) -> None:
+        """Note that a replica's engine died while it computed a request."""
+        request.passage.num_tries += 1
+        self.killers.note_death(request.content, replica.url, request.sent_s)
+        id_, count = request.served.request_id, self.killers.count(request.content)
+        _logger.warning(
+            "The engine of %s died with request %s: %d deaths.", replica.url, id_, count
+        )
+        replica.look.set()
 
     async def _send(self, errand: Errand, replica: Replica) -> Connection:
         """Return a connection on which the request was sent, and the response has begun."""
@@ -132,6 +176,8 @@ class Forwarder:
                 is_stale = connection.num_requests > 1 and not connection.has_answered
                 if is_stale and isinstance(body, bytes) and errand.is_safe and not errand.was_stale:
                     errand.was_stale = True
+                    errand.passage.num_tries += 1  # for the request may have ended it, too
+                    self.killers.note_loss(errand.content)
                     replica.pool.close_idle()
                     continue
                 errand.passage.num_tries += 1
@@ -166,9 +212,13 @@ class Forwarder:
             is_silent = not replica.is_foreign and errand.scope["path"] not in COMPUTED
             meter.begin(head, is_silent=is_silent, strips=errand.asks_usage)
         if head.status in _BUSY:
-            raise _BusyError(head, await _whole(connection))
+            body = await _whole(connection)
+            if _ENGINE_DIED in body:
+                self._note_death(errand, replica)
+            raise _BusyError(head, body)
         if head.status == 500 and errand.is_foreign and ticket is not None:
-            return await self._fail(errand, replica, _BusyError(head, await _whole(connection)))
+            await self._fail(errand, replica, _BusyError(head, await _whole(connection)))
+            return
         try:
             data = await connection.read()
         except ReplicaError:
@@ -193,20 +243,26 @@ class Forwarder:
         if ticket is not None and head.status < 300 and is_computed:
             is_whole = head.media_type not in STREAMS
             self._fleet.dispatcher.begin(ticket, is_whole=is_whole)
-        return await self._pass_body(errand, connection, data)
+        pieces = _Pieces(STREAMS.get(errand.media_type), meter)
+        await self._pass_body(errand, connection, data, pieces)
+        if pieces.has_died:
+            self._note_death(errand, replica)
+        elif head.status < 300:
+            self.killers.clear(errand.content)
 
     async def _fail(self, errand: Errand, replica: Replica, error: _BusyError) -> None:
         """Pass an error of another server on, or let another replica answer if it has failed."""
         if await replica.is_well():
             return await error.pass_on(errand)
         errand.passage.num_tries += 1
-        raise ReplicaError(f"{replica.url} answers with an error, and is not well.")
+        raise FailedReplicaError(f"{replica.url} answers with an error, and is not well.")
 
-    async def _pass_body(self, errand: Errand, connection: Connection, data: bytes) -> None:
+    async def _pass_body(
+        self, request: Errand, connection: Connection, data: bytes, pieces: _Pieces
+    ) -> None:
         """Pass a body on as it comes, from its first bytes on."""
-        meter, send = errand.meter, errand.send
-        ends, write = STREAMS.get(errand.media_type), errand.scope["extensions"].get(WRITE)
-        take = _Pieces(ends, meter).take
+        meter, send = request.meter, request.send
+        write, take = request.scope["extensions"].get(WRITE), pieces.take
 
         def write_on(data: bytes) -> bool:
             if not write(b""):
@@ -215,16 +271,16 @@ class Forwarder:
                 write(data)
             return True
 
-        if ends is not None and write is not None:
+        if pieces.ends is not None and write is not None:
             connection.sink = write_on
         while not connection.is_read:
             if data := take(data):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             data = await connection.read()
         data = take(data, is_last=True)
-        errand.passage.num_open = 0
+        request.passage.num_open = 0
         if meter is not None:
-            meter.finish(errand.served)
+            meter.finish(request.served)
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def guard(self, errand: Errand, work: Any) -> None:
@@ -279,20 +335,28 @@ class Forwarder:
 
 
 class _Pieces:
-    """Cuts a stream after whole events, so that an error can follow; a space is a sign of life."""
+    """Cuts a stream after whole events, so that an error can follow; a space is a sign of life.
+
+    `has_died` says that an event told of the death of the engine.
+    """
 
     def __init__(self, ends: tuple[bytes, ...] | None, meter: Meter | None) -> None:
-        self._ends, self._meter, self._held = ends, meter, b""
+        self.ends = ends
+        self.has_died = False
+        self._meter = meter
+        self._held_data = b""
 
     def take(self, data: bytes, *, is_last: bool = False) -> bytes:
         """Return what may be sent now that `data` has come."""
-        ends = self._ends
-        if self._held:
-            data, self._held = self._held + data, b""
+        ends = self.ends
+        if self._held_data:
+            data, self._held_data = self._held_data + data, b""
         if ends and not is_last and not data.endswith(ends) and not data.isspace():
             end = max((data.rfind(one) + len(one) for one in ends if one in data), default=0)
             if len(data) - end < _MOST_HELD:
-                data, self._held = data[:end], data[end:]
+                data, self._held_data = data[:end], data[end:]
+        if ends and _ENGINE_DIED in data:
+            self.has_died |= any(map(_tells_death, data.splitlines()))
         return self._meter.take(data) if data and self._meter is not None else data
 
 
@@ -310,6 +374,25 @@ class _BusyError(OverloadedError):
         errand.has_begun = True
         errand.passage.num_open = 0
         await errand.send({"type": "http.response.body", "body": self.body, "more_body": False})
+
+
+def _tells_death(line: bytes) -> bool:
+    """Return whether a line of a stream is an error that says that the engine died.
+
+    An answer's text may have the same words.
+    """
+    if _ENGINE_DIED not in line:
+        return False
+    try:
+        event = msgspec.json.decode(line.removeprefix(b"data:"))
+    except UNREADABLE:
+        return False
+    if not isinstance(event, dict):
+        return False
+    response = event.get("response")
+    errors = [event.get("error"), response.get("error") if isinstance(response, dict) else None]
+    errors += [event.get("message")] if event.get("type") == "error" else []
+    return _ENGINE_DIED in msgspec.json.encode(errors)
 
 
 async def _whole(connection: Connection) -> bytes:

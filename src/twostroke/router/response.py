@@ -30,6 +30,10 @@ class CutOffError(ReplicaError):
     """A replica's machine does not acknowledge what is sent: its process may be well."""
 
 
+class FailedReplicaError(ReplicaError):
+    """A replica ended the connection of a request, or failed: the request may be the reason."""
+
+
 class LostError(GatewayError):
     """A replica has lost a request."""
 

@@ -14,7 +14,12 @@ from urllib.parse import urlsplit
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.http.gathering import read_less
-from twostroke.router.response import CutOffError, ReplicaError, ResponseReader
+from twostroke.router.response import (
+    CutOffError,
+    FailedReplicaError,
+    ReplicaError,
+    ResponseReader,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -181,7 +186,7 @@ class Connection(asyncio.Protocol):
             if isinstance(exc, OSError) and exc.errno in _CUT_OFF:
                 self._error = CutOffError(f"{url} is cut off: its machine does not answer.")
             else:
-                self._error = ReplicaError(f"{url} closed the connection.")
+                self._error = FailedReplicaError(f"{url} closed the connection.")
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._wake()
