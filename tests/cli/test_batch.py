@@ -310,7 +310,7 @@ class _Odd(BaseHTTPRequestHandler):
     ANSWERS: ClassVar = {
         "gone": (502, b"<html></html>"),
         "proxy": (413, b"<html>\n<h1>Too large</h1>\n</html>"),
-        "pretty": (200, b'{\n  "usage": "unknown"\n}'),
+        "pretty": (200, '{\n  "usage": "un\u2028known"\n}'.encode()),
         "key": (401, b'{"error": {"message": "no"}}'),
         "page": (200, b"<html></html>"),
     }
@@ -342,6 +342,7 @@ def test_what_a_proxy_says_is_one_line(cli: Cli, tmp_path: Path, odd: str) -> No
     ran = cli("batch", given, "-o", str(out), "--url", odd, "-q")
     assert ran.code == 1
     assert (ids(out), ids(errors)) == (["pretty"], ["proxy"])
+    assert len(out.read_text().splitlines()) == 1
     said = json.loads(errors.read_text())["response"]
     assert said["status_code"] == 413
     assert "Too large" in said["body"]["error"]["message"]

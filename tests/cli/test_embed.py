@@ -49,6 +49,12 @@ def test_lines_are_json_in_the_order_of_the_texts(cli: Cli, tiny: str, tmp_path:
     np.testing.assert_array_equal(np.array(found, np.float32), last.vector)
 
 
+def test_only_line_feeds_end_a_line(cli: Cli, tiny: str) -> None:
+    stdin = "hello\u2028world\x0cthe\r\n\u0085a\n".encode()
+    ran = cli("embed", tiny, *SMALL, "-q", stdin=stdin)
+    assert [json.loads(line)["index"] for line in ran.out.splitlines()] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "said"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 import sys
@@ -25,6 +24,7 @@ from twostroke.core.hardware import (
     processor_name,
     resolve_num_threads,
 )
+from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +69,7 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
         measured = measure(level, num_threads)
         parts = {"machine": machine, "levels": reports, "measured": measured, "auto": auto}
         result: dict[str, Any] = {**parts, "gpu": measure_gpu()}
-        click.echo(json.dumps(result, ensure_ascii=False))
+        click.echo(encode_json(result).decode())
         return
     _show("Machine", _machine_lines(machine))
     _show("Instruction-set levels", _level_lines(levels, level))
@@ -89,7 +89,7 @@ def _compare_ranks(model: str | None, *, as_json: bool) -> None:
     if check is None:
         return
     if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(check), ensure_ascii=False))
+        click.echo(encode_json(check).decode())
     else:
         for rank in check.ranks:
             digest = f", model {rank.model_id[:12]}" if rank.model_id else ""

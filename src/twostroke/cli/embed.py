@@ -72,7 +72,7 @@ def _texts(given: Sequence[str], file: str | None) -> tuple[list[str], str]:
         raise UsageError("Give texts in quotes or with -f FILE, not both.")
     if not given and file is None and sys.stdin is not None and not sys.stdin.isatty():
         file, places = read_text("-"), "Line {} of standard input"
-    found = list(given) if file is None else file.splitlines()
+    found = list(given) if file is None else _lines(file)
     if not found:
         raise UsageError("There is no text: give it in quotes, with -f FILE, or on standard input.")
     for number, text in enumerate(found, 1):
@@ -80,6 +80,11 @@ def _texts(given: Sequence[str], file: str | None) -> tuple[list[str], str]:
             place = places.format(number)
             raise UsageError(f"{place} is empty: each text must have at least one word.")
     return found, places
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a file; `splitlines` would also end one at U+2028 and its like."""
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
 
 
 def _check_lengths(engine: Engine, lengths: list[int], places: str) -> None:

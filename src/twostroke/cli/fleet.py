@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import msgspec
 
 from twostroke.cli.help import Group, option
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError, nearest
+from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +77,7 @@ def up_command(file: Path, may_grow: bool, timeout_s: float, as_json: bool) -> N
                 ray.down(spec.name)
             raise
     if as_json:
-        click.echo(msgspec.json.encode(status).decode())
+        click.echo(encode_json(status).decode())
     else:
         click.echo(f"The fleet {status.name} answers at {status.url}.")
 
@@ -90,7 +90,7 @@ def status_command(name: str | None, as_json: bool) -> None:
     with _joined() as ray:
         status = ray.status(_only(ray, name))
     if as_json:
-        click.echo(msgspec.json.encode(status).decode())
+        click.echo(encode_json(status).decode())
         return
     answers = "answers" if status.router.is_ready else "does not answer"
     click.echo(f"{status.name}: the router {answers} at {status.url or 'no address yet'}.\n")

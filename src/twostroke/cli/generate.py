@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from twostroke.cli.options import (
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import printable
 from twostroke.core.errors import ContextLengthError, UsageError
+from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
     from twostroke.core.request import Hints
@@ -95,7 +95,7 @@ def command(**given: Any) -> None:
             "usage": asdict(completion.usage),
             "timings": asdict(figures),
         }
-        click.echo(json.dumps(result, ensure_ascii=False))
+        click.echo(encode_json(result).decode())
     else:
         click.secho(describe(figures, completion.usage, width=_columns()), dim=True, err=True)
 

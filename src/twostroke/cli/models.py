@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from twostroke.cli import pull
 from twostroke.cli.help import Group, option
 from twostroke.cli.terminal import Bar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
+from twostroke.core.json_lines import encode_json
 from twostroke.fetch.disk import megabytes
 from twostroke.models import ARCHITECTURES
 
@@ -193,7 +193,7 @@ def _row(one: ModelRecord) -> tuple[str, ...]:
 
 
 def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False))
+    click.echo(encode_json(value).decode())
 
 
 def _ago(moment: float | None) -> str:

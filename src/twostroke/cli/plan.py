@@ -6,7 +6,6 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from twostroke.cli.drawing import PLOTS, check_file, file_option
 from twostroke.cli.given import is_given
@@ -25,6 +24,7 @@ from twostroke.cli.terminal import printable, show_table
 from twostroke.compress.unfinished import unfinished
 from twostroke.core import env
 from twostroke.core.errors import Field, UnreachableError, UsageError
+from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,7 +145,7 @@ def command(
     if plan.fits and (plot is not None or html is not None):
         _draw(plan, plot, html)
     if as_json:
-        click.echo(msgspec.json.encode(plan).decode())
+        click.echo(encode_json(plan).decode())
     elif plan.fits:
         _show(plan, _simulation(plan, model, device), explained=explained)
     if plan.chosen is None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from twostroke.cli.given import check_effect
 from twostroke.cli.help import Command, option
@@ -20,9 +19,12 @@ from twostroke.cli.planning import (
     weights_option,
 )
 from twostroke.cli.terminal import printable, show_table
+from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import msgspec
 
     from twostroke.planner.buy import Buy, Case, Comparison
 
@@ -115,7 +117,7 @@ def command(
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     found = compare(case, chosen, today)
     if as_json:
-        click.echo(msgspec.json.encode(found).decode())
+        click.echo(encode_json(found).decode())
         return
     for line in _costs(found, case):
         click.echo(printable(line))

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from twostroke.cli.help import Command, option
 from twostroke.cli.terminal import printable, show_table
+from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def command(file: Path, as_json: bool) -> None:
     except TwostrokeError as error:
         raise at_line(file, error) from None
     if as_json:
-        click.echo(msgspec.json.encode(fleet).decode())
+        click.echo(encode_json(fleet).decode())
     if fleet.verdict:
         raise UnreachableError(fleet.verdict)
     if as_json:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import msgspec
 from msgspec.structs import replace
 
 from twostroke.cli.drawing import check_folder
@@ -26,6 +25,7 @@ from twostroke.cli.planning import (
 )
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.errors import Field, UsageError
+from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,7 +139,7 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     else:
         simulation = simulate(setup, load, objectives)
     if record is not None:
-        kept = msgspec.json.encode({"requests": simulation.logs})
+        kept = encode_json({"requests": simulation.logs})
         with unfinished(record) as part:
             part.write_bytes(kept + b"\n")
     if as_json:
@@ -148,7 +148,7 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
             probes = [{"speed": p.speed, "rate": p.rate, "meets": p.meets} for p in found.probes]
             about = {"capacity": found.best.rate, "warning": found.warning}
             shown = about | {"probes": probes, "best": shown}
-        click.echo(msgspec.json.encode(shown).decode())
+        click.echo(encode_json(shown).decode())
         return
     for line in _facts(setup, load):
         click.echo(printable(line))

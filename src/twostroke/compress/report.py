@@ -20,6 +20,7 @@ from twostroke.core.config import (
 from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
+from twostroke.core.json_lines import encode_json
 from twostroke.engine.canary import Canary, FirstLoad, read_report, score_canary
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
@@ -114,7 +115,7 @@ class FileReport(Frozen):
 
     def encode(self) -> str:
         """Return the report as JSON."""
-        return msgspec.json.encode(self).decode()
+        return encode_json(self).decode()
 
 
 def make_report(

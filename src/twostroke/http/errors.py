@@ -19,6 +19,7 @@ from twostroke.core.errors import (
     RequestError,
     TwostrokeError,
 )
+from twostroke.core.json_lines import encode_json
 from twostroke.http.arriving import BodiesError
 from twostroke.http.served import ErrorForm, served_of
 from twostroke.http.waiting import retry_after
@@ -215,7 +216,7 @@ def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> byt
     param = error.field and naming(error.field)
     message, kind = to_message(error, naming), _kind(error.http_status)
     detail = ErrorDetail(message, kind, param, error.code)
-    return msgspec.json.encode(ErrorBody(detail))
+    return encode_json(ErrorBody(detail))
 
 
 def _kind(status: int) -> ErrorType:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.json_lines import encode_json
 from twostroke.core.service import DEFAULT_SERVICE, SERVICES
 from twostroke.http.boundary import Boundary
 from twostroke.http.errors import (
@@ -406,4 +406,4 @@ def _salt(scope: Scope) -> bytes:
 
 
 def _json(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    return Response(encode_json(body), status, media_type="application/json")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
+from twostroke.core.json_lines import encode_json
 from twostroke.http.tenants.telling import MARK, STREAMS, USAGE_HEADER, Spent, read_usage
 from twostroke.router.prompt import FALSE, UNREADABLE
 from twostroke.router.response import LostError
@@ -212,7 +213,7 @@ def asking(body: bytes, path: str) -> bytes | None:
     if not is_stream or options.get("include_usage") is True:
         return None
     asked: dict[str, Any] = {**fields, "stream_options": options | {"include_usage": True}}
-    return msgspec.json.encode(asked)
+    return encode_json(asked)
 
 
 class _Details(msgspec.Struct):

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.routing import Route
 
+from twostroke.core.json_lines import encode_json
 from twostroke.core.service import BATCH_SERVICE
 from twostroke.http import errors
 from twostroke.http.disconnect import while_connected
@@ -37,7 +38,7 @@ from twostroke.serve.catalogue import Catalogue
 from twostroke.serve.checking import AnswerChecks
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
-from twostroke.serve.dialect import Reply, encode_json, to_json
+from twostroke.serve.dialect import Reply, to_json
 from twostroke.serve.health import HealthReports
 from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.journal import Journal

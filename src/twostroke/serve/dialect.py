@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from twostroke.chat.reader import PLAIN, Reading
 from twostroke.core.frozen import Frozen
+from twostroke.core.json_lines import encode_json
 from twostroke.serve.events import EventReader
 from twostroke.serve.stream import SSE, Framing
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-encode_json = msgspec.json.Encoder().encode
 
 
 class Reply(Frozen):

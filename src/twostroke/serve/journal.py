@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from twostroke.core.json_lines import encode_json
 from twostroke.records import RecordsError
-from twostroke.serve.dialect import encode_json
 from twostroke.serve.store import Kept
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from twostroke.chat.reader import Reading
+from twostroke.core.json_lines import encode_json
 from twostroke.core.preface import Preface
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
 from twostroke.engine.output import Output, Timings, Usage, join
-from twostroke.serve.dialect import Reply, encode_json
+from twostroke.serve.dialect import Reply
 from twostroke.serve.openai.responses.exchange import read
 from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest

@@ -9,8 +9,8 @@ import pytest
 
 from support.servers import live_server, wait_for
 from twostroke.core.errors import RequestError
+from twostroke.core.json_lines import encode_json
 from twostroke.serve import store as store_module
-from twostroke.serve.dialect import encode_json
 from twostroke.serve.openai.responses import recall, routes
 from twostroke.serve.openai.responses.exchange import read
 from twostroke.serve.openai.responses.request import ResponsesRequest

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.core.errors import ContextLengthError, OverloadedError, TwostrokeError
+from twostroke.core.json_lines import encode_json
 from twostroke.http.errors import to_message
 from twostroke.http.served import ErrorForm
 
@@ -60,7 +61,7 @@ def _body(error: TwostrokeError, request_id: str, naming: Naming) -> bytes:
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     cause = _CAUSES.get(error.field or "", UNSET)
     detail = AnthropicErrorDetail(kind, _message(error, naming), cause)
-    return msgspec.json.encode(AnthropicErrorBody(detail, request_id))
+    return encode_json(AnthropicErrorBody(detail, request_id))
 
 
 def _message(error: TwostrokeError, naming: Naming) -> str:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.core.errors import ContextLengthError
+from twostroke.core.json_lines import encode_json
 from twostroke.http.errors import to_message
 from twostroke.http.served import ErrorForm
 
@@ -50,7 +51,7 @@ def _body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
         counts = {"n_prompt_tokens": facts["num_prompt"], "n_ctx": facts["context_length"]}
         kind = _TOO_LONG
     detail = LlamaErrorDetail(status, to_message(error, naming), kind, **counts)
-    return msgspec.json.encode(LlamaErrorBody(detail))
+    return encode_json(LlamaErrorBody(detail))
 
 
 LLAMA_SERVER: Final = ErrorForm(

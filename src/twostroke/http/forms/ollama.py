@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError
+from twostroke.core.json_lines import encode_json
 from twostroke.http.errors import one_line, to_message
 from twostroke.http.served import ErrorForm
 
@@ -26,7 +27,7 @@ def _body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
         # Clients search for these words.
         reason = "model '{name}' not found: this server has {served} (others: `twostroke pull`)"
         message = one_line(reason.format(**error.facts))
-    return msgspec.json.encode(OllamaErrorBody(message))
+    return encode_json(OllamaErrorBody(message))
 
 
 OLLAMA: Final = ErrorForm(

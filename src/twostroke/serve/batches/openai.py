@@ -12,6 +12,7 @@ import msgspec
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.json_lines import encode_json
 from twostroke.http.limits import read_json
 from twostroke.http.served import served_of
 from twostroke.serve.batches import batch as kept
@@ -22,7 +23,7 @@ from twostroke.serve.batches.results import Form
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import encode_json, to_json
+from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.fields import Pairs
 from twostroke.serve.openai.responses.routes import query_of
 

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.core.errors import EngineStoppedError, UsageError
+from twostroke.core.json_lines import encode_json, escape_line_ends
 from twostroke.http.inside import Answer
 
 if TYPE_CHECKING:
@@ -92,13 +93,13 @@ class Remote:
             message = f"The server at {self._url} refuses the key: set TWOSTROKE_API_KEY."
             raise UsageError(message)
         try:
-            body = msgspec.json.format(answer.body, indent=-1)
+            body = escape_line_ends(msgspec.json.format(answer.body, indent=-1))
         except (msgspec.MsgspecError, UnicodeDecodeError):
             if answer.status < 400:
                 message = f"{self._url} is no server of OpenAI's protocol: it does not answer JSON."
                 raise UsageError(message) from None
             text = answer.body[:_MOST_SHOWN].decode(errors="replace")
-            body = msgspec.json.encode({"error": {"message": text}})
+            body = encode_json({"error": {"message": text}})
         return replace(answer, body=body)
 
     def close(self) -> None:

@@ -8,10 +8,10 @@ import msgspec
 
 from twostroke.core.embedding import EmbeddingParams
 from twostroke.core.errors import RequestError
+from twostroke.core.json_lines import encode_json
 from twostroke.engine.client import Caller
 from twostroke.http.errors import MissingFieldError
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import encode_json
 from twostroke.serve.job import EmbeddingJob
 from twostroke.serve.openai.completions import split_prompts
 

@@ -9,10 +9,11 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
+from twostroke.core.json_lines import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.http.forms.llama_server import LLAMA_SERVER
 from twostroke.serve import events
-from twostroke.serve.dialect import Reply, encode_json, sse
+from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.llama_server.completion import LlamaJob
 from twostroke.serve.llama_server.fields import num_predict
 from twostroke.serve.llama_server.settings import GenerationSettings, settings_of

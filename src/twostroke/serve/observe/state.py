@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
+from twostroke.core.json_lines import encode_json
 from twostroke.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.schedule.residence import Residence
 from twostroke.serve.about import VERSION
-from twostroke.serve.dialect import encode_json
 from twostroke.serve.observe.handover import describe_handover
 from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED
 from twostroke.serve.observe.pages import Pages, page_map

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import msgspec
 
 from twostroke.core.embedding import EmbeddingParams
+from twostroke.core.json_lines import encode_json
 from twostroke.engine.client import Caller
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import encode_json
 from twostroke.serve.job import EmbeddingJob
 from twostroke.serve.ollama.reply import nanoseconds
 from twostroke.serve.ollama.stay import KeepAlive

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from twostroke.core.json_lines import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.http.forms.ollama import OLLAMA
 from twostroke.serve import events
-from twostroke.serve.dialect import encode_json
 from twostroke.serve.job import Conversation
 from twostroke.serve.ollama.stay import keep_s
 from twostroke.serve.openai.logprobs import TokenLogprob, chat_logprobs

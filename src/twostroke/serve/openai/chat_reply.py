@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from twostroke.core.json_lines import encode_json
 from twostroke.serve import events
 from twostroke.serve.about import FINGERPRINT
-from twostroke.serve.dialect import Reply, encode_json, sse
+from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.serve.openai.usage import (
     Finish,

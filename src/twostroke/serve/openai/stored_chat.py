@@ -11,13 +11,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.json_lines import encode_json
 from twostroke.http.limits import read_json
 from twostroke.http.served import served_of
 from twostroke.serve import events
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import encode_json, to_json
+from twostroke.serve.dialect import to_json
 from twostroke.serve.openai import chat
 from twostroke.serve.openai.chat_reply import ChatCompletion, ChatEncoder
 from twostroke.serve.openai.fields import Pairs

@@ -9,10 +9,10 @@ import msgspec
 
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
+from twostroke.core.json_lines import encode_json
 from twostroke.http.errors import MissingFieldError
 from twostroke.http.ignored import Ignored
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
-from twostroke.serve.dialect import encode_json
 from twostroke.serve.job import Conversation, Job, check_messages
 from twostroke.serve.openai.fields import ignored_in, to_caller, to_limit, to_params, to_prediction
 from twostroke.serve.openai.responses.items import read_input, to_messages

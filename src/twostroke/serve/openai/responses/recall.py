@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.errors import RequestError
+from twostroke.core.json_lines import encode_json
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
-from twostroke.serve.dialect import encode_json
 from twostroke.serve.store import MAX_CONVERSATION_BYTES
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
+from twostroke.core.json_lines import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.http.errors import to_message
 from twostroke.serve import events
-from twostroke.serve.dialect import encode_json, named_sse
+from twostroke.serve.dialect import named_sse
 from twostroke.serve.openai.logprobs import chat_logprobs
 from twostroke.serve.openai.responses import stream_events as sent
 from twostroke.serve.openai.responses.body import (

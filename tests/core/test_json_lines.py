@@ -1,0 +1,30 @@
+"""Lines of JSON that no reader of lines splits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from twostroke.core.json_lines import encode_json, escape_line_ends
+
+# Every character at which `str.splitlines` ends a line.
+LINE_ENDS = [chr(one) for one in range(0x110000) if len(f"a{chr(one)}b".splitlines()) > 1]
+
+
+@pytest.mark.parametrize("character", LINE_ENDS, ids=lambda one: f"U+{ord(one):04X}")
+def test_characters_that_end_lines_are_escaped(character: str) -> None:
+    value = {f"key{character}": [f"text {character}{character} goes on", character]}
+    line = encode_json(value)
+    assert line.decode().splitlines() == [line.decode()]
+    assert json.loads(line) == value
+
+
+def test_other_characters_stay_as_they_are() -> None:
+    text = "é ü … € 媽 🤗 \u2027\u202a\u0084\u0086\\u2028"
+    assert json.loads(encode_json(text)) == text
+    assert encode_json("é…🤗") == '"é…🤗"'.encode()
+
+
+def test_json_made_elsewhere_is_escaped_too() -> None:
+    assert escape_line_ends('{"a": "b\u2028c"}'.encode()) == rb'{"a": "b\u2028c"}'
