@@ -72,14 +72,14 @@ def _texts(given: Sequence[str], file: str | None) -> tuple[list[str], str]:
         raise UsageError("Give texts in quotes or with -f FILE, not both.")
     if not given and file is None and sys.stdin is not None and not sys.stdin.isatty():
         file, places = read_text("-"), "Line {} of standard input"
-    found = list(given) if file is None else _lines(file)
-    if not found:
+    texts = list(given) if file is None else _lines(file)
+    if not texts:
         raise UsageError("There is no text: give it in quotes, with -f FILE, or on standard input.")
-    for number, text in enumerate(found, 1):
+    for number, text in enumerate(texts, 1):
         if not text.strip():
             place = places.format(number)
             raise UsageError(f"{place} is empty: each text must have at least one word.")
-    return found, places
+    return texts, places
 
 
 def _lines(text: str) -> list[str]:

@@ -139,9 +139,9 @@ def command(model: str, *, as_json: bool, record: Path | None, **given: Any) -> 
     else:
         simulation = simulate(setup, load, objectives)
     if record is not None:
-        kept = encode_json({"requests": simulation.logs})
+        log = encode_json({"requests": simulation.logs})
         with unfinished(record) as part:
-            part.write_bytes(kept + b"\n")
+            part.write_bytes(log + b"\n")
     if as_json:
         shown: Any = replace(simulation, logs=())
         if is_sweep:
