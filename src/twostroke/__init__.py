@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import CacheOptions as CacheOptions
     from twostroke.core.config import ComputeOptions as ComputeOptions
     from twostroke.core.config import EngineOptions as EngineOptions
+    from twostroke.core.config import GenerationOptions as GenerationOptions
     from twostroke.core.config import ParallelOptions as ParallelOptions
     from twostroke.core.config import SpeculationOptions as SpeculationOptions
     from twostroke.core.constraint import Constraint as Constraint
@@ -28,6 +29,7 @@ _HOMES = {
     "ComputeOptions": "twostroke.core.config",
     "CacheOptions": "twostroke.core.config",
     "BatchOptions": "twostroke.core.config",
+    "GenerationOptions": "twostroke.core.config",
     "ParallelOptions": "twostroke.core.config",
     "SpeculationOptions": "twostroke.core.config",
     "Completion": "twostroke.engine.output",

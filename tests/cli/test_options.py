@@ -16,6 +16,7 @@ from twostroke.core.config import (
     CacheOptions,
     ComputeOptions,
     EngineOptions,
+    GenerationOptions,
     ParallelOptions,
     SpeculationOptions,
 )
@@ -39,7 +40,7 @@ def test_options_left_alone_are_the_defaults() -> None:
     assert engine_options(given(serve.command, "--draft", "None"), "tiny") == EngineOptions()
     assert engine_options(given(generate.command, "--draft", "AUTO"), "tiny") == lasting
     assert engine_options(given(generate.command), "tiny") == EngineOptions()
-    assert sampling_params(given(generate.command)) == SamplingParams(temperature=0.7)
+    assert sampling_params(given(generate.command)) == SamplingParams()
 
 
 def test_engine_options_reach_their_fields() -> None:
@@ -247,3 +248,18 @@ def test_one_of_shows_its_words() -> None:
     record = option.get_help_record(context)
     assert record is not None
     assert record[0] == "--kind [this|that]"
+
+
+def test_options_about_default_sampling_reach_their_fields() -> None:
+    line = ("--generation-config", "openai", "--override-generation-config", '{"top_k": 5}')
+    options = engine_options(given(serve.command, *line), "tiny")
+    assert options.generation == GenerationOptions("openai", {"top_k": 5})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("[1]", "not a JSON object"), ("{", "not JSON"), ("5", "not a JSON object")],
+)
+def test_an_override_must_be_an_object(text: str, reason: str) -> None:
+    with pytest.raises(click.BadParameter, match=reason):
+        given(serve.command, "--override-generation-config", text)

@@ -45,16 +45,17 @@ def brute_force(params: SamplingParams, logits: NDArray[np.float32]) -> NDArray[
 
     For temperatures above 0 and finite logits; no bias, penalties or bars.
     """
-    scaled = logits.astype(float) / params.temperature
+    values = params.values
+    scaled = logits.astype(float) / values.temperature
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
     order = sorted(range(logits.size), key=lambda i: (-float(logits[i]), i))
-    if params.top_k:
-        order = order[: params.top_k]
-    order = [i for i in order if p[i] >= params.min_p * p.max()]
+    if values.top_k:
+        order = order[: values.top_k]
+    order = [i for i in order if p[i] >= values.min_p * p.max()]
     kept, mass = [], 0.0
     for i in order:
-        if mass >= params.top_p * p[order].sum():
+        if mass >= values.top_p * p[order].sum():
             break
         kept.append(i)
         mass += p[i]

@@ -15,6 +15,7 @@ from twostroke.cache import PagePool, PrefixIndex
 from twostroke.chat.conversation import Chat
 from twostroke.core.config import BatchOptions, SpeculationOptions
 from twostroke.core.errors import RequestError
+from twostroke.core.sampling import SamplingDefaults
 from twostroke.core.step import StepResult, TokenLogprobs
 from twostroke.engine.build import build_speculator
 from twostroke.engine.client import Client, ModelCard
@@ -91,6 +92,7 @@ def tiny_card(loaded: LoadedModel, program: Program) -> ModelCard:
         chat_template=Chat(tokenizer),
         cost=CostModel(program, sizes),
         identity=weights_identity(loaded.tensors),
+        sampling=SamplingDefaults(loaded.sampling),
     )
 
 

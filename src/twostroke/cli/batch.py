@@ -14,7 +14,14 @@ from msgspec.structs import replace
 
 from twostroke.cli.given import check_batching
 from twostroke.cli.help import Command, option
-from twostroke.cli.options import BATCHING, MACHINE, PARALLEL, engine_options, speculation
+from twostroke.cli.options import (
+    BATCHING,
+    DEFAULT_SAMPLING,
+    MACHINE,
+    PARALLEL,
+    engine_options,
+    speculation,
+)
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import Bar, printable
 from twostroke.core import env
@@ -38,7 +45,10 @@ _SHOWN: Final = 20  # wrong lines
 @click.command(
     "batch",
     cls=Command,
-    params=[*MACHINE.values(), *PARALLEL, *speculation(draft="auto"), *BATCHING],
+    params=[
+        *(*MACHINE.values(), *PARALLEL, *speculation(draft="auto")),
+        *(*DEFAULT_SAMPLING, *BATCHING),
+    ],
 )
 @click.argument("file", type=click.Path(path_type=Path), metavar="INPUT")
 @option(

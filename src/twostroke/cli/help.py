@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -172,6 +173,25 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]
         if match is None or match[2] not in _UNITS:
             self.fail(f"'{value}' is not a size: write 512M, 2GB or 1GiB.", param, ctx)
         return int(float(match[1]) * _UNITS[match[2]])
+
+
+class JsonText(click.ParamType):  # type: ignore[type-arg]
+    """An object in JSON."""
+
+    name = "json"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, Any]:
+        """Return the object."""
+        try:
+            parsed = json.loads(value)
+        except ValueError as error:
+            self.fail(f"'{value}' is not JSON: {error}.", param, ctx)
+        if not isinstance(parsed, dict):
+            reason = 'is not a JSON object, such as {"temperature": 0.6}.'
+            self.fail(f"'{value}' {reason}", param, ctx)
+        return parsed
 
 
 class TextFile(click.ParamType):  # type: ignore[type-arg]

@@ -6,11 +6,12 @@ import json
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from twostroke.cli.help import ByteSize, Counts, OneOf, Option, TextFile, WordOr
+from twostroke.cli.help import ByteSize, Counts, JsonText, OneOf, Option, TextFile, WordOr
 from twostroke.core.config import (
     AUTO_BITS,
     BACKENDS,
     DEFAULT_PAGE_SIZE,
+    GENERATION_CONFIGS,
     KV_FORMATS,
     KV_SHARES,
     PARTNER,
@@ -21,6 +22,7 @@ from twostroke.core.config import (
     CacheOptions,
     ComputeOptions,
     EngineOptions,
+    GenerationOptions,
     ParallelOptions,
     SpeculationOptions,
 )
@@ -34,12 +36,12 @@ from twostroke.core.handover_options import (
     ROLES,
     HandoverOptions,
 )
-from twostroke.core.sampling import BOUNDS, SamplingParams
+from twostroke.core.sampling import BOUNDS, DEFAULTED, LOCAL_DEFAULTS, SamplingParams
 from twostroke.core.tier_options import TierOptions
 
 T = TypeVar("T", bound=Frozen)
 _NO_DRAFT: Final = "none"
-_DEFAULTS: Final = SamplingParams(temperature=0.7)
+_DEFAULTS: Final = SamplingParams()
 _NUMBERS: Final = [name for name in BOUNDS if name not in {"n", "logprobs", "prompt_logprobs"}]
 _FORMS: Final = ("json_schema", "regex", "choice", "grammar")  # as constraints call them
 
@@ -53,6 +55,14 @@ _handing = partial(Option, section="Prefill and decode apart")
 _keeping = partial(Option, section="Pages that stay")
 _observing = partial(Option, section="Observing")
 
+
+def _usual(name: str) -> str:
+    """Return the help's words about a default that the model's files may replace."""
+    if name not in DEFAULTED:
+        return ""
+    return f" [default: the model's own, else {getattr(LOCAL_DEFAULTS, name):g}]"
+
+
 # The fields of `SamplingParams`.
 SAMPLING: Final = [
     *(
@@ -60,7 +70,7 @@ SAMPLING: Final = [
             [f"--{name.replace('_', '-')}"],
             type=BOUNDS[name].kind,
             default=getattr(_DEFAULTS, name),
-            help=BOUNDS[name].description,
+            help=BOUNDS[name].description + _usual(name),
         )
         for name in _NUMBERS
     ),
@@ -287,6 +297,24 @@ TIERS: Final = [
     ),
 ]
 
+# The fields of `GenerationOptions`.
+DEFAULT_SAMPLING: Final = [
+    _sampling(
+        ["--generation-config"],
+        type=OneOf(GENERATION_CONFIGS),
+        default="auto",
+        help="Sampling of requests that leave it out: auto: as the model's files recommend, else "
+        "as usual for local servers; none: the usual; openai: temperature 1, nothing cut off.",
+    ),
+    _sampling(
+        ["--override-generation-config"],
+        type=JsonText(),
+        default=None,
+        metavar="JSON",
+        help='Values that precede these, such as \'{"temperature": 0.6, "top_k": 20}\'.',
+    ),
+]
+
 # What the operators of a server see: logs, objectives, traces, the dashboard.
 OBSERVING: Final = [
     _observing(
@@ -352,6 +380,8 @@ def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
     draft = given.get("draft")
     if draft is not None and draft.lower() in {_NO_DRAFT, PARTNER}:
         given["draft"] = None if draft.lower() == _NO_DRAFT else PARTNER
+    if given.get("override_generation_config") is None:
+        given.pop("override_generation_config", None)
     options = EngineOptions(
         _taken(ComputeOptions, given),
         _taken(CacheOptions, given),
@@ -361,6 +391,7 @@ def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
         given.pop("accept_quality", False),
         _taken(HandoverOptions, given),
         _taken(TierOptions, given),
+        _taken(GenerationOptions, given),
     )
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
         from twostroke.parallel.start import follow_if_launched

@@ -16,6 +16,7 @@ from twostroke.cli.help import ByteSize, Command, Number, OneOf, option
 from twostroke.cli.listening import listening, open_records, say_stop, tell
 from twostroke.cli.options import (
     BATCHING,
+    DEFAULT_SAMPLING,
     HANDOVER,
     MACHINE,
     OBSERVING,
@@ -50,7 +51,7 @@ _logger = logging.getLogger("twostroke.serve")
     cls=Command,
     params=[
         *(*MACHINE.values(), *PARALLEL, *speculation(draft="auto")),
-        *(*BATCHING, *TIERS, *HANDOVER, *OBSERVING),
+        *(*DEFAULT_SAMPLING, *BATCHING, *TIERS, *HANDOVER, *OBSERVING),
     ],
 )
 @click.argument("model", required=False)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pydoc_data import topics
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from twostroke.core.config import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
 from twostroke.core.errors import UsageError
-from twostroke.core.sampling import SamplingParams
+from twostroke.core.sampling import OPENAI_DEFAULTS
 from twostroke.engine.build import build
 from twostroke.measure.compare import held_out_text, pieces_of
 from twostroke.train.answers import encode_prompt
@@ -69,7 +71,8 @@ def own_pieces(source: LoadedModel, num_tokens: int) -> list[list[int]]:
         for number, prompt in enumerate(prompts(0, chat=card.chat_template is not None)):
             if num_expected >= num_left:
                 break
-            params = SamplingParams(
+            params = replace(
+                OPENAI_DEFAULTS,  # to learn from whole distributions
                 max_tokens=_ANSWER_TOKENS,
                 temperature=_TEMPERATURES[number % len(_TEMPERATURES)],
                 seed=number,

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final, NoReturn
 
 from msgspec import field
+from msgspec.structs import replace
 
-from twostroke.core.errors import Field, UsageError, nearest
+from twostroke.core.errors import Field, RequestError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.handover_options import HandoverOptions
 from twostroke.core.precision import ActivationBits
+from twostroke.core.sampling import (
+    DEFAULTED,
+    LOCAL_DEFAULTS,
+    OPENAI_DEFAULTS,
+    SamplingDefaults,
+    SamplingParams,
+)
 from twostroke.core.tier_options import TierOptions
 
 BACKENDS: Final = ("auto", "cpu", "gpu", "reference", "torch")
@@ -27,6 +36,7 @@ MAX_DRAFTS: Final = 24  # for one request in one step
 REDUCTIONS: Final = ("auto", "gather", "sum")
 KV_SHARES: Final = ("auto", "heads", "places")
 LAUNCHERS: Final = ("auto", "ray")
+GENERATION_CONFIGS: Final = ("auto", "none", "openai")
 MAX_RANKS: Final = 256
 _MAX_RUNNING: Final = 256
 
@@ -312,6 +322,48 @@ class ParallelOptions(Frozen):
             raise UsageError(reason, field=name, other=Field("shares"))
 
 
+class GenerationOptions(Frozen):
+    """Which sampling values requests have that leave them out.
+
+    `generation_config` is "auto": the values that the model's publisher recommends
+    (generation_config.json, or `general.sampling.*` in a GGUF file) and, where there are none,
+    those usual for local servers; "none": the usual ones only; or "openai": temperature 1, and no
+    token is cut off. `override_generation_config` has values that precede them all, by name.
+    """
+
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names and values out of bounds."""
+        _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
+        self.override()
+
+    def override(self) -> SamplingParams:
+        """Return the values that precede all others."""
+        name, values = "override_generation_config", self.override_generation_config
+        if not isinstance(values, Mapping):
+            raise UsageError("must be an object with names and values.", field=name)
+        for key in values:
+            if key not in DEFAULTED:
+                reason = f"has {{key!r}}; known: {', '.join(DEFAULTED)}."
+                raise UsageError(reason + nearest(str(key), DEFAULTED), field=name, key=key)
+        try:
+            return SamplingParams(**values)  # type: ignore[arg-type]
+        except RequestError as error:
+            raise UsageError("has a wrong value: {why}", field=name, why=error) from None
+
+    def defaults(self, published: SamplingParams) -> SamplingDefaults:
+        """Return the defaults of a model whose files have these values."""
+        usual = OPENAI_DEFAULTS if self.generation_config == "openai" else LOCAL_DEFAULTS
+        override = self.override()
+        if self.generation_config != "auto":
+            return SamplingDefaults(override, usual)
+        missing = [name for name in DEFAULTED if getattr(override, name) is None]
+        recommended = {name: getattr(published, name) for name in missing}
+        return SamplingDefaults(replace(override, **recommended), usual)
+
+
 class EngineOptions(Frozen):
     """All options of `engine.build`.
 
@@ -326,6 +378,7 @@ class EngineOptions(Frozen):
     accept_quality: bool = False
     handover: HandoverOptions = field(default_factory=HandoverOptions)
     tiers: TierOptions = field(default_factory=TierOptions)
+    generation: GenerationOptions = field(default_factory=GenerationOptions)
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""

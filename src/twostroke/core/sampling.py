@@ -67,7 +67,9 @@ BOUNDS: Final[Mapping[str, Bounds]] = {
 }
 _ID: Final = Bounds(int, 0, MAX_ID)
 _BIAS: Final = Bounds(float, -MAX_BIAS, MAX_BIAS)
-_MAY_BE_NONE: Final = frozenset(("max_tokens", "seed", "logprobs", "prompt_logprobs"))
+# The fields that `SamplingDefaults` gives a value if a request leaves them out.
+DEFAULTED: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_MAY_BE_NONE: Final = frozenset(("max_tokens", "seed", "logprobs", "prompt_logprobs", *DEFAULTED))
 
 
 class SamplingParams(Frozen):
@@ -79,7 +81,9 @@ class SamplingParams(Frozen):
 
     Attributes:
         max_tokens: None for as many as the context holds; may be 0 with `prompt_logprobs`.
-        temperature: 0 is greedy: the largest logit, the lowest id among equals.
+        temperature: 0 is greedy: the largest logit, the lowest id among equals. None here, and in
+            `top_k`, `top_p`, `min_p` and `repetition_penalty`, is the model's default
+            (`SamplingDefaults`).
         seed: None draws a new one for each request.
         stop, stop_token_ids: kept as tuples; lists, or a single stop string, may be given. Empty
             stop strings are left out: clients send them for "none".
@@ -99,11 +103,11 @@ class SamplingParams(Frozen):
 
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -167,13 +171,31 @@ class SamplingParams(Frozen):
         return self.temperature == 0.0
 
     @property
+    def values(self) -> SamplingValues:
+        """The fields that may be None, as numbers: None switches a field's effect off."""
+        values = {name: getattr(self, name) for name in DEFAULTED}
+        return SamplingValues(
+            **{name: value for name, value in values.items() if value is not None}
+        )
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the choice depends on the tokens so far."""
         return (
-            self.repetition_penalty != 1.0
+            self.repetition_penalty not in {None, 1.0}
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+class SamplingValues(Frozen):
+    """Numbers of the fields that have defaults; these here switch each field's effect off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 def _as_tuple(param: str, value: object) -> tuple[object, ...]:
@@ -199,3 +221,39 @@ def _check(param: str, value: object, bounds: Bounds) -> None:
 
 def _text(number: float) -> str:
     return f"{number:g}" if isinstance(number, float) else str(number)
+
+
+# llama-server's defaults, which other local servers share in the main.
+LOCAL_DEFAULTS: Final = SamplingParams(
+    temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.0
+)
+# OpenAI's defaults: tokens are drawn from the model's whole distribution.
+OPENAI_DEFAULTS: Final = SamplingParams(
+    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+)
+
+
+class SamplingDefaults(Frozen):
+    """Values of the fields in `DEFAULTED` for requests that leave them out.
+
+    `recommended` has the values that the operator or the model's files give, `usual` a value for
+    each field.
+    """
+
+    recommended: SamplingParams = SamplingParams()
+    usual: SamplingParams = LOCAL_DEFAULTS
+
+    def fill(self, params: SamplingParams, usual: SamplingParams | None = None) -> SamplingParams:
+        """Return `params` with a value for each of these fields.
+
+        `usual` replaces the object's own: the defaults that a protocol documents.
+        """
+        missing = [name for name in DEFAULTED if getattr(params, name) is None]
+        if not missing:
+            return params
+        sources = (self.recommended, usual or self.usual, self.usual)
+        values = {
+            name: next(value for source in sources if (value := getattr(source, name)) is not None)
+            for name in missing
+        }
+        return replace(params, **values)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         ComputeOptions,
         SpeculationOptions,
     )
+    from twostroke.core.sampling import SamplingDefaults
     from twostroke.engine.ranks import RankGroup
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
@@ -136,7 +137,7 @@ def build(
         if ranks:
             if_it_fails.enter_context(ranks)
         size = ranks.size() if ranks else _size(loaded, program, mesh, options)
-        card = _card(loaded, program, size, compute.backend)
+        card = _card(loaded, program, size, options)
         (accept or (lambda _: None))(card)
         draft, heads = Draft.wanted(speculation, model, card), Heads.wanted(speculation, loaded)
         first_load = FirstLoad.of(loaded, card.tokenizer, program, options)
@@ -323,15 +324,32 @@ def build_scheduler(
     return Scheduler(config, pool, index, make_policy(batch), clock)
 
 
-def _card(loaded: LoadedModel, program: Program, size: CacheSize, backend: str) -> ModelCard:
-    cost = cost_model(program, loaded.tensors, size.kv_format, backend)
+def _card(
+    loaded: LoadedModel, program: Program, size: CacheSize, options: EngineOptions
+) -> ModelCard:
+    cost = cost_model(program, loaded.tensors, size.kv_format, options.compute.backend)
     identity = weights_identity(loaded.tensors)
     loaded.release(loaded.tensors.values())  # pages around what it read
-    return make_card(loaded, build_tokenizer(loaded), size.context_length, cost, identity)
+    sampling = options.generation.defaults(loaded.sampling)
+    tokenizer = build_tokenizer(loaded)
+    return make_card(
+        loaded,
+        tokenizer,
+        context_length=size.context_length,
+        cost=cost,
+        identity=identity,
+        sampling=sampling,
+    )
 
 
 def make_card(
-    loaded: LoadedModel, tokenizer: Tokenizer, context_length: int, cost: CostModel, identity: str
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    *,
+    context_length: int,
+    cost: CostModel,
+    identity: str,
+    sampling: SamplingDefaults,
 ) -> ModelCard:
     """Return the facts about a model whose files are mapped."""
     has_chat = bool(tokenizer.chat_templates) or set(tokenizer.special_texts()) >= _CHATML
@@ -350,4 +368,5 @@ def make_card(
         pooling=loaded.pooling,
         container="gguf" if isinstance(loaded.tokenizer_source, GgufTokenizer) else "safetensors",
         identity=identity,
+        sampling=sampling,
     )

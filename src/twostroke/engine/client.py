@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_HINTS, Hints, Request
-from twostroke.core.sampling import SamplingParams
+from twostroke.core.sampling import SamplingDefaults, SamplingParams
 from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.engine.choice import Choice
 from twostroke.engine.embedding import Embedder, choose_pooling, in_order
@@ -38,7 +38,8 @@ class ModelCard(Frozen):
     """Facts about an engine's model. Sizes are in bytes.
 
     `pooling` is how its files say that embeddings are made, None if they do not say. `container` is
-    the kind of its files, "gguf" or "safetensors". `identity` is its `weights_identity`.
+    the kind of its files, "gguf" or "safetensors". `identity` is its `weights_identity`. `sampling`
+    are the values of sampling fields that a request leaves out.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ModelCard(Frozen):
     pooling: str | None = None
     container: str = "gguf"
     identity: str = ""
+    sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def num_parameters(self) -> int:
@@ -191,6 +193,7 @@ class Client:
         grammar: GrammarMatcher | None,
     ) -> None:
         """Queue prompts, whose outputs go to `generation`; the rest as `generate_many_async`."""
+        params = self.card.sampling.fill(params)
         self._check_hints(hints)
         self._check_prompts(prompts, params, caller)
         self._check_params(params)

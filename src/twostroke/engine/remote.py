@@ -107,7 +107,14 @@ class RemoteEngine:
             stops_rows = ready.facts.backend.stops_rows
             cost = replace(cost, cache=ready.card.cache, stops_rows=stops_rows)
             about = ready.card
-            card = make_card(loaded, tokenizer, about.context_length, cost, about.identity)
+            card = make_card(
+                loaded,
+                tokenizer,
+                context_length=about.context_length,
+                cost=cost,
+                identity=about.identity,
+                sampling=options.generation.defaults(loaded.sampling),
+            )
             return cls(load, card, process, ready)
         except BaseException:
             process.kill()

@@ -121,7 +121,14 @@ class SleepingEngine(RemoteEngine):
         options = replace(options, cache=replace(options.cache, memory_bytes=size.cache_bytes))
         cost = cost_model(program, loaded.tensors, size.kv_format, options.compute.backend)
         identity = weights_identity(loaded.tensors)
-        card = make_card(loaded, build_tokenizer(loaded), size.context_length, cost, identity)
+        card = make_card(
+            loaded,
+            build_tokenizer(loaded),
+            context_length=size.context_length,
+            cost=cost,
+            identity=identity,
+            sampling=options.generation.defaults(loaded.sampling),
+        )
         windows = tuple(group.window for group in program.cache_groups)
         config = SchedulerConfig(
             context_length=size.context_length,

@@ -28,7 +28,7 @@ from twostroke.engine.output import Output
 from twostroke.engine.served import EngineFacts, Reading
 from twostroke.program.pages import CacheFormat
 
-VERSION: Final = 2  # raise it when a message changes
+VERSION: Final = 3  # raise it when a message changes
 
 _PLAIN: Final = (str, int, float, bool, type(None))  # facts of errors that stay what they are
 

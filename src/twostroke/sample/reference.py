@@ -144,14 +144,14 @@ def adjust(
     Repetition looks at prompt and output: positive logits are divided by the penalty, others
     multiplied. Frequency and presence look at the output alone. Float32 after each step.
     """
-    params = request.params
+    params, repetition = request.params, request.params.values.repetition_penalty
     logits = logits.copy()
     for token, bias in params.logit_bias.items():
         if token < logits.size:
             logits[token] += np.float32(bias)
-    if params.repetition_penalty != 1.0:
+    if repetition != 1.0:
         seen = np.unique(_known([*request.tokens, *drafts], logits.size))
-        penalty = np.float32(max(params.repetition_penalty, LEAST_PENALTY))
+        penalty = np.float32(max(repetition, LEAST_PENALTY))
         logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
     if params.frequency_penalty or params.presence_penalty:
         seen, counts = np.unique(
@@ -198,19 +198,19 @@ def distribution(
     the order, min-p the weights of at least `min_p` times the largest, top-p the shortest prefix
     of what is left that holds `top_p` of its weight. Both are empty if nothing may be drawn.
     """
-    top = logits.max()
+    values, top = params.values, logits.max()
     if np.isposinf(top):
         logits = np.where(np.isposinf(logits), np.float32(0), np.float32(-np.inf))
         top = np.float32(0)
     order = _by_likelihood(logits)
-    order = order[: params.top_k or None]
+    order = order[: values.top_k or None]
     order = order[logits[order] > -np.inf]
-    share = weights(logits[order], top, params.temperature)
-    share[share < params.min_p * UNIT] = 0
+    share = weights(logits[order], top, values.temperature)
+    share[share < values.min_p * UNIT] = 0
     weight = share.astype(np.uint64)
-    if params.top_p < 1.0 and order.size:
+    if values.top_p < 1.0 and order.size:
         running = np.cumsum(weight)
-        enough = max(1, math.ceil(params.top_p * float(running[-1])))
+        enough = max(1, math.ceil(values.top_p * float(running[-1])))
         last = int(np.searchsorted(running, np.uint64(min(enough, int(running[-1])))))
         order, weight = order[: last + 1], weight[: last + 1]
     order, weight = order[weight > 0], weight[weight > 0]

@@ -182,9 +182,10 @@ class RowTable:
         row["bias_ids"], row["bias_values"] = bias_ids.ctypes.data, bias_values.ctypes.data
         row["barred_ids"], row["num_bias"] = end_ids.ctypes.data, bias_ids.size
         row["seed"], row["num_prompt"] = request.seed & (2**64 - 1), request.num_prompt
-        row["temperature"], row["top_k"] = params.temperature, params.top_k
-        row["top_p"], row["min_p"] = params.top_p, params.min_p
-        row["repetition_penalty"] = max(params.repetition_penalty, LEAST_PENALTY)
+        values = params.values
+        row["temperature"], row["top_k"] = values.temperature, values.top_k
+        row["top_p"], row["min_p"] = values.top_p, values.min_p
+        row["repetition_penalty"] = max(values.repetition_penalty, LEAST_PENALTY)
         row["frequency_penalty"] = params.frequency_penalty
         row["presence_penalty"] = params.presence_penalty
         row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs

@@ -269,6 +269,7 @@ class Api:
             cuts_limit = not self.options.strict_limits
             job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
             job = sent_by(served, job, self.metrics.goodput)
+            job = replace(job, params=model.card.sampling.fill(job.params, job.usual))
             split = self.options.splits_reasoning
             encoded = job.encode(model.card, splits_reasoning=split)
             self._ignored.note(encoded.ignored, served)

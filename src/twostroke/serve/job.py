@@ -205,6 +205,8 @@ class Job(Frozen):
         keep: stores the whole response when it has ended, if the request says so.
         ignored: the fields in parts of the request that only the protocol's reader knows.
         keep_s: how long to keep the prompt in a page cache, if there is one.
+        usual: sampling values that the protocol documents for requests that leave them out; None
+            for the engine's.
     """
 
     model: str | None
@@ -227,6 +229,7 @@ class Job(Frozen):
     context: tuple[int, ...] = ()
     ignored: tuple[Ignored, ...] = ()
     keep_s: float = 0.0
+    usual: SamplingParams | None = None
 
     @property
     def num_choices(self) -> int:

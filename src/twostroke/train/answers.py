@@ -7,9 +7,11 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from twostroke.core.config import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
 from twostroke.core.errors import UsageError
-from twostroke.core.sampling import SamplingParams
+from twostroke.core.sampling import OPENAI_DEFAULTS
 from twostroke.engine.build import build
 from twostroke.engine.prompts import encode_chat, encode_text
 from twostroke.train.prompts import Prompt, prompts
@@ -113,7 +115,8 @@ def _answer(engine: Engine, some: Iterator[Prompt], first: int) -> Iterator[None
         for number, prompt in enumerate(some):
             if number < first:
                 continue
-            params = SamplingParams(
+            params = replace(
+                OPENAI_DEFAULTS,  # to learn from whole distributions
                 max_tokens=_ANSWER_TOKENS,
                 temperature=_TEMPERATURES[number % len(_TEMPERATURES)],
                 seed=number,

@@ -13,6 +13,7 @@ from twostroke.core.files import read_json
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.models.fields import MAX_LAYERS, Fields
 from twostroke.models.rope import ROPE_TABLES
+from twostroke.weights.generation_config import folder_sampling, gguf_sampling
 from twostroke.weights.gguf import TruncatedError, read_header
 from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
 from twostroke.weights.gguf_split import first_part, model_stem, read_gguf_parts
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from twostroke.quant import QuantTensor
 
 _INDEX = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 _KEY_OR_VALUE = re.compile(r"blk\.(\d{1,4})\.attn_(?:k|v|k_norm)\.weight")
 _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
@@ -120,6 +122,7 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
         licence=licence or fields.optional_text("general.license"),
         mappings=files.mappings,
         pooling=gguf_pooling(fields),
+        sampling=gguf_sampling(fields),
     )
 
 
@@ -165,6 +168,7 @@ def _load_folder(
     if not tokenizer.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} has no tokenizer.json.")
     tokenizer_config = _optional_json(folder / "tokenizer_config.json")
+    generation_config = Fields(_GENERATION, _optional_json(folder / _GENERATION))
     bos = fields.token_ids("bos_token_id", spec.vocab_size)
     return LoadedModel(
         name=spec.name,
@@ -174,17 +178,16 @@ def _load_folder(
         tokenizer_source=JsonTokenizer(tokenizer, tokenizer_config),
         chat_template=hf_chat_template(folder, tokenizer_config),
         bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_folder_eos_ids(folder, fields, spec.vocab_size),
+        eos_token_ids=_folder_eos_ids(fields, generation_config, spec.vocab_size),
         licence=licence,
         mappings=files.mappings,
         pooling=folder_pooling(folder),
+        sampling=folder_sampling(generation_config),
     )
 
 
-def _folder_eos_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
+def _folder_eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
     """Return the ids that end an answer: config.json often lacks those that end a turn."""
-    name = "generation_config.json"
-    generation = Fields(name, _optional_json(folder / name))
     ids = [fields.token_ids("eos_token_id", vocab_size) for fields in (config, generation)]
     return tuple(dict.fromkeys(ids[0] + ids[1]))
 

@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,7 +37,8 @@ class LoadedModel(Frozen):
 
     `tensors` holds exactly the weights that the Program of `spec` reads, by canonical name and
     with the shapes it needs; they are views into `mappings`. `eos_token_ids` end an answer.
-    `pooling` is the way in which embeddings are made, None where the files do not say.
+    `pooling` is the way in which embeddings are made, None where the files do not say. `sampling`
+    has the values that its publisher recommends, None where the files do not say.
     """
 
     name: str
@@ -50,6 +52,7 @@ class LoadedModel(Frozen):
     licence: str | None
     mappings: tuple[MappedFile, ...]
     pooling: str | None = None
+    sampling: SamplingParams = SamplingParams()
 
     @property
     def file_bytes(self) -> int:

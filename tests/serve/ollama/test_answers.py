@@ -153,8 +153,6 @@ def test_options_become_the_engines(server: LiveServer) -> None:
     params = read_generate(OllamaGenerateRequest(prompt="a", options=options), NOBODY).params
     assert (params.max_tokens, params.top_k, params.repetition_penalty) == (7, 0, 1.1)
     assert (params.seed, params.stop) == (None, ("x",))
-    params = read_generate(OllamaGenerateRequest(prompt="a"), NOBODY).params
-    assert (params.temperature, params.top_k, params.top_p) == (0.8, 40, 0.9)
     for options, said in (
         ({"temperature": -1}, "options.temperature must be from 0 to 100, got -1."),
         ({"repeat_penalty": -1}, "options.repeat_penalty must be greater than 0"),

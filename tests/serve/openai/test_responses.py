@@ -122,7 +122,7 @@ def test_answer_has_openais_shape_and_chats_text(server: LiveServer) -> None:
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,
-        "top_p": 1.0,
+        "top_p": 0.95,
         "truncation": "disabled",
         "usage": {
             "input_tokens": 18,

@@ -12,7 +12,7 @@ from twostroke.engine.client import Caller
 from twostroke.engine.prompts import encode_parts
 from twostroke.serve.describe import field
 from twostroke.serve.job import Composed, Job
-from twostroke.serve.llama_server.fields import TextFields, to_bias, to_params
+from twostroke.serve.llama_server.fields import DEFAULTS, TextFields, to_bias, to_params
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,6 +91,7 @@ def to_job(
         model=asked.model,
         prompts=tuple(prompts),
         params=to_params(asked),
+        usual=DEFAULTS,
         caller=Caller(tenant=tenant.name),
         stream=bool(asked.stream),
         shows_progress=bool(asked.stream and asked.return_progress),

@@ -9,6 +9,8 @@ from msgspec import Meta
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import (
     BOUNDS,
+    DEFAULTED,
+    LOCAL_DEFAULTS,
     MAX_BIAS,
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
@@ -26,16 +28,9 @@ if TYPE_CHECKING:
     from twostroke.serve.openai.structure import Notated
     from twostroke.tokenize import Tokenizer
 
-# llama-server's defaults, which its clients count on.
-DEFAULTS: Final[dict[str, Any]] = {
-    "temperature": 0.8,
-    "top_k": 40,
-    "top_p": 0.95,
-    "min_p": 0.05,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+# llama-server's defaults, which its clients count on, for models whose files do not say others.
+DEFAULTS: Final = LOCAL_DEFAULTS
+_NUMBERS: Final = (*DEFAULTED, "presence_penalty", "frequency_penalty")
 RANDOM_SEED: Final = 2**32 - 1  # what llama-server makes of -1
 _NAMES: Final = {
     "max_tokens": "n_predict",
@@ -87,18 +82,25 @@ class TextFields(field.RequestObject, kw_only=True):
     n: Annotated[int | None, field.sampling("n", "The same as `n_cmpl`.")] = None
     temperature: Annotated[
         float | None,
-        field.doc("0 or less always takes the likeliest token; 0.8 if left out."),
+        field.doc("0 or less always takes the likeliest token. Default: the model's, else 0.8."),
     ] = None
     top_k: Annotated[
-        int | None, field.doc("Draw from the k likeliest tokens; 0: from all; 40 if left out.")
+        int | None,
+        field.doc("Draw from the k likeliest tokens; 0: from all. Default: the model's, else 40."),
     ] = None
     top_p: Annotated[
         float | None,
-        field.doc("Draw from the likeliest tokens with this total probability; 0.95 if left out."),
+        field.doc(
+            "Draw from the likeliest tokens with this total probability. Default: the model's, "
+            "else 0.95."
+        ),
     ] = None
     min_p: Annotated[
         float | None,
-        field.doc("Draw from tokens at least p times as likely as the best; 0.05 if left out."),
+        field.doc(
+            "Draw from tokens at least p times as likely as the best. Default: the model's, "
+            "else 0.05."
+        ),
     ] = None
     repeat_penalty: Annotated[float | None, field.sampling("repetition_penalty")] = None
     presence_penalty: Annotated[float | None, field.sampling("presence_penalty")] = None
@@ -188,9 +190,9 @@ def to_params(asked: TextFields) -> SamplingParams:
         RequestError: a value is out of its bounds.
     """
     asked_of = {"repetition_penalty": "repeat_penalty"}
-    given = {name: getattr(asked, asked_of.get(name, name)) for name in DEFAULTS}
-    values = DEFAULTS | {name: value for name, value in given.items() if value is not None}
-    for name in ("temperature", "top_k", "top_p", "min_p"):
+    numbers = {name: getattr(asked, asked_of.get(name, name)) for name in _NUMBERS}
+    values = {name: value for name, value in numbers.items() if value is not None}
+    for name in values.keys() & {"temperature", "top_k", "top_p", "min_p"}:
         low = _LEAST_TOP_P if name == "top_p" else BOUNDS[name].low
         values[name] = max(low, min(BOUNDS[name].high, values[name]))
     for name in SAMPLERS.keys() - used_samplers(asked):

@@ -16,7 +16,7 @@ from twostroke.http.errors import UnknownPathError
 from twostroke.schedule.residence import Residence
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import to_json
-from twostroke.serve.llama_server.fields import TextFields, to_params
+from twostroke.serve.llama_server.fields import DEFAULTS, TextFields, to_params
 from twostroke.serve.llama_server.settings import GenerationSettings, settings_of
 
 if TYPE_CHECKING:
@@ -95,12 +95,13 @@ def info_routes(models: Catalogue, options: ServeOptions) -> list[Route]:
     async def props(request: Request) -> Response:
         name, served = models.find(request.query_params.get("model"))
         config, card = served.engine.facts.config, served.card
-        defaults = TextFields()
+        none = TextFields()
+        params = card.sampling.fill(to_params(none), DEFAULTS)
         texts = card.tokenizer.named_texts
         return to_json(
             Props(
                 default_generation_settings=DefaultSettings(
-                    settings_of(defaults, to_params(defaults)), card.context_length
+                    settings_of(none, params), card.context_length
                 ),
                 total_slots=config.max_running,
                 model_alias=name,

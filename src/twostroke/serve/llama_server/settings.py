@@ -54,16 +54,16 @@ class GenerationSettings(msgspec.Struct, kw_only=True, frozen=True):
 
 def settings_of(asked: TextFields, params: SamplingParams) -> GenerationSettings:
     """Return the settings of a job."""
-    limit, constraint = num_predict(asked), params.constraint
+    limit, constraint, values = num_predict(asked), params.constraint, params.values
     return GenerationSettings(
         n_predict=limit,
         max_tokens=limit,
         seed=RANDOM_SEED if params.seed is None else params.seed,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repeat_penalty=params.repetition_penalty,
+        temperature=values.temperature,
+        top_k=values.top_k,
+        top_p=values.top_p,
+        min_p=values.min_p,
+        repeat_penalty=values.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         stop=[*params.stop],

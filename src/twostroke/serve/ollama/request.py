@@ -36,15 +36,17 @@ if TYPE_CHECKING:
     from twostroke.serve.job import Prompt
     from twostroke.serve.store import Tenant
 
-# Ollama's defaults, where they differ from those of the engine.
-_DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+# Ollama's defaults, for models whose files do not say others.
+DEFAULTS: Final = SamplingParams(
+    temperature=0.8, top_k=40, top_p=0.9, min_p=0.0, repetition_penalty=1.0
+)
 _EFFORTS: Final = {"max": "xhigh"}  # Ollama's words for efforts that have another name here
 
 NoImages = Annotated[Any, field.unsupported([])]
 
 
 class OllamaOptions(field.RequestObject):
-    """How to choose tokens; without a value, temperature, top_k and top_p have Ollama's."""
+    """How to choose tokens; left out: the model's own default, else Ollama's."""
 
     num_predict: Annotated[
         int | None, field.doc("The most tokens to generate; 0 or less: as many as fit.")
@@ -240,6 +242,7 @@ def _job(
         model=asked.model,
         prompts=(prompt,),
         params=params,
+        usual=DEFAULTS,
         caller=Caller(tenant=tenant.name, prompt_field=prompt_field),
         stream=asked.stream is not False,
         **own,
@@ -263,7 +266,7 @@ def _params(asked: OllamaRequest) -> SamplingParams:
         "constraint": _constraint(asked),
     }
     known = {name: value for name, value in values.items() if value is not None}
-    return SamplingParams(**_DEFAULTS | known)
+    return SamplingParams(**known)
 
 
 def _constraint(asked: OllamaRequest) -> Constraint | None:

@@ -1,0 +1,108 @@
+"""Sampling values that a model's publisher recommends, and what takes their place."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec.structs import asdict
+
+from support.gguf_writer import Typed
+from support.tiny import write_tiny_folder, write_tiny_gguf
+from twostroke.core.config import EngineOptions, GenerationOptions
+from twostroke.core.errors import UsageError
+from twostroke.core.sampling import DEFAULTED, LOCAL_DEFAULTS, OPENAI_DEFAULTS, SamplingParams
+from twostroke.weights import load_path
+
+
+def said(params: SamplingParams) -> dict[str, float]:
+    """Return the values of the fields with defaults, without those that are not said."""
+    values = asdict(params)
+    return {name: values[name] for name in DEFAULTED if values[name] is not None}
+
+
+QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+FOLDERS = [
+    ({}, {}),
+    ({"do_sample": True, **QWEN, "max_new_tokens": 2048}, QWEN),
+    ({"do_sample": False, "temperature": None}, {}),
+    (
+        {"temperature": 1, "top_k": 64.0, "min_p": 0.1},
+        {"temperature": 1, "top_k": 64, "min_p": 0.1},
+    ),
+    ({"temperature": 0.0, "top_k": -1}, {"temperature": 0.0, "top_k": 0}),
+    ({"temperature": "high", "top_p": 7, "top_k": 2.5, "min_p": 0.1}, {"min_p": 0.1}),
+    ({"temperature": -1, "repetition_penalty": [1.1], "top_p": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("config", "values"), FOLDERS)
+def test_a_folder_says_its_sampling_in_generation_config(config, values, tmp_path):
+    folder = write_tiny_folder(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **config}))
+    assert said(load_path(folder).sampling) == values
+
+
+def test_a_gguf_file_says_its_sampling_in_its_keys(tmp_path):
+    metadata = {
+        "general.sampling.temp": Typed(6, 0.6),
+        "general.sampling.top_k": Typed(5, 20),
+        "general.sampling.top_p": Typed(6, 0.95),
+        "general.sampling.min_p": Typed(6, 0.0),
+        "general.sampling.penalty_repeat": Typed(6, 1.05),
+    }
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", None, metadata)
+    wanted = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+    assert said(load_path(path).sampling) == {**wanted, "repetition_penalty": 1.05}
+
+
+def test_a_wrong_value_is_left_out_with_a_warning(tmp_path, caplog):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", None, {"general.sampling.top_p": "much"})
+    assert said(load_path(path).sampling) == {}
+    assert "general.sampling.top_p" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, {**said(LOCAL_DEFAULTS), "temperature": 0.3, "top_k": 7}),
+        ({"generation_config": "none"}, said(LOCAL_DEFAULTS)),
+        ({"generation_config": "openai"}, said(OPENAI_DEFAULTS)),
+        (
+            {"override_generation_config": {"top_k": 9}},
+            {**said(LOCAL_DEFAULTS), "temperature": 0.3, "top_k": 9},
+        ),
+        (
+            {"generation_config": "openai", "override_generation_config": {"temperature": 0}},
+            {**said(OPENAI_DEFAULTS), "temperature": 0},
+        ),
+    ],
+)
+def test_a_request_gets_what_it_leaves_out(options, wanted):
+    published = SamplingParams(temperature=0.3, top_k=7)
+    defaults = GenerationOptions(**options).defaults(published)
+    assert said(defaults.fill(SamplingParams())) == wanted
+    given = SamplingParams(temperature=2, top_p=0.5)
+    assert said(defaults.fill(given)) == {**wanted, "temperature": 2, "top_p": 0.5}
+
+
+def test_a_protocol_s_own_defaults_come_after_the_model_s():
+    published = SamplingParams(temperature=0.3)
+    own = SamplingParams(temperature=0.9, top_p=0.9)
+    filled = GenerationOptions().defaults(published).fill(SamplingParams(), own)
+    assert said(filled) == {**said(LOCAL_DEFAULTS), "temperature": 0.3, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"generation_config": "opennai"}, "Did you mean 'openai'"),
+        ({"override_generation_config": {"temprature": 1}}, "Did you mean 'temperature'"),
+        ({"override_generation_config": {"top_p": 2}}, "top_p must be"),
+        ({"override_generation_config": {"top_k": "{x!r}"}}, "top_k must be an integer"),
+        ({"override_generation_config": [1]}, "must be an object"),
+    ],
+)
+def test_a_wrong_option_is_refused(options, reason):
+    with pytest.raises(UsageError, match=reason.replace("(", r"\(")):
+        EngineOptions(generation=GenerationOptions(**options))
