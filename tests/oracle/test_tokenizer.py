@@ -101,7 +101,7 @@ def test_decoded_and_streamed_texts_are_equal(trio: Trio) -> None:
         ids = plain_ids(trio.theirs, text)
         expected = trio.theirs.backend_tokenizer.decode(ids, skip_special_tokens=True)
         for tokenizer in (trio.ours, trio.from_folder):
-            decoder = StreamDecoder(tokenizer)
+            decoder = StreamDecoder(tokenizer, drops_space=tokenizer.strip_space)
             assert tokenizer.decode(ids) == expected, ascii(text)
             assert "".join([decoder.feed(id_) for id_ in ids]) + decoder.finish() == expected
 

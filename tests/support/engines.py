@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.step import StepPlan
     from twostroke.program import Program
+    from twostroke.tokenize import Tokenizer
     from twostroke.weights import LoadedModel
 
 PAGE_SIZE = 16
@@ -76,9 +77,11 @@ class Backend(ReferenceBackend):
         return StepResult(tokens, [_CERTAIN if want else None for want in wanted])
 
 
-def tiny_card(loaded: LoadedModel, program: Program) -> ModelCard:
+def tiny_card(
+    loaded: LoadedModel, program: Program, tokenizer: Tokenizer | None = None
+) -> ModelCard:
     assert isinstance(loaded.tokenizer_source, GgufTokenizer)
-    tokenizer = from_gguf(loaded.tokenizer_source.metadata)
+    tokenizer = tokenizer or from_gguf(loaded.tokenizer_source.metadata)
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
     return ModelCard(
         name="tiny",
@@ -105,12 +108,14 @@ def tiny_client(
     speculation: SpeculationOptions | None = None,
     metadata: Mapping[str, Any] | None = None,
     prepare: Callable[[Backend], None] | None = None,
+    tokenizer: Tokenizer | None = None,
     **limits: Any,
 ) -> Iterator[tuple[Client, Backend]]:
     """Yield a client of a running engine, and its backend.
 
     `metadata` stand in the model's file besides its own, `limits` are `SchedulerConfig`'s. The
-    backend is given to `prepare` before the engine starts.
+    backend is given to `prepare` before the engine starts. A `tokenizer` takes the place of the
+    file's.
     """
     loaded = load(str(write_tiny_gguf(folder / "tiny.gguf", tiny, metadata)))
     program = build_program(loaded.spec)
@@ -119,7 +124,7 @@ def tiny_client(
     backend.gate.set()
     if prepare is not None:
         prepare(backend)
-    card = tiny_card(loaded, program)
+    card = tiny_card(loaded, program, tokenizer)
     pool = PagePool(num_pages, PAGE_SIZE, backend.facts.windows)
     config = SchedulerConfig(context_length=card.context_length, **limits)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))

@@ -86,9 +86,9 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def tiny_weights(tiny: Tiny) -> dict[str, np.ndarray]:
+def tiny_weights(tiny: Tiny, vocab_size: int | None = None) -> dict[str, np.ndarray]:
     """Return float32 weights by canonical name; rows of q and k in Hugging Face's order."""
-    return random_weights(tiny, len(vocabulary()[0]))
+    return random_weights(tiny, vocab_size or len(vocabulary()[0]))
 
 
 def tiny_metadata(tiny: Tiny) -> dict[str, Any]:
@@ -127,10 +127,10 @@ def tiny_metadata(tiny: Tiny) -> dict[str, Any]:
     }
 
 
-def tiny_tensors(tiny: Tiny) -> dict[str, QuantTensor]:
+def tiny_tensors(tiny: Tiny, vocab_size: int | None = None) -> dict[str, QuantTensor]:
     """Return the tensors of a tiny model as a GGUF file holds them."""
     tensors = {}
-    for name, weight in gguf_weights(tiny, tiny_weights(tiny)).items():
+    for name, weight in gguf_weights(tiny, tiny_weights(tiny, vocab_size)).items():
         fmt = tiny.fmt
         if weight.ndim == 1:
             fmt = "F32"
@@ -145,7 +145,10 @@ def write_tiny_gguf(
 ) -> Path:
     """Write a tiny random model as a GGUF file, with more `metadata`, and return its path."""
     tiny = tiny or Tiny()
-    return write_gguf(path, tiny_metadata(tiny) | dict(metadata or {}), tiny_tensors(tiny))
+    all_metadata = tiny_metadata(tiny) | dict(metadata or {})
+    vocab_size = len(all_metadata["tokenizer.ggml.tokens"])
+    all_metadata[f"{tiny.variant.architecture}.vocab_size"] = vocab_size
+    return write_gguf(path, all_metadata, tiny_tensors(tiny, vocab_size))
 
 
 def infill_metadata() -> dict[str, Any]:

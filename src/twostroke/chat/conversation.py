@@ -41,18 +41,22 @@ class Turn(Frozen):
     """The assistant's turn: its prompt, how the answer is constrained, and how it is read.
 
     `preface` is the reasoning that may come first, `calls` the tools that may be called.
+    With `continues` the prompt has begun the answer's text.
     """
 
     prompt: Prompt
     preface: Preface | None
     calls: ToolForm | None
     tokenizer: Tokenizer
+    continues: bool = False
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the form of calls, which begins after the reasoning.
 
         The marks of both are shown, although they may be special tokens.
         """
+        if self._drops_space(params):
+            params = replace(params, drops_space=True)
         constraint = params.constraint if self.calls is None else self.calls.constraint()
         marks = () if self.calls is None else self.calls.form.all_marks
         if self.preface is not None:
@@ -62,6 +66,16 @@ class Turn(Frozen):
             return params
         shown_ids = frozenset(special_marks(marks, self.tokenizer).values())
         return replace(params, constraint=constraint, preface=self.preface, shown_ids=shown_ids)
+
+    def _drops_space(self, params: SamplingParams) -> bool:
+        """Whether a space at the beginning of the answer is the tokenizer's, and not its text's.
+
+        An answer whose form the client gives has exactly that form.
+        """
+        if self.continues or not self.tokenizer.strip_space:
+            return False
+        begins_inside = self.preface is not None and not self.preface.begin
+        return params.constraint is None or begins_inside
 
     def reading(self, *, splits_reasoning: bool = True) -> Reading:
         """Return how to read answers; reasoning may stay part of their text."""
@@ -125,7 +139,7 @@ class Chat:
         if tools is not None:
             form = self.capabilities.form
             calls = ToolForm(tools, form, self._tokenizer, preface, answer, has_result)
-        return Turn(prompt, preface, calls, self._tokenizer)
+        return Turn(prompt, preface, calls, self._tokenizer, continues=bool(continued))
 
     def follow(self, thinking: Thinking) -> tuple[Thinking, list[RequestError]]:
         """Return what the template can follow of a request, and the errors about the rest."""

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     default=AUTO,
     help="Take the mean of all tokens, or the last token; auto: what suits the model.",
 )
+@option(
+    "--parse-special/--no-parse-special",
+    default=True,
+    help="Make special tokens of their texts, such as <|im_start|>.",
+)
 @option("--dimensions", type=int, help="Keep only this many values of a vector [default: all].")
 @option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
 def command(**given: Any) -> None:
@@ -49,12 +54,16 @@ def command(**given: Any) -> None:
     texts, places = _texts(given.pop("texts"), given.pop("file"))
     params = EmbeddingParams(given.pop("pooling"), given.pop("dimensions"))
     model, quiet = given.pop("model"), given.pop("quiet")
+    parse_special = given.pop("parse_special")
     options = replace(engine_options(given, model), speculation=SpeculationOptions("off"))
     from twostroke.engine.client import Caller
     from twostroke.engine.prompts import encode_text
 
     with open_engine(model, options, quiet=quiet) as engine:
-        tokens = [encode_text(engine.card, text, field="input") for text in texts]
+        tokens = [
+            encode_text(engine.card, text, field="input", parse_special=parse_special)
+            for text in texts
+        ]
         _check_lengths(engine, [len(one) for one in tokens], places)
         for one in engine.client.embed(tokens, params, Caller(prompt_field="input")):
             line = {

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from twostroke.cli.figures import Figures, describe
 from twostroke.cli.help import Command, TextFile, option, read_text
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.build import Engine
+    from twostroke.engine.client import ModelCard
     from twostroke.engine.output import Completion
 
 _HOW = "give one with -p TEXT, -f FILE, or on standard input."
@@ -46,6 +47,12 @@ _HOW = "give one with -p TEXT, -f FILE, or on standard input."
 @option("-f", "--file", type=TextFile(), help="Read the prompt from a file.")
 @option("--system", help="A system message before the prompt.")
 @option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@option(
+    "--parse-special/--no-parse-special",
+    default=True,
+    help="Make special tokens of their texts, such as <|im_start|>, in a prompt without the chat "
+    "template.",
+)
 @option(
     "--suffix",
     metavar="TEXT|@FILE",
@@ -71,13 +78,15 @@ def command(**given: Any) -> None:
     as_json, quiet = given.pop("as_json"), given.pop("quiet")
     system, raw, model = given.pop("system"), given.pop("raw"), given.pop("model")
     prediction, suffix = given.pop("prediction") or "", given.pop("suffix") or ""
+    parse_special = given.pop("parse_special")
     if suffix.startswith("@"):
         suffix = read_text(suffix[1:])
     params, options = sampling_params(given, constraint(given)), engine_options(given, model)
     from twostroke.engine.prompts import to_hints
 
     with open_engine(model, options, quiet=quiet or as_json) as engine:
-        tokens, params = _encode(engine, text, params, system, suffix, raw=raw)
+        card = replace(engine.card, parses_special=parse_special)
+        tokens, params = _encode(card, text, params, system, suffix, raw=raw)
         hints = to_hints(engine.card, "auto", prediction)
         completion = _run(engine, tokens, params, hints, show=not as_json)
         strokes = engine.client.loop.snapshot().strokes
@@ -115,7 +124,7 @@ def _prompt(text: str | None, option: str | None, file: str | None) -> str:
 
 
 def _encode(
-    engine: Engine,
+    card: ModelCard,
     text: str,
     params: SamplingParams,
     system: str | None,
@@ -126,20 +135,20 @@ def _encode(
     """Return the prompt's tokens, and `params` with what the way of asking adds to them."""
     from twostroke.engine.prompts import encode_gap, encode_text, encode_turn, ending_gaps
 
-    if suffix or raw or engine.card.chat_template is None:
+    if suffix or raw or card.chat_template is None:
         if system is not None:
-            why = f"{engine.card.name} has none"
+            why = f"{card.name} has none"
             why = "--suffix is without one" if suffix else "--raw is without one" if raw else why
             raise UsageError(f"--system needs a chat template, and {why}.")
         if suffix:
-            return encode_gap(engine.card, text, suffix), ending_gaps(engine.card, params)
-        return encode_text(engine.card, text), params
+            return encode_gap(card, text, suffix), ending_gaps(card, params)
+        return encode_text(card, text), params
     if not text.strip():
         raise UsageError(f"The prompt is empty: {_HOW}")
     messages = [{"role": "system", "content": system}] if system is not None else []
     # Files and `echo` end in a newline that is not part of the message.
     message = {"role": "user", "content": text.removesuffix("\n")}
-    return encode_turn(engine.card, [*messages, message], params)
+    return encode_turn(card, [*messages, message], params)
 
 
 def _run(

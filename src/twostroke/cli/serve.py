@@ -101,6 +101,12 @@ _logger = logging.getLogger("twostroke.serve")
     help="Send a model's reasoning in a field apart, or leave it in the answer's text.",
 )
 @option(
+    "--parse-special/--no-parse-special",
+    default=True,
+    help="Make special tokens of their texts, such as <|im_start|>, in prompts without a chat "
+    "template. Messages of chats are never read so.",
+)
+@option(
     "--any-model",
     is_flag=True,
     help="Answer requests for every model, whatever name they have, with MODEL.",
@@ -223,6 +229,7 @@ def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeO
         is_strict=given["is_strict"],
         strict_limits=given["strict_limits"],
         splits_reasoning=given["reasoning"] == "apart",
+        parses_special=given["parse_special"],
     )
 
 

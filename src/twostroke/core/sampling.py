@@ -96,6 +96,8 @@ class SamplingParams(Frozen):
         shown_ids: special tokens that the answer's text includes; it leaves out the others.
         end_ids: end the answer as `stop_token_ids` do; they are the model's, so the limits of the
             caller's do not apply.
+        drops_space: whether the answer's text leaves out a space that it begins with, for chats
+            with tokenizers that put a space before every text (SentencePiece).
 
     Raises:
         RequestError: a value is outside its bounds; `field` names it.
@@ -123,6 +125,7 @@ class SamplingParams(Frozen):
     preface: Preface | None = None
     shown_ids: frozenset[int] = frozenset()
     end_ids: frozenset[int] = frozenset()
+    drops_space: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that no request may carry."""

@@ -38,6 +38,7 @@ class Choice(Listener):
             shown_ids=params.shown_ids,
             min_tokens=params.min_tokens,
             preface=params.preface,
+            drops_space=params.drops_space,
         )
 
     def take(self, delta: Delta, now_s: float) -> Output:

@@ -37,9 +37,11 @@ _MAX_SHOWN: Final = 40  # characters of a wrong word that an error repeats
 class ModelCard(Frozen):
     """Facts about an engine's model. Sizes are in bytes.
 
-    `pooling` is how its files say that embeddings are made, None if they do not say. `container` is
-    the kind of its files, "gguf" or "safetensors". `identity` is its `weights_identity`. `sampling`
-    are the values of sampling fields that a request leaves out.
+    `parses_special` says whether the texts of special tokens in raw prompts become these tokens,
+    unless a request says otherwise; those in messages of a chat never do. `pooling` is how its
+    files say that embeddings are made, None if they do not say. `container` is the kind of its
+    files, "gguf" or "safetensors". `identity` is its `weights_identity`. `sampling` are the values
+    of sampling fields that a request leaves out.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ModelCard(Frozen):
     container: str = "gguf"
     identity: str = ""
     sampling: SamplingDefaults = SamplingDefaults()
+    parses_special: bool = True
 
     @property
     def num_parameters(self) -> int:

@@ -64,6 +64,7 @@ class LLM(AbstractContextManager["LLM"]):
         suffix: str = "",
         speculate: str = "auto",
         prediction: str = "",
+        parse_special: bool = True,
     ) -> list[list[Completion]]:
         """Continue prompts (texts, or lists of token ids), which share the engine's batches.
 
@@ -71,6 +72,7 @@ class LLM(AbstractContextManager["LLM"]):
         prompts, or a list with one for each. With a `suffix` each answer is the text between its
         prompt and the suffix. `speculate` names the method that guesses tokens, and `prediction`
         is the text of the expected answer; both change the speed and never the answers.
+        `parse_special` makes special tokens of their texts in prompts, except around a gap.
 
         Raises:
             RequestError: a prompt is empty or can never fit, or the model cannot fill in the
@@ -81,7 +83,7 @@ class LLM(AbstractContextManager["LLM"]):
         hints = to_hints(card, speculate, prediction)
         return self._answer(
             [
-                _completion(card, prompt, one, suffix, hints)
+                _completion(card, prompt, one, suffix, hints, parse_special=parse_special)
                 for prompt, one in zip(many, _as_params(params, len(many)), strict=True)
             ]
         )
@@ -113,30 +115,38 @@ class LLM(AbstractContextManager["LLM"]):
         suffix: str = "",
         speculate: str = "auto",
         prediction: str = "",
+        parse_special: bool = True,
     ) -> Iterator[Output]:
         """Continue one prompt and yield its outputs; leaving early cancels the rest.
 
-        `suffix`, `speculate` and `prediction` as in `generate`.
+        `suffix` and the other options as in `generate`.
         """
         card, client = self.engine.card, self.engine.client
         hints = to_hints(card, speculate, prediction)
-        generation = _completion(card, prompt, params, suffix, hints).submit(client)
+        completion = _completion(card, prompt, params, suffix, hints, parse_special=parse_special)
+        generation = completion.submit(client)
         client.loop.flush()
         yield from generation
 
     def embed(
-        self, texts: Text | Sequence[Text], *, pooling: str = AUTO, dimensions: int | None = None
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        pooling: str = AUTO,
+        dimensions: int | None = None,
+        parse_special: bool = True,
     ) -> list[Embedding]:
         """Return a vector of length 1 for each text (or list of token ids), in order.
 
         Texts of similar meaning have similar directions, best with models made for embeddings.
         `pooling` is "mean", "last", or "auto" for the model's own; `dimensions` keeps only that
-        many first values.
+        many first values. `parse_special` makes special tokens of their texts.
 
         Raises:
             RequestError: a text is empty or can never fit, or the model cannot embed in this way.
         """
-        tokens, params = _texts(self.engine.card, texts), EmbeddingParams(pooling, dimensions)
+        tokens = _texts(self.engine.card, texts, parse_special=parse_special)
+        params = EmbeddingParams(pooling, dimensions)
         return list(self.engine.client.embed(tokens, params, _FOR_EMBEDDINGS))
 
     def close(self) -> None:
@@ -200,14 +210,17 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         suffix: str = "",
         speculate: str = "auto",
         prediction: str = "",
+        parse_special: bool = True,
     ) -> AsyncIterator[Output]:
         """Continue a prompt and yield its outputs; leaving early cancels the rest.
 
-        `suffix`, `speculate` and `prediction` as in `LLM.generate`.
+        `suffix` and the other options as in `LLM.generate`.
         """
         card = self.engine.card
         hints = to_hints(card, speculate, prediction)
-        return self._outputs(_completion(card, prompt, params, suffix, hints))
+        return self._outputs(
+            _completion(card, prompt, params, suffix, hints, parse_special=parse_special)
+        )
 
     def chat(
         self,
@@ -226,10 +239,16 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return self._outputs(_turn(card, messages, params, hints))
 
     async def embed(
-        self, texts: Text | Sequence[Text], *, pooling: str = AUTO, dimensions: int | None = None
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        pooling: str = AUTO,
+        dimensions: int | None = None,
+        parse_special: bool = True,
     ) -> list[Embedding]:
         """Return a vector of length 1 for each text, in order, as `LLM.embed`."""
-        tokens, params = _texts(self.engine.card, texts), EmbeddingParams(pooling, dimensions)
+        tokens = _texts(self.engine.card, texts, parse_special=parse_special)
+        params = EmbeddingParams(pooling, dimensions)
         generation = self.engine.client.embed_async(tokens, params, _FOR_EMBEDDINGS)
         try:
             found = [Embedding.of(output) async for output in generation]
@@ -277,13 +296,19 @@ class _Prompt(Frozen):
 
 
 def _completion(
-    card: ModelCard, prompt: Text, params: SamplingParams | None, suffix: str, hints: Hints
+    card: ModelCard,
+    prompt: Text,
+    params: SamplingParams | None,
+    suffix: str,
+    hints: Hints,
+    *,
+    parse_special: bool,
 ) -> _Prompt:
     params = _checked(params)
     if suffix:
         tokens, params = encode_gap(card, prompt, suffix), ending_gaps(card, params)
     else:
-        tokens = encode_text(card, prompt)
+        tokens = encode_text(card, prompt, parse_special=parse_special)
     return _Prompt(tokens, params, Caller(prompt_field="prompt"), hints)
 
 
@@ -294,8 +319,13 @@ def _turn(
     return _Prompt(tokens, params, Caller(prompt_field="messages"), hints)
 
 
-def _texts(card: ModelCard, texts: Text | Sequence[Text]) -> list[list[int]]:
-    return [encode_text(card, text, field="input") for text in _as_prompts(texts)]
+def _texts(
+    card: ModelCard, texts: Text | Sequence[Text], *, parse_special: bool
+) -> list[list[int]]:
+    return [
+        encode_text(card, text, field="input", parse_special=parse_special)
+        for text in _as_prompts(texts)
+    ]
 
 
 def _fetch_and_build(model: Model, options: EngineOptions | None) -> Engine:

@@ -21,15 +21,23 @@ if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
     from twostroke.tokenize import InfillTokens, Prompt
 
+_MAX_TOKEN_LENGTH: Final = 64  # characters; a longer text is cut before it is encoded
 _MAX_SHOWN: Final = 60  # characters of a wrong prompt that an error repeats
 
 
 def encode_text(
-    card: ModelCard, prompt: str | Sequence[int], *, field: str = "prompt"
+    card: ModelCard,
+    prompt: str | Sequence[int],
+    *,
+    field: str = "prompt",
+    add_special: bool = True,
+    parse_special: bool | None = None,
 ) -> list[int]:
     """Return the token ids of a prompt to be continued; ids pass through.
 
-    `field` is what errors call it.
+    `field` is what errors call it. `add_special` adds the tokens that begin every text, unless the
+    prompt has them. `parse_special` says whether the texts of special tokens become these tokens;
+    None leaves that to the card.
 
     Raises:
         ContextLengthError: a long text has more tokens than the context; it is not encoded to its
@@ -38,29 +46,58 @@ def encode_text(
     if not isinstance(prompt, str):
         return _listed(prompt)
     with _within_context(card, field):
-        return card.tokenizer.encode(prompt, add_special=True, most=card.context_length)
+        return card.tokenizer.encode(
+            prompt,
+            add_special=add_special,
+            parse_special=card.parses_special if parse_special is None else parse_special,
+            most=card.context_length,
+        )
 
 
-def encode_parts(card: ModelCard, parts: Sequence[str | int]) -> list[int]:
+def encode_beginning(
+    card: ModelCard,
+    prompt: str | Sequence[int],
+    *,
+    add_special: bool = True,
+    parse_special: bool | None = None,
+) -> list[int]:
+    """Return as many of a prompt's first token ids as the context holds.
+
+    Otherwise as `encode_text`.
+    """
+    num_tokens = card.context_length
+    beginning = prompt[: num_tokens * _MAX_TOKEN_LENGTH]
+    if not isinstance(beginning, str):
+        return _listed(beginning)[:num_tokens]
+    parses = card.parses_special if parse_special is None else parse_special
+    ids = card.tokenizer.encode(beginning, add_special=add_special, parse_special=parses)
+    return ids[:num_tokens]
+
+
+def encode_parts(
+    card: ModelCard, parts: Sequence[str | int], *, parse_special: bool | None = None
+) -> list[int]:
     """Return the token ids of texts and ids that follow each other.
 
-    The text of a special token becomes that token, so the caller must vouch for the texts.
+    `parse_special` as in `encode_text`.
 
     Raises:
         ContextLengthError: as `encode_text`.
     """
     tokenizer, ids = card.tokenizer, list[int]()
-    begin = tokenizer.named_texts.get("bos_token")
+    parses = card.parses_special if parse_special is None else parse_special
     for place, part in enumerate(parts):
         if isinstance(part, int):
             ids.append(part)
             continue
         if len(ids) > card.context_length:  # before more is encoded in vain
             raise too_long("prompt", len(ids), card.context_length, is_counted=False)
-        begins = place == 0 and not (begin and part.startswith(begin))
         with _within_context(card, "prompt"):
             ids += tokenizer.encode(
-                part, add_special=begins, parse_special=True, most=card.context_length
+                part,
+                add_special=place == 0,
+                parse_special=parses,
+                most=card.context_length,
             )
     return ids
 

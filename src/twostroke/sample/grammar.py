@@ -200,8 +200,8 @@ class _Words:
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return the tokens of a text, none of them special."""
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode())
+        """Return tokens with exactly the bytes of a text, none of them special."""
+        return self._tokenizer.encode_exact(text if isinstance(text, str) else text.decode())
 
 
 class GrammarMatcher:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from twostroke.engine.health import Health
 from twostroke.engine.roster import Roster
@@ -25,9 +28,17 @@ _NEVER_S: Final = 100 * 365 * 86_400.0  # after which a model would leave the me
 class Served:
     """A model: its name, its engine, and what compiles constraints for it."""
 
-    def __init__(self, name: str, engine: ServedEngine, compile_timeout_s: float) -> None:
-        """Serve the model of `engine` as `name`."""
+    def __init__(
+        self,
+        name: str,
+        engine: ServedEngine,
+        compile_timeout_s: float,
+        *,
+        parses_special: bool = True,
+    ) -> None:
+        """Serve the model of `engine` as `name`; `parses_special` is for its card."""
         self.name, self.engine = name, engine
+        self._parses_special = parses_special
         self.compiler = Compiler(
             engine.compile, compile_timeout_s, self._is_ready, lambda: engine.facts
         )
@@ -35,7 +46,8 @@ class Served:
     @property
     def card(self) -> ModelCard:
         """The model's facts."""
-        return self.engine.card
+        card = self.engine.card
+        return card if self._parses_special else replace(card, parses_special=False)
 
     def _is_ready(self) -> bool:
         return self.engine.health is not Health.RECOVERING
@@ -47,24 +59,26 @@ class Catalogue:
     def __init__(self, engine: ServedEngine, options: ServeOptions) -> None:
         """Serve `engine`'s model, or those of a roster; the first is the default."""
         timeout_s = options.limits.compile_timeout_s
+        serve = partial(Served, parses_special=options.parses_special)
         self.roster = roster = engine if isinstance(engine, Roster) else None
         if roster is not None:
-            self._served = {
-                name: Served(name, one, timeout_s) for name, one in roster.engines.items()
+            self._models = {
+                name: serve(name, served_engine, timeout_s)
+                for name, served_engine in roster.engines.items()
             }
         else:
             names = options.model_names or (engine.card.name,)
-            self._served = dict.fromkeys(names, Served(names[0], engine, timeout_s))
-        self.names = ModelNames(tuple(self._served), options.any_model)
+            self._models = dict.fromkeys(names, serve(names[0], engine, timeout_s))
+        self.names = ModelNames(tuple(self._models), options.any_model)
 
     def __iter__(self) -> Iterator[tuple[str, Served]]:
         """Yield all names and their models."""
-        return iter(self._served.items())
+        return iter(self._models.items())
 
     @property
     def default(self) -> Served:
         """The model of requests that name none."""
-        return self._served[self.names.known[0]]
+        return self._models[self.names.known[0]]
 
     def find(self, asked: str | None) -> tuple[str, Served]:
         """Return the name for the response, and the model.
@@ -72,7 +86,7 @@ class Catalogue:
         Raises:
             ModelNotFoundError: there is no such model.
         """
-        return self.names.find(asked), self._served[self.names.known_name(asked)]
+        return self.names.find(asked), self._models[self.names.known_name(asked)]
 
     def choose(
         self, asked: str | None, served: ServedRequest, keep_s: float | None
@@ -91,7 +105,7 @@ class Catalogue:
         return (
             self.roster.engines[name].num_bytes
             if self.roster
-            else self._served[name].card.file_bytes
+            else self._models[name].card.file_bytes
         )
 
     def expires_at(self, name: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.engine.client import Caller
 from twostroke.engine.prompts import (
     chat_of,
+    encode_beginning,
     encode_gap,
     encode_rendered,
     encode_text,
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Prompt as Rendered
 
 MAX_MESSAGES: Final = 10_000
-_MAX_TOKEN_LENGTH: Final = 64  # characters; texts are cut at so many for each token that fits
 _ANSWER_SHARE: Final = 4  # 1/4 of the context is left for an answer without a limit
 
 
@@ -198,6 +199,9 @@ class Job(Frozen):
         continuous_usage: whether the chunks of such a stream have the usage so far.
         echo: whether to repeat each prompt before its answer.
         suffix: the text after the answer, for a model that can fill in the middle.
+        add_special: whether to add the tokens that begin every text to texts without them.
+        parse_special: whether the texts of special tokens in texts become these tokens; None
+            leaves that to the server.
         timings: whether to report durations.
         llama_timings: whether to report them in llama-server's form.
         tools: the tools that answers to a conversation may call.
@@ -221,6 +225,8 @@ class Job(Frozen):
     continuous_usage: bool = False
     echo: bool = False
     suffix: str = ""
+    add_special: bool = True
+    parse_special: bool | None = None
     timings: bool = False
     llama_timings: bool = False
     tools: Tools | None = None
@@ -266,14 +272,17 @@ class Job(Frozen):
             return prompt.encode(card)
         if self.suffix:
             return encode_gap(card, prompt, self.suffix)
-        return encode_text(card, prompt)
+        return encode_text(
+            card, prompt, add_special=self.add_special, parse_special=self.parse_special
+        )
 
 
 class EmbeddingJob(Frozen):
     """Texts, or lists of token ids, to embed.
 
     `model` is the name that the client used, None for the default; `write` encodes an embedding
-    for the response. `truncates` cuts texts that are longer than the context.
+    for the response. `truncates` cuts texts that are longer than the context; `add_special` and
+    `parse_special` as in `Job`.
     """
 
     model: str | None
@@ -282,6 +291,8 @@ class EmbeddingJob(Frozen):
     caller: Caller
     write: Callable[[Embedding], msgspec.Raw]
     truncates: bool = False
+    add_special: bool = True
+    parse_special: bool | None = None
 
     def encode(self, card: ModelCard) -> list[list[int]]:
         """Return the token ids of each text.
@@ -289,14 +300,11 @@ class EmbeddingJob(Frozen):
         Raises:
             ContextLengthError: a text has more tokens than the context.
         """
-        if not self.truncates:
-            return [encode_text(card, text, field=self.caller.prompt_field) for text in self.texts]
-        most, encode = card.context_length, card.tokenizer.encode
-        beginnings = [text[: most * _MAX_TOKEN_LENGTH] for text in self.texts]
-        return [
-            (encode(text, add_special=True) if isinstance(text, str) else text)[:most]
-            for text in beginnings
-        ]
+        encode = partial(encode_text, field=self.caller.prompt_field)
+        if self.truncates:
+            encode = partial(encode_beginning)
+        add, parse = self.add_special, self.parse_special
+        return [encode(card, text, add_special=add, parse_special=parse) for text in self.texts]
 
 
 def _with_known_ids(

@@ -35,6 +35,8 @@ class ServeOptions(Frozen):
         is_strict: whether fields that have no effect are refused, and not ignored.
         strict_limits: whether limits of tokens above what fits are refused, and not cut.
         splits_reasoning: whether reasoning is separated from the answers or left in them.
+        parses_special: whether the texts of special tokens in raw prompts become these tokens,
+            unless a request says otherwise.
         max_stored: how many answers of /v1/responses are stored; 0 stores none.
         max_stored_bytes: the size of all stored answers.
         objectives: goals for latency, in metrics and on the dashboard.
@@ -57,6 +59,7 @@ class ServeOptions(Frozen):
     is_strict: bool = False
     strict_limits: bool = False
     splits_reasoning: bool = True
+    parses_special: bool = True
     max_stored: int = 10_000
     max_stored_bytes: int = 64 * 1024 * 1024
     objectives: tuple[Objective, ...] = ()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
+from twostroke.tokenize.alphabets import SPACE, marking
 from twostroke.tokenize.words import (
     DIGIT,
     GPT2,
@@ -23,21 +24,23 @@ if TYPE_CHECKING:
     from twostroke.tokenize.words import Cut, Normalize
 
 Description = dict[str, Any]
-_SPACE = "\u2581"
-# The schemes of Metaspace that put a space before the first stretch, and before the others.
-_SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}))
+# The schemes of Metaspace that put a space before the first stretch, before the others, and before
+# text that must stay as it is.
+_SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}), frozenset[str]())
 
 
 class Words(Frozen):
     """How words are made of a text: it is normalized, then cut.
 
-    Its first stretch is cut by `cut`, those after an added token by `cut_rest`. `byte_level` says
-    whether the merges see a word's bytes in place of its characters.
+    Its first stretch is cut by `cut`, stretches after an added token by `cut_rest`. `cut_exact`
+    puts no space before a text. `byte_level` says whether the merges see a word's bytes in place
+    of its characters.
     """
 
     normalize: Normalize
     cut: Cut
     cut_rest: Cut
+    cut_exact: Cut
     byte_level: bool
 
 
@@ -59,12 +62,19 @@ def read_words(description: Description) -> Words:
             raise ModelFormatError("its pre-tokenizer ByteLevel is not the last step.")
         if step["type"] == "Metaspace" and place > 0:
             raise ModelFormatError("its pre-tokenizer Metaspace is not the first step.")
-    first, rest = (
-        words_by([_PRE_TOKENIZERS[step["type"]](step, schemes) for step in steps])
-        for schemes in _SCHEMES
+    first, rest, exact = (
+        [_PRE_TOKENIZERS[step["type"]](step, schemes) for step in steps] for schemes in _SCHEMES
     )
     byte_level = bool(steps) and steps[-1]["type"] == "ByteLevel"
-    return Words(normalizing(normalizers), first, rest, byte_level)
+    if not byte_level:  # a normalizer may be what marks the spaces
+        exact.insert(0, marking(prefix=False))
+    return Words(
+        normalize=normalizing(normalizers),
+        cut=words_by(first),
+        cut_rest=words_by(rest),
+        cut_exact=words_by(exact),
+        byte_level=byte_level,
+    )
 
 
 def flat(description: Description | None, key: str) -> Iterator[Description]:
@@ -103,15 +113,15 @@ _NORMALIZERS: dict[str, Callable[[Description], Normalize]] = {
 }
 
 
-def _byte_level(step: Description, _schemes: frozenset[str]) -> Cut:
+def _byte_level(step: Description, schemes: frozenset[str]) -> Cut:
     words = cut_at(GPT2) if step.get("use_regex", True) else lambda text: [text]
-    if not step.get("add_prefix_space"):
+    if not step.get("add_prefix_space") or "always" not in schemes:
         return words
     return lambda text: words(text if text.startswith(" ") else " " + text)
 
 
 def _metaspace(step: Description, schemes: frozenset[str]) -> Cut:
-    mark = str(step.get("replacement", _SPACE))
+    mark = str(step.get("replacement", SPACE))
     scheme = step.get("prepend_scheme", "always")
     if step.get("add_prefix_space") is False:
         scheme = "never"

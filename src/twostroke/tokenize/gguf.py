@@ -102,10 +102,16 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
     # Llama 2 begins each stretch after a special token with a space. Mistral's later files have
     # tokens for the turns, and their templates write the space that belongs after one.
     writes_space = any(token.special and token.text == "[INST]" for token in added)
-    cut_rest = words_by([marking(prefix=False), words]) if writes_space else cut
+    cut_exact = words_by([marking(prefix=False), words])
     parts = _parts(fields, added, merges, cut, begin=True)
     return Tokenizer(
-        replace(parts, cut_rest=cut_rest, to_bytes=sentencepiece_bytes, strip_space=space)
+        replace(
+            parts,
+            cut_rest=cut_exact if writes_space else cut,
+            cut_exact=cut_exact,
+            to_bytes=sentencepiece_bytes,
+            strip_space=space,
+        )
     )
 
 
@@ -116,9 +122,13 @@ def _sentencepiece_merges(fields: _Fields) -> Tokenizer:
     pairs = ListedPairs(fields.array("merges", str), vocabulary)
     merges = Merges(vocabulary, pairs, _characters(fields, bytes_of))
     space = fields.get("add_space_prefix", bool) or False
-    cut = words_by([marking(prefix=space), cut_before_spaces(vocabulary)])
+    words = cut_before_spaces(vocabulary)
+    cut = words_by([marking(prefix=space), words])
+    cut_exact = words_by([marking(prefix=False), words])
     parts = _parts(fields, added, merges, cut, begin=True)
-    return Tokenizer(replace(parts, to_bytes=sentencepiece_bytes, strip_space=space))
+    return Tokenizer(
+        replace(parts, cut_exact=cut_exact, to_bytes=sentencepiece_bytes, strip_space=space)
+    )
 
 
 # The readers by `tokenizer.ggml.model`.

@@ -86,6 +86,7 @@ def _build(
             normalize=words.normalize,
             cut=words.cut,
             cut_rest=words.cut_rest,
+            cut_exact=words.cut_exact,
             vocab_size=vocab_size,
             to_bytes=byte_level_bytes if words.byte_level else sentencepiece_bytes,
             added=added,

@@ -20,8 +20,8 @@ _NOTHING: Final[Mapping[int, str]] = {}
 class StreamDecoder:
     """Turns the tokens of one answer into pieces of text, one call a token.
 
-    The pieces joined are `tokenizer.decode` of all tokens, or, when a stop string was found, that
-    text up to it (with it, if `include_stop`). A piece never ends inside a character, and text
+    The pieces joined are the text of all tokens, or, when a stop string was found, that text up to
+    it (with it, if `include_stop`). A piece never ends inside a character, and text
     that may be the beginning of a stop string is held back. The time for a token does not grow
     with the text before it. `known` has the texts of tokens for which `feed` only looks them up.
     """
@@ -37,10 +37,12 @@ class StreamDecoder:
         shown_ids: Collection[int] = (),
         min_tokens: int = 0,
         preface: Preface | None = None,
+        drops_space: bool = False,
     ) -> None:
         """The first `min_tokens` tokens and a `preface` are not searched for stop strings.
 
-        Special tokens are left out, except `shown_ids`.
+        Special tokens are left out, except `shown_ids`. `drops_space` leaves out a space at the
+        beginning, which is part of the first token and not of the answer.
         """
         self._tokenizer = tokenizer
         specials = tokenizer.special_ids
@@ -52,7 +54,7 @@ class StreamDecoder:
         self._decoder = _UTF8("replace")
         self._partial = False  # the decoder holds the first bytes of a character
         self._held = ""
-        self._strip_space = tokenizer.strip_space
+        self._drops_space = drops_space
         self._finished = False
         self.stop: str | None = None
         self._texts = tokenizer.ascii_texts
@@ -73,9 +75,9 @@ class StreamDecoder:
             text = data.decode("ascii")
             if token_id not in self._tokenizer.special_ids:
                 self._texts[token_id] = text
-        if self._strip_space and text:
+        if self._drops_space and text:
             text = text.removeprefix(" ")
-            self._strip_space = False
+            self._drops_space = False
             self._look()
         if not self._matcher:
             return text
@@ -104,7 +106,7 @@ class StreamDecoder:
 
     def _look(self) -> None:
         """Set `known`: all texts while each token only adds its own text, else none."""
-        is_plain = not (self._partial or self._matcher or self._strip_space or self._finished)
+        is_plain = not (self._partial or self._matcher or self._drops_space or self._finished)
         self.known = self._texts if is_plain else _NOTHING
 
     def _cut(self, text: str, *, is_last: bool = False) -> tuple[str, str]:

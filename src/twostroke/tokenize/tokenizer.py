@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from msgspec import field
 
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
+from twostroke.tokenize.alphabets import SPACE
 from twostroke.tokenize.specials import WHITE_SPACE, AddedToken, Splitter
 
 if TYPE_CHECKING:
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from twostroke.tokenize.words import Cut, Normalize
 
 _SHORT_TEXT = 1 << 16  # characters; it is encoded to its end, so that errors say how many tokens
+
+# SentencePiece's sign for a space is no space where a text has it: it is spelled in bytes.
+_AROUND_SPACE_MARKS = re.compile(f"({SPACE})")
 
 
 class Piece(Frozen):
@@ -65,12 +71,13 @@ class TokenizerParts(Frozen):
     `normalize` prepares plain text, `cut` makes words of it and `merges` tokens of words. `merges`
     knows no added token; control tokens are not in its vocabulary, so no text reaches them by
     merging. `cut_rest`, where it differs, does the stretches after the first (SentencePiece puts a
-    space before the first word only). `to_bytes` gives the bytes of an ordinary token's text;
-    `odd_bytes` overrides it by id. `prefix_ids` and `suffix_ids` are what `add_special` puts around
-    a text. `space_prefix` puts a space before a text without one; `strip_space` takes the first
-    space of decoded text away again (SentencePiece). `named_texts` are the texts of `bos_token`,
-    `eos_token` and the like, under the names that templates use. `infill` are the tokens for
-    filling in the middle, where the vocabulary has them.
+    space before the first word only). `cut_exact`, where it differs, puts no space anywhere.
+    `to_bytes` gives the bytes of an ordinary token's text; `odd_bytes` overrides it by id.
+    `prefix_ids` and `suffix_ids` are what `add_special` puts around a text. `space_prefix` puts a
+    space before a text without one; `strip_space` takes the first space of decoded text away again
+    (SentencePiece). `named_texts` are the texts of `bos_token`, `eos_token` and the like, under the
+    names that templates use. `infill` are the tokens for filling in the middle, where the
+    vocabulary has them.
     """
 
     merges: Merges
@@ -80,6 +87,7 @@ class TokenizerParts(Frozen):
     normalize: Normalize = str
     added: tuple[AddedToken, ...] = ()
     cut_rest: Cut | None = None
+    cut_exact: Cut | None = None
     odd_bytes: Mapping[int, bytes] = field(default_factory=dict)
     bos_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
@@ -146,9 +154,9 @@ class Tokenizer:
         """Return the token ids of `text`.
 
         `add_special` puts the model's begin (or end) of sequence around it where the model wants
-        that. `parse_special` turns the texts of control tokens into those tokens: only for text
-        that the caller vouches for, never for a user's. A lone surrogate, which has no UTF-8, is
-        read as U+FFFD.
+        that and the text has none. `parse_special` turns the texts of control tokens into those
+        tokens: for raw prompts, never for messages of a chat. A lone surrogate, which has no UTF-8,
+        is read as U+FFFD.
 
         Raises:
             TooManyTokensError: a long text has more than `most` tokens; the rest is not encoded.
@@ -156,8 +164,67 @@ class Tokenizer:
         pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
         bound = _bound(most, len(text))
         ids = self._encode_pieces(pieces, parse_special=parse_special, most=bound)
-        parts = self._parts
-        return [*parts.prefix_ids, *ids, *parts.suffix_ids] if add_special else ids
+        return self._with_ends(ids) if add_special else ids
+
+    def _with_ends(self, ids: list[int]) -> list[int]:
+        """Put the begin and end of sequence around a text that has not got them already."""
+        before, after = list(self._parts.prefix_ids), list(self._parts.suffix_ids)
+        if before and ids[: len(before)] == before:
+            before = []
+        if after and ids[-len(after) :] == after:
+            after = []
+        return [*before, *ids, *after]
+
+    def encode_exact(self, text: str) -> list[int]:
+        """Return tokens that spell `text` byte for byte, by the model's own merges.
+
+        For text that an answer is forced to have: nothing is normalized, no space is put before
+        it, and no added token is looked for. Characters that the vocabulary cannot spell end it:
+        the tokens of the text before them are returned.
+        """
+        merged = self._merge_exact(text)
+        if merged is not None:
+            return merged
+        ids: list[int] = []
+        for part in _AROUND_SPACE_MARKS.split(text):
+            merged = self._merge_exact(part)
+            if merged is not None:
+                ids += merged
+                continue
+            for char in part:
+                spelled = self._spell_character(char)
+                if not spelled:
+                    return ids
+                ids += spelled
+        return ids
+
+    def _merge_exact(self, text: str) -> list[int] | None:
+        """Return the tokens that the merges make of a text, or None if these have other bytes."""
+        cut = self._parts.cut_exact or self._parts.cut
+        ids = self._merges.encode(cut(text))
+        return ids if b"".join(map(self.token_bytes, ids)) == text.encode() else None
+
+    def _spell_character(self, char: str) -> list[int]:
+        """Return the token of a character, or the tokens of its bytes; empty without either."""
+        data = char.encode()
+        token = self._ids_of_characters.get(data)
+        if token is not None:
+            return [token]
+        byte_tokens = [self._ids_of_characters.get(bytes([value])) for value in data]
+        if None in byte_tokens:
+            return []
+        return [token for token in byte_tokens if token is not None]
+
+    @cached_property
+    def _ids_of_characters(self) -> dict[bytes, int]:
+        """Ordinary tokens of one character or one byte, by their bytes."""
+        ids: dict[bytes, int] = {}
+        for token in range(self.vocab_size):
+            data = self.token_bytes(token)
+            is_character = len(data) == 1 or len(data.decode("utf-8", "ignore")) == 1
+            if is_character and token not in self._added_by_id:
+                ids.setdefault(data, token)
+        return ids
 
     def encode_prompt(self, prompt: Prompt, *, most: int | None = None) -> list[int]:
         """Return the token ids of a rendered chat prompt; its special pieces are one id each.

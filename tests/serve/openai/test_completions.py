@@ -148,7 +148,9 @@ def test_echo_reports_on_the_prompt_before_the_answer(
     response = server.complete(echo=True, stream=stream, **fields)
     text, found = _logprobs(response, stream)
     tokenizer = server.client.card.tokenizer
-    ids = tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+    ids = prompt
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, add_special=True, parse_special=True)
     num_tokens = len(found["tokens"])
     assert len(ids) <= num_tokens <= len(ids) + max_tokens
     assert all(len(values) == num_tokens for values in found.values())

@@ -51,9 +51,10 @@ def test_begin_of_text_can_be_left_out(server: LiveServer, monkeypatch: pytest.M
     assert with_it == [1, *without]
 
 
-def test_text_of_a_special_token_stays_text_and_ids_of_them_come_back(server: LiveServer) -> None:
-    for text in SPECIAL_TOKENS:
-        ids = post(server, "/tokenize", prompt=text)["tokens"]
+def test_text_of_a_special_token_becomes_it_unless_the_request_says_no(server: LiveServer) -> None:
+    for place, text in enumerate(SPECIAL_TOKENS):
+        assert post(server, "/tokenize", prompt=text)["tokens"] == [place]
+        ids = post(server, "/tokenize", prompt=text, parse_special=False)["tokens"]
         assert len(ids) > 1
         assert post(server, "/detokenize", tokens=ids) == both(text)
     assert post(server, "/detokenize", tokens=[1, 2]) == both("".join(SPECIAL_TOKENS[1:]))

@@ -124,6 +124,17 @@ Ignored = Annotated[Any, ignored()]
 Hint = Annotated[Any, hint()]
 SentBack = Annotated[Any, Meta(description="A field of answers that clients send back.")]
 Unsupported = Annotated[Any, unsupported()]
+AddSpecial = Annotated[
+    bool | None,
+    doc("Add the tokens that begin every text to texts without them; true if left out."),
+]
+ParseSpecial = Annotated[
+    bool | None,
+    doc(
+        "Make special tokens of their texts, such as `<s>`; true if left out, unless the "
+        "server has `--no-parse-special`."
+    ),
+]
 AlwaysOff = Annotated[Any, unsupported(False)]  # noqa: FBT003 - a value, not an option
 AlwaysOn = Annotated[Any, unsupported(True)]  # noqa: FBT003
 HintOff = Annotated[Any, hint(False)]  # noqa: FBT003

@@ -41,6 +41,7 @@ class LlamaRequest(TextFields, kw_only=True):
             "A text, a list of token ids and texts that follow each other, or several.", minItems=1
         ),
     ]
+    parse_special: field.ParseSpecial = None
 
 
 class LlamaJob(Job, kw_only=True):
@@ -58,12 +59,10 @@ class LlamaJob(Job, kw_only=True):
 
 
 class Mixed(Frozen):
-    """Texts and token ids that follow each other.
-
-    The text of a special token becomes that token: clients send whole conversations so.
-    """
+    """Texts and token ids that follow each other; `parse_special` as in `Job`."""
 
     parts: tuple[int | str, ...]
+    parse_special: bool | None = None
 
     def encode(self, card: ModelCard) -> list[int]:
         """Return the token ids; a text at the beginning is begun as the model wants it.
@@ -71,7 +70,7 @@ class Mixed(Frozen):
         Raises:
             ContextLengthError: there are more tokens than the context has.
         """
-        return encode_parts(card, self.parts)
+        return encode_parts(card, self.parts, parse_special=self.parse_special)
 
 
 def read(asked: LlamaRequest, tenant: Tenant) -> Job:
@@ -80,7 +79,10 @@ def read(asked: LlamaRequest, tenant: Tenant) -> Job:
     Raises:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
-    return to_job(asked, [_composed(prompt) for prompt in _prompts(asked.prompt)], tenant)
+    prompts = [
+        _composed(prompt, parse_special=asked.parse_special) for prompt in _prompts(asked.prompt)
+    ]
+    return to_job(asked, prompts, tenant)
 
 
 def to_job(
@@ -113,7 +115,7 @@ def _prompts(given: OnePrompt | list[int | str | list[int | str] | PromptObject]
     return [given]
 
 
-def _composed(prompt: OnePrompt) -> Mixed:
+def _composed(prompt: OnePrompt, *, parse_special: bool | None) -> Mixed:
     if isinstance(prompt, PromptObject):
-        return Mixed((prompt.prompt_string,))
-    return Mixed((prompt,) if isinstance(prompt, str) else tuple(prompt))
+        prompt = prompt.prompt_string
+    return Mixed((prompt,) if isinstance(prompt, str) else tuple(prompt), parse_special)

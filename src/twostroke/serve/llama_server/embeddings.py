@@ -31,6 +31,7 @@ class LlamaEmbeddingRequest(field.RequestObject):
     ] = None
     input: Annotated[Texts | None, field.doc("The same as `content`.")] = None
     model: field.ModelName = None
+    parse_special: field.ParseSpecial = None
     encoding_format: Annotated[Any, field.unsupported("float")] = None
     embd_normalize: Annotated[Any, field.unsupported(2)] = None
 
@@ -56,7 +57,14 @@ def read(asked: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     if not all(texts):
         raise RequestError("is empty: give at least one token.", field=name)
     caller = Caller(tenant=tenant.name, prompt_field=name)
-    return EmbeddingJob(asked.model, texts, EmbeddingParams(), caller, _write)
+    return EmbeddingJob(
+        model=asked.model,
+        texts=texts,
+        params=EmbeddingParams(),
+        caller=caller,
+        write=_write,
+        parse_special=asked.parse_special,
+    )
 
 
 def whole(

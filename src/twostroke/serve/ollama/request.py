@@ -169,6 +169,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
         bool | None,
         field.doc("Continue the prompt as it is, with its special tokens, without the template."),
     ] = None
+    parse_special: field.ParseSpecial = None
     context: Annotated[
         list[field.TokenId] | None, field.doc("The `context` of an earlier answer, to go on from.")
     ] = None
@@ -210,7 +211,7 @@ def read_generate(asked: OllamaGenerateRequest, tenant: Tenant) -> Job:
     for name in ("system", "context"):
         if getattr(asked, name):
             raise RequestError("cannot be combined with raw: leave one of them out.", field=name)
-    return _job(asked, Mixed((text,)), tenant, "prompt")
+    return _job(asked, Mixed((text,), asked.parse_special), tenant, "prompt")
 
 
 def names(_asked: OllamaRequest) -> Mapping[str, str]:

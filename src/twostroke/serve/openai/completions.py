@@ -40,7 +40,8 @@ class CompletionRequest(CommonFields, kw_only=True):
         field.doc("Text after the answer, for models that can fill in the middle."),
     ] = None
 
-    add_special_tokens: field.AlwaysOn = None
+    add_special_tokens: field.AddSpecial = None
+    parse_special: field.ParseSpecial = None
 
 
 def read(asked: CompletionRequest, tenant: Tenant) -> Job:
@@ -71,6 +72,8 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
         caller=to_caller(asked, "prompt", tenant),
         echo=bool(asked.echo),
         suffix=asked.suffix or "",
+        add_special=asked.add_special_tokens is not False,
+        parse_special=asked.parse_special,
     )
 
 

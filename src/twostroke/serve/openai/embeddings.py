@@ -44,7 +44,8 @@ class EmbeddingRequest(ServiceFields, kw_only=True):
         field.doc("The tokens whose hidden states make a vector.", enum=[*POOLINGS, None]),
     ] = None
 
-    add_special_tokens: field.AlwaysOn = None
+    add_special_tokens: field.AddSpecial = None
+    parse_special: field.ParseSpecial = None
     normalize: field.AlwaysOn = None
     truncate_prompt_tokens: field.Unsupported = None
 
@@ -86,6 +87,8 @@ def read(asked: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
         params=EmbeddingParams(pooling, asked.dimensions),
         caller=to_caller(asked, "input", tenant),
         write=partial(_write, in_base64=asked.encoding_format == "base64"),
+        add_special=asked.add_special_tokens is not False,
+        parse_special=asked.parse_special,
     )
 
 

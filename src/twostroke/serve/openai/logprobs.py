@@ -75,7 +75,7 @@ class CompletionScorer:
         self._tokenizer = tokenizer
         self._echoed = iter(echoed)
         self._prompt = Offsets(tokenizer, prompt=text)
-        self._answer = Offsets(tokenizer, len(text))
+        self._answer = Offsets(tokenizer, len(text), begins=False)
         self._body = CompletionLogprobs([], [], [], [])
         for token in echoed[:1]:
             next(self._echoed)
@@ -122,12 +122,17 @@ class Offsets:
     A token inside a character begins where that character does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0, prompt: str = "") -> None:
-        """Begin at `start`, or in the text of a `prompt`, which may contain special tokens."""
+    def __init__(
+        self, tokenizer: Tokenizer, start: int = 0, prompt: str = "", *, begins: bool = True
+    ) -> None:
+        """Begin at `start`, or in the text of a `prompt`, which may contain special tokens.
+
+        Tokens that `begins` a text may have a space that the text has not.
+        """
         self._prompt = prompt
         self._decoder = _UTF8("replace")
         self._untold = tokenizer.special_ids  # absent from the text
-        self._strip_space = tokenizer.strip_space
+        self._strip_space = begins and tokenizer.strip_space
         self._offset = start
 
     def place(self, token: int, data: bytes) -> int:

@@ -33,7 +33,7 @@ _FIELDS_OF: Final = {
         "tools",
     ),
     "prompt": ("add_special_tokens",),
-    "content": ("add_special", "parse_special", "with_pieces"),
+    "content": ("add_special", "with_pieces"),
 }
 
 
@@ -60,17 +60,12 @@ class TokenizeRequest(TemplateFields):
     content: Annotated[
         str | list[int | str] | None, field.doc("A text, or texts and ids that follow each other.")
     ] = None
-    add_special_tokens: Annotated[
-        bool | None, field.doc("Add the tokens that begin every text; true if left out.")
-    ] = None
+    add_special_tokens: field.AddSpecial = None
     return_token_strs: Annotated[bool | None, field.doc("Return the tokens' texts, too.")] = None
     add_special: Annotated[
         bool | None, field.doc("Add the tokens that begin every text; false if left out.")
     ] = None
-    parse_special: Annotated[
-        bool | None,
-        field.doc("Make special tokens of their texts in `content`; true if left out."),
-    ] = None
+    parse_special: field.ParseSpecial = None
     with_pieces: Annotated[bool | None, field.doc("Return each token with its text.")] = None
 
     mm_processor_kwargs: Annotated[Any, field.unsupported({})] = None
@@ -161,9 +156,12 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
         for name in names:
             if way not in given and getattr(asked, name):
                 raise RequestError(f"may only be set with {way}: leave it out.", field=name)
-    tokenizer = card.tokenizer
+    tokenizer, parse_special = card.tokenizer, asked.parse_special
+    if parse_special is None:
+        parse_special = card.parses_special
     if asked.prompt is not None:
-        return tokenizer.encode(asked.prompt, add_special=asked.add_special_tokens is not False)
+        add_special = asked.add_special_tokens is not False
+        return tokenizer.encode(asked.prompt, add_special=add_special, parse_special=parse_special)
     if asked.messages is not None:
         return _conversation(asked, asked.messages).encode(card)
     assert asked.content is not None
@@ -177,7 +175,7 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
         ids += tokenizer.encode(
             part,
             add_special=bool(asked.add_special) and place == 0,
-            parse_special=asked.parse_special is not False,
+            parse_special=parse_special,
         )
     return ids
 
