@@ -113,6 +113,19 @@ def test_a_system_message_goes_before(cli: Cli, tiny: str, expected: dict[str, l
     assert cli("generate", tiny, "hello", "--system", "x", "--raw").code == 2
 
 
+@pytest.mark.parametrize("way", ["name", "file", "text", "option"])
+def test_another_chat_template_may_be_given(
+    cli: Cli, tiny: str, expected: dict[str, list[int]], tmp_path: Path, way: str
+) -> None:
+    template = "{{ messages[0].content }}"  # as --raw
+    path = tmp_path / "a.jinja"
+    path.write_text(template)
+    option = "--chat-template-file" if way == "option" else "--chat-template"
+    value = {"name": "chatml", "text": template}.get(way, str(path))
+    ran = cli("generate", tiny, "-p", "hello world", option, value, *GREEDY, "--json")
+    assert json.loads(ran.out)["token_ids"] == expected["chat" if way == "name" else "raw"]
+
+
 def test_a_model_without_a_template_continues(cli: Cli, tmp_path: Path) -> None:
     path = str(write_base_gguf(tmp_path / "base.gguf"))
     plain, raw = (
@@ -181,6 +194,14 @@ def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, l
             "shorten it, or raise --context-length (up to 512).",
         ),
         (("-p", "a", "--max-tokens", "510"), b"", 2, "lower --max-tokens to 4"),
+        (("-p", "a", "--chat-template", "chatlm"), b"", 2, "got 'chatlm'. Did you mean 'chatml'?"),
+        (("-p", "a", "--chat-template-file", "/nowhere"), b"", 2, "'/nowhere' cannot be read"),
+        (
+            ("-p", "a", "--chat-template", "chatml", "--chat-template-file", "/dev/null"),
+            b"",
+            2,
+            "--chat-template cannot be combined with --chat-template-file",
+        ),
         (("-p", "a", "--backend", "gpu"), b"", 8, "pip install 'twostroke[gpu]'"),
     ],
 )

@@ -114,6 +114,8 @@ class CheckedClient(httpx.Client):
         response = super().send(request, stream=stream, **given)
         if not stream and request.method not in {"HEAD", "OPTIONS"}:
             path = ALIASES.get(request.url.path, request.url.path)
+            if response.status_code >= 400 and request.url.path == "/chat/completions":
+                path = "/completion"  # without /v1, errors have llama-server's form
             self._description.check(request.method, path, response)
         return response
 

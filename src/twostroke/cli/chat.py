@@ -16,6 +16,7 @@ from twostroke.cli.options import (
     MACHINE,
     PARALLEL,
     SAMPLING,
+    TEMPLATE,
     engine_options,
     sampling_params,
     speculation,
@@ -57,7 +58,7 @@ _ROOM_SHARE: Final = 8  # less than this part of the context is little room for 
 @click.command(
     "chat",
     cls=Command,
-    params=[*SAMPLING, *MACHINE.values(), *PARALLEL, *speculation(draft="auto")],
+    params=[*SAMPLING, *TEMPLATE, *MACHINE.values(), *PARALLEL, *speculation(draft="auto")],
 )
 @click.argument("model")
 @option("--system", help="A system message for the conversation.")

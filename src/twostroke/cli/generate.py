@@ -16,6 +16,7 @@ from twostroke.cli.options import (
     MACHINE,
     PARALLEL,
     SAMPLING,
+    TEMPLATE,
     constraint,
     engine_options,
     sampling_params,
@@ -37,7 +38,9 @@ _HOW = "give one with -p TEXT, -f FILE, or on standard input."
 
 
 @click.command(
-    "generate", cls=Command, params=[*SAMPLING, *FORM, *MACHINE.values(), *PARALLEL, *speculation()]
+    "generate",
+    cls=Command,
+    params=[*SAMPLING, *FORM, *TEMPLATE, *MACHINE.values(), *PARALLEL, *speculation()],
 )
 @click.argument("model")
 @click.argument("text", required=False, metavar="[PROMPT]")

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from twostroke.cli.help import ByteSize, Counts, JsonText, OneOf, Option, TextFile, WordOr
+from twostroke.chat.built_in import BUILT_IN, check_template
+from twostroke.cli.help import (
+    ByteSize,
+    Counts,
+    JsonText,
+    OneOf,
+    Option,
+    TextFile,
+    WordOr,
+    read_text,
+)
 from twostroke.core.config import (
     AUTO_BITS,
     BACKENDS,
@@ -41,6 +52,7 @@ from twostroke.core.tier_options import TierOptions
 
 T = TypeVar("T", bound=Frozen)
 _NO_DRAFT: Final = "none"
+_MAX_PATH: Final = 4096  # characters; longer texts are templates
 _DEFAULTS: Final = SamplingParams()
 _NUMBERS: Final = [name for name in BOUNDS if name not in {"n", "logprobs", "prompt_logprobs"}]
 _FORMS: Final = ("json_schema", "regex", "choice", "grammar")  # as constraints call them
@@ -48,6 +60,7 @@ _FORMS: Final = ("json_schema", "regex", "choice", "grammar")  # as constraints 
 _sampling = partial(Option, section="Choosing tokens")
 _form = partial(Option, section="Form of the answer")
 _machine = partial(Option, section="Machine")
+_chat = partial(Option, section="Conversations")
 _dividing = partial(Option, section="Several processes, GPUs or machines")
 _guessing = partial(Option, section="Speculation")
 _batching = partial(Option, section="Batching")
@@ -158,6 +171,16 @@ MACHINE: Final = {
         ),
     )
 }
+
+# What `engine_options` makes a chat template of.
+TEMPLATE: Final = [
+    _chat(
+        ["--chat-template"],
+        metavar="NAME|FILE|TEXT",
+        help="Another chat template than the model's: a built-in one, such as chatml, or Jinja.",
+    ),
+    _chat(["--chat-template-file"], type=TextFile(), help="A file with the chat template."),
+]
 
 # The fields of `ParallelOptions`.
 PARALLEL: Final = [
@@ -392,12 +415,28 @@ def engine_options(given: dict[str, Any], model: str) -> EngineOptions:
         _taken(HandoverOptions, given),
         _taken(TierOptions, given),
         _taken(GenerationOptions, given),
+        _chat_template(given),
     )
     if options.parallel.num_ranks > 1 and options.parallel.launcher == "auto":
         from twostroke.parallel.start import follow_if_launched
 
         follow_if_launched(model, options.parallel)
     return options
+
+
+def _chat_template(values: dict[str, Any]) -> str | None:
+    """Take the options of `TEMPLATE` out of `values`, and return the template or its name."""
+    named: str | None = values.pop("chat_template", None)
+    text: str | None = values.pop("chat_template_file", None)
+    if named is None or text is not None:
+        if named is not None:
+            reason = "cannot be combined with {other}: leave one of them out."
+            raise UsageError(reason, field="chat_template", other=Field("chat_template_file"))
+        return text
+    is_file = named not in BUILT_IN and len(named) < _MAX_PATH and Path(named).is_file()
+    template = read_text(named) if is_file else named
+    check_template(template)
+    return template
 
 
 def parallel_options(given: dict[str, Any]) -> ParallelOptions:

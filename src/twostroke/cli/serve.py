@@ -21,6 +21,7 @@ from twostroke.cli.options import (
     MACHINE,
     OBSERVING,
     PARALLEL,
+    TEMPLATE,
     TIERS,
     engine_options,
     speculation,
@@ -50,7 +51,7 @@ _logger = logging.getLogger("twostroke.serve")
     "serve",
     cls=Command,
     params=[
-        *(*MACHINE.values(), *PARALLEL, *speculation(draft="auto")),
+        *(*TEMPLATE, *MACHINE.values(), *PARALLEL, *speculation(draft="auto")),
         *(*DEFAULT_SAMPLING, *BATCHING, *TIERS, *HANDOVER, *OBSERVING),
     ],
 )

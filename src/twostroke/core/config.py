@@ -367,7 +367,8 @@ class GenerationOptions(Frozen):
 class EngineOptions(Frozen):
     """All options of `engine.build`.
 
-    With `accept_quality` a model that writes garbage is used, with a warning.
+    With `accept_quality` a model that writes garbage is used, with a warning. `chat_template`
+    replaces the model's own: a Jinja source, or the name of a built-in template.
     """
 
     compute: ComputeOptions = field(default_factory=ComputeOptions)
@@ -379,6 +380,7 @@ class EngineOptions(Frozen):
     handover: HandoverOptions = field(default_factory=HandoverOptions)
     tiers: TierOptions = field(default_factory=TierOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""

@@ -331,7 +331,7 @@ def _card(
     identity = weights_identity(loaded.tensors)
     loaded.release(loaded.tensors.values())  # pages around what it read
     sampling = options.generation.defaults(loaded.sampling)
-    tokenizer = build_tokenizer(loaded)
+    tokenizer = build_tokenizer(loaded, options.chat_template)
     return make_card(
         loaded,
         tokenizer,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from twostroke import fetch
+from twostroke.chat.built_in import template_source
 from twostroke.core.errors import ModelFormatError
 from twostroke.tokenize import from_gguf, from_tokenizer_json
 from twostroke.weights import GgufTokenizer, load_path, peek_family
@@ -39,12 +41,21 @@ def load(name: str) -> LoadedModel:
     return load_path(found.path, found.name, found.licence)
 
 
-def build_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """Return the tokenizer from a model's files.
+def build_tokenizer(loaded: LoadedModel, chat_template: str | None = None) -> Tokenizer:
+    """Return the tokenizer from a model's files; `chat_template` replaces the model's own.
 
     Raises:
         ModelFormatError: it cannot be read, or the model has no row for some of its tokens.
+        UsageError: there is no chat template of that name.
     """
+    tokenizer = _own_tokenizer(loaded)
+    if chat_template is not None:
+        source = template_source(chat_template, tokenizer)
+        tokenizer.chat_templates = MappingProxyType({"default": source})
+    return tokenizer
+
+
+def _own_tokenizer(loaded: LoadedModel) -> Tokenizer:
     source = loaded.tokenizer_source
     if isinstance(source, GgufTokenizer):
         return from_gguf(source.metadata)

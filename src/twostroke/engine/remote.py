@@ -99,7 +99,7 @@ class RemoteEngine:
         process = EngineProcess(load, launched)
         try:
             loaded = load_model(model)  # its header, while the process reads the weights
-            tokenizer = build_tokenizer(loaded)
+            tokenizer = build_tokenizer(loaded, options.chat_template)
             program = build_program(loaded.spec)
             meanwhile()
             ready = process.wait_ready(progress)

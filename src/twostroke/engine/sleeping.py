@@ -123,7 +123,7 @@ class SleepingEngine(RemoteEngine):
         identity = weights_identity(loaded.tensors)
         card = make_card(
             loaded,
-            build_tokenizer(loaded),
+            build_tokenizer(loaded, options.chat_template),
             context_length=size.context_length,
             cost=cost,
             identity=identity,

@@ -108,9 +108,10 @@ def _begin(scope: Scope, arriving: Arriving) -> ServedRequest:
     path, traceparent = scope["path"], headers.get(b"traceparent", "")
     bare = path[:-1] if len(path) > 1 and path.endswith("/") else path
     scope["path"] = ALIASES.get(bare, bare)
-    served = ServedRequest(request_id, error_form(scope), scope["method"], path, traceparent)
+    form = error_form(scope, bare)
+    request = ServedRequest(request_id, form, scope["method"], path, traceparent)
     if (sender := sender_of(scope)) is not None:
-        served.tenant, served.service = sender.tenant, sender.service
+        request.tenant, request.service = sender.tenant, sender.service
     else:
-        served.arriving = arriving
-    return served
+        request.arriving = arriving
+    return request

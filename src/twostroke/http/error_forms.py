@@ -19,6 +19,7 @@ _LLAMA_PATHS: Final = """
     /completion /infill /apply-template /embeddings /props /slots /lora-adapters
     /rerank /reranking /v1/rerank /v1/reranking
 """
+_LLAMA_ALIASES: Final = ("/chat/completions", "/completions", "/embedding")
 # For these paths and those below them; the first that suits a path counts.
 _BY_PATH: Final = {
     "/v1/messages": ANTHROPIC,
@@ -31,9 +32,14 @@ _BY_PATH: Final = {
 FORMS: Final = (OPENAI, *dict.fromkeys(_BY_PATH.values()))
 
 
-def error_form(scope: Scope) -> ErrorForm:
-    """Return the form of errors for a request; OpenAI's where no other protocol is known."""
+def error_form(scope: Scope, client_path: str = "") -> ErrorForm:
+    """Return the form of errors for a request; OpenAI's where no other protocol is known.
+
+    `client_path` is the path as the client wrote it: without /v1 it may be one of llama-server's.
+    """
     path = scope["path"]
+    if client_path in _LLAMA_ALIASES:
+        return LLAMA_SERVER
     for prefix, form in _BY_PATH.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return form

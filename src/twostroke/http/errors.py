@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 
 from twostroke.core.errors import (
+    ContextLengthError,
     DeadlineError,
     EngineDiedError,
     EngineStoppedError,
@@ -137,6 +138,12 @@ class ErrorDetail(msgspec.Struct, frozen=True):
     type: ErrorType
     param: Annotated[str | None, Meta(description="The field with the wrong value.")]
     code: Annotated[str | None, Meta(description="A word for programs.")]
+    n_prompt_tokens: Annotated[
+        int | UnsetType, Meta(description="The tokens of a prompt that is too long.")
+    ] = UNSET
+    n_ctx: Annotated[
+        int | UnsetType, Meta(description="The tokens that prompt and answer may have.")
+    ] = UNSET
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -215,8 +222,24 @@ def one_line(text: str) -> str:
 def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
     param = error.field and naming(error.field)
     message, kind = to_message(error, naming), _kind(error.http_status)
-    detail = ErrorDetail(message, kind, param, error.code)
+    num_prompt, num_context = context_counts(error)
+    detail = ErrorDetail(
+        message=message,
+        type=kind,
+        param=param,
+        code=error.code,
+        n_prompt_tokens=num_prompt,
+        n_ctx=num_context,
+    )
     return encode_json(ErrorBody(detail))
+
+
+def context_counts(error: TwostrokeError) -> tuple[int | UnsetType, int | UnsetType]:
+    """Return the lengths of a prompt and of the context into which it does not fit."""
+    facts = dict[str, Any](error.facts)
+    if not isinstance(error, ContextLengthError) or "context_length" not in facts:
+        return UNSET, UNSET
+    return facts["num_prompt"], facts["context_length"]
 
 
 def _kind(status: int) -> ErrorType:

@@ -24,7 +24,8 @@ def _version() -> str:
 
 
 VERSION: Final = _version()
-FINGERPRINT: Final = f"twostroke-{VERSION}"  # of whatever else may change an answer
+# Of whatever else may change an answer; llama-server's clients expect a build such as b6123-...
+FINGERPRINT: Final = f"b{VERSION}-twostroke"
 
 
 class AboutBody(msgspec.Struct, frozen=True):

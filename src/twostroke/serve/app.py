@@ -290,6 +290,7 @@ class Api:
                 prompts=encoded.prompts,
                 tokenizer=model.card.tokenizer,
                 reading=encoded.reading,
+                as_llama_server=not served.path.startswith("/v1/"),
             )
             encoder = dialect.encoder(reply)
             served.model, served.response_id = name, reply.id

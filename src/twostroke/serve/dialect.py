@@ -29,7 +29,8 @@ class Reply(Frozen):
     """The facts of one response that do not change while it is written.
 
     `prompts` are the job's token ids, `reading` says how to read the answers, and `created_s` is
-    Unix time.
+    Unix time. `as_llama_server` says that the client asked by one of llama-server's paths, which
+    have no /v1.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Reply(Frozen):
     prompts: Sequence[Sequence[int]]
     tokenizer: Tokenizer
     reading: Reading = PLAIN
+    as_llama_server: bool = False
 
     def reader(self, watch: Watch | None = None) -> EventReader:
         """Return a reader of the job's outputs, whose events `watch` takes, too."""

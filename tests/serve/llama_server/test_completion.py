@@ -362,4 +362,25 @@ def test_paths_may_lack_the_version(server: LiveServer) -> None:
     assert server.http.get("/models").json() == server.http.get("/v1/models").json()
     assert server.http.get("/v1/health").json() == server.http.get("/health").json()
     error = server.http.post("/chat/completions", json={}).json()["error"]
-    assert error["param"] == "messages"
+    assert (error["code"], error["message"]) == (400, "messages is missing.")
+
+
+def test_chat_without_the_version_has_llama_servers_form(server: LiveServer) -> None:
+    """Its clients tell by null that the first event only has the role."""
+    fields = chat_body(max_tokens=2, stream=True)
+    firsts = [
+        events(server.http.post(path, json=fields).text)[0]["choices"][0]["delta"]
+        for path in ("/chat/completions", "/v1/chat/completions")
+    ]
+    assert firsts == [{"role": "assistant", "content": None}, {"role": "assistant"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_too_long_conversations_tell_their_tokens(server: LiveServer, stream: bool) -> None:
+    fields = {"messages": [{"role": "user", "content": "hello " * 600}], "stream": stream}
+    error = server.http.post("/chat/completions", json=fields).json()["error"]
+    assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
+    assert error["n_prompt_tokens"] > error["n_ctx"] == server.client.card.context_length
+    other = server.http.post("/v1/chat/completions", json=fields).json()["error"]
+    assert other["code"] == "context_length_exceeded"
+    assert (other["n_prompt_tokens"], other["n_ctx"]) == (error["n_prompt_tokens"], error["n_ctx"])

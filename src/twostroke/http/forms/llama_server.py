@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from twostroke.core.errors import ContextLengthError
 from twostroke.core.json_lines import encode_json
-from twostroke.http.errors import to_message
+from twostroke.http.errors import context_counts, to_message
 from twostroke.http.served import ErrorForm
 
 if TYPE_CHECKING:
@@ -44,13 +43,12 @@ class LlamaErrorBody(msgspec.Struct, frozen=True):
 
 
 def _body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
-    status, facts = error.http_status, dict[str, Any](error.facts)
+    status = error.http_status
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    counts: dict[str, int] = {}
-    if isinstance(error, ContextLengthError) and "context_length" in facts:
-        counts = {"n_prompt_tokens": facts["num_prompt"], "n_ctx": facts["context_length"]}
+    num_prompt, num_context = context_counts(error)
+    if num_context is not UNSET:
         kind = _TOO_LONG
-    detail = LlamaErrorDetail(status, to_message(error, naming), kind, **counts)
+    detail = LlamaErrorDetail(status, to_message(error, naming), kind, num_prompt, num_context)
     return encode_json(LlamaErrorBody(detail))
 
 

@@ -208,7 +208,8 @@ class ChatEncoder:
         """Write the role, or how much of the prompt is read."""
         if isinstance(event, events.Began):
             self._usage.begin(event)
-            return self._write(event.choice, Delta("assistant", ""))
+            content = None if self._reply.as_llama_server else UNSET
+            return self._write(event.choice, Delta("assistant", content))
         self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._began_s)
         return self._write(event.choice, Delta())
 
