@@ -13,12 +13,29 @@ if TYPE_CHECKING:
     from twostroke.core.config import ParallelOptions as ParallelOptions
     from twostroke.core.config import SpeculationOptions as SpeculationOptions
     from twostroke.core.constraint import Constraint as Constraint
+    from twostroke.core.errors import BackendError as BackendError
+    from twostroke.core.errors import ContextLengthError as ContextLengthError
+    from twostroke.core.errors import DeadlineError as DeadlineError
+    from twostroke.core.errors import DownloadError as DownloadError
+    from twostroke.core.errors import EngineStoppedError as EngineStoppedError
+    from twostroke.core.errors import MemoryLimitError as MemoryLimitError
+    from twostroke.core.errors import ModelFormatError as ModelFormatError
+    from twostroke.core.errors import ModelNotFoundError as ModelNotFoundError
+    from twostroke.core.errors import OverloadedError as OverloadedError
+    from twostroke.core.errors import QualityError as QualityError
+    from twostroke.core.errors import RequestError as RequestError
+    from twostroke.core.errors import TwostrokeError as TwostrokeError
+    from twostroke.core.errors import UsageError as UsageError
     from twostroke.core.sampling import SamplingParams as SamplingParams
     from twostroke.engine.embedding import Embedding as Embedding
     from twostroke.engine.llm import LLM as LLM
     from twostroke.engine.llm import AsyncLLM as AsyncLLM
+    from twostroke.engine.output import AnswerCall as AnswerCall
+    from twostroke.engine.output import AnswerChunk as AnswerChunk
     from twostroke.engine.output import Completion as Completion
     from twostroke.engine.output import Output as Output
+
+    __version__: str
 
 _HOMES = {
     "LLM": "twostroke.engine.llm",
@@ -33,19 +50,46 @@ _HOMES = {
     "ParallelOptions": "twostroke.core.config",
     "SpeculationOptions": "twostroke.core.config",
     "Completion": "twostroke.engine.output",
+    "AnswerChunk": "twostroke.engine.output",
     "Output": "twostroke.engine.output",
+    "AnswerCall": "twostroke.engine.output",
     "Embedding": "twostroke.engine.embedding",
+    "TwostrokeError": "twostroke.core.errors",
+    "UsageError": "twostroke.core.errors",
+    "ModelNotFoundError": "twostroke.core.errors",
+    "ModelFormatError": "twostroke.core.errors",
+    "QualityError": "twostroke.core.errors",
+    "DownloadError": "twostroke.core.errors",
+    "MemoryLimitError": "twostroke.core.errors",
+    "BackendError": "twostroke.core.errors",
+    "RequestError": "twostroke.core.errors",
+    "ContextLengthError": "twostroke.core.errors",
+    "OverloadedError": "twostroke.core.errors",
+    "DeadlineError": "twostroke.core.errors",
+    "EngineStoppedError": "twostroke.core.errors",
 }
 __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
     """Import the public names on first use, so that `import twostroke` costs nothing."""
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'twostroke' has no attribute '{name}'")
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _version() -> str:
+    """Return the version of the package that is installed; "0" for a folder on the path."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("twostroke")
+    except PackageNotFoundError:
+        return "0"
 
 
 def __dir__() -> list[str]:

@@ -153,7 +153,9 @@ def test_a_conversation_goes_through_the_template(llm: LLM) -> None:
         (None, "messages must be a list."),
         ({"role": "user", "content": "x"}, "messages must be a list."),
         ([5], "messages[0] must be an object with role and content."),
-        ([[{"role": "user", "content": "x"}]], "messages[0] must be an object"),
+        ([[5]], "messages[0] must be an object"),
+        ([], "messages must have at least one message."),
+        ([HELLO, []], "messages must have at least one message."),
     ],
 )
 def test_wrong_conversations_are_refused_with_a_sentence(llm: LLM, messages: Any, why: str) -> None:

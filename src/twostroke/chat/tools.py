@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import replace
 
 from twostroke.core.constraint import Constraint
+from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.schema.prepare import ANY_OBJECT
+
+# With one of these, `properties` need not list all arguments.
+_MORE_ARGUMENTS: Final = frozenset(
+    ("$ref", "additionalProperties", "allOf", "anyOf", "minProperties", "oneOf")
+) | {"patternProperties"}
+_SAY_NOTHING: Final = frozenset(("$schema", "description", "title", "type"))
 
 
 class Function(Frozen):
@@ -25,6 +32,27 @@ class Function(Frozen):
     param: str
     is_strict: bool
     is_custom: bool = False
+
+    @classmethod
+    def described(
+        cls, name: str, parameters: dict[str, Any] | None, param: str, *, is_strict: bool = False
+    ) -> Function:
+        """Return a function whose arguments follow a JSON schema, None for any object.
+
+        Many tools have schemas written for other readers: where one cannot be followed, only an
+        `is_strict` function is refused, and the arguments of others are any object. Whether a
+        schema can be followed shows when it is compiled.
+
+        Raises:
+            RequestError: the arguments of an `is_strict` function are no object.
+        """
+        schema = _closed(parameters or {})
+        function = cls(name, schema, param, is_strict)
+        if schema.get("type", "object") == "object":
+            return function
+        if is_strict:
+            raise RequestError("cannot be followed: arguments are an object.", field=param)
+        return function.freed()
 
     def constraint(self) -> Constraint:
         """Return the form of its arguments alone."""
@@ -51,3 +79,20 @@ class Tools(Frozen):
     def names(self) -> tuple[str, ...]:
         """The functions' names."""
         return tuple(function.name for function in self.functions)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that allows only the arguments in its `properties`, if it lists them there.
+
+    Other arguments would make most functions fail, although JSON Schema allows them by default.
+    A schema that does not mention arguments means a function without any.
+    """
+    if schema.keys() <= _SAY_NOTHING and schema.get("type", "object") == "object":
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    names = schema.get("properties")
+    if not isinstance(names, dict) or not _MORE_ARGUMENTS.isdisjoint(schema):
+        return schema
+    required = schema.get("required", [])
+    if not isinstance(required, list) or any(name not in names for name in map(str, required)):
+        return schema
+    return schema | {"additionalProperties": False}

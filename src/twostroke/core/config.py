@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from msgspec import field
 from msgspec.structs import replace
@@ -423,6 +423,29 @@ class EngineOptions(Frozen):
         if self.compute.backend == "torch":
             reason = f"is not for the backend {self.compute.backend}."
             raise UsageError(reason, field=field)
+
+
+def options_of(fields: Mapping[str, Any]) -> EngineOptions:
+    """Return the options whose parts have these fields, such as `num_threads`, by their names.
+
+    Raises:
+        UsageError: no part has such a field, or its value is wrong.
+    """
+    parts = {name: type(getattr(EngineOptions(), name)) for name in EngineOptions.__struct_fields__}
+    homes = {
+        field_name: part
+        for part, kind in parts.items()
+        for field_name in getattr(kind, "__struct_fields__", (part,))
+    }
+    values: dict[str, dict[str, Any]] = {}
+    for name, value in fields.items():
+        if name not in homes:
+            reason = f"There is no option '{name}'.{nearest(name, homes)}"
+            raise UsageError(f"{reason} There are {', '.join(sorted(homes))}.")
+        values.setdefault(homes[name], {})[name] = value
+    flags = {part: values.pop(part)[part] for part in ("accept_quality",) if part in values}
+    options = {part: parts[part](**part_fields) for part, part_fields in values.items()}
+    return EngineOptions(**options, **flags)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

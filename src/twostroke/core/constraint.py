@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -51,6 +53,39 @@ class Constraint:
             wrong = ascii(self.text[error.start])
             reason = f"contains {wrong}, which is half of a character: leave it out."
             raise RequestError(reason, field=self.param) from None
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, object] | type | str) -> Constraint:
+        """Return the constraint to JSON that a schema allows.
+
+        `schema` is a dictionary, its JSON text, or a class with `model_json_schema()`, such as a
+        Pydantic model.
+        """
+        if isinstance(schema, str):
+            return cls("json_schema", schema, "json_schema")
+        make = getattr(schema, "model_json_schema", None)
+        values = make() if isinstance(schema, type) and make is not None else schema
+        if not isinstance(values, Mapping):
+            reason = "must be a JSON schema: an object, its text, or a Pydantic model."
+            raise RequestError(reason, field="json_schema")
+        return cls("json_schema", json.dumps(dict(values)), "json_schema")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """Return the constraint to texts that a regular expression matches as a whole."""
+        return cls("regex", pattern, "regex")
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Constraint:
+        """Return the constraint to one of some texts."""
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise RequestError("must be a list of texts.", field="choice")
+        return cls("choice", json.dumps(list(texts), ensure_ascii=False), "choice")
+
+    @classmethod
+    def grammar(cls, text: str) -> Constraint:
+        """Return the constraint to texts of a grammar, in Lark's notation or in GBNF."""
+        return cls("grammar", text, "grammar")
 
     def after(self, preface: Preface) -> Constraint:
         """Return the same constraint on the text after `preface`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from twostroke.core.embedding import Pooling
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NO_PAGE = -1  # in a group's list of pages: no later row reads this part
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string

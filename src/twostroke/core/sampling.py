@@ -72,7 +72,7 @@ DEFAULTED: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 _MAY_BE_NONE: Final = frozenset(("max_tokens", "seed", "logprobs", "prompt_logprobs", *DEFAULTED))
 
 
-class SamplingParams(Frozen):
+class SamplingParams(Frozen, repr_omit_defaults=True):
     """Everything that decides which token comes next and when to end.
 
     The order of application is: logit bias, repetition, frequency and presence penalties,

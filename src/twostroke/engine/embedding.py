@@ -35,6 +35,11 @@ class Embedding(Frozen, eq=False):
     usage: Usage
     timings: Timings
 
+    def __repr__(self) -> str:
+        """Show the vector's size and its first values."""
+        first = ", ".join(f"{value:.3f}" for value in self.vector[:3])
+        return f"Embedding(index={self.index}, {len(self.vector)} values: {first}, ...)"
+
     @classmethod
     def of(cls, output: Output) -> Embedding:
         """Return the embedding in the only output of a text.

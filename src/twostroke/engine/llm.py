@@ -1,42 +1,48 @@
-"""The Python interface: `LLM` blocks, `AsyncLLM` streams."""
+"""The Python interface: `LLM` blocks, `AsyncLLM` is for asynchronous callers."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
 from os import PathLike, fspath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from twostroke.core.config import PARTNER
+from twostroke.chat.reader import PLAIN, Reading
+from twostroke.core.config import PARTNER, options_of
 from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
+from twostroke.engine.chat_answer import (
+    ChatOptions,
+    ChunkReader,
+    check_options,
+    encode_conversation,
+    read_completion,
+)
 from twostroke.engine.client import Caller
 from twostroke.engine.embedding import Embedding
 from twostroke.engine.loading import pull
-from twostroke.engine.prompts import (
-    encode_gap,
-    encode_text,
-    encode_turn,
-    ending_gaps,
-    to_hints,
-)
+from twostroke.engine.progress_bar import ProgressBar
+from twostroke.engine.prompts import encode_gap, encode_text, ending_gaps, to_hints
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+    from typing import Unpack
 
     from twostroke.core.config import EngineOptions
     from twostroke.core.request import Hints
     from twostroke.engine.client import Client, ModelCard
     from twostroke.engine.generation import Generation
-    from twostroke.engine.output import Completion, Output
+    from twostroke.engine.output import AnswerChunk, Completion, Output
 
-    Message = Mapping[str, object]
+    Message = Mapping[str, Any]
     Text = str | Sequence[int]
     Model = str | PathLike[str]
+    ParamsOfEach = SamplingParams | Sequence[SamplingParams] | None
 
 _FOR_EMBEDDINGS = Caller(prompt_field="input")
 
@@ -48,23 +54,43 @@ class LLM(AbstractContextManager["LLM"]):
     ...     llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))
     """
 
-    def __init__(self, model: Model, options: EngineOptions | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        options: EngineOptions | None = None,
+        *,
+        progress: bool | None = None,
+        **fields: Any,
+    ) -> None:
         """Load `model`: a path, a short name or hf:owner/repo; fetched first if not here yet.
+
+        Options are `options`, or their fields by name, such as `num_threads=2` or
+        `context_length=4096`. `progress` shows a bar while a model is fetched, None only on a
+        terminal or in a notebook.
 
         Raises:
             TwostrokeError: the model cannot be found, read, or held in memory.
         """
-        self.engine: Engine = _fetch_and_build(model, options)
+        self.engine: Engine = _fetch_and_build(model, options, fields, progress=progress)
+
+    def __repr__(self) -> str:
+        """Show the model, its size, and the backend that runs it."""
+        return _describe("LLM", self.engine)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the values that requests have for the sampling fields that they leave out."""
+        return self.engine.card.sampling.fill(SamplingParams())
 
     def generate(
         self,
         prompts: Text | Sequence[Text],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: ParamsOfEach = None,
         *,
         suffix: str = "",
         speculate: str = "auto",
         prediction: str = "",
         parse_special: bool = True,
+        progress: bool | None = None,
     ) -> list[list[Completion]]:
         """Continue prompts (texts, or lists of token ids), which share the engine's batches.
 
@@ -73,6 +99,7 @@ class LLM(AbstractContextManager["LLM"]):
         prompt and the suffix. `speculate` names the method that guesses tokens, and `prediction`
         is the text of the expected answer; both change the speed and never the answers.
         `parse_special` makes special tokens of their texts in prompts, except around a gap.
+        `progress` shows a bar; None shows one for several prompts, on a terminal or in a notebook.
 
         Raises:
             RequestError: a prompt is empty or can never fit, or the model cannot fill in the
@@ -81,31 +108,91 @@ class LLM(AbstractContextManager["LLM"]):
         many = _as_prompts(prompts)
         card = self.engine.card
         hints = to_hints(card, speculate, prediction)
-        return self._answer(
-            [
-                _completion(card, prompt, one, suffix, hints, parse_special=parse_special)
-                for prompt, one in zip(many, _as_params(params, len(many)), strict=True)
-            ]
-        )
+        requests = [
+            _completion(card, prompt, prompt_params, suffix, hints, parse_special=parse_special)
+            for prompt, prompt_params in zip(many, _as_params(params, len(many)), strict=True)
+        ]
+        return self._answer(requests, progress=progress)
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message],
-        params: SamplingParams | None = None,
+        params: SamplingParams | None = ...,
         *,
-        speculate: str = "auto",
-        prediction: str = "",
-    ) -> list[Completion]:
-        """Answer a conversation of messages with `role` and `content`; returns `n` completions.
+        stream: Literal[False] = ...,
+        progress: bool | None = ...,
+        **options: Unpack[ChatOptions],
+    ) -> list[Completion]: ...
 
-        `speculate` and `prediction` as in `generate`.
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: ParamsOfEach = ...,
+        *,
+        stream: Literal[False] = ...,
+        progress: bool | None = ...,
+        **options: Unpack[ChatOptions],
+    ) -> list[list[Completion]]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = ...,
+        *,
+        stream: Literal[True],
+        progress: bool | None = ...,
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[AnswerChunk]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: ParamsOfEach = None,
+        *,
+        stream: bool = False,
+        progress: bool | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[Completion] | list[list[Completion]] | Iterator[AnswerChunk]:
+        """Answer a conversation of messages with `role` and `content`, or a list of conversations.
+
+        A conversation has a list of `n` completions; several conversations have a list of these
+        lists, in order. With `stream` the answers to one conversation come in chunks, as they are
+        written; leaving early cancels the rest. `ChatOptions` describes the options, `progress` is
+        as in `generate`.
 
         Raises:
             RequestError: the model has no chat template, or a message is not valid.
         """
+        check_options(options)
         card = self.engine.card
-        hints = to_hints(card, speculate, prediction)
-        return self._answer([_turn(card, messages, params, hints)])[0]
+        if not _are_conversations(messages):
+            if isinstance(params, Sequence):
+                reason = "must be one SamplingParams for one conversation."
+                raise UsageError(reason, field="params")
+            request = _turn(card, messages, params, options)  # type: ignore[arg-type]
+            return (
+                self._chunks(request) if stream else self._answer([request], progress=progress)[0]
+            )
+        if stream:
+            raise UsageError("takes one conversation at a time.", field="stream")
+        requests = [
+            _turn(card, conversation, its_params, options)  # type: ignore[arg-type]
+            for conversation, its_params in zip(
+                messages, _as_params(params, len(messages)), strict=True
+            )
+        ]
+        return self._answer(requests, progress=progress)
+
+    def _chunks(self, request: _Prompt) -> Iterator[AnswerChunk]:
+        client = self.engine.client
+        reader = ChunkReader(request.reading, self.engine.card.tokenizer)
+        generation = request.submit(client)
+        client.loop.flush()
+        for output in generation:
+            yield reader.read(output)
 
     def stream(
         self,
@@ -157,27 +244,44 @@ class LLM(AbstractContextManager["LLM"]):
         """Close the model at the end of a `with` block."""
         self.close()
 
-    def _answer(self, prompts: list[_Prompt]) -> list[list[Completion]]:
+    def _answer(
+        self, prompts: list[_Prompt], *, progress: bool | None = None
+    ) -> list[list[Completion]]:
         """Answer all prompts, as many at a time as the engine's queue takes."""
-        client = self.engine.client
-        running: deque[Generation] = deque()
+        client, tokenizer = self.engine.client, self.engine.card.tokenizer
+        running: deque[tuple[_Prompt, Generation]] = deque()
         answers: list[list[Completion]] = []
+        if progress is None and len(prompts) < 2:
+            progress = False
+        began_s, num_tokens = time.monotonic(), 0
+
+        def finish_first() -> None:
+            nonlocal num_tokens
+            prompt, generation = running[0]
+            completions = generation.wait()
+            running.popleft()
+            answers.append([read_completion(c, prompt.reading, tokenizer) for c in completions])
+            num_tokens += sum(len(completion.token_ids) for completion in completions)
+            rate = num_tokens / max(time.monotonic() - began_s, 1e-9)
+            bar.show("Answering", len(answers), len(prompts), f"{rate:.0f} tokens/s")
+
         try:
-            for prompt in prompts:
-                while True:
-                    try:
-                        running.append(prompt.submit(client))
-                        break
-                    except OverloadedError:
-                        if not running:
-                            raise
-                    client.loop.flush()
-                    answers.append(running[0].wait())
-                    running.popleft()
-            client.loop.flush()
-            answers += [generation.wait() for generation in running]
+            with ProgressBar(is_on=progress) as bar:
+                for prompt in prompts:
+                    while True:
+                        try:
+                            running.append((prompt, prompt.submit(client)))
+                            break
+                        except OverloadedError:
+                            if not running:
+                                raise
+                        client.loop.flush()
+                        finish_first()
+                client.loop.flush()
+                while running:
+                    finish_first()
         except BaseException:  # an interrupt too must not leave the others running
-            for generation in running:
+            for _, generation in running:
                 generation.cancel()
             raise
         return answers
@@ -186,21 +290,52 @@ class LLM(AbstractContextManager["LLM"]):
 class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     """A model that answers in this process, for asynchronous callers.
 
-    >>> llm = await AsyncLLM.load("smollm2")
-    >>> async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
-    ...     print(output.text, end="", flush=True)
+    >>> async with AsyncLLM("smollm2") as llm:
+    ...     async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
+    ...         print(output.text, end="", flush=True)
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Wrap a running engine; `load` makes one."""
-        self.engine = engine
+    def __init__(
+        self,
+        model: Model | Engine,
+        options: EngineOptions | None = None,
+        *,
+        progress: bool | None = None,
+        **fields: Any,
+    ) -> None:
+        """Load a model as `LLM` does, or use an engine that runs already.
+
+        This blocks until the model is loaded; `await AsyncLLM.load(...)` does not.
+
+        Raises:
+            TwostrokeError: as `LLM`.
+        """
+        if isinstance(model, Engine):
+            self.engine: Engine = model
+        else:
+            self.engine = _fetch_and_build(model, options, fields, progress=progress)
 
     @classmethod
-    async def load(cls, model: Model, options: EngineOptions | None = None) -> AsyncLLM:
+    async def load(
+        cls,
+        model: Model,
+        options: EngineOptions | None = None,
+        *,
+        progress: bool | None = None,
+        **fields: Any,
+    ) -> AsyncLLM:
         """Load `model` without blocking the event loop."""
         from asyncio import to_thread  # blocking callers need no asyncio
 
-        return cls(await to_thread(_fetch_and_build, model, options))
+        return cls(await to_thread(_fetch_and_build, model, options, fields, progress=progress))
+
+    def __repr__(self) -> str:
+        """Show the model, its size, and the backend that runs it."""
+        return _describe("AsyncLLM", self.engine)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the values that requests have for the sampling fields that they leave out."""
+        return self.engine.card.sampling.fill(SamplingParams())
 
     def generate(
         self,
@@ -222,21 +357,23 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             _completion(card, prompt, params, suffix, hints, parse_special=parse_special)
         )
 
-    def chat(
+    async def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        speculate: str = "auto",
-        prediction: str = "",
-    ) -> AsyncIterator[Output]:
-        """Answer a conversation and yield its outputs; leaving early cancels the rest.
+        **options: Unpack[ChatOptions],
+    ) -> AsyncIterator[AnswerChunk]:
+        """Answer a conversation and yield its chunks; leaving early cancels the rest.
 
-        `speculate` and `prediction` as in `LLM.generate`.
+        Takes the options of `LLM.chat`.
         """
-        card = self.engine.card
-        hints = to_hints(card, speculate, prediction)
-        return self._outputs(_turn(card, messages, params, hints))
+        check_options(options)
+        request = _turn(self.engine.card, messages, params, options)
+        reader = ChunkReader(request.reading, self.engine.card.tokenizer)
+        outputs = self._outputs(request)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield reader.read(output)
 
     async def embed(
         self,
@@ -266,7 +403,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """Close the model at the end of an `async with` block."""
         await self.close()
 
-    async def _outputs(self, prompt: _Prompt) -> AsyncIterator[Output]:
+    async def _outputs(self, prompt: _Prompt) -> AsyncGenerator[Output]:
         from asyncio import to_thread
 
         client, constraint, grammar = self.engine.client, prompt.params.constraint, None
@@ -290,6 +427,7 @@ class _Prompt(Frozen):
     params: SamplingParams
     caller: Caller
     hints: Hints
+    reading: Reading = PLAIN
 
     def submit(self, client: Client) -> Generation:
         return client.generate(self.tokens, self.params, self.caller, self.hints)
@@ -313,10 +451,22 @@ def _completion(
 
 
 def _turn(
-    card: ModelCard, messages: Sequence[Message], params: SamplingParams | None, hints: Hints
+    card: ModelCard,
+    messages: Sequence[Message],
+    params: SamplingParams | None,
+    options: ChatOptions,
 ) -> _Prompt:
-    tokens, params = encode_turn(card, messages, _checked(params))
-    return _Prompt(tokens, params, Caller(prompt_field="messages"), hints)
+    tokens, params, hints, reading = encode_conversation(card, messages, _checked(params), options)
+    return _Prompt(tokens, params, Caller(prompt_field="messages"), hints, reading)
+
+
+def _are_conversations(messages: Sequence[object]) -> bool:
+    """Whether a list has conversations, and not messages."""
+    if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__getitem__"):
+        return False
+    return bool(messages) and all(
+        isinstance(entry, Sequence) and not isinstance(entry, str) for entry in messages
+    )
 
 
 def _texts(
@@ -328,15 +478,34 @@ def _texts(
     ]
 
 
-def _fetch_and_build(model: Model, options: EngineOptions | None) -> Engine:
+def _fetch_and_build(
+    model: Model,
+    options: EngineOptions | None,
+    fields: Mapping[str, Any],
+    *,
+    progress: bool | None,
+) -> Engine:
     name = fspath(model) if isinstance(model, PathLike) else model
     if not isinstance(name, str):
         raise UsageError(f"A model is given by a name or a path, not by {model!r}.")
-    pull(name)
+    if fields:
+        if options is not None:
+            reason = f"must stand in EngineOptions, or all options without it: {', '.join(fields)}."
+            raise UsageError(reason, field="options")
+        options = options_of(fields)
     draft = options.speculation.draft if options is not None else None
-    if draft is not None and draft != PARTNER:
-        pull(draft)
+    with ProgressBar(is_on=progress, is_bytes=True) as bar:
+        pull(name, bar.show_fetch)
+        if draft is not None and draft != PARTNER:
+            pull(draft, bar.show_fetch)
     return build(name, options)
+
+
+def _describe(kind: str, engine: Engine) -> str:
+    card, detail = engine.card, engine.facts.detail
+    size = f"{card.file_bytes / 1e6:.0f} MB"
+    context = f"context of {engine.context_length} tokens"
+    return f"<{kind} {card.name}: {card.architecture}, {card.format}, {size}, {context}, {detail}>"
 
 
 def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -59,7 +62,7 @@ class Timings(Frozen):
         return (self.last_token_s - self.first_token_s) / (num_output - 1)
 
 
-class Output(Struct, array_like=True, gc=False):
+class Output(Struct, array_like=True, gc=False, repr_omit_defaults=True):
     """What one step adds to one choice.
 
     `text` has whole characters only, and no beginning of a stop string; token ids and
@@ -86,11 +89,45 @@ class Output(Struct, array_like=True, gc=False):
     embedding: NDArray[np.float32] | None = None
 
 
+class AnswerCall(Frozen):
+    """A call of a function that an answer makes."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    def as_part(self) -> dict[str, Any]:
+        """Return the call as a message of the assistant has it."""
+        arguments = json.dumps(self.arguments, ensure_ascii=False)
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class AnswerChunk(Frozen, repr_omit_defaults=True):
+    """A piece of an answer to a conversation, as it is written.
+
+    Each of `tool_calls` is whole. Token ids and log-probabilities may be ahead of the text. The
+    last chunk of an answer has `finish_reason`, `usage` and `timings`.
+    """
+
+    index: int
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[AnswerCall, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
 class Completion(Frozen):
     """One whole answer.
 
     If the request asked for them, `logprobs` has an entry for each token and `prompt_logprobs` one
-    for each prompt token except the first; else they are empty.
+    for each prompt token except the first; else they are empty. The answer to a conversation has
+    its `reasoning` and its `tool_calls` apart from its `text`.
     """
 
     index: int
@@ -102,6 +139,30 @@ class Completion(Frozen):
     usage: Usage
     timings: Timings
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[AnswerCall, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the assistant, to continue the conversation with."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_part() for call in self.tool_calls]
+        return message
+
+    def __repr__(self) -> str:
+        """Show the answer, why it ended, and its number of tokens."""
+        fields = [f"text={self.text!r}"]
+        if self.reasoning:
+            fields.append(f"reasoning={self.reasoning!r}")
+        if self.tool_calls:
+            fields.append(f"tool_calls={list(self.tool_calls)!r}")
+        fields.append(f"finish_reason={self.finish_reason.value!r}")
+        fields.append(f"prompt_tokens={self.usage.prompt_tokens}")
+        fields.append(f"completion_tokens={self.usage.completion_tokens}")
+        return f"Completion({', '.join(fields)})"
 
 
 def join(outputs: list[Output]) -> Completion:

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_TOOLS: Final = 128
-# With one of these, `properties` need not list all arguments.
-_MORE_ARGUMENTS: Final = frozenset(
-    ("$ref", "additionalProperties", "allOf", "anyOf", "minProperties", "oneOf")
-) | {"patternProperties"}
-_SAY_NOTHING: Final = frozenset(("$schema", "description", "title", "type"))
 _MAX_NAME: Final = 128
 _NAME: Final = re.compile(rf"^[A-Za-z0-9_.:/-]{{1,{_MAX_NAME}}}$")  # MCP servers use / and :
 
@@ -199,7 +194,12 @@ def to_tools(
             reason = f"must be unique: an earlier tool is named '{function.name}', too."
             raise RequestError(reason, field=f"{where}.name")
         param = f"{where}.{tool.param if isinstance(tool, FreeText) else 'parameters'}"
-        known[function.name] = replace(_callable(function, param), is_custom=is_custom)
+        known[function.name] = replace(
+            Function.described(
+                function.name, function.parameters, param, is_strict=bool(function.strict)
+            ),
+            is_custom=is_custom,
+        )
         if is_custom and not _is_held(known[function.name]):
             reason = "cannot be followed: it must have no look-around and no back-references."
             raise RequestError(reason, field=param)
@@ -225,38 +225,6 @@ def _is_held(function: Function) -> bool:
         return not prepare(json.dumps(function.schema)).gaps
     except ValueError:
         return True
-
-
-def _callable(function: FunctionBody, param: str) -> Function:
-    """Return a function whose arguments follow its schema, or are any object if that is impossible.
-
-    Many tools have schemas written for other readers, so only `strict` functions are refused.
-    Whether a schema can be followed shows when it is compiled.
-    """
-    schema = _closed(function.parameters or {})
-    made = Function(function.name, schema, param, bool(function.strict))
-    if schema.get("type", "object") == "object":
-        return made
-    if function.strict:
-        raise RequestError("cannot be followed: arguments are an object.", field=param)
-    return made.freed()
-
-
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that allows only the arguments in its `properties`, if it lists them there.
-
-    Other arguments would make most functions fail, although JSON Schema allows them by default.
-    A schema that says nothing of arguments is that of a function without any.
-    """
-    if schema.keys() <= _SAY_NOTHING and schema.get("type", "object") == "object":
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    names = schema.get("properties")
-    if not isinstance(names, dict) or not _MORE_ARGUMENTS.isdisjoint(schema):
-        return schema
-    required = schema.get("required", [])
-    if not isinstance(required, list) or any(name not in names for name in map(str, required)):
-        return schema
-    return schema | {"additionalProperties": False}
 
 
 def _shown(function: FunctionBody) -> dict[str, Any]:

@@ -1,0 +1,224 @@
+"""Answers to conversations in Python: their text, their reasoning and their tool calls."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypedDict
+
+from msgspec.structs import replace
+
+from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
+from twostroke.chat.messages import plain
+from twostroke.chat.reasoning import AS_IT_IS, Thinking
+from twostroke.chat.tools import Function, Tools
+from twostroke.core.errors import RequestError, UsageError, nearest
+from twostroke.engine.output import AnswerCall, AnswerChunk
+from twostroke.engine.prompts import chat_of, encode_rendered, to_hints
+
+if TYPE_CHECKING:
+    from twostroke.chat.call_reader import Piece
+    from twostroke.chat.reader import AnswerReader, Reading
+    from twostroke.core.request import Hints
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.client import ModelCard
+    from twostroke.engine.output import Completion, Output
+    from twostroke.tokenize import Tokenizer
+
+_CHOICES: Final = ("auto", "none", "required")
+_CALL_ID_BYTES: Final = 12
+
+Message = Mapping[str, Any]
+
+
+class ChatOptions(TypedDict, total=False):
+    """How a conversation is answered, besides sampling.
+
+    `tools` are functions in OpenAI's form, with a JSON schema of their `parameters`. `tool_choice`
+    is "auto", "none", "required", or the name of the function to call. `chat_template_kwargs` are
+    variables for the model's chat template, such as `enable_thinking`. With
+    `continue_final_message` the answer continues the last message, an assistant's. `speculate`
+    names the method that guesses tokens, and `prediction` is the text of the expected answer; both
+    change the speed and never the answers.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str
+    chat_template_kwargs: Mapping[str, Any]
+    continue_final_message: bool
+    speculate: str
+    prediction: str
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raise UsageError for an option that `ChatOptions` does not have."""
+    known_names = ChatOptions.__annotations__
+    for name in options:
+        if name not in known_names:
+            has = f"It has {', '.join(known_names)}."
+            raise UsageError(f"chat has no option '{name}'.{nearest(name, known_names)} {has}")
+
+
+def encode_conversation(
+    card: ModelCard, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
+) -> tuple[list[int], SamplingParams, Hints, Reading]:
+    """Return a conversation's tokens, the parameters and hints of its answer, and how to read it.
+
+    Raises:
+        RequestError: the model has no chat template, the template refuses the messages, or an
+            option has a wrong value.
+    """
+    chat = chat_of(card)
+    tools = read_tools(options.get("tools", ()), options.get("tool_choice", "auto"))
+    continues = bool(options.get("continue_final_message"))
+    variables = options.get("chat_template_kwargs")
+    prompt = chat.render(
+        messages,
+        () if tools is None else tools.shown,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        thinking=Thinking(variables=dict(variables)) if variables else AS_IT_IS,
+    )
+    last = messages[-1]
+    turn = chat.turn(
+        prompt,
+        tools,
+        params.constraint,
+        continued=str(last.get("content") or "") if continues else "",
+        has_result=last.get("role") == "tool" and not continues,
+    )
+    tokens = encode_rendered(card, turn.prompt)
+    hints = to_hints(card, options.get("speculate", "auto"), options.get("prediction", ""))
+    return tokens, turn.constrained(params), hints, turn.reading()
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Tools | None:
+    """Return the tools that an answer may call, or None if it may call none.
+
+    Raises:
+        RequestError: a tool has another form, or the choice names none of them.
+    """
+    if isinstance(tools, (str, Mapping)) or not hasattr(tools, "__len__"):
+        raise RequestError("must be a list of functions.", field="tools")
+    shown_tools: list[dict[str, Any]] = []
+    functions: dict[str, Function] = {}
+    for index, tool in enumerate(tools):
+        description = _function_of(tool, f"tools[{index}]")
+        name = description["name"]
+        if name in functions:
+            raise RequestError("has the name of an earlier tool.", field=f"tools[{index}].name")
+        functions[name] = Function.described(
+            name,
+            description.get("parameters"),
+            f"tools[{index}].parameters",
+            is_strict=bool(description.pop("strict", False)),
+        )
+        shown_tools.append({"type": "function", "function": description})
+    if not isinstance(choice, str) or choice not in {*_CHOICES, *functions}:
+        choices = (*_CHOICES, *functions)
+        hint = nearest(str(choice), choices)
+        reason = f"must be one of {', '.join(choices)}, got {{word!r}}.{hint}"
+        raise RequestError(reason, field="tool_choice", word=choice)
+    if choice == "required" and not functions:
+        raise RequestError("needs tools.", field="tool_choice")
+    if choice == "none" or not functions:
+        return None
+    is_named = choice in functions
+    allowed = (functions[choice],) if is_named else tuple(functions.values())
+    is_forced = is_named or choice == "required"
+    return Tools(tuple(shown_tools), allowed, is_forced=is_forced, is_parallel=not is_named)
+
+
+def _function_of(tool: object, where: str) -> dict[str, Any]:
+    """Return a tool's name, description and parameters; the tool may be wrapped as OpenAI's are."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(inner, Mapping):
+        raise RequestError("must be an object with a function's name.", field=where)
+    name, parameters = inner.get("name"), inner.get("parameters")
+    if not isinstance(name, str) or not name:
+        raise RequestError("must be a function's name.", field=f"{where}.name")
+    if not isinstance(parameters, Mapping | None):
+        raise RequestError("must be a JSON schema.", field=f"{where}.parameters")
+    keys = ("name", "description", "parameters", "strict")
+    description: dict[str, Any] = plain(
+        {key: inner[key] for key in keys if inner.get(key) is not None}, where
+    )
+    return description
+
+
+class ChunkReader:
+    """Turns the outputs of a conversation's answers into chunks."""
+
+    def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
+        """Read answers as `reading` says."""
+        self._reading, self._tokenizer = reading, tokenizer
+        self._answers: dict[int, _CallCollector] = {}  # by choice
+
+    def read(self, output: Output) -> AnswerChunk:
+        """Return the chunk of an output."""
+        text, reasoning, calls = output.text, "", tuple[AnswerCall, ...]()
+        if not self._reading.is_plain:
+            if output.index not in self._answers:
+                reader = self._reading.reader(self._tokenizer)
+                self._answers[output.index] = _CallCollector(reader)
+            text, reasoning, calls = self._answers[output.index].take(output)
+        return AnswerChunk(
+            index=output.index,
+            text=text,
+            reasoning=reasoning,
+            tool_calls=calls,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            finish_reason=output.finish_reason,
+            stop=output.stop,
+            usage=output.usage,
+            timings=output.timings,
+        )
+
+
+def read_completion(answer: Completion, reading: Reading, tokenizer: Tokenizer) -> Completion:
+    """Return a whole answer with its reasoning and its calls apart from its text."""
+    if reading.is_plain:
+        return answer
+    text, reasoning, calls = _CallCollector(reading.reader(tokenizer)).take(answer)
+    return replace(answer, text=text, reasoning=reasoning, tool_calls=calls)
+
+
+class _CallCollector:
+    """Separates one answer, and returns each call once it is whole."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
+        self._name = ""
+        self._arguments: list[str] = []
+
+    def take(self, output: Output | Completion) -> tuple[str, str, tuple[AnswerCall, ...]]:
+        """Return the text, the reasoning and the calls that a part of the answer completes."""
+        text, reasoning, calls = "", "", list[AnswerCall]()
+        for piece in self._reader.take(output):
+            text += piece.text if isinstance(piece, TextPiece) else ""
+            reasoning += piece.text if isinstance(piece, ReasoningPiece) else ""
+            calls += self._calls_before(piece)
+        if output.finish_reason is not None:
+            calls += self._calls_before(None)
+        return text, reasoning, tuple(calls)
+
+    def _calls_before(self, piece: Piece | None) -> list[AnswerCall]:
+        """Take a piece of a call, or the answer's end; return the call that is whole now."""
+        if isinstance(piece, ArgumentsPiece):
+            self._arguments.append(piece.text)
+        if piece is not None and not isinstance(piece, CallBegin):
+            return []
+        call = _to_call(self._name, "".join(self._arguments)) if self._name else None
+        self._name, self._arguments = "" if piece is None else piece.name, []
+        return [] if call is None else [call]
+
+
+def _to_call(name: str, arguments: str) -> AnswerCall | None:
+    """Return a call; None if the answer was cut inside its arguments."""
+    try:
+        values = json.loads(arguments or "{}")
+    except ValueError:
+        return None
+    return AnswerCall(f"call_{secrets.token_hex(_CALL_ID_BYTES)}", name, values)
