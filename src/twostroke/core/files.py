@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_JSON_BYTES = 1 << 24
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which editors on Windows write
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def read_small_file(path: Path) -> bytes:
         raise ModelFormatError(f"{name!r} cannot be read: {error.strerror}.") from None
     if len(raw) > MAX_JSON_BYTES:
         raise ModelFormatError(f"{path.name!r} is larger than {MAX_JSON_BYTES} bytes.")
-    return raw
+    return raw.removeprefix(BYTE_ORDER_MARK)
 
 
 def write_text(path: Path, text: str) -> None:

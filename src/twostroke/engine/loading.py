@@ -59,7 +59,7 @@ def _own_tokenizer(loaded: LoadedModel) -> Tokenizer:
     source = loaded.tokenizer_source
     if isinstance(source, GgufTokenizer):
         return from_gguf(source.metadata)
-    tokenizer = from_tokenizer_json(source.path)
+    tokenizer = from_tokenizer_json(source.path, loaded.spec.vocab_size)
     if tokenizer.num_text_ids > loaded.spec.vocab_size:
         raise ModelFormatError(
             f"{loaded.name}: its {source.path.name} has {tokenizer.num_text_ids} tokens, its "

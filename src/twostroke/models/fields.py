@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
+from twostroke.core.notices import notice_wrong_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -140,16 +141,19 @@ class Fields(Frozen):
         return self.text(key) if self.has(key) else None
 
     def token_ids(self, key: str, num_tokens: int) -> tuple[int, ...]:
-        """Return the token id, or list of ids, at `key`, each below `num_tokens`; () if none."""
+        """Return the token id, or list of ids, at `key`, each below `num_tokens`; () if none.
+
+        Others are left out with a notice: files often have -1 where there is no such token.
+        """
         value = self.value(key)
-        if value is None:
-            return ()
         ids = value if isinstance(value, list) else [value]
-        for one in ids:
-            if type(one) is not int or not 0 <= one < num_tokens:
-                wrong = f"{self.prefix}{key} = {_shown(one)}"
-                self.fault(f"has {wrong}, not a token id from 0 to {num_tokens - 1}")
-        return tuple(ids)
+        found = []
+        for token_id in ids:
+            if type(token_id) is int and 0 <= token_id < num_tokens:
+                found.append(token_id)
+            elif token_id is not None:
+                notice_wrong_id(f"{self.prefix}{key}", token_id)
+        return tuple(found)
 
     def expect(self, key: str, *allowed: Any) -> None:
         """Refuse a model in which `key` has a value that is not one of `allowed`."""

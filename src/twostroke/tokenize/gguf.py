@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError, nearest
+from twostroke.core.notices import notice_wrong_id
 from twostroke.tokenize.alphabets import (
     SPACE,
     byte_level_bytes,
@@ -152,7 +153,7 @@ def _parts(
         added=added,
         odd_bytes=_byte_tokens(fields),
         bos_id=fields.bos_id,
-        eos_ids=end_ids((end for end in fields.ends if end is not None), added),
+        eos_ids=end_ids(fields.ends, added),
         prefix_ids=prefix,
         suffix_ids=suffix,
         named_texts=fields.named_texts(),
@@ -215,7 +216,7 @@ class _Fields:
         self.types = {id_: kind for id_, kind in enumerate(types) if kind != 1}
         self.bos_id = self.token_id("bos_token_id")
         self.unknown_id = self.token_id("unknown_token_id")
-        self.ends = [self.token_id(key) for key in _END_KEYS]
+        self.ends = [token_id for key in _END_KEYS for token_id in self.token_ids(key)]
 
     def added(self) -> tuple[AddedToken, ...]:
         """Return the tokens that are matched whole in a text."""
@@ -230,7 +231,7 @@ class _Fields:
         wants_begin = self.get("add_bos_token", bool)
         wants_begin = begin if wants_begin is None else wants_begin
         before = self.bos_id if wants_begin else None
-        after = self.ends[0] if self.get("add_eos_token", bool) else None
+        after = self.token_id("eos_token_id") if self.get("add_eos_token", bool) else None
         return () if before is None else (before,), () if after is None else (after,)
 
     def infill(self) -> tuple[list[int | None], list[int | None], list[int | None]]:
@@ -283,11 +284,17 @@ class _Fields:
         return items
 
     def token_id(self, key: str) -> int | None:
-        """Return a token's id, or None where the file has none."""
-        value = self.get(key, int)
-        if value is not None and not 0 <= value < len(self.tokens):
-            raise ModelFormatError(
-                f"tokenizer.ggml.{key} is {value}, "
-                f"outside the vocabulary of {len(self.tokens)} tokens."
-            )
-        return value
+        """Return a token's id, or None where the file has none, as with -1."""
+        ids = self.token_ids(key)
+        return ids[0] if ids else None
+
+    def token_ids(self, key: str) -> list[int]:
+        """Return the ids of a token that may be several; a notice names those that are no ids."""
+        value = self._metadata.get(f"tokenizer.ggml.{key}")
+        ids = []
+        for token_id in value if isinstance(value, list) else [value]:
+            if type(token_id) is int and 0 <= token_id < len(self.tokens):
+                ids.append(token_id)
+            elif token_id is not None:
+                notice_wrong_id(f"tokenizer.ggml.{key}", token_id)
+        return ids

@@ -6,6 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.core.files import BYTE_ORDER_MARK
+from twostroke.core.notices import notice
 from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
 from twostroke.tokenize.descriptions import flat, read_words
 from twostroke.tokenize.infill import infill_tokens
@@ -27,8 +29,10 @@ _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
-def from_tokenizer_json(path: Path) -> Tokenizer:
+def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder, or of a `tokenizer.json` in one.
+
+    Of a model whose embedding table has `num_rows`, added tokens without a row are left out.
 
     Reads BPE models (byte-level, and SentencePiece's as converted by Hugging Face), and where they
     exist `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`,
@@ -48,7 +52,7 @@ def from_tokenizer_json(path: Path) -> Tokenizer:
         )
     config = _read(folder / "tokenizer_config.json")
     try:
-        return _build(description, model, config, folder)
+        return _build(description, model, config, folder, num_rows)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ModelFormatError(
             f"{file.name} is damaged: a part is missing or of another type ({error})."
@@ -56,7 +60,11 @@ def from_tokenizer_json(path: Path) -> Tokenizer:
 
 
 def _build(
-    description: dict[str, Any], model: dict[str, Any], config: dict[str, Any], folder: Path
+    description: dict[str, Any],
+    model: dict[str, Any],
+    config: dict[str, Any],
+    folder: Path,
+    num_rows: int | None,
 ) -> Tokenizer:
     added = tuple(
         AddedToken(
@@ -69,6 +77,7 @@ def _build(
     named = _named_texts(config, _read(folder / "special_tokens_map.json"))
     if any(token.id < 0 for token in added):
         raise ModelFormatError("tokenizer.json has an added token with an id below 0.")
+    added = _with_rows(added, num_rows)
     by_text = {token.text: token.id for token in added}
     try:
         words = read_words(description)
@@ -100,6 +109,20 @@ def _build(
             infill=infill_tokens((), (), (), added),
         )
     )
+
+
+def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[AddedToken, ...]:
+    """Return added tokens without those that a model has no row for, which a notice names."""
+    rowless = [token.text for token in added if num_rows is not None and token.id >= num_rows]
+    if not rowless:
+        return added
+    shown = ", ".join(repr(text[:40]) for text in rowless[:3])
+    more = f" and {len(rowless) - 3} more" if len(rowless) > 3 else ""
+    notice(
+        f"tokenizer.json has the added tokens {shown}{more} beyond the {num_rows} rows of the "
+        "embedding table: left out."
+    )
+    return tuple(token for token in added if token.text not in rowless)
 
 
 def _texts(vocab: dict[str, int]) -> list[str]:
@@ -228,7 +251,7 @@ def _read(file: Path) -> dict[str, Any]:
     if file.stat().st_size > _MAX_FILE_BYTES:
         raise ModelFormatError(f"{file.name} is larger than {_MAX_FILE_BYTES // 1024**2} MiB.")
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(file.read_bytes().removeprefix(BYTE_ORDER_MARK))
     except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{file.name} is not valid JSON ({error}).") from error
     if not isinstance(value, dict):

@@ -33,6 +33,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_KEYS = MAX_TENSORS = 1 << 16
 MAX_STRING_BYTES = MAX_ARRAY_ITEMS = 1 << 24
+MAX_ARRAY_DEPTH = 4
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 
@@ -53,11 +54,12 @@ _STRING = 8
 _ARRAY = 9
 _BOOL = 7
 _LENGTH_BYTES = 8  # before each string
+_ARRAY_HEAD_BYTES = 12  # before each array's items
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
-Stored: TypeAlias = "bool | int | float | str | Strings | NDArray[Any]"
+Stored: TypeAlias = "bool | int | float | str | Strings | NDArray[Any] | list[Any]"
 
 
 class TruncatedError(ModelFormatError):
@@ -201,9 +203,14 @@ class _Reader:
         """Check magic and version; return the numbers of tensors and of metadata keys."""
         magic = self.mapping.buffer[:4]
         if magic != MAGIC[: len(magic)]:
-            raise self.mapping.fault(f"is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
+            raise self.mapping.not_a("GGUF", f"it starts with {magic!r}, not {MAGIC!r}")
         self.take(4)
         version = self.u32()
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+            raise self.mapping.fault(
+                "is a big-endian GGUF file, for other processors than those supported here: fetch "
+                "the little-endian file, or convert it (gguf-convert-endian FILE little)"
+            )
         if version not in VERSIONS:
             raise self.mapping.fault(f"has GGUF version {version}; versions 2 and 3 are supported")
         num_tensors = self.bounded(self.u64(), "tensors", MAX_TENSORS)
@@ -230,12 +237,21 @@ class _Reader:
         if kind != _ARRAY:
             single: bool | int | float = self.numbers(kind, 1).tolist()[0]
             return single
+        return self.array()
+
+    def array(self, depth: int = 1) -> Strings | NDArray[Any] | list[Any]:
+        """Return an array, which may have arrays as items: nobody reads them, as llama.cpp."""
         kind = self.u32()
         count = self.bounded(self.u64(), "array items", MAX_ARRAY_ITEMS)
-        return self.strings(count) if kind == _STRING else self.numbers(kind, count)
+        if kind != _ARRAY:
+            return self.strings(count) if kind == _STRING else self.numbers(kind, count)
+        self.bounded(depth, "levels of arrays", MAX_ARRAY_DEPTH)
+        if count > (self.mapping.size - self.position) // _ARRAY_HEAD_BYTES:
+            self.take(_ARRAY_HEAD_BYTES * count)
+        return [self.array(depth + 1) for _ in range(count)]
 
     def numbers(self, kind: int, count: int) -> NDArray[Any]:
-        """Return a view of numbers; arrays of arrays are refused, as llama.cpp does."""
+        """Return a view of numbers."""
         dtype = _NUMBERS.get(kind)
         if dtype is None:
             raise self.damaged(f"{self.where} has the unknown value type {kind}")

@@ -13,7 +13,7 @@ from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.stacks import rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _STACK = re.compile(r"(blk\.\d{1,4}\.attn_)(k_b|v_b)\.weight")
 _BOTH = re.compile(r"(blk\.\d{1,4}\.attn_)kv_b\.weight")
@@ -21,14 +21,18 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
 def cut_latent(
-    file: str, tensors: Mapping[str, QuantTensor], shapes: Mapping[str, tuple[int, ...]]
+    file: str,
+    tensors: Mapping[str, QuantTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    shown: Callable[[str], str] = repr,
 ) -> dict[str, QuantTensor]:
     """Return `tensors` with the matrices that heads share cut into those of each head.
 
     `shapes` are the shapes that the Program reads. A file has stacks `attn_k_b` (heads, rank, key)
     and `attn_v_b` (heads, value, rank), or `attn_kv_b`, whose rows are the keys and then the values
     of one head after another. Keys must then be transposed, which numbers in blocks do not survive:
-    they become float32. A tensor that does not fit stays as it is.
+    they become float32. A tensor that does not fit stays as it is. `shown` is how errors call a
+    tensor.
 
     Raises:
         ModelFormatError: `attn_kv_b` of another size than its model's, or beside stacks.
@@ -39,11 +43,13 @@ def cut_latent(
         if stack and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
             parts = _stacked(tensor, f"{stack[1]}{stack[2]}")
         elif both := _BOTH.fullmatch(name):
-            parts = _keys_and_values(file, tensor, both[1], shapes)
+            parts = _keys_and_values(file, tensor, both[1], shapes, shown)
         else:
             parts = {name: tensor}
         if twice := cut.keys() & parts:
-            raise ModelFormatError(f"{file!r} has {min(twice)!r} twice: {name!r} has it, too.")
+            raise ModelFormatError(
+                f"{file!r} has {shown(min(twice))} twice: {shown(name)} has it, too."
+            )
         cut |= parts
     return cut
 
@@ -57,7 +63,11 @@ def _stacked(tensor: QuantTensor, name: str) -> dict[str, QuantTensor]:
 
 
 def _keys_and_values(
-    file: str, tensor: QuantTensor, start: str, shapes: Mapping[str, tuple[int, ...]]
+    file: str,
+    tensor: QuantTensor,
+    start: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    shown: Callable[[str], str],
 ) -> dict[str, QuantTensor]:
     name = f"{start}kv_b.weight"
     if f"{start}k_b.0.weight" not in shapes:  # of a layer that the model does not have
@@ -67,7 +77,7 @@ def _keys_and_values(
     heads = sum(f"{start}k_b.{head}.weight" in shapes for head in range(MAX_EXPERTS))
     expected = heads * (key + value), rank
     if tensor.shape != expected:
-        message = f"{file!r} has tensor {name!r} with shape {tensor.shape}"
+        message = f"{file!r} has tensor {shown(name)} with shape {tensor.shape}"
         raise ModelFormatError(f"{message}; its heads have {expected}.")
     fmt = FORMATS[tensor.format.name if tensor.format.name in _FLOATS else "F32"]
     cut: dict[str, QuantTensor] = {}

@@ -8,11 +8,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.core.files import read_json
+from twostroke.core.notices import notice
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.models.fields import MAX_LAYERS, Fields
 from twostroke.models.rope import ROPE_TABLES
+from twostroke.weights.file_names import (
+    FileNames,
+    by_canonical_name,
+    is_needed,
+    tell_left_out,
+)
 from twostroke.weights.generation_config import folder_sampling, gguf_sampling
 from twostroke.weights.gguf import TruncatedError, read_header
 from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
@@ -28,8 +37,8 @@ from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
 from twostroke.weights.pooling import folder_pooling, gguf_pooling
 from twostroke.weights.published import assemble_published, published_layout
 from twostroke.weights.safetensors import read_safetensors, read_sharded
-from twostroke.weights.stacks import cut_stacks
-from twostroke.weights.tensor_names import canonical_name
+from twostroke.weights.stacks import cut_stacks, uncut_stack
+from twostroke.weights.tensor_names import is_derived
 from twostroke.weights.tensors import check_shapes, refuse_unsupported
 
 if TYPE_CHECKING:
@@ -107,7 +116,9 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
     weights = {
         key: tensor
         for key, tensor in files.tensors.items()
-        if key not in ROPE_TABLES and not _is_of_layers(key, blocks[spec.num_layers :])
+        if key not in ROPE_TABLES
+        and not _is_of_layers(key, blocks[spec.num_layers :])
+        and not is_derived(key)
     }
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
     return LoadedModel(
@@ -131,7 +142,8 @@ def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
     architecture = fields.text("general.architecture")
     if architecture not in ARCHITECTURES:
         refuse_architecture(fields, architecture, ARCHITECTURES)
-    refuse_unsupported(fields.name, unsupported)
+    needed = {name: dtype for name, dtype in unsupported.items() if is_needed(name)}
+    refuse_unsupported(fields.name, needed)
     return architecture
 
 
@@ -154,10 +166,22 @@ def _load_folder(
     if layout is not None:
         files = assemble_published(source, files, layout)
     extra = range(spec.num_layers, spec.num_layers + _num_extra_layers(fields, family))
-    tensors = _canonical(files.tensors, family, extra)
+    tensors, names = _canonical(source, files.tensors, family, extra)
+    unsupported, unsupported_names = _canonical(source, files.unsupported, family, extra)
+    unsupported = {
+        unsupported_names.published[name]: dtype
+        for name, dtype in unsupported.items()
+        if is_needed(name)
+    }
+    spec = _with_rows_of(spec, source, tensors, names)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
-    unsupported = _canonical(files.unsupported, family, extra)
+    elif "output.weight" not in tensors and "token_embd.weight" in tensors and not unsupported:
+        spec = replace(spec, tied_embeddings=True)
+        notice(
+            f"{source!r} has no {names.shown('output.weight')}: "
+            f"{names.shown('token_embd.weight')} is used in its place."
+        )
     if layout is None and unsupported and files.arrays:
         raise ModelFormatError(
             f"{source!r} has parts of quantized weights, such as {min(files.arrays)[:80]!r}, and "
@@ -174,7 +198,7 @@ def _load_folder(
         name=spec.name,
         path=folder,
         spec=spec,
-        tensors=_program_weights(source, spec, tensors),
+        tensors=_program_weights(source, spec, tensors, names),
         tokenizer_source=JsonTokenizer(tokenizer, tokenizer_config),
         chat_template=hf_chat_template(folder, tokenizer_config),
         bos_token_id=bos[0] if bos else None,
@@ -184,6 +208,20 @@ def _load_folder(
         pooling=folder_pooling(folder),
         sampling=folder_sampling(generation_config),
     )
+
+
+def _with_rows_of(
+    spec: ModelSpec, file: str, tensors: Mapping[str, QuantTensor], names: FileNames
+) -> ModelSpec:
+    """Return a spec with the embedding's number of rows, which may be padded."""
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or embedding.shape[0] == spec.vocab_size or len(embedding.shape) != 2:
+        return spec
+    notice(
+        f"{file!r} has tensor {names.shown('token_embd.weight')} with {embedding.shape[0]} rows, "
+        f"config.json a vocab_size of {spec.vocab_size}: the rows count."
+    )
+    return replace(spec, vocab_size=embedding.shape[0])
 
 
 def _folder_eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
@@ -201,14 +239,13 @@ def _num_extra_layers(fields: Fields, family: Family) -> int:
     return 0 if key is None else fields.integer(key, MAX_LAYERS, low=0, default=0)
 
 
-def _canonical(tensors: Mapping[str, Any], family: Family, extra: range) -> dict[str, Any]:
-    """Return tensors by canonical name, without those of `extra` layers and those not needed."""
-    found: dict[str, Any] = {}
-    for published, tensor in tensors.items():
-        name = canonical_name(published, family.layer_names)
-        if name is not None and not _is_of_layers(name, extra):
-            found[name] = tensor
-    return found
+def _canonical(
+    file: str, tensors: Mapping[str, Any], family: Family, extra: range
+) -> tuple[dict[str, Any], FileNames]:
+    """Return tensors by canonical name, without those of `extra` layers, and their own names."""
+    found, names = by_canonical_name(file, tensors, family)
+    kept = {name: tensor for name, tensor in found.items() if not _is_of_layers(name, extra)}
+    return kept, names
 
 
 def _is_of_layers(name: str, layers: range) -> bool:
@@ -218,25 +255,42 @@ def _is_of_layers(name: str, layers: range) -> bool:
 
 
 def _program_weights(
-    file: str, spec: ModelSpec, tensors: Mapping[str, QuantTensor]
+    file: str,
+    spec: ModelSpec,
+    tensors: Mapping[str, QuantTensor],
+    names: FileNames = FileNames(),  # noqa: B008 - frozen
 ) -> dict[str, QuantTensor]:
-    """Return the weights that the model's Program reads; refuse if one is missing or left over."""
+    """Return the weights that the model's Program reads.
+
+    Refuse if one is missing, or if a part of the text model is left over. Others are left out.
+    """
     if spec.num_layers > len(tensors):
         # Before the Program is built: a damaged number of layers must not cost memory.
         raise ModelFormatError(
             f"{file!r} has {len(tensors)} tensors, too few for {spec.num_layers} layers."
         )
     shapes = build_program(spec).weight_shapes
-    cut = cut_stacks(tensors, shapes, ARCHITECTURES[spec.architecture].fused)
+    fused = ARCHITECTURES[spec.architecture].fused
+    cut = cut_stacks(tensors, shapes, fused)
+    if uncut := uncut_stack(cut, shapes, fused):
+        name, shape = uncut
+        raise ModelFormatError(
+            f"{file!r} has tensor {names.shown(name)} with shape {cut[name].shape}; the family "
+            f"{spec.architecture!r} reads {shape}."
+        )
     if spec.latent is not None:
-        cut = cut_latent(file, cut, shapes)
+        cut = cut_latent(file, cut, shapes, names.shown)
     cut = {
         name: tensor
         for name, tensor in cut.items()
         if name in shapes or not (_is_empty_bias(name, tensor) or _is_of_borrower(name, spec))
     }
-    check_shapes(file, cut, shapes, f"the family {spec.architecture!r}")
-    return cut
+    left_out = {name for name in cut.keys() - shapes.keys() if not is_needed(name)}
+    kept = {name: tensor for name, tensor in cut.items() if name not in left_out}
+    check_shapes(file, kept, shapes, f"the family {spec.architecture!r}", names.shown)
+    own_names = (names.published.get(name, name) for name in left_out)
+    tell_left_out(file, own_names, spec.architecture)
+    return kept
 
 
 def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:

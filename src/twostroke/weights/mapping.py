@@ -20,6 +20,24 @@ if TYPE_CHECKING:
 _FAULT_BYTES = max(1 << 19, mmap.PAGESIZE)
 
 
+_MAX_START = 64
+# What other files begin with, in lower case, and what users can do about them.
+_OTHER_FILES = {
+    b"version https://git-lfs": "it is a pointer of Git LFS; fetch the file itself (git lfs pull)",
+    b"<!doctype": "it is a web page; the download went wrong",
+    b"<html": "it is a web page; the download went wrong",
+    b"<?xml": "it is an XML document; the download went wrong",
+    b"pk\x03\x04": "it is a ZIP archive, as PyTorch's files are; only GGUF and safetensors are read",
+    b"\x80\x02": "it is a pickle of PyTorch; only GGUF and safetensors are read",
+    b"\x1f\x8b": "it is compressed by gzip; unpack it first",
+    b"gguf": "it is a GGUF file; its name must end with .gguf",
+    b"tjgg": "it is a file of an old version of llama.cpp; convert the model again",
+    b"lmgg": "it is a file of an old version of llama.cpp; convert the model again",
+    b"fmgg": "it is a file of an old version of llama.cpp; convert the model again",
+    b"algg": "it is an adapter (LoRA) of an old version of llama.cpp",
+}
+
+
 class MappedFile:
     """A whole file as memory; views keep it alive.
 
@@ -70,6 +88,14 @@ class MappedFile:
     def fault(self, text: str) -> ModelFormatError:
         """Return the error that says `text` about this file."""
         return ModelFormatError(f"{self.name!r} {text}.")
+
+    def not_a(self, kind: str, otherwise: str) -> ModelFormatError:
+        """Return the error about a file that is not of this kind; `otherwise` if it is unknown."""
+        start = self._mmap[:_MAX_START].lstrip().lower()
+        for beginning, sentence in _OTHER_FILES.items():
+            if start.startswith(beginning):
+                return self.fault(f"is not a {kind} file: {sentence}")
+        return self.fault(f"is not a {kind} file: {otherwise}")
 
     def view(self, start: int, num_bytes: int) -> Bytes:
         """Return `num_bytes` bytes from `start` as a read-only uint8 view."""

@@ -172,11 +172,11 @@ def _stored_array(mapping: MappedFile, entry: TensorEntry, listed: _Entry) -> St
 def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
     """Return the entries of the header, and where the data starts."""
     start = 8 + int.from_bytes(mapping.buffer[:8], "little")
+    if start > mapping.size and start - 8 <= MAX_HEADER_BYTES:
+        raise mapping.fault(f"is truncated: its header ends at {start}, the file at {mapping.size}")
     if start > mapping.size:
-        raise mapping.fault(
-            f"is truncated or not a safetensors file: its header ends at {start}, the file at "
-            f"{mapping.size}"
-        )
+        reason = f"its header would end at {start}, the file ends at {mapping.size}"
+        raise mapping.not_a("safetensors", reason)
     if start - 8 > MAX_HEADER_BYTES:
         raise mapping.fault(f"has a header of {start - 8} bytes, the limit is {MAX_HEADER_BYTES}")
     header = decode_json(mapping.buffer[8:start], dict[str, msgspec.Raw], mapping.name)

@@ -49,6 +49,23 @@ def cut_stacks(
     return cut
 
 
+def uncut_stack(
+    tensors: Mapping[str, QuantTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    fused: Mapping[str, tuple[str, ...]],
+) -> tuple[str, tuple[int, ...]] | None:
+    """Return the first stack that `cut_stacks` left, because its rows do not fit its parts.
+
+    It comes with the shape that it should have; None if there is no such stack.
+    """
+    for name, tensor in tensors.items():
+        parts = _parts(name, tensor, fused)
+        if parts and name not in shapes and all(part in shapes for part in parts):
+            height = sum(shapes[part][0] for part in parts)
+            return name, (height, *shapes[parts[0]][1:])
+    return None
+
+
 def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the names of the parts of `tensor`, from its first row to its last."""
     weight = _LAYER_WEIGHT.fullmatch(name)

@@ -46,16 +46,33 @@ _STACKS = {
     "down_proj": "ffn_down_exps.weight",
 }
 
-# A checkpoint without an output matrix, such as one for embeddings, may lack the prefix.
-_BARE = re.compile(r"(embed_tokens|norm)\.weight|layers\.\d{1,4}\..+")
-# Tables in old checkpoints that follow from the configuration.
-_DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# What torch.compile and its kin put into the names of the modules that they wrap.
+_WRAPPER = re.compile(
+    r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
+)
+# What stands before the names of a text model: `module.` of data parallelism, `base_model.model.`
+# of peft, `language_model.` of models that see. A checkpoint without an output matrix, such as one
+# for embeddings, may have nothing there.
+_PREFIX = re.compile(
+    r"(?:(?:module|model|base_model|transformer|language_model|text_model|llm)\.)*"
+    r"(?=(?:embed_tokens|embed_tokens_per_layer|per_layer_\w+|norm|layers|rotary_emb|lm_head)\.)"
+)
+# Tables in old checkpoints that follow from the configuration: angles, places and masks.
+_DERIVED = re.compile(
+    r"(?:.*\.)?(?:inv_freq|original_inv_freq|cos_cached|sin_cached|position_ids|masked_bias"
+    r"|causal_mask|(?:attn|attention|self_attn)\.bias|attn_rot_embd(?:\.weight)?)"
+)
 # The parts of a model that sees or hears, other than its text model.
 _BESIDES_TEXT = re.compile(
-    r"(model\.)?(vision_tower|vision_embedder|audio_tower|multi_modal_projector|embed_vision"
-    r"|embed_audio)\..*"
+    r"(?:model\.)*(?:vision_tower|vision_model|vision_embedder|visual|audio_tower"
+    r"|multi_modal_projector|embed_vision|embed_audio)\..*"
 )
-_TEXT = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
+# Names begin so if answers would be wrong without them: they belong to what the Program computes.
+_OF_TEXT = re.compile(
+    r"(?:model|lm_head|blk|token_embd|token_types|position_embd|output|output_norm|rope_freqs"
+    r"|rope_factors_\w+|per_layer_\w+|cls_norm)\."
+)
+_ADAPTER = re.compile(r"\.(?:lora_\w+|base_layer|modules_to_save|original_module)\.")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 # Names that have another ending.
 _ENDED = {
@@ -71,21 +88,42 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     """Return the canonical name of a Hugging Face tensor, or None for one that is not needed.
 
     `layer_names` are a family's own names of a layer's weights, where they differ from Llama's. An
-    unknown name is returned as it is, for the error message.
+    unknown name is returned without prefixes, for the error message.
     """
+    name = without_prefix(name)
     if _DERIVED.fullmatch(name) or _BESIDES_TEXT.fullmatch(name):
         return None
-    if text := _TEXT.fullmatch(name):
-        name = f"model.{text[2]}"
-    name = name.removeprefix("language_model.")
-    if _BARE.fullmatch(name):
-        name = f"model.{name}"
     stem, _, kind = name.rpartition(".")
     if stem in _WHOLE_MODEL:
         return f"{_WHOLE_MODEL[stem]}.{kind}"
     layer = _LAYER_NAME.fullmatch(name)
     part = layer and _layer_part(layer[2], layer_names)
     return f"blk.{int(layer[1])}.{part}" if layer and part else name
+
+
+def without_prefix(name: str) -> str:
+    """Return a tensor's name as transformers writes it, without what others put before it."""
+    name = _WRAPPER.sub("", name)
+    prefix = _PREFIX.match(name)
+    if prefix is None:
+        return name
+    rest = name[prefix.end() :]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"
+
+
+def is_of_text(canonical: str) -> bool:
+    """Whether a name is that of a part of a text model, known or not."""
+    return _OF_TEXT.match(canonical) is not None
+
+
+def is_derived(name: str) -> bool:
+    """Whether a tensor follows from the configuration, so that nobody reads it."""
+    return _DERIVED.fullmatch(name) is not None
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a tensor belongs to an adapter (peft) that was not merged into its model."""
+    return _ADAPTER.search(name) is not None
 
 
 def published_name(name: str, layer_names: Mapping[str, str]) -> str:

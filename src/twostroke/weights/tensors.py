@@ -13,7 +13,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -137,22 +137,29 @@ def check_shapes(
     tensors: Mapping[str, QuantTensor],
     shapes: Mapping[str, tuple[int, ...]],
     reader: str,
+    shown: Callable[[str], str] = repr,
 ) -> None:
     """Raise ModelFormatError unless `tensors` are exactly those that `reader` reads.
 
-    An unknown one is refused because answers without it would be wrong.
+    An unknown one is refused because answers without it would be wrong. `shown` is how errors call
+    a tensor.
     """
+    unknown = sorted(tensors.keys() - shapes.keys())
     for name, shape in shapes.items():
         if name not in tensors:
-            raise ModelFormatError(f"{file!r} lacks tensor {name!r}, which {reader} reads.")
+            others = f"; it has {shown(unknown[0])}, which is not one of them" if unknown else ""
+            raise ModelFormatError(
+                f"{file!r} lacks tensor {shown(name)} with shape {shape}, which {reader} "
+                f"reads{others}."
+            )
         if tensors[name].shape != shape:
             raise ModelFormatError(
-                f"{file!r} has tensor {name!r} with shape {tensors[name].shape}; {reader} reads "
-                f"{shape}."
+                f"{file!r} has tensor {shown(name)} with shape {tensors[name].shape}; {reader} "
+                f"reads {shape}."
             )
-    if unknown := sorted(tensors.keys() - shapes.keys()):
+    if unknown:
         raise ModelFormatError(
-            f"{file!r} has tensor {unknown[0][:80]!r}, which is not one that {reader} "
+            f"{file!r} has tensor {shown(unknown[0])}, which is not one that {reader} "
             "reads: answers without it would be wrong."
         )
 

@@ -1,0 +1,129 @@
+"""A file's own names of its tensors, for errors, and which tensors of a file nobody needs."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from msgspec import field
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.core.frozen import Frozen
+from twostroke.core.notices import notice
+from twostroke.weights.tensor_names import (
+    canonical_name,
+    is_derived,
+    is_of_adapter,
+    is_of_text,
+    published_name,
+    without_prefix,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from twostroke.models import Family
+
+    T = TypeVar("T")
+
+_MAX_SHOWN: Final = 120  # characters of a name
+_NUM_SHOWN: Final = 3  # names in a notice
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class FileNames(Frozen):
+    """The names that a file has for tensors, by canonical name; empty where both are the same."""
+
+    published: Mapping[str, str] = field(default_factory=dict)
+    layer_names: Mapping[str, str] = field(default_factory=dict)
+
+    def shown(self, canonical: str) -> str:
+        """Return a tensor's name in the file, in quotes; of a missing one, what it would be."""
+        return repr(self._name(canonical)[:_MAX_SHOWN])
+
+    def _name(self, canonical: str) -> str:
+        if not self.published or canonical in self.published:
+            return self.published.get(canonical, canonical)
+        if similar := self._similar(canonical):
+            return similar
+        try:
+            name = published_name(canonical, self.layer_names)
+        except (KeyError, ValueError):
+            return canonical
+        return self._prefix() + name
+
+    def _similar(self, canonical: str) -> str | None:
+        """Return a name made from that of the same weight of another layer or expert."""
+        numbers = _NUMBER.findall(canonical)
+        pattern = _NUMBER.sub("N", canonical)
+        for other, published in self.published.items():
+            parts = _NUMBER.split(published)
+            if _NUMBER.sub("N", other) == pattern and len(parts) == len(numbers) + 1:
+                return "".join(map("".join, zip(parts, [*numbers, ""], strict=True)))
+        return None
+
+    def _prefix(self) -> str:
+        """Return what stands before the usual names in this file."""
+        for published in self.published.values():
+            usual = without_prefix(published)
+            if published.endswith(usual):
+                return published.removesuffix(usual)
+        return ""
+
+
+def by_canonical_name(
+    file: str, tensors: Mapping[str, T], family: Family
+) -> tuple[dict[str, T], FileNames]:
+    """Return tensors by canonical name, without those that nobody needs, and their own names.
+
+    Raises:
+        ModelFormatError: two tensors are the same weight, or one belongs to an adapter.
+    """
+    found: dict[str, T] = {}
+    published: dict[str, str] = {}
+    for own_name, tensor in tensors.items():
+        if is_of_adapter(own_name):
+            raise ModelFormatError(
+                f"{file!r} has tensor {own_name[:_MAX_SHOWN]!r} of an adapter (LoRA): merge the "
+                "adapter into its model first, as peft's merge_and_unload does."
+            )
+        name = canonical_name(own_name, family.layer_names)
+        if name is None:
+            continue
+        if name in found and not _are_equal(found[name], tensor):
+            raise ModelFormatError(
+                f"{file!r} has the tensors {published[name][:_MAX_SHOWN]!r} and "
+                f"{own_name[:_MAX_SHOWN]!r}, which differ and are the same weight."
+            )
+        if name not in found:
+            found[name], published[name] = tensor, own_name
+    return found, FileNames(published, family.layer_names)
+
+
+def is_needed(canonical: str) -> bool:
+    """Whether answers could be wrong without a tensor, whether or not the family reads it."""
+    return is_of_text(canonical) and not is_derived(canonical)
+
+
+def tell_left_out(file: str, names: Iterable[str], family: str) -> None:
+    """Log the tensors of a file that are no part of its text model."""
+    left_out = sorted(names)
+    if not left_out:
+        return
+    shown = ", ".join(repr(name[:_MAX_SHOWN]) for name in left_out[:_NUM_SHOWN])
+    more = len(left_out) - _NUM_SHOWN
+    also = f" and {more} more" if more > 0 else ""
+    notice(f"{file!r} has {shown}{also}, which {family!r} does not read: left out.")
+
+
+def _are_equal(first: object, second: object) -> bool:
+    """Whether two tensors have the same bytes, or two types are the same."""
+    data, other = getattr(first, "data", None), getattr(second, "data", None)
+    if data is None or other is None:
+        return first == second
+    return (
+        getattr(first, "shape", None) == getattr(second, "shape", None)
+        and data.dtype == other.dtype
+        and data.shape == other.shape
+        and bool((data == other).all())
+    )
