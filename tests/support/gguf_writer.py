@@ -76,7 +76,9 @@ def tensor_info(name: str, shape: tuple[int, ...], gguf_type: int, offset: int) 
     return string(name) + packed
 
 
-def _array(values: list[Any], kind: int | None) -> bytes:
+def _array(values: Any, kind: int | None = None) -> bytes:
+    if isinstance(values, Typed):
+        values, kind = values.value, values.kind
     kind = _kind(values[0]) if kind is None else kind
     out = struct.pack("<IQ", kind, len(values))
     if kind in _CODES:

@@ -39,7 +39,12 @@ def array_of(kind: int, count: int, rest: bytes = b"") -> bytes:
 CASES = {
     "empty": (b"", "is empty"),
     "magic": (b"GGML" + bytes(20), "is not a GGUF file"),
-    "zip": (b"PK\x03\x04" + bytes(60), "is not a GGUF file"),
+    "zip": (b"PK\x03\x04" + bytes(60), "is not a GGUF file: it is a ZIP archive"),
+    "web page": (b"\n<html><head></head></html>", "it is a web page; the download went wrong"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1", "it is a pointer of Git LFS"),
+    "ggjt": (b"tjgg" + bytes(20), "it is a file of an old version of llama.cpp"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is a big-endian GGUF file"),
+    "big-endian, version 2": (b"GGUF" + struct.pack(">IQQ", 2, 0, 0), "is a big-endian GGUF"),
     "version 1": (header(0, 0, 1), "GGUF version 1; versions 2 and 3"),
     "version 4": (header(0, 0, 4), "GGUF version 4; versions 2 and 3"),
     "tensor count": (header(65537, 0), "has 65537 tensors, the limit is 65536"),
@@ -74,7 +79,11 @@ CASES = {
         array_of(STRING, 1, struct.pack("<Q", 1)),
         "1 strings that lead past the end",
     ),
-    "array of arrays": (array_of(ARRAY, 1), "unknown value type 9"),
+    "array of arrays": (array_of(ARRAY, 2**20), "'k' needs 12582912 bytes"),
+    "arrays in arrays": (
+        array_of(ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 4),
+        "'k' has 5 levels of arrays, the limit is 4",
+    ),
     "alignment zero": (header(0, 1) + key_value("general.alignment", 0), "general.alignment is 0"),
     "alignment odd": (header(0, 1) + key_value("general.alignment", 48), "general.alignment is 48"),
     "alignment text": (

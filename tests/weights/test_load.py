@@ -196,7 +196,6 @@ def test_a_safetensors_file_is_read_with_the_folder_around_it(tmp_path: Path) ->
         ),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer"),
         ({"tokenizer.ggml.tokens": ["a"] * 286}, "286 tokens, its embedding table 285 rows"),
-        ({"tokenizer.ggml.eos_token_id": 285}, "eos_token_id = 285, not a token id from 0 to 284"),
         ({"tokenizer.chat_template": 1}, "tokenizer.chat_template = 1, not text"),
     ],
 )
@@ -211,7 +210,7 @@ def test_wrong_metadata_is_refused(tmp_path: Path, changes: dict[str, Any], expe
     [
         ({"model_type": "gpt2"}, "architecture 'gpt2', which is not supported yet; supported: "),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', which is not supported yet"),
-        ({"attention_bias": True}, "lacks tensor 'blk.0.attn_q.bias'"),
+        ({"attention_bias": True}, "lacks tensor 'model.layers.0.self_attn.q_proj.bias'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "does not say low_freq_factor"),
         (
             {"rope_scaling": {"type": "dynamic"}},
@@ -222,10 +221,7 @@ def test_wrong_metadata_is_refused(tmp_path: Path, changes: dict[str, Any], expe
         ({"rope_parameters": 3}, "rope_parameters that is not an object"),
         ({"num_hidden_layers": -1}, "num_hidden_layers = -1, not a whole number"),
         ({"hidden_size": 2**70}, "hidden_size = a huge number, not a whole number from 1"),
-        ({"vocab_size": 284}, "the family 'llama' reads (284, 64)"),
-        ({"tie_word_embeddings": False}, "lacks tensor 'output.weight'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, not true or false"),
-        ({"eos_token_id": [2, 999]}, "eos_token_id = 999, not a token id from 0 to 284"),
     ],
 )
 def test_wrong_configurations_are_refused(

@@ -59,7 +59,11 @@ def test_unsupported_dtypes_are_reported(tmp_path: Path) -> None:
 TRUNCATED, WRONG_JSON = "is truncated", "its JSON is wrong"
 CASES = (
     (bytes(7), TRUNCATED),
-    (struct.pack("<Q", 2**63) + bytes(8), TRUNCATED),
+    (struct.pack("<Q", 2**63) + bytes(8), "is not a safetensors file: its header would end"),
+    (b"<!DOCTYPE html><html>", "is not a safetensors file: it is a web page"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS"),
+    (b"GGUF\3\0\0\0" + bytes(40), "its name must end with .gguf"),
+    (b"PK\3\4" + b"x" * 60, "it is a ZIP archive, as of PyTorch"),
     (struct.pack("<Q", 1000) + bytes(8), TRUNCATED),
     (with_header(b"{nope", b""), WRONG_JSON),
     (with_header(b'{"\xff":1}', b""), WRONG_JSON),

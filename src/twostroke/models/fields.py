@@ -147,13 +147,13 @@ class Fields(Frozen):
         """
         value = self.value(key)
         ids = value if isinstance(value, list) else [value]
-        found = []
+        token_ids = []
         for token_id in ids:
             if type(token_id) is int and 0 <= token_id < num_tokens:
-                found.append(token_id)
+                token_ids.append(token_id)
             elif token_id is not None:
                 notice_wrong_id(f"{self.prefix}{key}", token_id)
-        return tuple(found)
+        return tuple(token_ids)
 
     def expect(self, key: str, *allowed: Any) -> None:
         """Refuse a model in which `key` has a value that is not one of `allowed`."""

@@ -289,7 +289,7 @@ class _Fields:
         return ids[0] if ids else None
 
     def token_ids(self, key: str) -> list[int]:
-        """Return the ids of a token that may be several; a notice names those that are no ids."""
+        """Return the one id at a key, or several; a notice names values that are no ids."""
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         ids = []
         for token_id in value if isinstance(value, list) else [value]:

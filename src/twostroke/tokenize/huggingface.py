@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.core.files import BYTE_ORDER_MARK
-from twostroke.core.notices import notice
+from twostroke.core.notices import first_names, notice
 from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
 from twostroke.tokenize.descriptions import flat, read_words
 from twostroke.tokenize.infill import infill_tokens
@@ -112,15 +112,13 @@ def _build(
 
 
 def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[AddedToken, ...]:
-    """Return added tokens without those that a model has no row for, which a notice names."""
+    """Return the added tokens that a model has a row for; a notice names the others."""
     rowless = [token.text for token in added if num_rows is not None and token.id >= num_rows]
     if not rowless:
         return added
-    shown = ", ".join(repr(text[:40]) for text in rowless[:3])
-    more = f" and {len(rowless) - 3} more" if len(rowless) > 3 else ""
     notice(
-        f"tokenizer.json has the added tokens {shown}{more} beyond the {num_rows} rows of the "
-        "embedding table: left out."
+        f"tokenizer.json has the added tokens {first_names(rowless)} beyond the {num_rows} rows of "
+        "the embedding table: left out."
     )
     return tuple(token for token in added if token.text not in rowless)
 

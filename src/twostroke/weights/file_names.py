@@ -1,15 +1,15 @@
-"""A file's own names of its tensors, for errors, and which tensors of a file nobody needs."""
+"""A file's own names of its tensors, for errors, and which of its tensors are not needed."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import field
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
-from twostroke.core.notices import notice
+from twostroke.core.notices import MAX_NAME_LENGTH, first_names, notice
 from twostroke.weights.tensor_names import (
     canonical_name,
     is_derived,
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-_MAX_SHOWN: Final = 120  # characters of a name
-_NUM_SHOWN: Final = 3  # names in a notice
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -37,9 +35,9 @@ class FileNames(Frozen):
     published: Mapping[str, str] = field(default_factory=dict)
     layer_names: Mapping[str, str] = field(default_factory=dict)
 
-    def shown(self, canonical: str) -> str:
-        """Return a tensor's name in the file, in quotes; of a missing one, what it would be."""
-        return repr(self._name(canonical)[:_MAX_SHOWN])
+    def quoted(self, canonical: str) -> str:
+        """Return the name that a tensor has in the file, or would have there, in quotes."""
+        return repr(self._name(canonical)[:MAX_NAME_LENGTH])
 
     def _name(self, canonical: str) -> str:
         if not self.published or canonical in self.published:
@@ -53,7 +51,7 @@ class FileNames(Frozen):
         return self._prefix() + name
 
     def _similar(self, canonical: str) -> str | None:
-        """Return a name made from that of the same weight of another layer or expert."""
+        """Return a name like the one of another layer's or expert's same weight, if there is one."""
         numbers = _NUMBER.findall(canonical)
         pattern = _NUMBER.sub("N", canonical)
         for other, published in self.published.items():
@@ -63,7 +61,7 @@ class FileNames(Frozen):
         return None
 
     def _prefix(self) -> str:
-        """Return what stands before the usual names in this file."""
+        """Return the prefix of the usual names in this file."""
         for published in self.published.values():
             usual = without_prefix(published)
             if published.endswith(usual):
@@ -74,30 +72,30 @@ class FileNames(Frozen):
 def by_canonical_name(
     file: str, tensors: Mapping[str, T], family: Family
 ) -> tuple[dict[str, T], FileNames]:
-    """Return tensors by canonical name, without those that nobody needs, and their own names.
+    """Return the tensors that may be needed by canonical name, and their own names.
 
     Raises:
         ModelFormatError: two tensors are the same weight, or one belongs to an adapter.
     """
-    found: dict[str, T] = {}
+    by_name: dict[str, T] = {}
     published: dict[str, str] = {}
     for own_name, tensor in tensors.items():
         if is_of_adapter(own_name):
             raise ModelFormatError(
-                f"{file!r} has tensor {own_name[:_MAX_SHOWN]!r} of an adapter (LoRA): merge the "
-                "adapter into its model first, as peft's merge_and_unload does."
+                f"{file!r} has tensor {own_name[:MAX_NAME_LENGTH]!r} of an adapter (LoRA): merge "
+                "the adapter into its model first, as peft's merge_and_unload does."
             )
         name = canonical_name(own_name, family.layer_names)
         if name is None:
             continue
-        if name in found and not _are_equal(found[name], tensor):
+        if name in by_name and not _are_equal(by_name[name], tensor):
             raise ModelFormatError(
-                f"{file!r} has the tensors {published[name][:_MAX_SHOWN]!r} and "
-                f"{own_name[:_MAX_SHOWN]!r}, which differ and are the same weight."
+                f"{file!r} has the tensors {published[name][:MAX_NAME_LENGTH]!r} and "
+                f"{own_name[:MAX_NAME_LENGTH]!r}, which differ and are the same weight."
             )
-        if name not in found:
-            found[name], published[name] = tensor, own_name
-    return found, FileNames(published, family.layer_names)
+        if name not in by_name:
+            by_name[name], published[name] = tensor, own_name
+    return by_name, FileNames(published, family.layer_names)
 
 
 def is_needed(canonical: str) -> bool:
@@ -110,10 +108,7 @@ def tell_left_out(file: str, names: Iterable[str], family: str) -> None:
     left_out = sorted(names)
     if not left_out:
         return
-    shown = ", ".join(repr(name[:_MAX_SHOWN]) for name in left_out[:_NUM_SHOWN])
-    more = len(left_out) - _NUM_SHOWN
-    also = f" and {more} more" if more > 0 else ""
-    notice(f"{file!r} has {shown}{also}, which {family!r} does not read: left out.")
+    notice(f"{file!r} has {first_names(left_out)}, which {family!r} does not read: left out.")
 
 
 def _are_equal(first: object, second: object) -> bool:

@@ -240,7 +240,7 @@ class _Reader:
         return self.array()
 
     def array(self, depth: int = 1) -> Strings | NDArray[Any] | list[Any]:
-        """Return an array, which may have arrays as items: nobody reads them, as llama.cpp."""
+        """Return an array, which may have arrays as items."""
         kind = self.u32()
         count = self.bounded(self.u64(), "array items", MAX_ARRAY_ITEMS)
         if kind != _ARRAY:

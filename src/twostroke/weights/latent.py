@@ -24,14 +24,14 @@ def cut_latent(
     file: str,
     tensors: Mapping[str, QuantTensor],
     shapes: Mapping[str, tuple[int, ...]],
-    shown: Callable[[str], str] = repr,
+    quote: Callable[[str], str] = repr,
 ) -> dict[str, QuantTensor]:
     """Return `tensors` with the matrices that heads share cut into those of each head.
 
     `shapes` are the shapes that the Program reads. A file has stacks `attn_k_b` (heads, rank, key)
     and `attn_v_b` (heads, value, rank), or `attn_kv_b`, whose rows are the keys and then the values
     of one head after another. Keys must then be transposed, which numbers in blocks do not survive:
-    they become float32. A tensor that does not fit stays as it is. `shown` is how errors call a
+    they become float32. A tensor that does not fit stays as it is. `quote` is how errors call a
     tensor.
 
     Raises:
@@ -43,12 +43,12 @@ def cut_latent(
         if stack and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
             parts = _stacked(tensor, f"{stack[1]}{stack[2]}")
         elif both := _BOTH.fullmatch(name):
-            parts = _keys_and_values(file, tensor, both[1], shapes, shown)
+            parts = _keys_and_values(file, tensor, both[1], shapes, quote)
         else:
             parts = {name: tensor}
         if twice := cut.keys() & parts:
             raise ModelFormatError(
-                f"{file!r} has {shown(min(twice))} twice: {shown(name)} has it, too."
+                f"{file!r} has {quote(min(twice))} twice: {quote(name)} has it, too."
             )
         cut |= parts
     return cut
@@ -67,7 +67,7 @@ def _keys_and_values(
     tensor: QuantTensor,
     start: str,
     shapes: Mapping[str, tuple[int, ...]],
-    shown: Callable[[str], str],
+    quote: Callable[[str], str],
 ) -> dict[str, QuantTensor]:
     name = f"{start}kv_b.weight"
     if f"{start}k_b.0.weight" not in shapes:  # of a layer that the model does not have
@@ -77,7 +77,7 @@ def _keys_and_values(
     heads = sum(f"{start}k_b.{head}.weight" in shapes for head in range(MAX_EXPERTS))
     expected = heads * (key + value), rank
     if tensor.shape != expected:
-        message = f"{file!r} has tensor {shown(name)} with shape {tensor.shape}"
+        message = f"{file!r} has tensor {quote(name)} with shape {tensor.shape}"
         raise ModelFormatError(f"{message}; its heads have {expected}.")
     fmt = FORMATS[tensor.format.name if tensor.format.name in _FLOATS else "F32"]
     cut: dict[str, QuantTensor] = {}

@@ -179,8 +179,8 @@ def _load_folder(
     elif "output.weight" not in tensors and "token_embd.weight" in tensors and not unsupported:
         spec = replace(spec, tied_embeddings=True)
         notice(
-            f"{source!r} has no {names.shown('output.weight')}: "
-            f"{names.shown('token_embd.weight')} is used in its place."
+            f"{source!r} has no {names.quoted('output.weight')}: "
+            f"{names.quoted('token_embd.weight')} is used in its place."
         )
     if layout is None and unsupported and files.arrays:
         raise ModelFormatError(
@@ -218,7 +218,7 @@ def _with_rows_of(
     if embedding is None or embedding.shape[0] == spec.vocab_size or len(embedding.shape) != 2:
         return spec
     notice(
-        f"{file!r} has tensor {names.shown('token_embd.weight')} with {embedding.shape[0]} rows, "
+        f"{file!r} has tensor {names.quoted('token_embd.weight')} with {embedding.shape[0]} rows, "
         f"config.json a vocab_size of {spec.vocab_size}: the rows count."
     )
     return replace(spec, vocab_size=embedding.shape[0])
@@ -242,10 +242,10 @@ def _num_extra_layers(fields: Fields, family: Family) -> int:
 def _canonical(
     file: str, tensors: Mapping[str, Any], family: Family, extra: range
 ) -> tuple[dict[str, Any], FileNames]:
-    """Return tensors by canonical name, without those of `extra` layers, and their own names."""
-    found, names = by_canonical_name(file, tensors, family)
-    kept = {name: tensor for name, tensor in found.items() if not _is_of_layers(name, extra)}
-    return kept, names
+    """Return the tensors of other than `extra` layers by canonical name, and their own names."""
+    by_name, names = by_canonical_name(file, tensors, family)
+    read = {name: tensor for name, tensor in by_name.items() if not _is_of_layers(name, extra)}
+    return read, names
 
 
 def _is_of_layers(name: str, layers: range) -> bool:
@@ -262,7 +262,8 @@ def _program_weights(
 ) -> dict[str, QuantTensor]:
     """Return the weights that the model's Program reads.
 
-    Refuse if one is missing, or if a part of the text model is left over. Others are left out.
+    A missing weight is refused, and so is a part of the text model that the Program does not read.
+    Other tensors are left out.
     """
     if spec.num_layers > len(tensors):
         # Before the Program is built: a damaged number of layers must not cost memory.
@@ -275,22 +276,22 @@ def _program_weights(
     if uncut := uncut_stack(cut, shapes, fused):
         name, shape = uncut
         raise ModelFormatError(
-            f"{file!r} has tensor {names.shown(name)} with shape {cut[name].shape}; the family "
+            f"{file!r} has tensor {names.quoted(name)} with shape {cut[name].shape}; the family "
             f"{spec.architecture!r} reads {shape}."
         )
     if spec.latent is not None:
-        cut = cut_latent(file, cut, shapes, names.shown)
+        cut = cut_latent(file, cut, shapes, names.quoted)
     cut = {
         name: tensor
         for name, tensor in cut.items()
         if name in shapes or not (_is_empty_bias(name, tensor) or _is_of_borrower(name, spec))
     }
     left_out = {name for name in cut.keys() - shapes.keys() if not is_needed(name)}
-    kept = {name: tensor for name, tensor in cut.items() if name not in left_out}
-    check_shapes(file, kept, shapes, f"the family {spec.architecture!r}", names.shown)
+    needed = {name: tensor for name, tensor in cut.items() if name not in left_out}
+    check_shapes(file, needed, shapes, f"the family {spec.architecture!r}", names.quoted)
     own_names = (names.published.get(name, name) for name in left_out)
     tell_left_out(file, own_names, spec.architecture)
-    return kept
+    return needed
 
 
 def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:

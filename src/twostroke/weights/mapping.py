@@ -27,7 +27,7 @@ _OTHER_FILES = {
     b"<!doctype": "it is a web page; the download went wrong",
     b"<html": "it is a web page; the download went wrong",
     b"<?xml": "it is an XML document; the download went wrong",
-    b"pk\x03\x04": "it is a ZIP archive, as PyTorch's files are; only GGUF and safetensors are read",
+    b"pk\x03\x04": "it is a ZIP archive, as of PyTorch; only GGUF and safetensors are read",
     b"\x80\x02": "it is a pickle of PyTorch; only GGUF and safetensors are read",
     b"\x1f\x8b": "it is compressed by gzip; unpack it first",
     b"gguf": "it is a GGUF file; its name must end with .gguf",

@@ -67,7 +67,7 @@ _BESIDES_TEXT = re.compile(
     r"(?:model\.)*(?:vision_tower|vision_model|vision_embedder|visual|audio_tower"
     r"|multi_modal_projector|embed_vision|embed_audio)\..*"
 )
-# Names begin so if answers would be wrong without them: they belong to what the Program computes.
+# Parts of a text model begin so: answers could be wrong without an unknown one.
 _OF_TEXT = re.compile(
     r"(?:model|lm_head|blk|token_embd|token_types|position_embd|output|output_norm|rope_freqs"
     r"|rope_factors_\w+|per_layer_\w+|cls_norm)\."
@@ -112,12 +112,12 @@ def without_prefix(name: str) -> str:
 
 
 def is_of_text(canonical: str) -> bool:
-    """Whether a name is that of a part of a text model, known or not."""
+    """Whether a name belongs to a text model, known or not."""
     return _OF_TEXT.match(canonical) is not None
 
 
 def is_derived(name: str) -> bool:
-    """Whether a tensor follows from the configuration, so that nobody reads it."""
+    """Whether a tensor follows from the configuration, so that it is not read."""
     return _DERIVED.fullmatch(name) is not None
 
 

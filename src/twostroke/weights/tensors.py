@@ -137,29 +137,29 @@ def check_shapes(
     tensors: Mapping[str, QuantTensor],
     shapes: Mapping[str, tuple[int, ...]],
     reader: str,
-    shown: Callable[[str], str] = repr,
+    quote: Callable[[str], str] = repr,
 ) -> None:
     """Raise ModelFormatError unless `tensors` are exactly those that `reader` reads.
 
-    An unknown one is refused because answers without it would be wrong. `shown` is how errors call
+    An unknown one is refused because answers without it would be wrong. `quote` is how errors call
     a tensor.
     """
     unknown = sorted(tensors.keys() - shapes.keys())
     for name, shape in shapes.items():
         if name not in tensors:
-            others = f"; it has {shown(unknown[0])}, which is not one of them" if unknown else ""
+            others = f"; it has {quote(unknown[0])}, which is not one of them" if unknown else ""
             raise ModelFormatError(
-                f"{file!r} lacks tensor {shown(name)} with shape {shape}, which {reader} "
+                f"{file!r} lacks tensor {quote(name)} with shape {shape}, which {reader} "
                 f"reads{others}."
             )
         if tensors[name].shape != shape:
             raise ModelFormatError(
-                f"{file!r} has tensor {shown(name)} with shape {tensors[name].shape}; {reader} "
+                f"{file!r} has tensor {quote(name)} with shape {tensors[name].shape}; {reader} "
                 f"reads {shape}."
             )
     if unknown:
         raise ModelFormatError(
-            f"{file!r} has tensor {shown(unknown[0])}, which is not one that {reader} "
+            f"{file!r} has tensor {quote(unknown[0])}, which is not one that {reader} "
             "reads: answers without it would be wrong."
         )
 

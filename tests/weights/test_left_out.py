@@ -1,0 +1,343 @@
+"""Parts of model files that nobody needs: left out and named; errors have the file's own names."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support.gguf_writer import ARRAY, STRING, U32, Typed, write_gguf
+from support.safetensors_writer import write_safetensors
+from support.tiny import (
+    Tiny,
+    tiny_metadata,
+    tiny_of,
+    tiny_tensors,
+    tiny_weights,
+    write_tiny_folder,
+    write_tiny_gguf,
+)
+from support.tiny_weights import folder_weights
+from twostroke.core import notices
+from twostroke.core.errors import ModelFormatError
+from twostroke.engine.loading import build_tokenizer
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.tokenize import from_gguf
+from twostroke.weights import load_path, safetensors
+from twostroke.weights.tensors import StoredArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from twostroke.weights import LoadedModel
+
+MAX_U32 = (1 << 32) - 1
+
+
+@pytest.fixture(autouse=True)
+def told_again() -> None:
+    """Let each test see the notices that another test has seen."""
+    notices.notice.cache_clear()
+
+
+def floats(values: np.ndarray) -> QuantTensor:
+    return QuantTensor.from_floats(values.astype(np.float32), FORMATS["F32"])
+
+
+def folder_tensors(tiny: Tiny) -> dict[str, QuantTensor]:
+    weights = folder_weights(tiny, tiny_weights(tiny))
+    return {name: floats(values) for name, values in weights.items()}
+
+
+def load_folder(folder: Path, tiny: Tiny, tensors: dict[str, QuantTensor]) -> LoadedModel:
+    write_tiny_folder(folder, tiny)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return load_path(folder)
+
+
+def refusal(folder: Path, tiny: Tiny, tensors: dict[str, QuantTensor]) -> str:
+    with pytest.raises(ModelFormatError) as caught:
+        load_folder(folder, tiny, tensors)
+    return str(caught.value)
+
+
+def wrapped_layers(name: str) -> str:
+    """Return the names of a model whose layers were compiled or wrapped one by one."""
+    for layer in range(2):
+        name = name.replace(f"layers.{layer}.", f"layers.{layer}._orig_mod.")
+    return name
+
+
+PREFIXES: dict[str, Callable[[str], str]] = {
+    "module.": lambda name: f"module.{name}",
+    "_orig_mod.": lambda name: f"_orig_mod.{name}",
+    "_orig_mod.module.": lambda name: f"_orig_mod.module.{name}",
+    "model.model.": lambda name: f"model.{name}",
+    "base_model.model.": lambda name: f"base_model.model.{name}",
+    "language_model.": lambda name: f"language_model.{name}",
+    "model.language_model.": lambda name: name.replace("model.", "model.language_model."),
+    "transformer.": lambda name: f"transformer.{name}",
+    "_fsdp_wrapped_module.": lambda name: f"_fsdp_wrapped_module.{name}",
+    "no prefix": lambda name: name.removeprefix("model."),
+    "in each layer": wrapped_layers,
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_prefixes_of_names_do_not_matter(tmp_path: Path, prefix: str, tied: bool) -> None:
+    tiny = Tiny(tied=tied)
+    tensors = folder_tensors(tiny)
+    expected = load_folder(tmp_path / "plain", tiny, tensors)
+    renamed = {PREFIXES[prefix](name): tensor for name, tensor in tensors.items()}
+    found = load_folder(tmp_path / "renamed", tiny, renamed)
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in found.tensors.items():
+        assert np.array_equal(tensor.data, expected.tensors[name].data)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_errors_have_the_names_of_the_file(tmp_path: Path, prefix: str) -> None:
+    renamed_as = PREFIXES[prefix]
+    tensors = {renamed_as(name): tensor for name, tensor in folder_tensors(Tiny()).items()}
+    name = renamed_as("model.layers.1.mlp.up_proj.weight")
+    wrong = {**tensors, name: floats(np.ones((96, 64)))}
+    said = refusal(tmp_path / "wrong", Tiny(), wrong)
+    assert f"{name!r} with shape (96, 64); the family 'llama' reads (128, 64)" in said
+    del wrong[name]
+    said = refusal(tmp_path / "lacking", Tiny(), wrong)
+    assert f"lacks tensor {name!r} with shape (128, 64)" in said
+
+
+def test_a_missing_tensor_of_every_layer_has_the_prefix_of_the_file(tmp_path: Path) -> None:
+    tensors = {f"module.{name}": tensor for name, tensor in folder_tensors(Tiny()).items()}
+    lacking = {name: t for name, t in tensors.items() if "q_proj" not in name}
+    said = refusal(tmp_path / "a", Tiny(), lacking)
+    assert "lacks tensor 'module.model.layers.0.self_attn.q_proj.weight'" in said
+
+
+def test_a_missing_expert_is_named_as_the_others_are(tmp_path: Path) -> None:
+    tiny = tiny_of("mixtral")
+    tensors = {f"module.{name}": tensor for name, tensor in folder_tensors(tiny).items()}
+    name = "module.model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    del tensors[name]
+    assert f"lacks tensor {name!r}" in refusal(tmp_path / "a", tiny, tensors)
+
+
+def test_a_matrix_of_several_parts_says_its_own_shape(tmp_path: Path) -> None:
+    tiny = tiny_of("phi3")
+    tensors = folder_tensors(tiny)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    height, width = tensors[name].shape
+    tensors[name] = floats(np.ones((height + 8, width)))
+    said = refusal(tmp_path / "a", tiny, tensors)
+    assert f"{name!r} with shape ({height + 8}, {width})" in said
+    assert f"reads ({height}, {width})" in said
+
+
+BUFFERS = (
+    "position_ids",
+    "model.embeddings.position_ids",
+    "model.rotary_emb.inv_freq",
+    "model.layers.0.self_attn.rotary_emb.inv_freq",
+    "model.layers.0.self_attn.rotary_emb.cos_cached",
+    "model.layers.0.attn.bias",
+    "model.layers.0.attn.masked_bias",
+    "model.layers.1.attention.bias",
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_buffers_of_old_checkpoints_are_left_out(tmp_path: Path, prefix: str) -> None:
+    buffers = {name: floats(np.ones((2, 2))) for name in BUFFERS}
+    tensors = folder_tensors(Tiny()) | buffers
+    load_folder(tmp_path / "a", Tiny(), {prefix + name: t for name, t in tensors.items()})
+
+
+def test_buffers_of_integers_are_left_out(tmp_path: Path) -> None:
+    """Types that are no weights' must not refuse a file either."""
+    tensors: dict[str, Any] = dict(folder_tensors(Tiny()))
+    tensors["position_ids"] = StoredArray("I64", np.arange(8))
+    tensors["score.ids"] = StoredArray("I64", np.arange(8))
+    folder = write_tiny_folder(tmp_path / "a")
+    safetensors.write_safetensors(folder / "model.safetensors", tensors)
+    load_path(folder)
+
+
+def test_heads_for_other_uses_are_left_out_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = ["score.weight", "v_head.summary.weight", "mtp.layers.0.x.weight", "value.weight"]
+    extra = {name: floats(np.ones((1, 64))) for name in others}
+    with caplog.at_level(logging.WARNING):
+        for name in ("a", "b"):
+            load_folder(tmp_path / name, Tiny(), folder_tensors(Tiny()) | extra)
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "'model.safetensors' has 'mtp.layers.0.x.weight', 'score.weight', 'v_head.summary.weight' "
+        "and 1 more, which 'llama' does not read: left out."
+    )
+
+
+def test_parts_of_another_model_in_a_gguf_file_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = tiny_tensors(Tiny()) | {"v.blk.0.attn_q.weight": floats(np.ones((4, 32)))}
+    with caplog.at_level(logging.WARNING):
+        load_path(write_gguf(tmp_path / "a.gguf", tiny_metadata(Tiny()), tensors))
+    assert "'v.blk.0.attn_q.weight', which 'llama' does not read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.sinks",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.2.mlp.up_proj.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+        "model.embed_positions.weight",
+    ],
+)
+def test_what_could_change_answers_is_refused(tmp_path: Path, name: str) -> None:
+    tensors = folder_tensors(Tiny()) | {name: floats(np.ones(64))}
+    assert f"has tensor {name!r}, which is not one" in refusal(tmp_path / "a", Tiny(), tensors)
+
+
+def test_an_adapter_that_is_not_merged_is_named(tmp_path: Path) -> None:
+    tensors = {f"base_model.model.{name}": t for name, t in folder_tensors(Tiny()).items()}
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"] = floats(
+        np.ones((4, 64))
+    )
+    assert "merge the adapter into its model first" in refusal(tmp_path / "a", Tiny(), tensors)
+
+
+def test_equal_copies_of_a_weight_are_one_and_others_are_refused(tmp_path: Path) -> None:
+    tiny = Tiny(tied=False)
+    tensors = folder_tensors(tiny)
+    copies = tensors | {"module.lm_head.weight": tensors["lm_head.weight"]}
+    load_folder(tmp_path / "equal", tiny, copies)
+    differing = tensors | {"module.lm_head.weight": floats(np.ones((285, 64)))}
+    said = refusal(tmp_path / "other", tiny, differing)
+    assert "'lm_head.weight' and 'module.lm_head.weight', which differ" in said
+
+
+def test_without_an_output_matrix_the_embedding_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = folder_tensors(Tiny(tied=False))
+    del tensors["lm_head.weight"]
+    with caplog.at_level(logging.WARNING):
+        loaded = load_folder(tmp_path / "a", Tiny(tied=False), tensors)
+    assert loaded.spec.tied_embeddings
+    assert "has no 'lm_head.weight': 'model.embed_tokens.weight' is used" in caplog.text
+
+
+@pytest.mark.parametrize("vocab_size", [200, 284, 320])
+def test_the_rows_of_the_embedding_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, vocab_size: int
+) -> None:
+    folder = write_tiny_folder(tmp_path / "a")
+    change(folder / "config.json", vocab_size=vocab_size)
+    with caplog.at_level(logging.WARNING):
+        assert load_path(folder).spec.vocab_size == 285
+    assert f"285 rows, config.json a vocab_size of {vocab_size}: the rows count" in caplog.text
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+# Ids that no token has, as files hold them.
+WRONG_IDS = (MAX_U32, 285, 10**6)
+ID_KEYS = ("bos", "eos", "eot", "eom", "padding", "unknown", "seperator", "mask", "fim_pre")
+
+
+@pytest.mark.parametrize("key", ID_KEYS)
+@pytest.mark.parametrize("wrong_id", WRONG_IDS)
+def test_an_id_that_no_token_has_is_left_out_of_a_gguf(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, wrong_id: int
+) -> None:
+    wrong = {f"tokenizer.ggml.{key}_token_id": Typed(U32, wrong_id)}
+    with caplog.at_level(logging.WARNING):
+        loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", metadata=wrong))
+        tokenizer = build_tokenizer(loaded)
+    assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
+    shown = "-1" if wrong_id == MAX_U32 else str(wrong_id)
+    said = [record.getMessage() for record in caplog.records]
+    names = [text for text in said if f"tokenizer.ggml.{key}_token_id is {shown}," in text]
+    assert names == [
+        f"tokenizer.ggml.{key}_token_id is {shown}, which is not the id of a token: left out."
+    ] * (key in READ_KEYS)
+    if key == "eos":
+        assert loaded.eos_token_ids == ()
+
+
+READ_KEYS = ("bos", "eos", "eot", "eom", "padding", "unknown", "fim_pre")
+
+
+@pytest.mark.parametrize("value", [-1, "1", True, [1, -1, 999], 1.5])
+def test_values_that_are_no_ids_are_left_out(value: object) -> None:
+    metadata = dict(tiny_metadata(Tiny())) | {"tokenizer.ggml.eos_token_id": value}
+    metadata["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"].value
+    ends = from_gguf(metadata).eos_ids
+    assert (1 in ends) == isinstance(value, list)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [-1, MAX_U32, 285, [2, -1, 999], "</s>"])
+def test_an_id_that_no_token_has_is_left_out_of_a_folder(
+    tmp_path: Path, file: str, key: str, value: object
+) -> None:
+    folder = write_tiny_folder(tmp_path / "a")
+    change(folder / file, **{key: value})
+    loaded = load_path(folder)
+    tokenizer = build_tokenizer(loaded)
+    assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
+    assert set(loaded.eos_token_ids) <= {0, 2}
+
+
+def test_added_tokens_beyond_the_rows_are_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny_folder(tmp_path / "a")
+    description = json.loads((folder / "tokenizer.json").read_text())
+    flags = {"special": False, "normalized": False, "lstrip": False, "rstrip": False}
+    added = [{"id": 285 + i, "content": f"[PAD{i}]", **flags} for i in range(5)]
+    description["added_tokens"] += added
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    with caplog.at_level(logging.WARNING):
+        tokenizer = build_tokenizer(load_path(folder))
+    assert "'[PAD0]', '[PAD1]', '[PAD2]' and 2 more beyond the 285 rows" in caplog.text
+    ids = tokenizer.encode("[PAD0] hello", parse_special=True)
+    assert max(ids) < 285
+    assert tokenizer.decode(ids) == "[PAD0] hello"
+
+
+def test_marks_of_byte_order_are_skipped(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "a", num_shards=2)
+    for path in folder.glob("*.json"):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    build_tokenizer(load_path(folder))
+
+
+def test_arrays_of_arrays_and_empty_ones_are_skipped(tmp_path: Path) -> None:
+    odd = {
+        "general.tags": Typed(STRING, []),
+        "general.odd": Typed(ARRAY, [Typed(U32, [1, 2]), Typed(U32, [])]),
+    }
+    loaded = load_path(write_tiny_gguf(tmp_path / "a.gguf", metadata=odd))
+    source: Any = loaded.tokenizer_source
+    assert [list(part) for part in source.metadata["general.odd"]] == [[1, 2], []]
+    assert list(source.metadata["general.tags"]) == []
+
+
+def test_bytes_after_the_last_tensor_are_ignored(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "a.gguf")
+    path.write_bytes(path.read_bytes() + b"signature")
+    load_path(path)
