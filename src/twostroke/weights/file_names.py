@@ -51,7 +51,7 @@ class FileNames(Frozen):
         return self._prefix() + name
 
     def _similar(self, canonical: str) -> str | None:
-        """Return a name like the one of another layer's or expert's same weight, if there is one."""
+        """Return a name like the one of the same weight in another layer or expert, if any."""
         numbers = _NUMBER.findall(canonical)
         pattern = _NUMBER.sub("N", canonical)
         for other, published in self.published.items():
