@@ -57,7 +57,7 @@ def test_scan_is_linear_whatever_it_reads(unit: bytes) -> None:
             rb'{"messages": "a\ud800"}',
             "The body is not valid JSON: a string has half of a surrogate",
         ),
-        (rb'{"messages": "\ud83d\ude00', "The body is not valid JSON: Input data was truncated."),
+        (rb'{"messages": "\ud83d\ude00', "The body is not valid JSON: "),
         (b'{"temperature": 1e999}', "temperature must be a smaller number."),
     ],
 )

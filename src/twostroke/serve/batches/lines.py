@@ -111,9 +111,9 @@ def parse(number: int, text: bytes, limits: Limits) -> Line:
     try:
         fields = _fields.decode(text.removeprefix(b"\xef\xbb\xbf"))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        is_other = str(error).startswith("Expected `object`")
+        is_json = isinstance(error, msgspec.ValidationError)  # but no object
         message = (
-            "The line is not a JSON object." if is_other else str(not_json(error, text, "line"))
+            "The line is not a JSON object." if is_json else str(not_json(error, text, "line"))
         )
         raise wrong("invalid_json_line", message) from None
     id_, raw = fields.custom_id, bytes(fields.body)

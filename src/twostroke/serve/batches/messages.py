@@ -26,7 +26,7 @@ from twostroke.serve.batches.lines import WrongLineError, parse
 from twostroke.serve.batches.openai import find
 from twostroke.serve.batches.results import Form
 from twostroke.serve.body.decode import not_json
-from twostroke.serve.body.explain import explain
+from twostroke.serve.body.mismatch import explain
 from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.responses.routes import query_of
 
@@ -297,7 +297,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: mmap | msgspec.Raw, where: 
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
-        raise explain(str(error), decoder.type, None, where) from None
+        raise explain(str(error), decoder.type, text, where) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(error, text) from None
 

@@ -17,8 +17,9 @@ from twostroke.http.errors import (
     UnsupportedFieldError,
 )
 from twostroke.http.ignored import MAX_IGNORED, Ignored
-from twostroke.serve.body.explain import explain, extra_of, join, parts, type_of
+from twostroke.serve.body.explain import extra_of, join, parts, type_of
 from twostroke.serve.body.lenient import drop_unknown
+from twostroke.serve.body.mismatch import explain
 from twostroke.serve.describe.field import Effect
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ _preparing = threading.Lock()
 
 # A string is consumed whole, also one without an end, so that the scan is linear.
 _BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
-_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")  # msgspec looks for the other
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
+_MAX_REPAIRED_BYTES = 1 << 20  # of a text that is decoded once more to find the error's cause
 
 
 class BodyDecoder(Generic[T]):
@@ -121,9 +123,22 @@ def not_json(
 ) -> BodySyntaxError:
     """Return the error about a text that msgspec cannot read; `what` it is."""
     why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-    if why == "Input data was truncated" and _HALF_A_PAIR.search(text):
+    if _is_json_without_half_pairs(text):
         why = "a string has half of a surrogate pair"
     return BodySyntaxError("The {what} is not valid JSON: {why}.", what=what, why=why)
+
+
+def _is_json_without_half_pairs(text: bytes | mmap | msgspec.Raw) -> bool:
+    """Whether halves of surrogate pairs are all that is wrong with a text, if it is not large."""
+    head = bytes(memoryview(text)[: _MAX_REPAIRED_BYTES + 1])
+    repaired, num_halves = _HALF_A_PAIR.subn(rb"?", head)
+    if not num_halves or len(head) > _MAX_REPAIRED_BYTES:
+        return False
+    try:
+        _ANY.decode(repaired)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def meant(error: MissingFieldError, ignored: Iterable[Ignored]) -> RequestError:

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from twostroke.http.errors import UnknownFieldError
 from twostroke.http.ignored import MAX_IGNORED, Ignored
-from twostroke.serve.body.explain import explain, extra_of, join, parts, type_of, unknown_field
+from twostroke.serve.body.explain import extra_of, join, parts, type_of, unknown_field
+from twostroke.serve.body.mismatch import explain
 from twostroke.serve.well_known import KNOWN_HINTS, has_meaning
 
 if TYPE_CHECKING:
