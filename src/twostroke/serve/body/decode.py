@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import threading
 from functools import cache, partial
@@ -39,6 +40,7 @@ _preparing = threading.Lock()
 # A string is consumed whole, also one without an end, so that the scan is linear.
 _BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
+_DECODED_BYTES = 1 << 20  # at a time
 _MAX_REPAIRED_BYTES = 1 << 20  # of a text that is decoded once more to find the error's cause
 
 
@@ -122,10 +124,25 @@ def not_json(
     error: Exception, text: bytes | mmap | msgspec.Raw, what: str = "body"
 ) -> BodySyntaxError:
     """Return the error about a text that msgspec cannot read; `what` it is."""
-    why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-    if _is_json_without_half_pairs(text):
+    why = str(error)
+    if not _is_utf8(text):
+        why = "it is not UTF-8"
+    elif _is_json_without_half_pairs(text):
         why = "a string has half of a surrogate pair"
     return BodySyntaxError("The {what} is not valid JSON: {why}.", what=what, why=why)
+
+
+def _is_utf8(text: bytes | mmap | msgspec.Raw) -> bool:
+    """Whether a text is UTF-8; it is decoded in parts, since it may be large."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with memoryview(text) as view:
+            for start in range(0, len(view), _DECODED_BYTES):
+                decoder.decode(bytes(view[start : start + _DECODED_BYTES]))
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _is_json_without_half_pairs(text: bytes | mmap | msgspec.Raw) -> bool:
@@ -158,10 +175,8 @@ def _parse(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         return decoder.decode(body)
     except msgspec.ValidationError:
         raise
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise not_json(error, body) from None
-    except UnicodeDecodeError:
-        raise BodySyntaxError("The body is not valid UTF-8.") from None
 
 
 def _convert_leniently(value: Any, kind: Any, where: str = "") -> tuple[Any, list[Ignored]]:

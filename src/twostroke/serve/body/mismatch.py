@@ -81,19 +81,21 @@ def _find_mismatch(body: Any, kinds: list[inspect.Type], path: str) -> RequestEr
     fitting = [kind for kind in kinds if _accepts(kind, value)]
     if not fitting:
         return _type_error(value, kinds, path)
-    if value is None or isinstance(value, bool):
-        return None
     if isinstance(value, dict):
         return _find_in_object(value, fitting, path)
     if isinstance(value, str) and not any(isinstance(kind, inspect.StrType) for kind in fitting):
         return _word_error(value, kinds, path)
     if limits := _exceeded_limits(value, fitting):
         return _error(f"must {limits}, got {_size(value)}.", path=path)
-    if isinstance(value, list):
-        item_types = [kind.item_type for kind in fitting if isinstance(kind, inspect.ListType)]
-        for index, item in enumerate(value):
-            if mismatch := _find_mismatch(item, item_types, join(path, f"[{index}]")):
-                return mismatch
+    return _find_in_list(value, fitting, path) if isinstance(value, list) else None
+
+
+def _find_in_list(value: list[Any], kinds: list[inspect.Type], path: str) -> RequestError | None:
+    """Return the error about the first wrong item of a list."""
+    item_types = [kind.item_type for kind in kinds if isinstance(kind, inspect.ListType)]
+    for index, item in enumerate(value):
+        if mismatch := _find_mismatch(item, item_types, join(path, f"[{index}]")):
+            return mismatch
     return None
 
 
@@ -143,7 +145,7 @@ def _find_in_struct(
 ) -> RequestError | None:
     types = {field.encode_name: field.type for field in struct.fields}
     for name, inner in value.items():
-        if name not in types and struct.forbid_unknown_fields:
+        if name not in types and name != struct.tag_field and struct.forbid_unknown_fields:
             return unknown_field(path, name, types)
         if name in types and (mismatch := _find_mismatch(inner, [types[name]], join(path, name))):
             return mismatch
@@ -207,6 +209,8 @@ def _word_error(word: str, kinds: list[inspect.Type], path: str) -> RequestError
 
 def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
     """Return in words the limits that a number or a length exceeds; empty if all are kept."""
+    if value is None or isinstance(value, bool):
+        return ""
     size = _size(value)
     limits = ""
     for kind in kinds:
