@@ -46,7 +46,7 @@ _ACCEPTED_JSON_TYPES: Final[dict[type[inspect.Type], tuple[str, ...]]] = {
     inspect.DictType: ("dict",),
     inspect.StructType: ("dict",),
 }
-# These accept every value here: they are decoded later, or msgspec alone knows what they accept.
+# Every value fits these types here: it is decoded later, or checked by the type itself.
 _UNCHECKED: Final = (inspect.AnyType, inspect.RawType, inspect.CustomType)
 
 _FIRST_CHARACTER: Final = re.compile(rb"[ \t\r\n]*+(.)", re.DOTALL)
