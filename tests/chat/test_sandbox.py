@@ -79,6 +79,11 @@ TOO_BIG = {
     "replace": "{{ ('a' * 9999).replace('a', 'b' * 9999) }}",
     "replace of nothing": "{{ ('a' * 9999) | replace('', 'b' * 9999) }}",
     "indent": "{{ 'a\nb' | indent(10**9) }}",
+    "padding filter": "{{ 'a' | center(10**9) }}",
+    "lines": "{{ ('a' * 9999) | wordwrap(1, wrapstring='b' * 9999) }}",
+    "links in a long text": "{{ ('(' * 99999) | urlize }}",
+    "sums of lists": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}"
+    "{% set ns.x = [ns.x, ns.x] | sum(start=[]) %}{% endfor %}",
     "separators": "{{ ([1] * 9999) | tojson(separators=('a' * 9999, ':')) }}",
     "percent": "{{ ('%(a)s' * 9999) % {'a': 'b' * 9999} }}",
     "braces": "{{ ('{0}' * 9999).format('b' * 9999) }}",
@@ -101,7 +106,9 @@ REFUSED = {
     "encoder of JSON": "{{ 'a' | tojson(cls=namespace, encode='x'.join) }}",
     "default of JSON": "{{ namespace() | tojson(default='{}'.format) }}",
     "rounding": "{{ 1.5 | round(10**9) }}",
-    "sum of lists": "{{ ([[1]] * 9999) | sum(start=[]) }}",
+    "sum of lists and numbers": "{{ [[1], 2] | sum(start=[]) }}",
+    "many columns": "{{ [1] | batch(10**7, 'x') | list }}",
+    "many slices": "{{ [1] | slice(slices=10**7) | list }}",
     "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "endless loop": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
     "date": "{{ strftime_now('%9999999d') }}",
@@ -125,7 +132,6 @@ NOT_COMPILED = {
     "loops": "{% for i in [1] %}" * 60 + END * 60,
     "filters": "{{ a" + "|upper" * 10_000 + " }}",
     "a number": "{{ " + "9" * 60_000 + " }}",
-    "padding filter": "{{ 'a' | center(10**9) }}",
     "unclosed": "{{" * 30_000,
 }
 
@@ -212,3 +218,36 @@ def test_one_template_renders_in_many_threads_at_once() -> None:
         chats = [[{"role": "user", "content": str(i)}] for i in range(64)]
         texts = [prompt.text for prompt in pool.map(template.render, chats)]
     assert texts == [str(i) * 100 for i in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ [1, 2, 3] | batch(2, 'x') | list }}", "[[1, 2], [3, 'x']]"),
+        ("{{ 'a' | center(5) }}|", "  a  |"),
+        ("{{ 123456 | filesizeformat }}", "123.5 kB"),
+        ("{{ '<a>' | forceescape }}", "&lt;a&gt;"),
+        ("{{ {'a': [1]} | pprint }}", "{'a': [1]}"),
+        ("{{ [1, 2, 3] | slice(2) | list }}", "[[1, 2], [3]]"),
+        ("{{ '<b>a</b>' | striptags }}", "a"),
+        ("{{ 'a b' | urlencode }}", "a%20b"),
+        (
+            "{{ 'http://a.org' | urlize }}",
+            '<a href="http://a.org" rel="noopener">http://a.org</a>',
+        ),
+        ("{{ 'aa bb' | wordwrap(3) }}", "aa\nbb"),
+        ("{{ {'a': 1, 'b': none} | xmlattr }}", ' a="1"'),
+        ("{{ [[1], [2, 3]] | sum(start=[]) }}", "[1, 2, 3]"),
+        ("{{ ['a', 'a'] | random }}", "a"),
+        ("{{ dict.fromkeys(['a'], 1) }}", "{'a': 1}"),
+        ("{{ {'b': 'é', 'a': '<'} | tojson(sort_keys=true) }}", '{"a": "<", "b": "é"}'),
+        ("{{ [1] | tojson(indent=2, separators=(',', ':')) }}", "[\n  1\n]"),
+        ("{{ 'é' | tojson(ensure_ascii=true) }}", '"\\u00e9"'),
+        ("{% set x = [] %}{% do x.count(1) %}{{ x }}", "[]"),
+        ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "1"),
+        ("{% generation %}a{% endgeneration %}", "a"),
+        ("{% filter upper %}a{% endfilter %}{% with b = 1 %}{{ b }}{% endwith %}", "A1"),
+    ],
+)
+def test_filters_and_statements_of_published_templates_work(source: str, expected: str) -> None:
+    assert _render(source) == expected

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from twostroke.chat.capabilities import find_capabilities
-from twostroke.chat.messages import check_are_messages, checked_messages
+from twostroke.chat.messages import (
+    RefusedByTemplateError,
+    check_are_messages,
+    checked_messages,
+)
 from twostroke.chat.reader import Reading
 from twostroke.chat.reasoning import (
     AS_IT_IS,
@@ -18,8 +22,18 @@ from twostroke.chat.reasoning import (
     variables_of,
     with_reasoning,
 )
+from twostroke.chat.source import DEFAULT, FOR_TOOLS, find_source
 from twostroke.chat.tool_form import ToolForm
 from twostroke.chat.tool_prompt import fitted
+from twostroke.chat.turn_order import (
+    ALTERNATING,
+    STRICTEST,
+    arranged,
+    find_turn_order,
+    is_shown,
+    with_system_role,
+)
+from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.sample.lark import special_marks
 
@@ -30,12 +44,11 @@ if TYPE_CHECKING:
     from twostroke.chat.reasoning import ReasoningMarks, Thinking
     from twostroke.chat.template import ChatTemplate
     from twostroke.chat.tools import Tools
+    from twostroke.chat.turn_order import TurnOrder
     from twostroke.core.constraint import Constraint
-    from twostroke.core.errors import RequestError
     from twostroke.core.preface import Preface
     from twostroke.core.sampling import SamplingParams
     from twostroke.tokenize import Prompt, Tokenizer
-
 
 class Turn(Frozen):
     """The assistant's turn: its prompt, how the answer is constrained, and how it is read.
@@ -94,31 +107,190 @@ class Turn(Frozen):
         )
 
 
-class Chat:
-    """A model's chat template, compiled when first used, as the compiler is slow to import."""
+class TriedTemplate:
+    """A compiled chat template, and what trying it has shown; each is found when first used."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.template = template
         self._tokenizer = tokenizer
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        from twostroke.chat.template import ChatTemplate
-
-        return ChatTemplate.for_tokenizer(self._tokenizer)
 
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
         """The template's support for tools and calls."""
-        return find_capabilities(self._template, self._tokenizer)
+        return find_capabilities(self.template, self._tokenizer)
 
     @cached_property
-    def _marks(self) -> ReasoningMarks | None:
-        return find_marks(self._template, self._tokenizer)
+    def marks(self) -> ReasoningMarks | None:
+        """The texts around the model's reasoning."""
+        return find_marks(self.template, self._tokenizer)
+
+    @cached_property
+    def turn_order(self) -> TurnOrder:
+        """The orders of turns that the template accepts."""
+        capabilities = self.capabilities
+        return find_turn_order(
+            self._shows,
+            names_developer=self.template.names_developer,
+            writes_tools=capabilities.writes_calls and capabilities.writes_results,
+        )
+
+    @cached_property
+    def _without_tools(self) -> list[Any] | None:
+        """The value of the variable `tools` for no tools: some templates fail without a list."""
+        user = [{"role": "user", "content": "Hello"}]
+        for tools in (None, []):
+            try:
+                self.template.render(user, tools=tools)
+            except TwostrokeError:
+                continue
+            return tools
+        return None
+
+    def _shows(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether the template accepts a conversation and shows all of it."""
+        try:
+            rendered = self.template.render(
+                fitted(messages, (), self.capabilities),
+                add_generation_prompt=False,
+                tools=self._without_tools,
+                has_text_arguments=self.capabilities.has_text_arguments,
+            )
+        except TwostrokeError:
+            return False
+        return is_shown(messages, rendered.text)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        thinking: Thinking,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> Prompt:
+        """Return the prompt of a conversation; arguments and errors are those of `Chat.render`."""
+        template, shown = self.template, self._without_tools
+        has_tools = bool(tools) or any(
+            message.get("tool_calls") or message.get("role") == "tool" for message in messages
+        )
+        checked = checked_messages(
+            messages, keep_parts=template.reads_parts and not has_tools, has_text_arguments=True
+        )
+        if not self.turn_order.developer:
+            checked = with_system_role(checked)
+        if has_tools:
+            checked = fitted(checked, tools, self.capabilities)
+            shown = [*tools] if tools and self.capabilities.shows_tools else shown
+        for message in checked:
+            if message["content"] is None and not message.get("tool_calls"):
+                message["content"] = ""
+        return self._render_in_order(
+            checked,
+            continues=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            tools=shown,
+            has_text_arguments=has_tools and self.capabilities.has_text_arguments,
+            **variables_of(thinking, template.variables, self.marks),
+        )
+
+    def _render_in_order(
+        self, messages: list[dict[str, Any]], *, continues: bool, **options: Any
+    ) -> Prompt:
+        """Render messages in the order that the template accepts.
+
+        Where it refuses the messages all the same, stricter orders are tried.
+        """
+        refusal = None
+        for order in (self.turn_order, ALTERNATING, STRICTEST):
+            turns = arranged(messages, order, continues=continues)
+            try:
+                return self.template.render(
+                    with_reasoning(turns, self.template.keys),
+                    continue_final_message=continues,
+                    **options,
+                )
+            except RefusedByTemplateError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+
+class Chat:
+    """A model's chat templates, compiled when first used, as the compiler is slow to import.
+
+    The model's own template for tools serves the requests that have tools.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Chat | None:
+        """Return the chat templates of a model; None if it has none."""
+        return None if find_source(tokenizer) is None else cls(tokenizer)
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why the model cannot chat, as its template cannot be compiled; None if it can."""
+        try:
+            self._plain  # noqa: B018 - compiles the template
+        except ModelFormatError as error:
+            return str(error)
+        return None
+
+    @cached_property
+    def tool_refusal(self) -> str | None:
+        """Why the model's template for tools is not used; None if it is, or if there is none."""
+        return self._for_tools[1]
+
+    def prepare(self) -> None:
+        """Compile and try the templates now, so that no request has to wait for it."""
+        if self.refusal is None:
+            for tried in (self._plain, self._for_tools[0]):
+                tried.turn_order  # noqa: B018 - found when first used
+
+    @cached_property
+    def _plain(self) -> TriedTemplate:
+        return self._tried(DEFAULT)
+
+    @cached_property
+    def _for_tools(self) -> tuple[TriedTemplate, str | None]:
+        """The template of conversations with tools, and why it is not the model's own."""
+        if find_source(self._tokenizer, FOR_TOOLS) is None:
+            return self._plain, None
+        try:
+            return self._tried(FOR_TOOLS), None
+        except ModelFormatError as error:
+            return self._plain, str(error)
+
+    def _tried(self, name: str) -> TriedTemplate:
+        from twostroke.chat.template import ChatTemplate
+
+        return TriedTemplate(
+            ChatTemplate.for_tokenizer(self._tokenizer, name=name), self._tokenizer
+        )
+
+    def _tried_for(self, *, has_tools: bool) -> TriedTemplate:
+        """Return the template of a request.
+
+        Raises:
+            RequestError: it cannot be compiled.
+        """
+        if self.refusal is not None:
+            reason = "cannot be answered: {why} Use plain completions instead."
+            raise RequestError(reason, field="messages", why=self.refusal)
+        return self._for_tools[0] if has_tools else self._plain
+
+    @property
+    def capabilities(self) -> TemplateCapabilities:
+        """The support for tools and calls of the template that shows tools."""
+        return self._tried_for(has_tools=True).capabilities
 
     @property
     def reasons(self) -> bool:
         """Whether the template writes reasoning."""
-        return self._marks is not None and self._marks.is_of_template
+        marks = self._tried_for(has_tools=False).marks
+        return marks is not None and marks.is_of_template
 
     def turn(
         self,
@@ -134,16 +306,20 @@ class Chat:
         `answer` is the form of answers that do not call; `continued` is the text of the last
         message, where the answer continues it. Otherwise that may be a tool's (`has_result`).
         """
-        preface = None if self._marks is None else preface_of(self._marks, prompt, continued)
+        tried = self._tried_for(has_tools=tools is not None)
+        preface = None if tried.marks is None else preface_of(tried.marks, prompt, continued)
         calls = None
         if tools is not None:
-            form = self.capabilities.form
+            form = tried.capabilities.form
             calls = ToolForm(tools, form, self._tokenizer, preface, answer, has_result)
         return Turn(prompt, preface, calls, self._tokenizer, continues=bool(continued))
 
-    def follow(self, thinking: Thinking) -> tuple[Thinking, list[RequestError]]:
+    def follow(
+        self, thinking: Thinking, *, has_tools: bool = False
+    ) -> tuple[Thinking, list[RequestError]]:
         """Return what the template can follow of a request, and the errors about the rest."""
-        return followed(thinking, self._template.variables, self._marks)
+        tried = self._tried_for(has_tools=has_tools)
+        return followed(thinking, tried.template.variables, tried.marks)
 
     def render(
         self,
@@ -156,27 +332,19 @@ class Chat:
     ) -> Prompt:
         """Return the prompt of a conversation, in which `tools` may be called.
 
-        Where the template does not support tools, text describes them and their calls. The answer
-        may continue the last message. `thinking` is the request for reasoning.
+        Where the template does not support tools, text describes them and their calls. Turns that
+        it refuses or drops are rearranged (`turn_order.py`). The answer may continue the last
+        message. `thinking` is the request for reasoning.
 
         Raises:
-            RequestError: the messages are malformed, or the template refuses them or lacks what
-                the request asks for.
-            ModelFormatError: the model's template is not valid.
+            RequestError: the messages are malformed, or the template refuses them, lacks what
+                the request asks for, or cannot be compiled.
         """
-        template = self._template
-        shown, is_text = None, False
         check_are_messages(messages)
-        if tools or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
-            checked = checked_messages(messages, has_text_arguments=True)
-            messages = fitted(checked, tools, self.capabilities)
-            shown = tools if tools and self.capabilities.shows_tools else None
-            is_text = self.capabilities.has_text_arguments
-        return template.render(
-            with_reasoning(messages, template.keys),
+        return self._tried_for(has_tools=bool(tools)).render(
+            messages,
+            tools,
+            thinking,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=shown,
-            has_text_arguments=is_text,
-            **variables_of(thinking, template.variables, self._marks),
         )

@@ -138,6 +138,11 @@ def reads_parts(tree: nodes.Template) -> bool:
     )
 
 
+def names_text(tree: nodes.Template, text: str) -> bool:
+    """Whether a literal of the template's expressions is this text."""
+    return any(node.value == text for node in tree.find_all(nodes.Const))
+
+
 def read_keys(tree: nodes.Template) -> frozenset[str]:
     """Return the keys that the template looks up in objects such as messages."""
     keys = [_key(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]

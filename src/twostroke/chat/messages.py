@@ -15,6 +15,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
 
 
+class RefusedByTemplateError(RequestError):
+    """The chat template refuses a conversation, or fails on it."""
+
+
 def checked_messages(
     messages: Sequence[Mapping[str, object]],
     *,

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
+from jinja2.ext import Extension, do, loopcontrols
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Cycler, Joiner, Namespace, pass_context
@@ -32,13 +32,8 @@ if TYPE_CHECKING:
 METER: Final = "<meter>"  # of the context
 _ENTER, _BUILT, _CONCAT = "<enter>", "<built>", "<concat>"  # filters
 
-# Filters whose work is proportional to their input. Those that pad, draw at random or write HTML
-# are left out: no chat template needs them.
-_FILTERS: Final = """
-    abs attr capitalize count d default dictsort e escape first float format groupby indent int
-    items join last length list lower map max min reject rejectattr replace reverse round safe
-    select selectattr sort string title trim truncate unique upper wordcount
-"""
+_QUADRATIC: Final = frozenset(("urlize", "striptags"))  # filters, in the worst case
+_MAX_COLUMNS: Final = 10_000  # of `batch` and `slice`
 _GROWTH: Final = 16  # times `max_chars`, that one operation may build before it is weighed
 _MAX_INT_BITS: Final = 4096
 _MAX_WIDTH: Final = 1000  # of a field in a format
@@ -157,18 +152,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[loopcontrols, _GenerationTag],
+            extensions=[loopcontrols, do, _GenerationTag],
             finalize=_written,
             cache_size=0,
             optimized=False,  # folding constants would run filters before there is a meter
         )
-        known = {name: self.filters[name] for name in _FILTERS.split()}
-        known |= {"sum": _sum, "tojson": _to_json}
+        known = self.filters | {"sum": _sum, "tojson": _to_json, "random": _first_drawn}
         self.filters = {name: _metered(run, name) for name, run in known.items()}
         self.filters |= {_ENTER: _enter, _BUILT: _built, _CONCAT: _concat}
         self.globals = {
             "range": safe_range,
-            "dict": _dict,
+            "dict": _Dict(),
             "namespace": _Namespace,
             "cycler": Cycler,
             "joiner": Joiner,
@@ -253,9 +247,16 @@ class _Namespace(Namespace):
         return "<Namespace>"
 
 
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """Make a dictionary: the type itself would offer its methods."""
-    return dict(*args, **kwargs)
+class _Dict:
+    """Makes dictionaries: the type itself would offer its methods."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """Return a dictionary, as `dict` does."""
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """Return a dictionary with one value for all keys."""
+        return dict.fromkeys(keys, value)
 
 
 class _GenerationTag(Extension):
@@ -278,7 +279,11 @@ def _metered(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         if name == "format":
             _check_format(meter, str(args[0]), given[1:], _WIDE_PERCENT)
         # Jinja's `context.call` hands on what the filter asks for: context or environment.
-        meter.check_operation(given)
+        meter.check_operation([args[0], args[0]] if name in _QUADRATIC and args else given)
+        if name in {"batch", "slice"} and any(
+            isinstance(value, int) and value > _MAX_COLUMNS for value in given[1:]
+        ):
+            raise SecurityError(f"{name} makes at most {_MAX_COLUMNS:,} columns")
         return meter.built(context.call(run, *args, **kwargs))
 
     return metered
@@ -323,15 +328,22 @@ def _written(context: Context, value: Any) -> str:
 
 @pass_context
 def _sum(
-    context: Context, value: Iterable[Any], attribute: str | int | None = None, start: float = 0
+    context: Context, value: Iterable[Any], attribute: str | int | None = None, start: Any = 0
 ) -> Any:
-    """Jinja's `sum` filter, of numbers only: a sum of lists takes quadratic time."""
+    """Jinja's `sum` filter, of numbers or of lists: Python's own takes quadratic time for lists."""
     items = list(value)
     if attribute is not None:
         items = [context.environment.getitem(item, attribute) for item in items]
+    if all(isinstance(item, list) for item in (*items, start)):
+        return [inner for item in (start, *items) for inner in item]
     if not all(isinstance(item, (int, float)) for item in (*items, start)):
-        raise SecurityError("sum adds numbers only in a chat template")
+        raise SecurityError("sum adds numbers or lists in a chat template")
     return sum(items, start)
+
+
+def _first_drawn(items: Sequence[Any]) -> Any:
+    """Jinja's `random` filter, which draws the first item: a prompt must not change by itself."""
+    return items[0] if items else ""
 
 
 def _to_json(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
-from twostroke.chat.literals import Marker, read_keys, reads_parts
-from twostroke.chat.messages import checked_messages, plain
+from twostroke.chat.literals import Marker, names_text, read_keys, reads_parts
+from twostroke.chat.messages import RefusedByTemplateError, checked_messages, plain
 from twostroke.chat.sandbox import METER, Meter, RenderBudget, TemplateEnvironment
+from twostroke.chat.source import find_source
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 
 if TYPE_CHECKING:
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Prompt, Tokenizer
 
 _MAX_SOURCE_CHARS = 64 * 1024
-_CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
-    " + '<|im_end|>' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 class ChatTemplate:
@@ -38,7 +34,8 @@ class ChatTemplate:
     role (`'<|' + message['role'] + '|>'`) works too: roles have marks of their own.
 
     `variables` are the names of variables that the template reads, `keys` those that it looks up
-    in objects such as messages.
+    in objects such as messages. `reads_parts` is whether it takes lists of parts as content,
+    `names_developer` whether it has a case for the role developer.
     """
 
     def __init__(
@@ -67,7 +64,8 @@ class ChatTemplate:
         )
         try:
             tree = self._environment.parse(source)
-            self._keep_parts = reads_parts(tree)
+            self.reads_parts = reads_parts(tree)
+            self.names_developer = names_text(tree, "developer")
             self.variables = frozenset(find_undeclared_variables(tree))
             self.keys = read_keys(tree)
             self._marker = Marker(tokenizer.special_texts() if tokenizer else (), tree)
@@ -92,14 +90,12 @@ class ChatTemplate:
         A model without one gets ChatML if its vocabulary has the markers of ChatML; else a
         RequestError says to use completions.
         """
-        source = tokenizer.chat_templates.get(name)
+        source = find_source(tokenizer, name)
         if source is None:
-            if not {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.special_texts()):
-                raise RequestError(
-                    "This model has no chat template, so it cannot chat; "
-                    "use completions with a plain prompt."
-                )
-            source = _CHATML
+            raise RequestError(
+                "This model has no chat template, so it cannot chat; "
+                "use completions with a plain prompt."
+            )
         return cls(source, tokenizer, budget=budget)
 
     def render(
@@ -129,7 +125,7 @@ class ChatTemplate:
             variables[name] = plain(value, name)
         variables.setdefault("documents", None)  # as transformers has it: defined, and none
         checked = checked_messages(
-            messages, keep_parts=self._keep_parts, has_text_arguments=has_text_arguments
+            messages, keep_parts=self.reads_parts, has_text_arguments=has_text_arguments
         )
         if continue_final_message:
             self._mark_end(checked[-1])
@@ -165,7 +161,7 @@ class ChatTemplate:
         except RecursionError as error:
             raise RequestError("The chat template calls itself too deeply.") from error
         except Exception as error:  # a template is foreign code: it can fail in any way
-            raise RequestError(self._complaint(error), field="messages") from error
+            raise RefusedByTemplateError(self._complaint(error), field="messages") from error
 
     def _complaint(self, error: Exception) -> str:
         text = " ".join(self._marker.prompt(str(error)).text.split())[:300]

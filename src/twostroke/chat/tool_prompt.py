@@ -8,6 +8,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.chat.turn_order import TOOL_RESULT
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -62,7 +64,7 @@ def _fitted(message: dict[str, Any], capabilities: TemplateCapabilities) -> dict
     content, calls = message.get("content") or "", message.get("tool_calls")
     if message["role"] == "tool":
         if not capabilities.writes_results:
-            return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+            return {"role": "user", "content": TOOL_RESULT.format(content)}
         if capabilities.has_short_ids and "tool_call_id" in message:
             message["tool_call_id"] = _short(message["tool_call_id"])
         return message

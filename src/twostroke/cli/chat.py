@@ -87,6 +87,9 @@ def _check_template(card: ModelCard) -> None:
     if card.chat_template is None:
         message = f"{card.name} has no chat template: use 'twostroke generate --raw' instead."
         raise UsageError(message)
+    if card.chat_template.refusal is not None:
+        why = card.chat_template.refusal
+        raise UsageError(f"{card.name} cannot chat: {why} Use 'twostroke generate --raw' instead.")
 
 
 def _confirm(question: str) -> bool:

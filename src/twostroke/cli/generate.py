@@ -146,6 +146,9 @@ def _encode(
         if suffix:
             return encode_gap(card, text, suffix), ending_gaps(card, params)
         return encode_text(card, text), params
+    if card.chat_template.refusal is not None:
+        why = card.chat_template.refusal
+        raise UsageError(f"{card.name} cannot chat: {why} --raw continues a text instead.")
     if not text.strip():
         raise UsageError(f"The prompt is empty: {_HOW}")
     messages = [{"role": "system", "content": system}] if system is not None else []

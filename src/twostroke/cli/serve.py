@@ -32,9 +32,10 @@ from twostroke.core import env
 from twostroke.fetch.disk import megabytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from twostroke.core.config import EngineOptions
+    from twostroke.engine.client import ModelCard
     from twostroke.engine.launch import Launched
     from twostroke.engine.limits import Limits
     from twostroke.engine.roster import Roster
@@ -157,6 +158,8 @@ def command(**given: Any) -> int:
             announce = partial(_announce_several, roster=roster)
             return run(roster, None, announce)
         engine, limits, draft = stack.enter_context(_open(given, options, launched))
+        if engine.card.chat_template is not None:
+            engine.card.chat_template.prepare()  # now, before a request would have to wait for it
         return run(engine, limits, partial(_announce, engine=engine, draft=draft))
 
 
@@ -266,13 +269,14 @@ def _announce(
     backend = engine.facts.backend
     used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
     memory = f"{used} of memory used, {reserved} reserved for keys and values (--kv-memory)"
+    chat = _about_chat({name: engine.card})
     if form == "json":
-        _logger.info("Serving %s at %s (%s); %s.", name, url, backend.detail, memory)
+        _logger.info("Serving %s at %s (%s); %s.%s", name, url, backend.detail, memory, chat)
         return
     guesses = f", {draft} guesses ahead" if draft else ""
     tell(
         f"Twostroke serves {name} at {url} ({backend.detail}{guesses}; Ctrl-C stops it). "
-        f"{memory}. {_request_to_try(url, name, engine, serving)}"
+        f"{memory}.{chat} {_request_to_try(url, name, engine, serving)}"
     )
 
 
@@ -280,16 +284,29 @@ def _announce_several(url: str, *, roster: Roster, serving: ServeOptions, form: 
     """Report where a server of several models is, as `_announce` does."""
     _warn_of_all(url, serving)
     names, budget = ", ".join(roster.engines), megabytes(roster.budget_bytes)
+    chat = _about_chat({name: one.card for name, one in roster.engines.items()})
     if form == "json":
-        _logger.info("Serving %s at %s on demand; %s for all.", names, url, budget)
+        _logger.info("Serving %s at %s on demand; %s for all.%s", names, url, budget, chat)
         return
     sizes = ", ".join(
         f"{name} ({megabytes(one.num_bytes)})" for name, one in roster.engines.items()
     )
     tell(
         f"Twostroke serves {sizes} at {url}, each when it is asked for, within {budget} of memory "
-        f"(--memory). Ctrl-C stops it. {_request_to_try(url, roster.card.name, roster, serving)}"
+        f"(--memory). Ctrl-C stops it.{chat} {_request_to_try(url, roster.card.name, roster, serving)}"
     )
+
+
+def _about_chat(cards: Mapping[str, ModelCard]) -> str:
+    """Return sentences about chat templates that cannot be used; empty if all can."""
+    found = []
+    for name, card in cards.items():
+        chat = card.chat_template
+        if chat is not None and chat.refusal is not None:
+            found.append(f" {name} cannot chat, only continue texts: {chat.refusal}")
+        elif chat is not None and chat.tool_refusal is not None:
+            found.append(f" {name} has no use of its template for tools: {chat.tool_refusal}")
+    return "".join(found)
 
 
 def _warn_of_all(url: str, serving: ServeOptions) -> None:
@@ -308,7 +325,7 @@ def _warn_of_all(url: str, serving: ServeOptions) -> None:
 def _request_to_try(url: str, name: str, engine: ServedEngine, serving: ServeOptions) -> str:
     what: dict[str, Any] = {"prompt": "The sky is blue because"}
     route = "completions"
-    if engine.card.chat_template is not None:
+    if engine.card.can_chat:
         what = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
         route = "chat/completions"
     body = {"model": name, **what, "max_tokens": 128, "temperature": 0}

@@ -68,7 +68,7 @@ def own_pieces(source: LoadedModel, num_tokens: int) -> list[list[int]]:
     source.release(source.tensors.values())  # the engine has weights of its own
     with build(path, options) as engine:
         card, num_expected = engine.card, 0
-        for number, prompt in enumerate(prompts(0, chat=card.chat_template is not None)):
+        for number, prompt in enumerate(prompts(0, chat=card.can_chat)):
             if num_expected >= num_left:
                 break
             params = replace(

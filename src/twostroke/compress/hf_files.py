@@ -11,6 +11,7 @@ from twostroke.engine.loading import build_tokenizer
 from twostroke.measure.compare import held_out_text
 from twostroke.tokenize import from_tokenizer_json
 from twostroke.tokenize.pretokenizers import pre_tokenizer
+from twostroke.tokenize.template_files import FOLDERS
 from twostroke.weights import GgufTokenizer
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _COPIED: Final = (
     "generation_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens in GGUF files
 _BYTE_LEVEL: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -87,6 +89,9 @@ def write_tokenizer(source: LoadedModel, folder: Path) -> None:
         for name in _COPIED:
             if (source.path / name).is_file():
                 shutil.copyfile(source.path / name, folder / name)
+        for name in FOLDERS:
+            if (source.path / name).is_dir():
+                shutil.copytree(source.path / name, folder / name, dirs_exist_ok=True)
         return
     if held.metadata.get("tokenizer.ggml.model") != "gpt2":
         raise TwostrokeError(
@@ -104,8 +109,13 @@ def write_tokenizer(source: LoadedModel, folder: Path) -> None:
         config["bos_token"] = tokens[source.bos_token_id]
     if source.eos_token_ids:
         config["eos_token"] = tokens[source.eos_token_ids[0]]
-    if source.chat_template:
-        config["chat_template"] = source.chat_template
+    templates = build_tokenizer(source).chat_templates
+    if templates.keys() == {"default"}:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [
+            {"name": name, "template": text} for name, text in templates.items()
+        ]
     write_json(folder / "tokenizer_config.json", config)
     ids = {"bos_token_id": source.bos_token_id, "eos_token_id": list(source.eos_token_ids)}
     write_json(folder / "generation_config.json", ids)

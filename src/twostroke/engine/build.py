@@ -65,9 +65,6 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
 
 
-_CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat without a template
-
-
 class Engine(Frozen):
     """A running engine: `client` takes requests, `facts` are its backend's.
 
@@ -352,7 +349,6 @@ def make_card(
     sampling: SamplingDefaults,
 ) -> ModelCard:
     """Return the facts about a model whose files are mapped."""
-    has_chat = bool(tokenizer.chat_templates) or set(tokenizer.special_texts()) >= _CHATML
     formats = {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
     return ModelCard(
         name=loaded.name,
@@ -363,7 +359,7 @@ def make_card(
         created_s=int(time.time()),
         licence=loaded.licence,
         tokenizer=tokenizer,
-        chat_template=Chat(tokenizer) if has_chat else None,
+        chat_template=Chat.of(tokenizer),
         cost=cost,
         pooling=loaded.pooling,
         container="gguf" if isinstance(loaded.tokenizer_source, GgufTokenizer) else "safetensors",

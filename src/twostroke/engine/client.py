@@ -61,6 +61,11 @@ class ModelCard(Frozen):
     parses_special: bool = True
 
     @property
+    def can_chat(self) -> bool:
+        """Whether it has a chat template that can be compiled."""
+        return self.chat_template is not None and self.chat_template.refusal is None
+
+    @property
     def num_parameters(self) -> int:
         """Values in all weights."""
         return sum(map(prod, self.cost.program.weight_shapes.values()))

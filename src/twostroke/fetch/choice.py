@@ -36,6 +36,7 @@ _QUANTIZATION = re.compile(
     r"(?:^|[-_.])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|FP?16|FP?32))$",
     re.IGNORECASE,
 )
+_TEMPLATE = re.compile(r"(?:additional_)?chat_templates/[^/]+\.jinja")
 # GGUF files that are not models: projectors of images, importance matrices.
 _COMPANION = re.compile(r"(^|[-_./])(mmproj|imatrix)", re.IGNORECASE)
 _MAX_LISTED = 12
@@ -184,4 +185,6 @@ def _choose_folder(name: HubName, files: Sequence[RepoFile]) -> Choice:
     for needed in (CONFIG, TOKENIZER):
         if needed not in known:
             raise ModelFormatError(f"{name.repo!r} has no {needed}, which its weights need.")
-    return Choice(tuple(known[path] for path in _SMALL if path in known), None, SAFETENSORS)
+    small = [known[path] for path in _SMALL if path in known]
+    small += [file for path, file in known.items() if _TEMPLATE.fullmatch(path)]
+    return Choice(tuple(small), None, SAFETENSORS)

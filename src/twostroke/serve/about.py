@@ -135,7 +135,7 @@ class ModelList(msgspec.Struct, frozen=True):
 def model_body(card: ModelCard, name: str, state: str) -> ModelBody:
     """Describe a model under one of its names; `state` is a word of `ModelStatus`."""
     abilities = Capabilities(
-        completion_chat=card.chat_template is not None,
+        completion_chat=card.can_chat,
         completion_fim=card.tokenizer.infill is not None,
     )
     meta = ModelMeta(

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Prompt as Rendered
 
 MAX_MESSAGES: Final = 10_000
+_INSTRUCTING: Final = frozenset(("system", "developer"))  # roles
 _ANSWER_SHARE: Final = 4  # 1/4 of the context is left for an answer without a limit
 
 
@@ -92,7 +93,9 @@ class Conversation(Frozen):
         size = card.context_length
         is_limit = self.room and self.room < size  # and not one that is cut to what fits
         most = size - (self.room if self.room and is_limit else size // _ANSWER_SHARE)
-        instructions = [self.messages[0]] if self.messages[0]["role"] == "system" else []
+        roles = [message["role"] for message in self.messages]
+        others = (place for place, role in enumerate(roles) if role not in _INSTRUCTING)
+        instructions = self.messages[: next(others, len(roles))]
 
         def fits(rendered: Rendered) -> bool:
             try:
@@ -103,7 +106,7 @@ class Conversation(Frozen):
         def render_from(start: int) -> Rendered:
             return self._render(card, (*instructions, *self.messages[start:]))
 
-        starts = [place for place, one in enumerate(self.messages) if one["role"] == "user"]
+        starts = [place for place, role in enumerate(roles) if role == "user"]
         if len(starts) < 2 or fits(whole):
             return whole
         earlier = starts[:-1]
@@ -116,12 +119,12 @@ class Conversation(Frozen):
             self.tools,
             add_generation_prompt=self.has_turn,
             continue_final_message=self.continues,
-            thinking=chat_of(card).follow(self.thinking)[0],
+            thinking=chat_of(card).follow(self.thinking, has_tools=bool(self.tools))[0],
         )
 
     def unfollowed(self, card: ModelCard) -> list[Ignored]:
         """Return the fields of its reasoning that the model's template cannot follow."""
-        _, errors = chat_of(card).follow(self.thinking)
+        _, errors = chat_of(card).follow(self.thinking, has_tools=bool(self.tools))
         param = self.thinking.param
         return [Ignored.of(error, is_known=error.field == param) for error in errors]
 

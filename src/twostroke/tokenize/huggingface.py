@@ -13,6 +13,7 @@ from twostroke.tokenize.descriptions import flat, read_words
 from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import ListedPairs, MergeOptions, Merges
 from twostroke.tokenize.specials import AddedToken, end_ids
+from twostroke.tokenize.template_files import read_chat_templates
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
 
@@ -36,7 +37,7 @@ def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
 
     Reads BPE models (byte-level, and SentencePiece's as converted by Hugging Face), and where they
     exist `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`,
-    `config.json` and `chat_template.jinja`. Raises ModelNotFoundError or ModelFormatError.
+    `config.json` and the chat templates (`template_files.py`). Raises ModelNotFoundError or ModelFormatError.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -105,7 +106,7 @@ def _build(
             suffix_ids=suffix,
             strip_space=strip_space,
             named_texts=named,
-            chat_templates=_chat_templates(config, folder),
+            chat_templates=read_chat_templates(folder, config),
             infill=infill_tokens((), (), (), added),
         )
     )
@@ -227,19 +228,6 @@ def _configured_ends(folder: Path) -> Iterator[int]:
         for id_ in value if isinstance(value, list) else [value]:
             if isinstance(id_, int) and not isinstance(id_, bool):
                 yield id_
-
-
-def _chat_templates(config: dict[str, Any], folder: Path) -> dict[str, str]:
-    file = folder / "chat_template.jinja"
-    value = config.get("chat_template")
-    templates: dict[str, str] = {}
-    if isinstance(value, str):
-        templates["default"] = value
-    elif isinstance(value, list):
-        templates.update((str(entry["name"]), str(entry["template"])) for entry in value)
-    if file.is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
-    return templates
 
 
 def _read(file: Path) -> dict[str, Any]:

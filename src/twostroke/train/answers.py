@@ -59,7 +59,7 @@ def collect(
     store = Store(folder, len(answers))
     finished = deque[Answer]()  # from the engine's thread; an engine ignores its watcher's errors
     with build(model, engine_options, watcher=Recorder(finished.append)) as engine:
-        some = _prompts(options, has_chat=engine.card.chat_template is not None)
+        some = _prompts(options, has_chat=engine.card.can_chat)
         num_before = num_reported = sum(map(len, answers))
         for _ in _answer(engine, some, len(answers)):
             store.take(finished)

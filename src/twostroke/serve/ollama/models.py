@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 import msgspec
 from starlette.routing import Route
 
-from twostroke.core.errors import TwostrokeError
 from twostroke.http.errors import UnknownPathError
 from twostroke.schedule.residence import Residence
 from twostroke.serve.describe import field
@@ -249,15 +248,11 @@ def _details(card: ModelCard) -> ModelDetails:
 
 def _capabilities(card: ModelCard) -> list[Capability]:
     """Return what the model can do, by Ollama's words."""
-    chat, reasons = card.chat_template, False
-    try:
-        reasons = chat is not None and chat.reasons
-    except TwostrokeError:  # the template is not valid: requests that need it will say so
-        chat = None
+    chat = card.chat_template if card.can_chat else None
     found: dict[Capability, bool] = {
         "completion": True,
         "tools": chat is not None,
-        "thinking": reasons,
+        "thinking": chat is not None and chat.reasons,
         "insert": card.tokenizer.infill is not None,
         # Others have embeddings as well, but clients take such models for nothing else.
         "embedding": card.pooling is not None,

@@ -276,8 +276,7 @@ def _message(place: int, message: ChatMessage) -> dict[str, Any]:
         raise MissingFieldError("is missing.", field=f"{where}.content")
     content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": text}
+    found: dict[str, Any] = {"role": message.role, "content": text}
     if message.tool_calls:
         found["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{place}]")

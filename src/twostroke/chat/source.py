@@ -1,0 +1,32 @@
+"""Finds the source of a model's chat template among its files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from twostroke.tokenize import Tokenizer
+
+DEFAULT: Final = "default"  # names of templates, as transformers has them
+FOR_TOOLS: Final = "tool_use"
+
+_CHATML_MARKS: Final = frozenset(("<|im_start|>", "<|im_end|>"))
+_CHATML: Final = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
+    " + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def find_source(tokenizer: Tokenizer, name: str = DEFAULT) -> str | None:
+    """Return the template of that name, or None if the model has none.
+
+    A model whose templates all have other names chats with the first of them; one without any
+    gets ChatML if its vocabulary has the marks of ChatML.
+    """
+    sources = {key: text for key, text in tokenizer.chat_templates.items() if text.strip()}
+    if name in sources or name != DEFAULT:
+        return sources.get(name)
+    if sources:
+        return next(iter(sources.values()))
+    return _CHATML if set(tokenizer.special_texts()) >= _CHATML_MARKS else None

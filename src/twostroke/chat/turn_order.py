@@ -1,0 +1,326 @@
+"""Puts the turns of a conversation into an order that the model's chat template accepts.
+
+Many templates refuse a second system message, two turns of one role in a row or a role that they do
+not know, and some drop such messages silently. A template is tried once with small conversations;
+where one fails, conversations of that kind are rearranged, and all others are rendered unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Message = dict[str, Any]
+
+_TEXT: Final = re.compile(r"probed\d+text")
+_SEPARATOR: Final = "\n\n"  # between texts that become one message
+TOOL_RESULT: Final = "<tool_response>\n{}\n</tool_response>"
+
+
+class TurnOrder(Frozen):
+    """The orders of turns that a chat template accepts, and shows whole.
+
+    Attributes:
+        developer: messages of the role developer.
+        system: a system message at the beginning.
+        lone_system: the same without a message of the user.
+        answered_system: the same where the last message is not the user's.
+        several_systems: several system messages at the beginning.
+        late_system: system messages after other messages.
+        empty_answer: an assistant's message without text and calls.
+        lone_result: the result of a tool that no message has called.
+        user_after_result: a user's message after the result of a tool.
+        text_with_calls: an assistant's message with text and calls.
+        assistant_first: an assistant's message before all messages of the user.
+        same_role: several messages of the user or of the assistant in a row.
+    """
+
+    developer: bool = True
+    system: bool = True
+    lone_system: bool = True
+    answered_system: bool = True
+    several_systems: bool = True
+    late_system: bool = True
+    empty_answer: bool = True
+    lone_result: bool = True
+    user_after_result: bool = True
+    text_with_calls: bool = True
+    assistant_first: bool = True
+    same_role: bool = True
+
+
+ANY_ORDER: Final = TurnOrder()
+ALTERNATING: Final = TurnOrder(
+    developer=False,
+    several_systems=False,
+    late_system=False,
+    empty_answer=False,
+    lone_result=False,
+    user_after_result=False,
+    text_with_calls=False,
+    assistant_first=False,
+    same_role=False,
+)
+STRICTEST: Final = replace(ALTERNATING, system=False)
+
+
+def arranged(
+    messages: Sequence[Message], order: TurnOrder, *, continues: bool = False
+) -> list[Message]:
+    """Return messages in an order that a template accepts; their text is kept.
+
+    Leading system messages are joined, later ones become text of the user's message beside them,
+    and so do all where the template has no system message. Neighbours of one role are joined.
+    `continues` is whether the answer continues the last message.
+    """
+    turns = [dict(message) for message in messages]
+    if not order.developer:
+        turns = with_system_role(turns)
+    if not order.several_systems:
+        turns = _with_one_leading_system(turns)
+    turns = _with_systems_as_text(turns, order)
+    if not order.empty_answer:
+        last = turns[-1:] if continues else []
+        turns = [turn for turn in turns[: len(turns) - len(last)] if not _is_empty(turn)] + last
+    if not order.lone_result:
+        turns = _without_lone_results(turns)
+    if not order.user_after_result:
+        turns = _joined(turns, "tool", "user")
+    if not order.same_role:
+        turns = _joined(_joined(turns, "user", "user"), "assistant", "assistant")
+    if not order.text_with_calls:
+        turns = _with_text_before_calls(turns, order)
+    if not order.assistant_first:
+        start = _num_leading_systems(turns)
+        if start == len(turns) or turns[start]["role"] != "user":
+            turns.insert(start, {"role": "user", "content": ""})
+    return turns
+
+
+def with_system_role(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the role system in place of developer, its newer name."""
+    return [
+        message | {"role": "system"} if message["role"] == "developer" else message
+        for message in messages
+    ]
+
+
+def find_turn_order(
+    shows: Callable[[list[Message]], bool], *, names_developer: bool, writes_tools: bool
+) -> TurnOrder:
+    """Return the orders of turns that a template accepts.
+
+    `shows` renders a conversation, and is false if the template refuses it or drops a text.
+    `names_developer` is whether the template has a case for the role developer, `writes_tools`
+    whether it shows calls and their results. A kind of order is only given up if rearranging helps.
+    """
+    order = replace(ANY_ORDER, developer=names_developer)
+    for kind, conversation, has_tools in _CONVERSATIONS:
+        if (has_tools and not writes_tools) or shows(arranged(conversation, order)):
+            continue
+        stricter = replace(order, **{kind: False})
+        if shows(arranged(conversation, stricter)):
+            order = stricter
+    return order
+
+
+def is_shown(messages: Sequence[Message], rendered: str) -> bool:
+    """Whether a rendered conversation has all texts that `find_turn_order` wrote."""
+    texts = (text for message in messages for text in _TEXT.findall(message["content"] or ""))
+    return all(text in rendered for text in texts)
+
+
+_PROBE_CALL: Final = {
+    "id": "abcdef123",
+    "type": "function",
+    "function": {"name": "probed_call", "arguments": '{"probed_key": "value"}'},
+}
+
+
+def _probe(turns: str) -> list[Message]:
+    """Return a conversation from words such as `system user assistant`, each with its own text."""
+    messages: list[Message] = []
+    for place, word in enumerate(turns.split()):
+        role, _, kind = word.partition("-")
+        message: Message = {"role": role, "content": "" if kind == "empty" else f"probed{place}text"}
+        if kind == "call":
+            message["content"] = ""
+        if kind in {"call", "callwithtext"}:
+            message["tool_calls"] = [_PROBE_CALL]
+        if role == "tool":
+            message |= {"tool_call_id": _PROBE_CALL["id"], "name": "probed_call"}
+        messages.append(message)
+    return messages
+
+
+_WORDS: Final = (
+    ("system", "system user"),
+    ("system", "system user assistant user"),
+    ("several_systems", "system system user"),
+    ("several_systems", "system system system user assistant user"),
+    ("developer", "developer user"),
+    ("developer", "system developer user"),
+    ("developer", "developer user assistant developer user"),
+    ("lone_system", "system"),
+    ("answered_system", "system user assistant"),
+    ("answered_system", "system user assistant-call tool"),
+    ("late_system", "user system"),
+    ("late_system", "user assistant system user"),
+    ("late_system", "system user system assistant user"),
+    ("late_system", "system user assistant user system"),
+    ("late_system", "system user assistant system"),
+    ("late_system", "system user assistant-call tool system"),
+    ("empty_answer", "user assistant-empty user"),
+    ("lone_result", "user tool"),
+    ("lone_result", "user assistant tool assistant user"),
+    ("user_after_result", "user assistant-call tool user"),
+    ("same_role", "user user"),
+    ("same_role", "user assistant assistant user"),
+    ("same_role", "system user user assistant user user"),
+    ("same_role", "user assistant assistant-call tool assistant user"),
+    ("text_with_calls", "user assistant-callwithtext tool assistant user"),
+    ("assistant_first", "assistant user"),
+    ("assistant_first", "system assistant user"),
+    ("assistant_first", "assistant-call tool assistant user"),
+)
+_CONVERSATIONS: Final = tuple((kind, _probe(words), "tool" in words) for kind, words in _WORDS)
+
+
+def _with_one_leading_system(turns: list[Message]) -> list[Message]:
+    count = _num_leading_systems(turns)
+    if count < 2:
+        return turns
+    first = dict(turns[0])
+    for turn in turns[1:count]:
+        first["content"] = _joined_content(first["content"], turn["content"])
+    return [first, *turns[count:]]
+
+
+def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Message]:
+    """Return turns with the user's text in place of system messages that are not shown."""
+    has_user = any(turn["role"] == "user" for turn in turns)
+    keeps_leading = (
+        order.system
+        and (order.answered_system or _ends_with_user(turns, order))
+        and (order.lone_system or has_user)
+    )
+    num_leading = _num_leading_systems(turns)
+    found: list[Message] = []
+    pending: Message | None = None  # text that waits for the user's next message
+    for place, turn in enumerate(turns):
+        keeps = keeps_leading if place < num_leading else order.late_system
+        if turn["role"] == "system" and not keeps:
+            told = {"role": "user", "content": turn["content"]}
+            pending = told if pending is None else _both(pending, told)
+            continue
+        if pending is not None:
+            if turn["role"] == "user":
+                turn = _both(pending, turn)
+            else:
+                _append_user(found, pending)
+            pending = None
+        found.append(turn)
+    if pending is not None:
+        _append_user(found, pending)
+    return found
+
+
+def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
+    """Whether the last turn will be the user's, and not a tool's that takes in the user's text."""
+    roles = [turn["role"] for turn in turns]
+    while roles and roles[-1] in {"user", "system"}:
+        roles.pop()
+    has_ending = len(roles) < len(turns)
+    return has_ending and (order.user_after_result or roles[-1:] != ["tool"])
+
+
+def _append_user(turns: list[Message], turn: Message) -> None:
+    """Add the user's text to the last message if that is the user's, else as a new one."""
+    if turns and turns[-1]["role"] == "user":
+        turns[-1] = _both(turns[-1], turn)
+    else:
+        turns.append(turn)
+
+
+def _without_lone_results(turns: list[Message]) -> list[Message]:
+    """Return turns in which the results of tools that nobody called are text of the user."""
+    found: list[Message] = []
+    is_called = False
+    for turn in turns:
+        if turn["role"] != "tool":
+            is_called = bool(turn.get("tool_calls"))
+        elif not is_called:
+            turn = {"role": "user", "content": TOOL_RESULT.format(turn["content"])}
+        found.append(turn)
+    return found
+
+
+def _joined(turns: list[Message], first: str, second: str) -> list[Message]:
+    """Return turns in which a turn of one role takes in the next if that has the other role.
+
+    Two answers with calls stay apart, as each has results of its own.
+    """
+    found: list[Message] = []
+    for turn in turns:
+        last = found[-1] if found else {"role": ""}
+        both_call = bool(last.get("tool_calls") and turn.get("tool_calls"))
+        if last["role"] == first and turn["role"] == second and not both_call:
+            found[-1] = _both(last, turn)
+        else:
+            found.append(turn)
+    return found
+
+
+def _with_text_before_calls(turns: list[Message], order: TurnOrder) -> list[Message]:
+    """Return turns in which the text of an answer with calls is an answer of its own before it."""
+    found: list[Message] = []
+    for turn in turns:
+        if turn["role"] != "assistant" or not turn["content"] or not turn.get("tool_calls"):
+            found.append(turn)
+            continue
+        found.append({key: value for key, value in turn.items() if key != "tool_calls"})
+        if not order.same_role:
+            found.append({"role": "user", "content": ""})
+        found.append({"role": "assistant", "content": "", "tool_calls": turn["tool_calls"]})
+    return found
+
+
+def _both(first: Message, second: Message) -> Message:
+    """Return two turns as one, which has the role and the names of the first."""
+    joined = second | first
+    joined["content"] = _joined_content(first["content"], second["content"])
+    reasoning = [turn.get("reasoning_content") for turn in (first, second)]
+    if any(reasoning):
+        joined["reasoning_content"] = _SEPARATOR.join(filter(None, reasoning))
+    return joined
+
+
+def _joined_content(first: Any, second: Any) -> Any:
+    """Return the content of two messages: a text, or parts if one of them has parts."""
+    if not first or not second:
+        return first or second
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}{_SEPARATOR}{second}"
+    return [part for content in (first, second) for part in _parts(content)]
+
+
+def _parts(content: Any) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _num_leading_systems(turns: list[Message]) -> int:
+    others = (place for place, turn in enumerate(turns) if turn["role"] != "system")
+    return next(others, len(turns))
+
+
+def _is_empty(turn: Message) -> bool:
+    is_silent = not (turn["content"] or turn.get("tool_calls") or turn.get("reasoning_content"))
+    return turn["role"] == "assistant" and is_silent

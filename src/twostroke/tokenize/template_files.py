@@ -1,0 +1,63 @@
+"""Reads the chat templates of a Hugging Face folder, in the order of transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_MAX_BYTES: Final = 1024 * 1024
+_SUFFIX: Final = ".jinja"
+_FILE: Final = f"chat_template{_SUFFIX}"
+# Folders of further templates, named after their files: transformers' own, and an older name.
+FOLDERS: Final = ("additional_chat_templates", "chat_templates")
+
+
+def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a folder by name; the usual one is "default".
+
+    A file with the usual template replaces the templates in `config` (tokenizer_config.json), and
+    chat_template.json, which older models of images have, is for folders without both.
+    """
+    found = dict(_in_files(folder))
+    if "default" in found:
+        return found
+    return dict(_in_value(config.get("chat_template")) or _in_processor(folder)) | found
+
+
+def _in_files(folder: Path) -> list[tuple[str, str]]:
+    """Return names and templates of a folder's files."""
+    found = [("default", _text(folder / _FILE))] if (folder / _FILE).is_file() else []
+    for inner in FOLDERS:
+        files = sorted((folder / inner).glob(f"*{_SUFFIX}"))
+        found += [(file.stem, _text(file)) for file in files if file.is_file()]
+    return found
+
+
+def _in_value(value: object) -> list[tuple[str, str]]:
+    """Return names and templates of a configuration: one text, a list of objects, or an object."""
+    if isinstance(value, str):
+        return [("default", value)]
+    if isinstance(value, list):
+        pairs = [(one.get("name"), one.get("template")) for one in value if isinstance(one, dict)]
+    else:
+        pairs = list(value.items()) if isinstance(value, dict) else []
+    return [(name, text) for name, text in pairs if isinstance(name, str) and isinstance(text, str)]
+
+
+def _in_processor(folder: Path) -> list[tuple[str, str]]:
+    """Return names and templates of a processor's file; one that cannot be read has none."""
+    file = folder / "chat_template.json"
+    try:
+        value = json.loads(_text(file)) if file.is_file() else None
+    except (ValueError, RecursionError):
+        return []
+    return _in_value(value.get("chat_template")) if isinstance(value, dict) else []
+
+
+def _text(file: Path) -> str:
+    """Return a template's text; one that is too large is cut, and refused when it is compiled."""
+    with file.open("rb") as opened:
+        return opened.read(_MAX_BYTES).decode("utf-8", "replace")
