@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.tokenize import Prompt, Tokenizer
 
+
 class Turn(Frozen):
     """The assistant's turn: its prompt, how the answer is constrained, and how it is read.
 
@@ -138,7 +139,8 @@ class TriedTemplate:
     def _without_tools(self) -> list[Any] | None:
         """The value of the variable `tools` for no tools: some templates fail without a list."""
         user = [{"role": "user", "content": "Hello"}]
-        for tools in (None, []):
+        choices: tuple[list[Any] | None, ...] = (None, [])
+        for tools in choices:
             try:
                 self.template.render(user, tools=tools)
             except TwostrokeError:
@@ -168,8 +170,8 @@ class TriedTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
     ) -> Prompt:
-        """Return the prompt of a conversation; arguments and errors are those of `Chat.render`."""
-        template, shown = self.template, self._without_tools
+        """Return the prompt of a conversation, as `Chat.render` describes."""
+        template, tools_to_show = self.template, self._without_tools
         has_tools = bool(tools) or any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
         )
@@ -180,7 +182,7 @@ class TriedTemplate:
             checked = with_system_role(checked)
         if has_tools:
             checked = fitted(checked, tools, self.capabilities)
-            shown = [*tools] if tools and self.capabilities.shows_tools else shown
+            tools_to_show = [*tools] if tools and self.capabilities.shows_tools else tools_to_show
         for message in checked:
             if message["content"] is None and not message.get("tool_calls"):
                 message["content"] = ""
@@ -188,7 +190,7 @@ class TriedTemplate:
             checked,
             continues=continue_final_message,
             add_generation_prompt=add_generation_prompt,
-            tools=shown,
+            tools=tools_to_show,
             has_text_arguments=has_tools and self.capabilities.has_text_arguments,
             **variables_of(thinking, template.variables, self.marks),
         )

@@ -157,8 +157,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             cache_size=0,
             optimized=False,  # folding constants would run filters before there is a meter
         )
-        known = self.filters | {"sum": _sum, "tojson": _to_json, "random": _first_drawn}
-        self.filters = {name: _metered(run, name) for name, run in known.items()}
+        unmetered = self.filters | {"sum": _sum, "tojson": _to_json, "random": _first_drawn}
+        self.filters = {name: _metered(run, name) for name, run in unmetered.items()}
         self.filters |= {_ENTER: _enter, _BUILT: _built, _CONCAT: _concat}
         self.globals = {
             "range": safe_range,

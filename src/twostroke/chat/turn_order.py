@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def arranged(
     and so do all where the template has no system message. Neighbours of one role are joined.
     `continues` is whether the answer continues the last message.
     """
-    turns = [dict(message) for message in messages]
+    turns = [_with_lists(message) for message in messages]
     if not order.developer:
         turns = with_system_role(turns)
     if not order.several_systems:
@@ -90,6 +89,7 @@ def arranged(
     if not order.empty_answer:
         last = turns[-1:] if continues else []
         turns = [turn for turn in turns[: len(turns) - len(last)] if not _is_empty(turn)] + last
+        turns = turns or [{"role": "user", "content": []}]
     if not order.lone_result:
         turns = _without_lone_results(turns)
     if not order.user_after_result:
@@ -101,12 +101,12 @@ def arranged(
     if not order.assistant_first:
         start = _num_leading_systems(turns)
         if start == len(turns) or turns[start]["role"] != "user":
-            turns.insert(start, {"role": "user", "content": ""})
-    return turns
+            turns.insert(start, {"role": "user", "content": []})
+    return [_with_texts(turn) for turn in turns]
 
 
 def with_system_role(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the role system in place of developer, its newer name."""
+    """Return messages with the role system in index of developer, its newer name."""
     return [
         message | {"role": "system"} if message["role"] == "developer" else message
         for message in messages
@@ -148,9 +148,12 @@ _PROBE_CALL: Final = {
 def _probe(turns: str) -> list[Message]:
     """Return a conversation from words such as `system user assistant`, each with its own text."""
     messages: list[Message] = []
-    for place, word in enumerate(turns.split()):
+    for index, word in enumerate(turns.split()):
         role, _, kind = word.partition("-")
-        message: Message = {"role": role, "content": "" if kind == "empty" else f"probed{place}text"}
+        message: Message = {
+            "role": role,
+            "content": "" if kind == "empty" else f"probed{index}text",
+        }
         if kind == "call":
             message["content"] = ""
         if kind in {"call", "callwithtext"}:
@@ -196,16 +199,11 @@ _CONVERSATIONS: Final = tuple((kind, _probe(words), "tool" in words) for kind, w
 
 def _with_one_leading_system(turns: list[Message]) -> list[Message]:
     count = _num_leading_systems(turns)
-    if count < 2:
-        return turns
-    first = dict(turns[0])
-    for turn in turns[1:count]:
-        first["content"] = _joined_content(first["content"], turn["content"])
-    return [first, *turns[count:]]
+    return [*_joined(turns[:count], "system", "system"), *turns[count:]]
 
 
 def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Message]:
-    """Return turns with the user's text in place of system messages that are not shown."""
+    """Return turns with the user's text in index of system messages that are not shown."""
     has_user = any(turn["role"] == "user" for turn in turns)
     keeps_leading = (
         order.system
@@ -213,24 +211,25 @@ def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Messag
         and (order.lone_system or has_user)
     )
     num_leading = _num_leading_systems(turns)
-    found: list[Message] = []
+    ordered: list[Message] = []
     pending: Message | None = None  # text that waits for the user's next message
-    for place, turn in enumerate(turns):
-        keeps = keeps_leading if place < num_leading else order.late_system
+    for index, turn in enumerate(turns):
+        keeps = keeps_leading if index < num_leading else order.late_system
         if turn["role"] == "system" and not keeps:
-            told = {"role": "user", "content": turn["content"]}
-            pending = told if pending is None else _both(pending, told)
+            user_text = {"role": "user", "content": turn["content"]}
+            pending = user_text if pending is None else _both(pending, user_text)
             continue
-        if pending is not None:
-            if turn["role"] == "user":
-                turn = _both(pending, turn)
-            else:
-                _append_user(found, pending)
-            pending = None
-        found.append(turn)
+        if pending is not None and turn["role"] == "user":
+            ordered.append(_both(pending, turn))
+        elif pending is not None:
+            _append_user(ordered, pending)
+            ordered.append(turn)
+        else:
+            ordered.append(turn)
+        pending = None
     if pending is not None:
-        _append_user(found, pending)
-    return found
+        _append_user(ordered, pending)
+    return ordered
 
 
 def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
@@ -251,16 +250,18 @@ def _append_user(turns: list[Message], turn: Message) -> None:
 
 
 def _without_lone_results(turns: list[Message]) -> list[Message]:
-    """Return turns in which the results of tools that nobody called are text of the user."""
-    found: list[Message] = []
+    """Return turns in which the results of tools without a call are text of the user."""
+    ordered: list[Message] = []
     is_called = False
     for turn in turns:
         if turn["role"] != "tool":
             is_called = bool(turn.get("tool_calls"))
-        elif not is_called:
-            turn = {"role": "user", "content": TOOL_RESULT.format(turn["content"])}
-        found.append(turn)
-    return found
+        if turn["role"] == "tool" and not is_called:
+            text = TOOL_RESULT.format(_with_texts(turn)["content"])
+            ordered.append({"role": "user", "content": [text]})
+        else:
+            ordered.append(turn)
+    return ordered
 
 
 def _joined(turns: list[Message], first: str, second: str) -> list[Message]:
@@ -268,48 +269,63 @@ def _joined(turns: list[Message], first: str, second: str) -> list[Message]:
 
     Two answers with calls stay apart, as each has results of its own.
     """
-    found: list[Message] = []
+    ordered: list[Message] = []
     for turn in turns:
-        last = found[-1] if found else {"role": ""}
+        last = ordered[-1] if ordered else {"role": ""}
         both_call = bool(last.get("tool_calls") and turn.get("tool_calls"))
         if last["role"] == first and turn["role"] == second and not both_call:
-            found[-1] = _both(last, turn)
+            ordered[-1] = _both(last, turn)
         else:
-            found.append(turn)
-    return found
+            ordered.append(turn)
+    return ordered
 
 
 def _with_text_before_calls(turns: list[Message], order: TurnOrder) -> list[Message]:
     """Return turns in which the text of an answer with calls is an answer of its own before it."""
-    found: list[Message] = []
+    ordered: list[Message] = []
     for turn in turns:
-        if turn["role"] != "assistant" or not turn["content"] or not turn.get("tool_calls"):
-            found.append(turn)
+        if turn["role"] != "assistant" or not any(turn["content"]) or not turn.get("tool_calls"):
+            ordered.append(turn)
             continue
-        found.append({key: value for key, value in turn.items() if key != "tool_calls"})
+        ordered.append({key: value for key, value in turn.items() if key != "tool_calls"})
         if not order.same_role:
-            found.append({"role": "user", "content": ""})
-        found.append({"role": "assistant", "content": "", "tool_calls": turn["tool_calls"]})
-    return found
+            ordered.append({"role": "user", "content": []})
+        ordered.append({"role": "assistant", "content": [], "tool_calls": turn["tool_calls"]})
+    return ordered
 
 
 def _both(first: Message, second: Message) -> Message:
     """Return two turns as one, which has the role and the names of the first."""
     joined = second | first
-    joined["content"] = _joined_content(first["content"], second["content"])
-    reasoning = [turn.get("reasoning_content") for turn in (first, second)]
-    if any(reasoning):
-        joined["reasoning_content"] = _SEPARATOR.join(filter(None, reasoning))
+    for name in ("content", "reasoning_content"):
+        if name in joined:  # in index, so that joining many turns takes linear time
+            joined[name] = first.get(name, [])
+            joined[name] += second.get(name, [])
+    if calls := first.get("tool_calls") or second.get("tool_calls"):
+        joined["tool_calls"] = calls
     return joined
 
 
-def _joined_content(first: Any, second: Any) -> Any:
-    """Return the content of two messages: a text, or parts if one of them has parts."""
-    if not first or not second:
-        return first or second
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}{_SEPARATOR}{second}"
-    return [part for content in (first, second) for part in _parts(content)]
+def _with_lists(message: Message) -> Message:
+    """Return a message whose content and reasoning are lists, to be joined at the end."""
+    lists = {name: [message[name]] for name in ("content", "reasoning_content") if name in message}
+    return message | lists
+
+
+def _with_texts(turn: Message) -> Message:
+    """Return a turn whose content is one text, or one list of parts, and its reasoning a text."""
+    contents = [content for content in turn["content"] if content]
+    content: Any = (
+        _SEPARATOR.join(contents)
+        if all(isinstance(c, str) for c in contents)
+        else [part for content in contents for part in _parts(content)]
+    )
+    if not contents and turn["content"]:
+        content = turn["content"][0]  # an empty text, or null
+    turn = turn | {"content": content}
+    if "reasoning_content" in turn:
+        turn["reasoning_content"] = _SEPARATOR.join(filter(None, turn["reasoning_content"]))
+    return turn
 
 
 def _parts(content: Any) -> list[dict[str, str]]:
@@ -317,10 +333,10 @@ def _parts(content: Any) -> list[dict[str, str]]:
 
 
 def _num_leading_systems(turns: list[Message]) -> int:
-    others = (place for place, turn in enumerate(turns) if turn["role"] != "system")
+    others = (index for index, turn in enumerate(turns) if turn["role"] != "system")
     return next(others, len(turns))
 
 
 def _is_empty(turn: Message) -> bool:
-    is_silent = not (turn["content"] or turn.get("tool_calls") or turn.get("reasoning_content"))
-    return turn["role"] == "assistant" and is_silent
+    texts = (*turn["content"], *turn.get("reasoning_content", ()))
+    return turn["role"] == "assistant" and not any(texts) and not turn.get("tool_calls")

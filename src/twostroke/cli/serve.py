@@ -269,14 +269,14 @@ def _announce(
     backend = engine.facts.backend
     used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
     memory = f"{used} of memory used, {reserved} reserved for keys and values (--kv-memory)"
-    chat = _about_chat({name: engine.card})
+    memory += f".{_about_chat({name: engine.card})}"
     if form == "json":
-        _logger.info("Serving %s at %s (%s); %s.%s", name, url, backend.detail, memory, chat)
+        _logger.info("Serving %s at %s (%s); %s", name, url, backend.detail, memory)
         return
     guesses = f", {draft} guesses ahead" if draft else ""
     tell(
         f"Twostroke serves {name} at {url} ({backend.detail}{guesses}; Ctrl-C stops it). "
-        f"{memory}.{chat} {_request_to_try(url, name, engine, serving)}"
+        f"{memory} {_request_to_try(url, name, engine, serving)}"
     )
 
 
@@ -284,7 +284,7 @@ def _announce_several(url: str, *, roster: Roster, serving: ServeOptions, form: 
     """Report where a server of several models is, as `_announce` does."""
     _warn_of_all(url, serving)
     names, budget = ", ".join(roster.engines), megabytes(roster.budget_bytes)
-    chat = _about_chat({name: one.card for name, one in roster.engines.items()})
+    chat = _about_chat({name: engine.card for name, engine in roster.engines.items()})
     if form == "json":
         _logger.info("Serving %s at %s on demand; %s for all.%s", names, url, budget, chat)
         return
@@ -293,20 +293,21 @@ def _announce_several(url: str, *, roster: Roster, serving: ServeOptions, form: 
     )
     tell(
         f"Twostroke serves {sizes} at {url}, each when it is asked for, within {budget} of memory "
-        f"(--memory). Ctrl-C stops it.{chat} {_request_to_try(url, roster.card.name, roster, serving)}"
+        f"(--memory). Ctrl-C stops it.{chat} "
+        f"{_request_to_try(url, roster.card.name, roster, serving)}"
     )
 
 
 def _about_chat(cards: Mapping[str, ModelCard]) -> str:
     """Return sentences about chat templates that cannot be used; empty if all can."""
-    found = []
+    sentences = []
     for name, card in cards.items():
         chat = card.chat_template
         if chat is not None and chat.refusal is not None:
-            found.append(f" {name} cannot chat, only continue texts: {chat.refusal}")
+            sentences.append(f" {name} cannot chat, only continue texts: {chat.refusal}")
         elif chat is not None and chat.tool_refusal is not None:
-            found.append(f" {name} has no use of its template for tools: {chat.tool_refusal}")
-    return "".join(found)
+            sentences.append(f" {name} has no use of its template for tools: {chat.tool_refusal}")
+    return "".join(sentences)
 
 
 def _warn_of_all(url: str, serving: ServeOptions) -> None:

@@ -94,7 +94,7 @@ class Conversation(Frozen):
         is_limit = self.room and self.room < size  # and not one that is cut to what fits
         most = size - (self.room if self.room and is_limit else size // _ANSWER_SHARE)
         roles = [message["role"] for message in self.messages]
-        others = (place for place, role in enumerate(roles) if role not in _INSTRUCTING)
+        others = (index for index, role in enumerate(roles) if role not in _INSTRUCTING)
         instructions = self.messages[: next(others, len(roles))]
 
         def fits(rendered: Rendered) -> bool:
@@ -106,7 +106,7 @@ class Conversation(Frozen):
         def render_from(start: int) -> Rendered:
             return self._render(card, (*instructions, *self.messages[start:]))
 
-        starts = [place for place, role in enumerate(roles) if role == "user"]
+        starts = [index for index, role in enumerate(roles) if role == "user"]
         if len(starts) < 2 or fits(whole):
             return whole
         earlier = starts[:-1]

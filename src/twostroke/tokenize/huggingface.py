@@ -37,7 +37,8 @@ def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
 
     Reads BPE models (byte-level, and SentencePiece's as converted by Hugging Face), and where they
     exist `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`,
-    `config.json` and the chat templates (`template_files.py`). Raises ModelNotFoundError or ModelFormatError.
+    `config.json` and the chat templates (`template_files.py`). Raises ModelNotFoundError or
+    ModelFormatError.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():

@@ -21,19 +21,19 @@ def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     A file with the usual template replaces the templates in `config` (tokenizer_config.json), and
     chat_template.json, which older models of images have, is for folders without both.
     """
-    found = dict(_in_files(folder))
-    if "default" in found:
-        return found
-    return dict(_in_value(config.get("chat_template")) or _in_processor(folder)) | found
+    templates = dict(_in_files(folder))
+    if "default" in templates:
+        return templates
+    return dict(_in_value(config.get("chat_template")) or _in_processor(folder)) | templates
 
 
 def _in_files(folder: Path) -> list[tuple[str, str]]:
     """Return names and templates of a folder's files."""
-    found = [("default", _text(folder / _FILE))] if (folder / _FILE).is_file() else []
+    templates = [("default", _text(folder / _FILE))] if (folder / _FILE).is_file() else []
     for inner in FOLDERS:
         files = sorted((folder / inner).glob(f"*{_SUFFIX}"))
-        found += [(file.stem, _text(file)) for file in files if file.is_file()]
-    return found
+        templates += [(file.stem, _text(file)) for file in files if file.is_file()]
+    return templates
 
 
 def _in_value(value: object) -> list[tuple[str, str]]:
@@ -41,7 +41,9 @@ def _in_value(value: object) -> list[tuple[str, str]]:
     if isinstance(value, str):
         return [("default", value)]
     if isinstance(value, list):
-        pairs = [(one.get("name"), one.get("template")) for one in value if isinstance(one, dict)]
+        pairs = [
+            (entry.get("name"), entry.get("template")) for entry in value if isinstance(entry, dict)
+        ]
     else:
         pairs = list(value.items()) if isinstance(value, dict) else []
     return [(name, text) for name, text in pairs if isinstance(name, str) and isinstance(text, str)]

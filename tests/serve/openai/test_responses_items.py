@@ -106,7 +106,7 @@ def test_instructions_and_items_reach_the_template(server: LiveServer) -> None:
     ]
     same_as_chat(server, messages, instructions="a", input=items)
     same_as_chat(server, messages, input=[{"role": "developer", "content": "a"}, *items])
-    messages[0]["content"] = "a\n\nz"
+    messages.insert(1, {"role": "system", "content": "z"})
     more = [{"role": "system", "content": "z"}, *items]
     same_as_chat(server, messages, instructions="a", input=more)
 

@@ -81,12 +81,6 @@ def test_references_are_bounded() -> None:
         messages([{"id": "msg_2"}] * 5, tenant)
 
 
-def test_many_leading_texts_of_the_system_are_joined() -> None:
-    texts = [f"{n} {'x' * 100}" for n in range(9_000)]
-    (message,) = messages([{"role": "system", "content": text} for text in texts])
-    assert message == {"role": "system", "content": "\n\n".join(texts)}
-
-
 def test_thoughts_of_a_turn_are_all_shown() -> None:
     said = [HELLO, _thought("T1"), _call(1), _thought("T2"), _call(2)]
     turn = messages(said)[1]

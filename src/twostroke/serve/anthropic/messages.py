@@ -193,24 +193,16 @@ def count(asked: CountRequest, card: ModelCard) -> TokenCount:
 
 
 def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
-    """Return the messages after the system prompt; consecutive turns of one role are joined."""
-    turns: list[dict[str, Any]] = []  # with lists of texts, which are joined at the end
+    """Return the messages after the system prompt, with each tool result as a message."""
+    turns: list[dict[str, Any]] = []
     known = set[str]()  # ids of calls
     if asked.system:
-        turns.append({"role": "system", "content": [text_of(asked.system)]})
+        turns.append({"role": "system", "content": text_of(asked.system)})
     for place, message in enumerate(asked.messages):
         _check_blocks(message, f"messages[{place}].content", known)
         for turn in _turns(message):
             known.update(call["id"] for call in turn.get("tool_calls", ()))
-            turn["content"] = [turn["content"]]
-            before = turns[-1] if turns else {}
-            if turn["role"] == before.get("role") != "tool" and not before.get("tool_calls"):
-                before["content"] += turn.pop("content")
-                before.update(turn)
-            else:
-                turns.append(turn)
-    for turn in turns:
-        turn["content"] = "\n".join(filter(None, turn["content"]))
+            turns.append(turn)
     last = turns[-1]
     continues = last["role"] == "assistant"
     if continues and (last.get("tool_calls") or last["content"] != last["content"].rstrip()):

@@ -215,10 +215,7 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
 
 
 def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add an item to the last message or as a new one, and return the message.
-
-    System messages at the beginning are joined: many templates take only one.
-    """
+    """Add an item to the last message or as a new one, and return the message."""
     message: dict[str, Any]
     last: dict[str, Any] = messages[-1] if messages else {"role": ""}
     if isinstance(item, _OUTPUTS):
@@ -235,11 +232,7 @@ def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
         message = {"role": "assistant", "content": [""], "tool_calls": [call]}
     else:
         assert isinstance(item, MessageItem)
-        role = "system" if item.role == "developer" else item.role
-        message = {"role": role, "content": [_text(item.content)]}
-        if role == last["role"] == "system" and len(messages) == 1:
-            last["content"] += message["content"]
-            return last
+        message = {"role": item.role, "content": [_text(item.content)]}
     if message["role"] == "assistant":
         message["reasoning_content"] = []
     messages.append(message)

@@ -1,0 +1,240 @@
+"""Conversations reach every template whole, in an order that it accepts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support import strict_templates
+from support.byte_tokenizer import byte_metadata
+from support.chats import TOOLS
+from twostroke.chat.conversation import Chat
+from twostroke.chat.template import ChatTemplate
+from twostroke.chat.turn_order import ANY_ORDER, arranged
+from twostroke.core.errors import RequestError
+from twostroke.tokenize import from_gguf
+
+CALL: dict[str, Any] = {
+    "id": "call_123456789",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 1}'},
+}
+KINDS = ("system", "developer", "user", "assistant", "call", "text and call", "empty", "null")
+
+
+def chat_of(template: str, **more: str) -> Chat:
+    named = {f"tokenizer.chat_template.{name}": source for name, source in more.items()}
+    return Chat(from_gguf(byte_metadata() | {"tokenizer.chat_template": template} | named))
+
+
+CHATS = {name: chat_of(source) for name, source in strict_templates.TEMPLATES.items()}
+
+
+def conversation(*kinds: str) -> list[dict[str, Any]]:
+    """Return messages of these kinds, in which each text has a word of its own."""
+    messages: list[dict[str, Any]] = []
+    for place, kind in enumerate(kinds):
+        text = f"words{place}said"
+        if "call" in kind:
+            content = text if kind == "text and call" else ""
+            messages.append({"role": "assistant", "content": content, "tool_calls": [CALL]})
+            result = {"role": "tool", "tool_call_id": CALL["id"], "content": f"result{place}given"}
+            messages.append(result)
+        elif kind in {"empty", "null"}:
+            messages.append({"role": "assistant", "content": "" if kind == "empty" else None})
+        else:
+            messages.append({"role": kind, "content": text})
+    return messages
+
+
+def said(*turns: str) -> list[dict[str, Any]]:
+    """Return messages from words such as `user:Hello`."""
+    pairs = (turn.partition(":") for turn in turns)
+    return [{"role": role, "content": content} for role, _, content in pairs]
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("LENIENT", "developer"),
+        ("FIRST_ALONE", "developer lone_system several_systems late_system"),
+        (
+            "ALTERNATES",
+            "developer lone_system several_systems late_system assistant_first same_role",
+        ),
+        ("NO_SYSTEM", "developer system late_system assistant_first same_role"),
+        ("DROPS_ROLES", "developer system late_system"),
+        ("LAST_SYSTEM", "developer several_systems late_system"),
+        ("DEVELOPER_FIRST", "developer several_systems late_system"),
+        ("NO_EMPTY_ANSWER", "developer empty_answer"),
+        (
+            "WITH_LAST_QUESTION",
+            (
+                "developer lone_system answered_system several_systems late_system lone_result"
+                " user_after_result text_with_calls assistant_first same_role"
+            ),
+        ),
+        ("NEEDS_TOOLS", "developer"),
+    ],
+)
+def test_refused_orders_are_found_by_trying_the_template(name: str, refused: str) -> None:
+    order = CHATS[name]._plain.turn_order
+    found = [kind for kind in order.__struct_fields__ if not getattr(order, kind)]
+    assert sorted(found) == sorted(refused.split())
+
+
+@given(st.sampled_from(sorted(CHATS)), st.lists(st.sampled_from(KINDS), min_size=1, max_size=9))
+@settings(max_examples=300, deadline=None)
+def test_every_template_shows_all_texts_of_every_conversation(name: str, kinds: list[str]) -> None:
+    messages = conversation(*kinds)
+    text = CHATS[name].render(messages).text
+    missing = [one["content"] for one in messages if one["content"] and one["content"] not in text]
+    assert not missing, text
+
+
+@given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=9))
+def test_texts_stay_in_their_order(kinds: list[str]) -> None:
+    messages = conversation(*(kind for kind in kinds if kind not in {"system", "developer"}))
+    for name in ("ALTERNATES", "WITH_LAST_QUESTION", "NO_SYSTEM"):
+        if messages:
+            text = CHATS[name].render(messages).text
+            places = [text.index(one["content"]) for one in messages if one["content"]]
+            assert places == sorted(places), name
+
+
+@given(st.lists(st.sampled_from(KINDS[2:-1]), min_size=1, max_size=9))
+def test_a_template_that_accepts_a_conversation_gets_it_unchanged(kinds: list[str]) -> None:
+    messages = conversation(*kinds)
+    template = ChatTemplate(strict_templates.LENIENT)
+    assert CHATS["LENIENT"].render(messages).text == template.render(messages).text
+    assert arranged(messages, ANY_ORDER) == messages
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "same"),
+    [
+        ("FIRST_ALONE", ["system:a", "developer:b", "user:c"], ["system:a\n\nb", "user:c"]),
+        ("FIRST_ALONE", ["user:a", "system:b", "user:c"], ["user:a", "user:b\n\nc"]),
+        (
+            "FIRST_ALONE",
+            ["user:a", "assistant:b", "user:c", "system:d"],
+            ["user:a", "assistant:b", "user:c\n\nd"],
+        ),
+        (
+            "FIRST_ALONE",
+            ["system:a", "user:b", "assistant:c", "system:d"],
+            ["system:a", "user:b", "assistant:c", "user:d"],
+        ),
+        ("FIRST_ALONE", ["system:a"], ["user:a"]),
+        ("ALTERNATES", ["user:a", "user:b", "assistant:c"], ["user:a\n\nb", "assistant:c"]),
+        (
+            "ALTERNATES",
+            ["user:a", "assistant:b", "assistant:c", "user:d"],
+            ["user:a", "assistant:b\n\nc", "user:d"],
+        ),
+        ("ALTERNATES", ["assistant:a", "user:b"], ["user:", "assistant:a", "user:b"]),
+        ("NO_SYSTEM", ["system:a", "system:b", "user:c"], ["user:a\n\nb\n\nc"]),
+        ("NO_SYSTEM", ["system:a", "assistant:b"], ["user:a", "assistant:b"]),
+        ("DROPS_ROLES", ["developer:a", "user:b"], ["user:a\n\nb"]),
+        ("LAST_SYSTEM", ["system:a", "system:b", "user:c"], ["system:a\n\nb", "user:c"]),
+        ("LENIENT", ["developer:a", "user:b"], ["system:a", "user:b"]),
+    ],
+)
+def test_refused_turns_become_part_of_their_neighbours(
+    name: str, turns: list[str], same: list[str]
+) -> None:
+    chat = CHATS[name]
+    plain = ChatTemplate(strict_templates.TEMPLATES[name])
+    assert chat.render(said(*turns)).text == plain.render(said(*same)).text
+
+
+def test_a_question_after_a_result_becomes_part_of_it() -> None:
+    text = CHATS["WITH_LAST_QUESTION"].render([*conversation("user", "call"), *said("user:So?")])
+    assert "[TOOL_RESULTS]result1given\n\nSo?[/TOOL_RESULTS]" in text.text
+
+
+def test_many_turns_become_one_text() -> None:
+    texts = [f"text {number}" for number in range(9_000)]
+    messages = said(*(f"system:{text}" for text in texts), "user:Hi")
+    assert "\n\n".join(texts) in CHATS["FIRST_ALONE"].render(messages).text
+
+
+def test_parts_of_joined_messages_stay_parts() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('system must be first') }}{% endif %}{% if m.content is string %}"
+        "{{ m.content }}{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}"
+        "{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "b"}]
+    messages = [*said("system:a"), {"role": "system", "content": parts}, *said("user:c")]
+    assert chat_of(source).render(messages).text == "<a><b>c"
+
+
+def test_the_last_answer_is_continued_on_every_template() -> None:
+    for name, chat in CHATS.items():
+        if name == "ALTERNATES":
+            continue  # it trims the text, so it could not go on from it
+        messages = said(
+            "system:a", "developer:b", "user:c", "user:d", "assistant:e", "assistant:f g"
+        )
+        prompt = chat.render(messages, add_generation_prompt=False, continue_final_message=True)
+        assert prompt.text.endswith("f g"), name
+
+
+def test_a_template_that_refuses_even_stricter_orders_says_why() -> None:
+    chat = chat_of("{{ raise_exception('never') }}")
+    with pytest.raises(RequestError, match="never"):
+        chat.render(said("user:a"))
+
+
+def test_an_order_that_was_not_tried_is_rearranged_when_it_is_refused() -> None:
+    source = (
+        "{% for m in messages %}{% if loop.index0 > 4 and m.role == loop.previtem.role %}"
+        "{{ raise_exception('twice') }}{% endif %}{{ m.content }}|{% endfor %}"
+    )
+    turns = ["user:a", "assistant:b"] * 3 + ["user:c", "user:d"]
+    assert chat_of(source).render(said(*turns)).text.endswith("|c\n\nd|")
+
+
+def test_the_template_for_tools_is_used_where_there_are_tools() -> None:
+    chat = chat_of(
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        tool_use="T:" + strict_templates.LENIENT,
+    )
+    assert chat.render(said("user:a")).text == "a"
+    assert chat.render(said("user:a"), TOOLS).text.startswith("T:")
+    assert chat.capabilities.shows_tools
+
+
+def test_a_template_for_tools_that_cannot_be_compiled_is_not_used() -> None:
+    chat = chat_of(strict_templates.LENIENT, tool_use="{{ .Tools }}")
+    assert "get_weather" in chat.render(said("user:a"), TOOLS).text
+    assert chat.refusal is None
+    assert "line 1" in str(chat.tool_refusal)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ .Prompt }}", "{% for m in messages %}", "{{ 1 | nothing }}"]
+)
+def test_a_template_that_cannot_be_compiled_refuses_each_chat(source: str) -> None:
+    chat = chat_of(source)
+    chat.prepare()
+    assert "line 1" in str(chat.refusal)
+    with pytest.raises(RequestError, match="line 1") as caught:
+        chat.render(said("user:a"))
+    assert caught.value.http_status == 400
+
+
+def test_a_model_chats_with_a_template_of_any_name() -> None:
+    metadata = byte_metadata()
+    del metadata["tokenizer.chat_template"]
+    chat = Chat.of(from_gguf(metadata | {"tokenizer.chat_template.rag": "R"}))
+    assert chat is not None
+    assert chat.render(said("user:a")).text == "R"
+    empty = Chat.of(from_gguf(metadata | {"tokenizer.chat_template": " "}))
+    assert empty is not None  # the vocabulary has the marks of ChatML
+    assert empty.render(said("user:a")).text.startswith("<|im_start|>user\na")
