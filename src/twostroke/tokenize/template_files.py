@@ -50,7 +50,7 @@ def _in_value(value: object) -> list[tuple[str, str]]:
 
 
 def _in_processor(folder: Path) -> list[tuple[str, str]]:
-    """Return names and templates of a processor's file; one that cannot be read has none."""
+    """Return names and templates of a processor's file, and nothing if it cannot be read."""
     file = folder / "chat_template.json"
     try:
         value = json.loads(_text(file)) if file.is_file() else None
@@ -60,6 +60,6 @@ def _in_processor(folder: Path) -> list[tuple[str, str]]:
 
 
 def _text(file: Path) -> str:
-    """Return a template's text; one that is too large is cut, and refused when it is compiled."""
+    """Return a template's text, cut at a limit that makes it too long to be compiled."""
     with file.open("rb") as opened:
         return opened.read(_MAX_BYTES).decode("utf-8", "replace")

@@ -276,9 +276,9 @@ def _message(place: int, message: ChatMessage) -> dict[str, Any]:
         raise MissingFieldError("is missing.", field=f"{where}.content")
     content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    found: dict[str, Any] = {"role": message.role, "content": text}
+    turn: dict[str, Any] = {"role": message.role, "content": text}
     if message.tool_calls:
-        found["tool_calls"] = [
+        turn["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{place}]")
             for place, call in enumerate(message.tool_calls)
         ]
@@ -287,7 +287,7 @@ def _message(place: int, message: ChatMessage) -> dict[str, Any]:
         "tool_call_id": message.tool_call_id,
         "reasoning_content": reasoning or None,
     }
-    return found | {key: value for key, value in more.items() if value is not None}
+    return turn | {key: value for key, value in more.items() if value is not None}
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:
