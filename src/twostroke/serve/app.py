@@ -49,6 +49,8 @@ from twostroke.serve.observe.state import States
 from twostroke.serve.observe.traces import Traces, exporter
 from twostroke.serve.ollama.models import ollama_routes
 from twostroke.serve.openai import stored_chat
+from twostroke.serve.openai.conversations import routes as conversations
+from twostroke.serve.openai.conversations.routes import Conversations
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.pins import KEEPING
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
@@ -153,6 +155,9 @@ class Api:
             Route("/page/{name:path}", self.site.file, include_in_schema=False),
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
             *kept_routes(self._tenant),
+            *Conversations(
+                self._tenant, self.options.limits, self._ignored.note, self._readers
+            ).routes(),
             *stored_chat.routes(
                 self._tenant, self.options.limits, self._ignored.note, self._readers
             ),
@@ -207,6 +212,7 @@ class Api:
         all_kinds: dict[str, Any] = {**DIALECTS, **EMBEDDINGS, **INQUIRIES}
         bodies = (
             stored_chat.BODIES
+            | conversations.BODIES
             | openai_batches.BODIES
             | messages.BODIES
             | {plans.PATH: plans.PlanRequest}

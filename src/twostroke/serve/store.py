@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MAX_CONVERSATION_BYTES: Final = 8 * 1024 * 1024
 MAX_CONVERSATION_ITEMS: Final = 10_000
 RESPONSE: Final = "response"
+CONVERSATION: Final = "conversation"
 
 _OVERHEAD_BYTES: Final = 1000  # of a response, besides its JSON
 _ITEM_BYTES: Final = 200  # of an item in the index, besides its id
@@ -224,6 +225,26 @@ class Tenant(Frozen):
                 if self.store.journal is not None:
                     self.store.journal.change(kept.id, answer)
                 self.store.evict(new)
+
+    def supersede(self, old: Kept, new: Kept) -> bool:
+        """Store `new` as the newest in the place of `old`, which has the same id.
+
+        Returns whether that was possible: `new` fits, and `old` is still stored.
+        """
+        if not self.fits(new):
+            return False
+        with self.store.lock:
+            shelf, journal = self._shelf, self.store.journal
+            if shelf.answers.get(old.id) is not old:
+                return False
+            del shelf.answers[old.id]
+            held = self.store.shelve(self.name, new)
+            freed = shelf.release(old)
+            if journal is not None:
+                journal.put(self.name, held, new)
+                journal.drop(kept.id for kept in freed if kept.id != new.id)
+            self.store.evict(new)
+        return True
 
     def find_item(self, id_: str) -> Kept | None:
         """Return the response of this tenant that an item belongs to; None if not stored."""

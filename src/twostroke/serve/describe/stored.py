@@ -8,6 +8,8 @@ from twostroke.core.errors import RequestError
 from twostroke.records import RecordsError
 from twostroke.serve.describe.operation import BODY, TEXT, Operation, parameter
 from twostroke.serve.openai import stored_chat
+from twostroke.serve.openai.conversations import routes as conversations
+from twostroke.serve.openai.conversations.stored import ConversationBody, ConversationNotFoundError
 from twostroke.serve.openai.responses.body import ResponseBody
 from twostroke.serve.openai.responses.request import INCLUDABLE
 from twostroke.serve.openai.responses.routes import (
@@ -55,6 +57,20 @@ _OF_CHAT: Final[dict[str, Any]] = {
     "errors": (stored_chat.CompletionNotFoundError, RecordsError),
     "parameters": (_COMPLETION_ID,),
 }
+_CONVERSATION_ID: Final = parameter("path", "conversation_id", "Its `id`.", **_NAME)
+_OF_CONVERSATION: Final[dict[str, Any]] = {
+    "errors": (RequestError, ConversationNotFoundError),
+    "parameters": (_CONVERSATION_ID,),
+}
+_OF_ITEM: Final[dict[str, Any]] = {
+    "errors": (RequestError, ConversationNotFoundError, conversations.ItemNotFoundError),
+    "parameters": (
+        _CONVERSATION_ID,
+        parameter("path", "item_id", "The `id` of an item.", **_NAME),
+        _INCLUDE,
+    ),
+}
+_GREETING: Final = {"role": "user", "content": "Why is the sky blue?"}
 
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("GET", "/v1/responses/{response_id}"): Operation(
@@ -85,6 +101,58 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "To stop an answer, close its connection.",
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID,),
+    ),
+    ("POST", conversations.LIST_PATH): Operation(
+        "Begin a conversation, which responses may continue",
+        "OpenAI",
+        answer=ConversationBody,
+        errors=BODY,
+        examples={"begin": {"items": [_GREETING], "metadata": {"project": "a"}}},
+        leads_to=(
+            ("GET", conversations.PATH),
+            ("POST", conversations.PATH),
+            ("GET", conversations.ITEMS_PATH),
+            ("POST", conversations.ITEMS_PATH),
+        ),
+    ),
+    ("GET", conversations.PATH): Operation(
+        "Return a conversation", "OpenAI", answer=ConversationBody, **_OF_CONVERSATION
+    ),
+    ("POST", conversations.PATH): Operation(
+        "Replace the metadata of a conversation",
+        "OpenAI",
+        answer=ConversationBody,
+        errors=(*BODY, ConversationNotFoundError),
+        parameters=(_CONVERSATION_ID,),
+        examples={"label": {"metadata": {"project": "a"}}},
+    ),
+    ("DELETE", conversations.PATH): Operation(
+        "Delete a conversation; its responses stay",
+        "OpenAI",
+        answer=conversations.DeletedConversation,
+        errors=(RequestError, ConversationNotFoundError, RecordsError),
+        parameters=(_CONVERSATION_ID,),
+    ),
+    ("GET", conversations.ITEMS_PATH): Operation(
+        "List the items of a conversation, page by page",
+        "OpenAI",
+        answer=ItemList,
+        errors=(RequestError, ConversationNotFoundError),
+        parameters=(_CONVERSATION_ID, _INCLUDE, *_PAGE),
+    ),
+    ("POST", conversations.ITEMS_PATH): Operation(
+        "Add items at the end of a conversation",
+        "OpenAI",
+        answer=ItemList,
+        errors=(*BODY, ConversationNotFoundError),
+        parameters=(_CONVERSATION_ID, _INCLUDE),
+        examples={"add": {"items": [_GREETING]}},
+    ),
+    ("GET", conversations.ITEM_PATH): Operation(
+        "Return an item of a conversation", "OpenAI", answer=dict[str, Any], **_OF_ITEM
+    ),
+    ("DELETE", conversations.ITEM_PATH): Operation(
+        "Delete an item of a conversation", "OpenAI", answer=ConversationBody, **_OF_ITEM
     ),
     ("GET", "/v1/chat/completions"): Operation(
         "List stored completions, page by page",

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.serve.openai.logprobs import TokenLogprob
 from twostroke.serve.openai.responses.exchange import Exchange
+from twostroke.serve.openai.responses.request import conversation_id
 from twostroke.serve.openai.responses.tools import FunctionTool
 from twostroke.serve.openai.usage import TimingsBody
 from twostroke.serve.tools import FunctionBody
@@ -123,6 +124,12 @@ class ResponseError(msgspec.Struct, frozen=True):
     message: str
 
 
+class ConversationOfResponse(msgspec.Struct, frozen=True):
+    """The stored conversation that a response belongs to."""
+
+    id: str
+
+
 class ResponseBody(msgspec.Struct, kw_only=True):
     """A response, with the options of its request."""
 
@@ -132,6 +139,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     status: Status = "in_progress"
     background: bool = False
     completed_at: int | None = None
+    conversation: ConversationOfResponse | None = None
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
@@ -164,15 +172,17 @@ def begun(reply: Reply) -> ResponseBody:
     exchange, params = exchange_of(reply), reply.job.params
     asked = exchange.asked
     form = asked.text.format if asked.text is not None else None
+    conversation = conversation_id(asked)
     return ResponseBody(
         **{name: getattr(asked, name) for name in _REPEATED},
         id=reply.id,
         created_at=reply.created_s,
+        conversation=ConversationOfResponse(conversation) if conversation is not None else None,
         model=reply.model,
         parallel_tool_calls=asked.parallel_tool_calls is not False,
         reasoning={"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
         service_tier=reply.job.caller.service,
-        store=exchange.draft is not None,
+        store=exchange.is_stored,
         temperature=params.values.temperature,
         text={"format": form or {"type": "text"}, "verbosity": "medium"},
         tool_choice=asked.tool_choice or "auto",

@@ -14,6 +14,11 @@ from twostroke.http.errors import MissingFieldError
 from twostroke.http.ignored import Ignored
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.job import Conversation, Job, check_messages
+from twostroke.serve.openai.conversations.stored import (
+    append_turn,
+    check_room,
+    find_conversation,
+)
 from twostroke.serve.openai.fields import ignored_in, to_caller, to_limit, to_params, to_prediction
 from twostroke.serve.openai.responses.items import read_input, to_messages
 from twostroke.serve.openai.responses.recall import items_of
@@ -22,6 +27,7 @@ from twostroke.serve.openai.responses.request import (
     ResponsesRequest,
     TextSchema,
     check,
+    conversation_id,
     unknown_parts,
 )
 from twostroke.serve.openai.responses.tools import read_tools
@@ -49,19 +55,27 @@ class PreviousNotFoundError(RequestError):
 class Exchange(Conversation, kw_only=True):
     """The conversation of one response, and the request to store with it.
 
-    `draft` will be stored with the answer; None if the request says so, or if it is too large.
+    `draft` becomes the stored response. It is not stored by itself unless `is_stored`: not if the
+    request says so, or if it is too large.
     """
 
     asked: ResponsesRequest
     tenant: Tenant
-    draft: Kept | None
+    draft: Kept
+    is_stored: bool
 
-    def keep(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> bool:
-        """Store the answer for later requests, if possible; return whether it is stored."""
-        if self.draft is None:
-            return False
+    def keep(self, id_: str, answer: bytes, item_ids: Sequence[str], *, failed: bool) -> bool:
+        """Store the answer for later requests, if possible; return whether it is stored.
+
+        The stored conversation that it continues gets its items, unless it `failed`.
+        """
         ids = (*self.draft.item_ids, *item_ids)
-        return self.tenant.put(Kept(id_, self.draft.asked, answer, ids, self.draft.previous))
+        response = Kept(id_, self.draft.asked, answer, ids, self.draft.previous)
+        is_stored = self.is_stored and self.tenant.put(response)
+        conversation = conversation_id(self.asked)
+        if conversation is not None and not failed:
+            append_turn(self.tenant, conversation, response)
+        return is_stored
 
 
 def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
@@ -98,7 +112,8 @@ class InputTokens(msgspec.Struct, frozen=True):
 
 def count(asked: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTokens:
     """Return how many tokens a request's prompt would have; raises as `read` does."""
-    if not (asked.input or asked.instructions or asked.previous_response_id):
+    earlier = asked.previous_response_id or asked.conversation
+    if not (asked.input or asked.instructions or earlier):
         return InputTokens(0)
     [prompt] = read(asked, tenant).prompts
     assert isinstance(prompt, Exchange)
@@ -115,7 +130,7 @@ def _exchange(
     asked: ResponsesRequest, tools: Tools | None, tenant: Tenant
 ) -> tuple[Exchange, list[Ignored]]:
     """Return the conversation, and the fields of its items that have no effect."""
-    previous = _previous(asked.previous_response_id, tenant)
+    previous = _previous(asked, tenant)
     steps = list(previous.conversation()) if previous else []
     if isinstance(asked.input, list):
         check_messages(len(asked.input), "input")
@@ -135,6 +150,8 @@ def _exchange(
     if not messages:
         raise RequestError("must have at least one message.", field="input")
     draft = Kept("", encode_json(own), b"", tuple(item["id"] for item in own), previous)
+    if asked.conversation is not None:
+        check_room(tenant, draft)
     exchange = Exchange(
         tuple(messages),
         () if tools is None else tools.shown,
@@ -143,7 +160,8 @@ def _exchange(
         room=to_limit(asked.max_output_tokens),
         asked=asked,
         tenant=tenant,
-        draft=draft if asked.store is not False and tenant.fits(draft) else None,
+        draft=draft,
+        is_stored=asked.store is not False and tenant.fits(draft),
     )
     return exchange, ignored
 
@@ -156,7 +174,11 @@ def _thinking(asked: ResponsesRequest) -> Thinking:
     return Thinking(effort=effort, param="reasoning.effort", variables=variables)
 
 
-def _previous(id_: str | None, tenant: Tenant) -> Kept | None:
+def _previous(asked: ResponsesRequest, tenant: Tenant) -> Kept | None:
+    """Return the response that a request continues, or the newest turn of its conversation."""
+    if (conversation := conversation_id(asked)) is not None:
+        return find_conversation(tenant, conversation).previous
+    id_ = asked.previous_response_id
     found = None if id_ is None else tenant.find(id_)
     if id_ is not None and found is None:
         reason, field = "Previous response with id '{id}' not found.", "previous_response_id"

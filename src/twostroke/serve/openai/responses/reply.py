@@ -194,10 +194,10 @@ class ResponsesEncoder:
 
     def _store(self) -> None:
         """Store the response for later requests; it says whether it could be stored."""
-        if self._body.store:
-            ids = [item.id for item in self._body.output]
-            exchange, whole = exchange_of(self._reply), encode_json(self._body)
-            self._body.store = exchange.keep(self._body.id, whole, ids)
+        body, exchange = self._body, exchange_of(self._reply)
+        ids = [item.id for item in body.output]
+        failed = body.status == "failed"
+        body.store = exchange.keep(body.id, encode_json(body), ids, failed=failed)
 
 
 def _begun_part(item: OutputItem) -> OutputPart | None:

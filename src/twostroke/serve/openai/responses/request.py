@@ -75,6 +75,12 @@ class ResponseStreamOptions(StreamOptions):
     include_obfuscation: field.HintOff = None
 
 
+class ConversationReference(field.RequestObject):
+    """A stored conversation."""
+
+    id: str
+
+
 class ResponsesRequest(CommonFields):
     """The body of a request. Items are read one by one, as some do not name their type."""
 
@@ -93,6 +99,10 @@ class ResponsesRequest(CommonFields):
         field.doc("Text before the conversation; later answers do not inherit it."),
     ] = None
     previous_response_id: Annotated[str | None, field.doc("The stored answer to continue.")] = None
+    conversation: Annotated[
+        str | ConversationReference | None,
+        field.doc("The stored conversation to continue: its items come first; the answer joins."),
+    ] = None
     max_output_tokens: Annotated[
         int | None,
         field.limit("The most tokens to generate, with reasoning."),
@@ -135,7 +145,6 @@ class ResponsesRequest(CommonFields):
     background: field.AlwaysOff = None
     background_options: field.Hint = None
     context_management: Annotated[Any, field.hint([])] = None
-    conversation: field.Unsupported = None
     image: field.Hint = None
     moderation: field.Unsupported = None
     n: Annotated[Any, field.unsupported(1)] = None
@@ -151,6 +160,12 @@ class ResponsesRequest(CommonFields):
     response_format: Annotated[Any, field.renamed("text.format")] = None
 
 
+def conversation_id(asked: ResponsesRequest) -> str | None:
+    """Return the id of the conversation that a request continues."""
+    reference = asked.conversation
+    return reference.id if isinstance(reference, ConversationReference) else reference
+
+
 def check(asked: ResponsesRequest) -> None:
     """Refuse fields that do not suit each other.
 
@@ -158,6 +173,9 @@ def check(asked: ResponsesRequest) -> None:
         RequestError: naming the field.
     """
     check_combinations(asked)
+    if asked.conversation is not None and asked.previous_response_id is not None:
+        reason = "cannot be combined with previous_response_id: leave one of them out."
+        raise RequestError(reason, field="conversation")
     if asked.top_logprobs and LOGPROBS not in (asked.include or ()):
         reason = f"may only be set when include has '{LOGPROBS}'."
         raise RequestError(reason, field="top_logprobs")

@@ -1,0 +1,1 @@
+"""OpenAI's conversations: lists of items that responses read and continue."""
