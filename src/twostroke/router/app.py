@@ -46,6 +46,7 @@ from twostroke.router.paths import (
     STORED_ID,
     TENANTS,
     is_harmless,
+    stored_path,
 )
 from twostroke.router.prompt import read_prompt
 from twostroke.router.refusals import NO_BACKGROUND, NO_BATCHES, NO_RECORDS, BatchPathError
@@ -233,10 +234,8 @@ class Router:
             raise self.fleet.nothing()
         if not STORED_ID.fullmatch(id_):  # a client can write anything
             return ready[0]
-        kind = "chat/completions" if id_.startswith("chatcmpl-") else "responses"
         headers = credentials(scope, self.options.replica_key)
-        path = f"/v1/{kind}/{id_}"
-        asked = [fetch_status(one, path, headers) for one in ready]
+        asked = [fetch_status(one, stored_path(id_), headers) for one in ready]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for replica, answer in zip(ready, answers, strict=True):
             if answer == 200:

@@ -42,7 +42,7 @@ _NOT_RETURNED: Final = HOPS | frozenset(
 # Comments of a stream and spaces before JSON, sent while nothing is computed yet.
 _SIGNS_OF_LIFE: Final = re.compile(rb"(?::[^\r\n]*[\r\n]|\s)+")
 _ENGINE_DIED: Final = EngineDiedError.SENTENCE.encode()
-_ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-)[A-Za-z0-9_-]{1,80})"')
+_ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-|conv_)[A-Za-z0-9_-]{1,80})"')
 
 
 _logger = logging.getLogger("twostroke.router")

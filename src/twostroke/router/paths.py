@@ -16,24 +16,34 @@ FREE: Final = (  # without an engine
 # Posts that compute: they go where the policy says, and may be tried again.
 COMPUTED: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "/v1/responses/compact",
     *("/completion", "/infill", "/api/chat", "/api/generate", *READ, *FREE),
 )
-TENANTS: Final = ("/v1/files", "/v1/batches", "/v1/messages/batches")  # one replica keeps them
+# One replica keeps these for a tenant.
+TENANTS: Final = ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches")
 _ID: Final = r"[A-Za-z0-9_-]{1,100}"
-_ONE: Final = rf"/v1/(?:responses|chat/completions)/({_ID})"
+_ONE: Final = rf"/v1/(?:responses|chat/completions|conversations)/({_ID})"
 STORED: Final = re.compile(rf"{_ONE}(?:/.*)?")
 STORED_ID: Final = re.compile(_ID)
+# Where the replica that stores something can be asked for it, by the beginning of its id.
+_COLLECTIONS: Final = {"chatcmpl-": "chat/completions", "conv_": "conversations"}
 _KEPT: Final = rf"(?:{'|'.join(TENANTS)})"
 _OTHERS: Final = {
-    "POST": re.compile(rf"{_ONE}(?:/cancel)?"),
-    "DELETE": re.compile(rf"{_ONE}|{_KEPT}/{_ID}"),
+    "POST": re.compile(rf"{_ONE}(?:/(?:cancel|items))?|/v1/conversations"),
+    "DELETE": re.compile(rf"{_ONE}(?:/items/{_ID})?|{_KEPT}/{_ID}"),
     "GET": re.compile(
-        rf"{_ONE}(?:/(?:input_items|messages))?|/v1/chat/completions"
+        rf"{_ONE}(?:/(?:input_items|messages|items(?:/{_ID})?))?|/v1/chat/completions"
         rf"|{_KEPT}(?:/{_ID}(?:/(?:content|results))?)?"
         r"|/v1/models(?:/(?!\.\.?(?:/|$))[^/%\\?#;]+)+"  # a model's name may have slashes
         r"|/props|/lora-adapters|/openapi\.json|/api/(?:tags|ps|version)"
     ),
 }
+
+
+def stored_path(id_: str) -> str:
+    """Return the path of something stored: a response, a chat completion or a conversation."""
+    names = (name for start, name in _COLLECTIONS.items() if id_.startswith(start))
+    return f"/v1/{next(names, 'responses')}/{id_}"
 
 
 def is_harmless(method: str, path: str) -> bool:

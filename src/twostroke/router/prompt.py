@@ -38,6 +38,7 @@ class _Body(msgspec.Struct):
     input: Raw = _NONE
     prompt_cache_key: Raw = _NONE
     previous_response_id: Raw = _NONE
+    conversation: Raw = _NONE
     service_tier: Raw = _NONE
     priority: Raw = _NONE
     n: Raw = _NONE
@@ -51,6 +52,8 @@ class _Body(msgspec.Struct):
 
 class Prompt(Frozen):
     """What a body says; empty strings where it says nothing.
+
+    `previous` is the id of the stored answer or conversation that it continues.
 
     `num_tokens` is a guess from its size; `max_tokens` are those of one of its `num_answers`. With
     `in_background` nobody waits for the answer.
@@ -79,6 +82,13 @@ class _Options(msgspec.Struct):
     num_predict: Raw = _NONE
 
 
+class _Reference(msgspec.Struct):
+    """A stored conversation."""
+
+    id: Raw = _NONE
+
+
+_references: Final = msgspec.json.Decoder(_Reference)
 _decoder: Final = msgspec.json.Decoder(_Body)
 _options: Final = msgspec.json.Decoder(_Options)
 
@@ -106,13 +116,21 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
         Asked(keys, len(text), affinity),
         num_tokens,
         model,
-        _text(found.previous_response_id),
+        _text(found.previous_response_id) or _conversation_id(found.conversation),
         _text(found.service_tier),
         _number(found.priority),
         _num_prompts(found.prompt) * max(1, _number(found.n) or 1),
         _most(found),
         bytes(found.background) not in FALSE,
     )
+
+
+def _conversation_id(raw: Raw) -> str:
+    """Return the id of a stored conversation, which is a text or an object with one."""
+    try:
+        return _text(raw) or _text(_references.decode(raw).id)
+    except UNREADABLE:
+        return ""
 
 
 def block_keys(text: bytes, salt: bytes) -> tuple[int, ...]:

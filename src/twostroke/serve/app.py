@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.routing import Route
 
+from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.core.service import BATCH_SERVICE
 from twostroke.http import errors
@@ -51,6 +52,8 @@ from twostroke.serve.ollama.models import ollama_routes
 from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.conversations import routes as conversations
 from twostroke.serve.openai.conversations.routes import Conversations
+from twostroke.serve.openai.responses.background import BackgroundResponse, BackgroundRuns
+from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.pins import KEEPING
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
@@ -126,6 +129,7 @@ class Api:
         self.vitals = HealthReports(engine, self.models.names, lambda: self.is_draining, records)
         journal = Journal(records) if records is not None else None
         self.answers = Store(options.max_stored, options.max_stored_bytes, journal)
+        self._background = BackgroundRuns()
         self.keeping = Keeping(records, options.limits, self._room, options.api_keys)
         usage = UsageBook(self.names[0])
         self.upkeep = Upkeep(records, options.api_keys, usage)
@@ -154,7 +158,7 @@ class Api:
             *(Route(path, endpoint, name=path) for path, endpoint in gets.items()),
             Route("/page/{name:path}", self.site.file, include_in_schema=False),
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
-            *kept_routes(self._tenant),
+            *kept_routes(self._tenant, self._background, self.options),
             *Conversations(
                 self._tenant, self.options.limits, self._ignored.note, self._readers
             ).routes(),
@@ -301,6 +305,14 @@ class Api:
             encoder = dialect.encoder(reply)
             served.model, served.response_id = name, reply.id
             start = partial(self._start, request, reply, encoded, model)
+            if job.in_background:
+                if served.service is not None:
+                    reason = "cannot be set in a batch, which runs in the background anyhow."
+                    raise RequestError(reason, field="background")
+                assert isinstance(encoder, ResponsesEncoder)
+                return BackgroundResponse(
+                    start, encoder, self.options, self._background, is_streamed=job.stream
+                )
             if job.stream:
                 return EventStream(start, encoder, self.options, dialect.framing)
             answers, reader = await start()
@@ -317,7 +329,8 @@ class Api:
             if encoded.params.constraint is not None:
                 work = model.compiler.complete(encoded, job.caller.tenant)
                 async with in_time(served):  # a stream sees by itself that its client leaves
-                    await (work if job.stream else while_connected(request.receive, work))
+                    stays = job.stream or job.in_background
+                    await (work if stays else while_connected(request.receive, work))
             args = model.engine, begun(job, served), encoded, self.metrics, self._open
             served.running = answers = await Answers.start(*args)
         return answers, self._checks.reader(reply, encoded, served)

@@ -197,6 +197,7 @@ class Job(Frozen):
         caller: the sender, and the urgency.
         speculate, prediction: become the engine's `Hints`.
         stream: whether to send the answers while they come.
+        in_background: whether to compute them although the client may leave.
         shows_progress: whether to report how much of the prompts is read.
         include_usage: whether a stream ends with the usage.
         continuous_usage: whether the chunks of such a stream have the usage so far.
@@ -223,6 +224,7 @@ class Job(Frozen):
     speculate: str = "auto"
     prediction: str = ""
     stream: bool = False
+    in_background: bool = False
     shows_progress: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

@@ -74,8 +74,11 @@ class Journal:
         if rows:
             self._write(lambda db: db.executemany("DELETE FROM answers WHERE id = ?", rows))
 
-    async def load(self, store: Store) -> None:
-        """Put what was kept into an empty store, within its bounds; the log says if that fails."""
+    async def load(self, store: Store, end: Callable[[bytes], bytes | None]) -> None:
+        """Put what was kept into an empty store, within its bounds; the log says if that fails.
+
+        `end` is described at `Store.load`.
+        """
         try:
             rows = await self._records.read_long(_rows)
         except RecordsError as error:
@@ -85,7 +88,9 @@ class Journal:
         for id_, tenant, kind, previous, is_found, item_ids, asked, answer in rows:
             if previous is not None and previous not in known:
                 continue  # the disk failed when that was written
-            kept = Kept(id_, asked, answer, item_ids, known.get(previous), kind)
+            if (ended := end(answer)) is not None:
+                self.change(id_, ended)
+            kept = Kept(id_, asked, ended or answer, item_ids, known.get(previous), kind)
             known[id_] = kept
             if is_found and store.max_answers:
                 store.shelve(tenant, kept)

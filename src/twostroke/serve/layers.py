@@ -19,6 +19,7 @@ from twostroke.http.tenants.limits import LimitCheck
 from twostroke.http.tenants.telling import UsageTeller
 from twostroke.serve.app import Api
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
+from twostroke.serve.openai.responses.background import ended_by_restart
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 
@@ -82,7 +83,7 @@ def build_app(api: Api) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         await api.upkeep.start()
-        await api.answers.load()
+        await api.answers.load(ended_by_restart)
         await api.keeping.start(whole)
         try:
             yield

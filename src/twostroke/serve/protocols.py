@@ -19,6 +19,7 @@ from twostroke.serve.ollama.stay import keep_s
 from twostroke.serve.openai import chat, completions, embeddings, stored_chat, tokens
 from twostroke.serve.openai.completions_reply import CompletionEncoder
 from twostroke.serve.openai.fields import other_names
+from twostroke.serve.openai.responses import compact
 from twostroke.serve.openai.responses import exchange as responses
 from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.request import ResponsesRequest
@@ -44,6 +45,14 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         responses.read,
         ResponsesEncoder,
         responses.names,
+        recalls=True,
+    ),
+    "/v1/responses/compact": Dialect(
+        "resp_",
+        compact.CompactRequest,
+        compact.read,
+        compact.CompactEncoder,
+        compact.names,
         recalls=True,
     ),
     "/completion": Dialect(

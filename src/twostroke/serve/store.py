@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from twostroke.serve.journal import Journal
 
@@ -36,6 +36,7 @@ class Kept:
         item_ids: ids of all items, of the request and of the answer.
         previous: the response before this one in the conversation.
         kind: the protocol of the response, which alone finds it.
+        is_open: whether it has not ended; another one will take its place.
         num_holders: references to it: its entry in the store, and the responses that continue it.
         num_bytes: its share of the store's memory.
         total_bytes: memory of the conversation up to here.
@@ -48,6 +49,7 @@ class Kept:
     item_ids: tuple[str, ...]
     previous: Kept | None = None
     kind: str = RESPONSE
+    is_open: bool = False
     num_holders: int = 0
     num_bytes: int = field(init=False)
     total_bytes: int = field(init=False)
@@ -137,10 +139,13 @@ class Store:
         """The memory of all responses, and of those that they continue."""
         return sum(shelf.num_bytes for shelf in self.shelves.values())
 
-    async def load(self) -> None:
-        """Read what the journal has kept."""
+    async def load(self, end: Callable[[bytes], bytes | None] = lambda _answer: None) -> None:
+        """Read what the journal has kept.
+
+        `end` returns another answer in the place of one that had not ended; None for all others.
+        """
         if self.journal is not None:
-            await self.journal.load(self)
+            await self.journal.load(self, end)
 
     def shelve(self, tenant: str, kept: Kept) -> list[Kept]:
         """Add a response, whatever the bounds; return what takes memory for it."""

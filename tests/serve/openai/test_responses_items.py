@@ -209,8 +209,6 @@ def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
         ("/input_items?order=up", "order must be asc or desc."),
         ("/input_items?after=msg_0", "must be the id of an item of this list, got 'msg_0'."),
         ("/input_items?ater=x", "Did you mean 'after'?"),
-        ("?stream=true", "A stored response cannot be streamed"),
-        ("?starting_after=3", "A stored response cannot be streamed"),
         ("?include[]=all", "does not support 'all'"),
     ],
 )
@@ -249,12 +247,6 @@ def test_what_is_not_kept_is_not_found(server: LiveServer) -> None:
             "param": "previous_response_id",
             "code": "previous_response_not_found",
         }
-
-
-def test_only_background_responses_could_be_cancelled(server: LiveServer) -> None:
-    response = server.http.post(f"{PATH}/{answer(server)['id']}/cancel")
-    assert response.status_code == 400
-    assert "Background mode is not supported" in response.json()["error"]["message"]
 
 
 def test_other_methods_are_told_which_there_are(server: LiveServer) -> None:

@@ -190,4 +190,3 @@ def test_tokens_of_a_request_are_counted_as_they_will_be(server: LiveServer) -> 
         "input_tokens": answer["usage"]["input_tokens"],
     }
     assert server.http.post(f"{PATH}/input_tokens", json={}).json()["input_tokens"] == 0
-    assert server.http.post(f"{PATH}/compact", json={}).status_code == 404

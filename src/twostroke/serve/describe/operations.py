@@ -39,7 +39,7 @@ from twostroke.serve.llama_server import info
 from twostroke.serve.llama_server.embeddings import LlamaEmbedding
 from twostroke.serve.llama_server.reply import LlamaCompletion, LlamaPiece
 from twostroke.serve.openai import chat, chat_reply, completions_reply, embeddings, tokens
-from twostroke.serve.openai.responses import stream_events
+from twostroke.serve.openai.responses import compact, stream_events
 from twostroke.serve.openai.responses.body import ResponseBody
 from twostroke.serve.openai.responses.exchange import InputTokens
 from twostroke.serve.plans import PATH as PLAN
@@ -301,6 +301,14 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             ("DELETE", "/v1/responses/{response_id}"),
             ("GET", "/v1/responses/{response_id}/input_items"),
         ),
+    ),
+    ("POST", "/v1/responses/compact"): Operation(
+        "Replace a conversation by a summary, which the model writes",
+        "OpenAI",
+        "The items of `output` are the `input` of later requests, before what is new.",
+        answer=compact.CompactedResponse,
+        errors=GENERATION,
+        examples={"compact": {"input": "Why is the sky blue?"}},
     ),
     ("POST", "/v1/chat/completions/input_tokens"): Operation(
         "Count the tokens of a conversation's prompt",

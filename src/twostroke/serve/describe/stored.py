@@ -10,11 +10,13 @@ from twostroke.serve.describe.operation import BODY, TEXT, Operation, parameter
 from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.conversations import routes as conversations
 from twostroke.serve.openai.conversations.stored import ConversationBody, ConversationNotFoundError
+from twostroke.serve.openai.responses import stream_events
 from twostroke.serve.openai.responses.body import ResponseBody
 from twostroke.serve.openai.responses.request import INCLUDABLE
 from twostroke.serve.openai.responses.routes import (
     LISTED,
     MAX_LISTED,
+    MAX_NUMBER_LENGTH,
     Deleted,
     ItemList,
     ResponseNotFoundError,
@@ -28,6 +30,18 @@ _INCLUDE: Final = parameter(
     "Accepted; an answer is stored with what its request included.",
     type="array",
     items={"enum": list(INCLUDABLE)},
+)
+_EVENTS: Final = (
+    parameter("query", "stream", "Whether to send the events.", enum=["true", "false"]),
+    parameter(
+        "query",
+        "starting_after",
+        "With `stream`: the number of the event before the first.",
+        type="integer",
+        minimum=0,
+        maximum=10**MAX_NUMBER_LENGTH - 1,
+    ),
+    parameter("query", "include_obfuscation", "No effect.", enum=["true", "false"]),
 )
 _PAGE: Final = (
     parameter("query", "after", "The id of the item before the page.", **TEXT),
@@ -74,11 +88,14 @@ _GREETING: Final = {"role": "user", "content": "Why is the sky blue?"}
 
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("GET", "/v1/responses/{response_id}"): Operation(
-        "Return a stored answer",
+        "Return a stored answer, or its events once more",
         "OpenAI",
+        "Events of answers in the background can be followed from any number on. Where they are "
+        "not there any more, the last event has the whole answer.",
         answer=ResponseBody,
+        events=stream_events.EVENTS,
         errors=(RequestError, ResponseNotFoundError),
-        parameters=(_RESPONSE_ID, _INCLUDE),
+        parameters=(_RESPONSE_ID, _INCLUDE, *_EVENTS),
     ),
     ("DELETE", "/v1/responses/{response_id}"): Operation(
         "Delete a stored answer",
@@ -96,9 +113,10 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         parameters=(_RESPONSE_ID, _INCLUDE, *_PAGE),
     ),
     ("POST", "/v1/responses/{response_id}/cancel"): Operation(
-        "Always refused: only answers in the background can be cancelled",
+        "Stop an answer in the background",
         "OpenAI",
-        "To stop an answer, close its connection.",
+        "One that has ended stays as it is. To stop another answer, close its connection.",
+        answer=ResponseBody,
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID,),
     ),

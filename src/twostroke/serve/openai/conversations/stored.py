@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.json_lines import encode_json
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
-from twostroke.serve.dialect import encode_json
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.store import (
     CONVERSATION,

@@ -26,6 +26,7 @@ _REPEATED: Final = (
 )
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal[Status, "queued", "cancelled"]
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -136,7 +137,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Status = "in_progress"
+    status: ResponseStatus = "in_progress"
     background: bool = False
     completed_at: int | None = None
     conversation: ConversationOfResponse | None = None

@@ -64,18 +64,33 @@ class Exchange(Conversation, kw_only=True):
     draft: Kept
     is_stored: bool
 
-    def keep(self, id_: str, answer: bytes, item_ids: Sequence[str], *, failed: bool) -> bool:
+    def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> Kept:
+        """Return the answer as it is stored; `item_ids` are those of its output."""
+        ids = (*self.draft.item_ids, *item_ids)
+        return Kept(id_, self.draft.asked, answer, ids, self.draft.previous)
+
+    def hold(self, id_: str, answer: bytes) -> Kept | None:
+        """Store an answer that has not ended, which no request can continue."""
+        response = self.response(id_, answer, ())
+        response.is_open = True
+        return response if self.is_stored and self.tenant.put(response) else None
+
+    def keep(self, response: Kept, queued: Kept | None) -> bool:
         """Store the answer for later requests, if possible; return whether it is stored.
 
-        The stored conversation that it continues gets its items, unless it `failed`.
+        It replaces what `hold` has stored, unless that was deleted.
         """
-        ids = (*self.draft.item_ids, *item_ids)
-        response = Kept(id_, self.draft.asked, answer, ids, self.draft.previous)
-        is_stored = self.is_stored and self.tenant.put(response)
+        if not self.is_stored:
+            return False
+        if queued is not None:
+            return self.tenant.supersede(queued, response)
+        return self.tenant.put(response)
+
+    def join_conversation(self, response: Kept) -> None:
+        """Add the answer to the stored conversation that it continues, if there is one."""
         conversation = conversation_id(self.asked)
-        if conversation is not None and not failed:
+        if conversation is not None:
             append_turn(self.tenant, conversation, response)
-        return is_stored
 
 
 def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
@@ -87,6 +102,9 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
     check(asked)
     tools = read_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
     exchange, ignored = _exchange(asked, tools, tenant)
+    if asked.background and not exchange.is_stored:
+        reason = "needs a response that can be stored: this one is too large, or none is stored."
+        raise RequestError(reason, field="background")
     included = [Ignored.of(error) for error in islice(unknown_parts(asked.include or ()), 1)]
     return Job(
         model=asked.model,
@@ -96,6 +114,7 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
         speculate="auto" if asked.speculate is None else asked.speculate,
         prediction=to_prediction(asked),
         stream=bool(asked.stream),
+        in_background=bool(asked.background),
         timings=bool(asked.return_timings),
         tools=tools,
         ignored=(*ignored_in(asked), *included, *ignored),
@@ -183,6 +202,9 @@ def _previous(asked: ResponsesRequest, tenant: Tenant) -> Kept | None:
     if id_ is not None and found is None:
         reason, field = "Previous response with id '{id}' not found.", "previous_response_id"
         raise PreviousNotFoundError(reason, field=field, id=id_[:MAX_NAME_LENGTH])
+    if found is not None and found.is_open:
+        reason = "has not ended: wait until its status is completed."
+        raise RequestError(reason, field="previous_response_id")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import secrets
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
@@ -119,6 +120,17 @@ class Reasoning(field.TaggedObject, tag="reasoning"):
     status: field.SentBack = None
 
 
+class Compaction(field.TaggedObject, tag="compaction"):
+    """The summary of an earlier conversation, from `/v1/responses/compact`.
+
+    Other servers encrypt theirs, which is left out.
+    """
+
+    encrypted_content: str
+    id: str | None = None
+    created_by: field.SentBack = None
+
+
 class ItemReference(field.TaggedObject, tag="item_reference"):
     """A stored item; `type` may be left out."""
 
@@ -132,6 +144,7 @@ Item = (
     | CustomToolCall
     | CustomToolCallOutput
     | Reasoning
+    | Compaction
     | ItemReference
 )
 UNTYPED: Final = (MessageItem, ItemReference)  # the type may be left out
@@ -145,12 +158,29 @@ _PREFIXES: Final = {
     "custom_tool_call": "ctc_",
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
+    "compaction": "cmp_",
 }
+_SUMMARY: Final = "twostroke-summary:"  # begins a compaction of ours
 
 
 def new_id(prefix: str) -> str:
     """Return an id that nobody can guess."""
     return prefix + secrets.token_hex(24)
+
+
+def encode_summary(text: str) -> str:
+    """Return the content of a compaction with this summary."""
+    return _SUMMARY + base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def decode_summary(content: str) -> str | None:
+    """Return the summary in a compaction; None for one of another server."""
+    if not content.startswith(_SUMMARY):
+        return None
+    try:
+        return base64.urlsafe_b64decode(content.removeprefix(_SUMMARY)).decode()
+    except ValueError:
+        return None
 
 
 def read_input(
@@ -197,6 +227,11 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
         item, _ = _read(_with_type(raw), f"input[{place}]")
         if isinstance(item, Reasoning):
             thoughts.append("".join(part.text for part in item.content or ()))
+            continue
+        if isinstance(item, Compaction):
+            if (summary := decode_summary(item.encrypted_content)) is not None:
+                text = f"Summary of the conversation so far:\n\n{summary}"
+                messages.append({"role": "user", "content": [text]})
             continue
         if isinstance(item, FunctionCall | CustomToolCall):
             calls.add(item.call_id)
@@ -246,7 +281,7 @@ def _read(raw: RawItem, where: str) -> tuple[Item, list[Ignored]]:
 def _complete(raw: RawItem, item: Item) -> RawItem:
     """Return an item of a request as it is stored and listed."""
     raw = raw | {"id": item.id or new_id(_PREFIXES[raw["type"]])}
-    if not isinstance(item, Reasoning):
+    if not isinstance(item, Reasoning | Compaction):
         raw["status"] = "completed"
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         part = "output_text" if item.role == "assistant" else "input_text"

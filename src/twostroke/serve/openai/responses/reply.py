@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from twostroke.serve.dialect import Reply
     from twostroke.serve.openai.logprobs import TokenLogprob
     from twostroke.serve.openai.responses.body import OutputItem, OutputPart
+    from twostroke.serve.store import Kept
 
 
 class ResponsesEncoder:
@@ -51,14 +52,42 @@ class ResponsesEncoder:
         self._block: events.ContentBlock | None = None  # the open one
         self._logprobs: list[TokenLogprob] = []  # of the open block
         self._num_events = 0
+        self._queued: Kept | None = None  # as it is stored until it ends
+
+    @property
+    def body(self) -> ResponseBody:
+        """The response as it is now."""
+        return self._body
 
     def write(self, event: events.Event) -> bytes:
         """Return the named server-sent events of an event."""
-        data = b""
-        for one in self._take(event):  # each is written before the body changes further
-            one.sequence_number = self._num_events
+        return b"".join(self.write_each(event))
+
+    def write_each(self, event: events.Event) -> list[bytes]:
+        """Return the named server-sent events of an event, one by one."""
+        return self._written(self._take(event))
+
+    def queue(self) -> list[bytes]:
+        """Store the response before its first token, and return the events of that."""
+        body = self._body
+        body.background, body.status = True, "queued"
+        self._queued = exchange_of(self._reply).hold(body.id, encode_json(body))
+        return self._written([sent.ResponseCreated(body), sent.ResponseQueued(body)])
+
+    def cancel(self) -> list[bytes]:
+        """End the response, which was cancelled, store it, and return the events of that."""
+        if self._block is not None:
+            self._complete(self._block, is_cut=True)
+        self._body.status = "cancelled"
+        self._store()
+        return self._written([sent.ResponseIncomplete(self._body)])
+
+    def _written(self, stream_events: Iterable[sent.StreamEvent]) -> list[bytes]:
+        data = []
+        for event in stream_events:  # each is written before the body changes further
+            event.sequence_number = self._num_events
             self._num_events += 1
-            data += named_sse(one)
+            data.append(named_sse(event))
         return data
 
     def whole(self, stream: Iterable[events.Event]) -> ResponseBody:
@@ -89,7 +118,9 @@ class ResponsesEncoder:
                 yield self._fail(event)
 
     def _begin(self) -> Iterator[sent.StreamEvent]:
-        yield sent.ResponseCreated(self._body)
+        self._body.status = "in_progress"
+        if self._queued is None:
+            yield sent.ResponseCreated(self._body)
         yield sent.ResponseInProgress(self._body)
 
     def _open(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
@@ -196,8 +227,10 @@ class ResponsesEncoder:
         """Store the response for later requests; it says whether it could be stored."""
         body, exchange = self._body, exchange_of(self._reply)
         ids = [item.id for item in body.output]
-        failed = body.status == "failed"
-        body.store = exchange.keep(body.id, encode_json(body), ids, failed=failed)
+        response = exchange.response(body.id, encode_json(body), ids)
+        body.store = exchange.keep(response, self._queued)
+        if body.status not in {"failed", "cancelled"}:
+            exchange.join_conversation(response)
 
 
 def _begun_part(item: OutputItem) -> OutputPart | None:

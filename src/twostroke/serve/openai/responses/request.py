@@ -43,6 +43,12 @@ INCLUDABLE: Final = (
 )
 MAX_TOOL_CALLS: Final = 2**31 - 1
 
+ITEMS_SCHEMA: Final[dict[str, Any]] = {
+    "oneOf": [
+        {"type": ["string", "null"]},
+        {"type": "array", "items": {"anyOf": [*map(field.reference, get_args(Item))]}},
+    ]
+}
 Echoed = Annotated[Label | None, field.doc("Returned with the answer."), field.DROPPABLE]
 
 
@@ -86,19 +92,17 @@ class ResponsesRequest(CommonFields):
 
     input: Annotated[
         str | list[dict[str, Any]] | None,
-        field.doc(
-            "A text, or items; may be left out with `previous_response_id`.",
-            oneOf=[
-                {"type": ["string", "null"]},
-                {"type": "array", "items": {"anyOf": [*map(field.reference, get_args(Item))]}},
-            ],
-        ),
+        field.doc("A text, or items; may be left out with `previous_response_id`.", **ITEMS_SCHEMA),
     ] = None
     instructions: Annotated[
         str | None,
         field.doc("Text before the conversation; later answers do not inherit it."),
     ] = None
     previous_response_id: Annotated[str | None, field.doc("The stored answer to continue.")] = None
+    background: Annotated[
+        bool | None,
+        field.doc("Answer at once with the queued response, and compute it whoever waits."),
+    ] = None
     conversation: Annotated[
         str | ConversationReference | None,
         field.doc("The stored conversation to continue: its items come first; the answer joins."),
@@ -142,7 +146,6 @@ class ResponsesRequest(CommonFields):
 
     access_programs: field.Hint = None
     add_special_tokens: field.AlwaysOff = None
-    background: field.AlwaysOff = None
     background_options: field.Hint = None
     context_management: Annotated[Any, field.hint([])] = None
     image: field.Hint = None
@@ -176,6 +179,8 @@ def check(asked: ResponsesRequest) -> None:
     if asked.conversation is not None and asked.previous_response_id is not None:
         reason = "cannot be combined with previous_response_id: leave one of them out."
         raise RequestError(reason, field="conversation")
+    if asked.background and asked.store is False:
+        raise RequestError("needs store: leave one of them out.", field="background")
     if asked.top_logprobs and LOGPROBS not in (asked.include or ()):
         reason = f"may only be set when include has '{LOGPROBS}'."
         raise RequestError(reason, field="top_logprobs")

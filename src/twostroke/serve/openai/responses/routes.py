@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError, nearest
-from twostroke.http.errors import UnknownFieldError, UnknownPathError, UnsupportedFieldError
+from twostroke.http.errors import UnknownFieldError
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.dialect import to_json
+from twostroke.serve.openai.responses.background import FollowingStream, replayed
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import unknown_parts
 
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from twostroke.serve.openai.responses.background import BackgroundRun, BackgroundRuns
+    from twostroke.serve.options import ServeOptions
     from twostroke.serve.store import Kept, Tenant
 
 PATH: Final = "/v1/responses/{response_id}"
 MAX_LISTED: Final = 100
 LISTED: Final = 20
+MAX_NUMBER_LENGTH: Final = 9  # digits
 
 
 class ResponseNotFoundError(TwostrokeError):
@@ -53,8 +57,13 @@ class Deleted(msgspec.Struct, kw_only=True, frozen=True):
     deleted: Annotated[bool, msgspec.Meta(extra_json_schema={"const": True})] = True
 
 
-def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
-    """Return the routes of stored responses; `tenant_of` returns the sender of a request."""
+def kept_routes(
+    tenant_of: Callable[[Request], Tenant], runs: BackgroundRuns, options: ServeOptions
+) -> list[Route]:
+    """Return the routes of stored responses.
+
+    `tenant_of` returns the sender of a request; `runs` are the responses in the background.
+    """
 
     def find(request: Request) -> Kept:
         id_ = request.path_params["response_id"]
@@ -63,37 +72,68 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
             raise ResponseNotFoundError(f"Response with id '{id_[:MAX_NAME_LENGTH]}' not found.")
         return kept
 
-    async def one(request: Request) -> Response:
+    async def one(request: Request) -> Any:
         kept = find(request)
+        run = runs.find(kept.id)
         if request.method == "DELETE":
             query_of(request, ())
+            if run is not None:
+                await run.cancel()
+                runs.forget(kept.id)
             await tenant_of(request).forget(kept.id)
             return to_json(Deleted(id=kept.id))
-        asked = query_of(request, ("include_obfuscation", "starting_after", "stream"))
-        if asked.get("stream", "false") != "false" or "starting_after" in asked:
-            reason = "A stored response cannot be streamed: leave stream and starting_after out."
-            raise UnsupportedFieldError(reason, field="stream")
-        return Response(kept.answer, media_type="application/json")
+        return _retrieved(request, kept, run, options)
 
     async def items(request: Request) -> Response:
-        kept, asked = find(request), query_of(request, ("after", "limit", "order"))
+        kept, query = find(request), query_of(request, ("after", "limit", "order"))
         # In a thread: reading a long conversation would delay streams.
-        return to_json(await asyncio.to_thread(_page, kept, asked))
+        return to_json(await asyncio.to_thread(_page, kept, query))
 
     async def cancel(request: Request) -> Response:
-        find(request)
-        reason = "Background mode is not supported: to stop a response, close its connection."
-        raise RequestError(reason, field="response_id")
-
-    async def compact(_request: Request) -> NoReturn:
-        raise UnknownPathError("The path /v1/responses/compact does not exist.")
+        kept = find(request)
+        if (run := runs.find(kept.id)) is not None:
+            await run.cancel()
+            kept = find(request)
+        elif b'"background":true' not in kept.answer:
+            reason = "is not in the background: to stop such a response, close its connection."
+            raise RequestError(reason, field="response_id")
+        return Response(kept.answer, media_type="application/json")
 
     return [
-        Route("/v1/responses/compact", compact, methods=["POST"], include_in_schema=False),
         Route(PATH, one, methods=["GET", "DELETE"], name=PATH),
         Route(f"{PATH}/input_items", items, methods=["GET"], name=f"{PATH}/input_items"),
         Route(f"{PATH}/cancel", cancel, methods=["POST"], name=f"{PATH}/cancel"),
     ]
+
+
+def _retrieved(
+    request: Request, kept: Kept, run: BackgroundRun | None, options: ServeOptions
+) -> Any:
+    """Return a stored response as it is now, or its events with `stream`; raises RequestError.
+
+    `run` has the events of one in the background, unless they are not there any more.
+    """
+    query = query_of(request, ("include_obfuscation", "starting_after", "stream"))
+    after = _starting_after(query)
+    if query.get("stream", "false") != "false":
+        if run is not None:
+            return FollowingStream(run, -1 if after is None else after, options)
+        return Response(replayed(kept, after), media_type="text/event-stream; charset=utf-8")
+    if after is not None:
+        raise RequestError("may only be set with stream.", field="starting_after")
+    if kept.is_open and run is not None:
+        return to_json(run.encoder.body)
+    return Response(kept.answer, media_type="application/json")
+
+
+def _starting_after(query: dict[str, str]) -> int | None:
+    """Return the number of the last event that a client has; raises RequestError."""
+    text = query.get("starting_after")
+    if text is None:
+        return None
+    if not (text.isdecimal() and len(text) <= MAX_NUMBER_LENGTH):
+        raise RequestError("must be the number of an event.", field="starting_after")
+    return int(text)
 
 
 def query_of(request: Request, known: tuple[str, ...]) -> dict[str, str]:

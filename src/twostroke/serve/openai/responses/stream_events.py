@@ -22,8 +22,14 @@ class ResponseCreated(StreamEvent, tag="response.created"):
     response: ResponseBody
 
 
+class ResponseQueued(StreamEvent, tag="response.queued"):
+    """The second event of a response in the background, which waits for its turn."""
+
+    response: ResponseBody
+
+
 class ResponseInProgress(StreamEvent, tag="response.in_progress"):
-    """The second event."""
+    """The first token follows."""
 
     response: ResponseBody
 
@@ -138,7 +144,7 @@ class ResponseCompleted(StreamEvent, tag="response.completed"):
 
 
 class ResponseIncomplete(StreamEvent, tag="response.incomplete"):
-    """The last event of an answer that reached the token limit."""
+    """The last event of an answer that reached the token limit, or was cancelled."""
 
     response: ResponseBody
 
@@ -151,6 +157,7 @@ class ResponseFailed(StreamEvent, tag="response.failed"):
 
 EVENTS: Final = (
     ResponseCreated,
+    ResponseQueued,
     ResponseInProgress,
     OutputItemAdded,
     ContentPartAdded,

@@ -1,0 +1,213 @@
+"""Responses in the background, as clients see them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from support.response_events import events_of, kinds_of, plain
+from support.servers import live_server, wait_for
+from twostroke.http.keys import ApiKeys
+from twostroke.records import Records
+from twostroke.serve.openai.responses import background
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+
+PATH = "/v1/responses"
+
+
+@pytest.fixture
+def gated(server: LiveServer) -> Iterator[LiveServer]:
+    """A server whose engine waits until its gate is opened."""
+    server.backend.gate.clear()
+    yield server
+    server.backend.gate.set()
+
+
+def ask(server: LiveServer, **fields: Any) -> Fields:
+    body = {"input": "hello", "max_output_tokens": 8, "temperature": 0, **fields}
+    response = server.http.post(PATH, json={"background": True, **body})
+    assert response.status_code == 200, response.text
+    found: Fields = response.json()
+    return found
+
+
+def read(server: LiveServer, id_: str) -> Fields:
+    found: Fields = server.http.get(f"{PATH}/{id_}").json()
+    return found
+
+
+def ended(server: LiveServer, id_: str) -> Fields:
+    wait_for(lambda: read(server, id_)["status"] not in {"queued", "in_progress"})
+    return read(server, id_)
+
+
+def events_from(server: LiveServer, id_: str, after: int | None = None) -> list[Fields]:
+    query: Fields = {"stream": "true"}
+    if after is not None:
+        query["starting_after"] = after
+    response = server.http.get(f"{PATH}/{id_}", params=query)
+    assert response.status_code == 200, response.text
+    return events_of(response.text, first=0 if after is None else after + 1)
+
+
+def test_response_is_returned_at_once_and_computed_later(gated: LiveServer) -> None:
+    queued = ask(gated)
+    assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
+    assert read(gated, queued["id"])["status"] == "queued"
+    gated.backend.gate.set()
+    found = ended(gated, queued["id"])
+    whole = gated.http.post(
+        PATH, json={"input": "hello", "max_output_tokens": 8, "temperature": 0}
+    ).json()
+    assert plain(found) | {"background": False} == plain(whole)
+
+
+def test_events_can_be_followed_from_any_number_and_again_at_the_end(gated: LiveServer) -> None:
+    id_ = ask(gated)["id"]
+    with gated.http.stream("GET", f"{PATH}/{id_}", params={"stream": "true"}) as response:
+        chunks = response.iter_text()
+        first = next(chunks)
+        assert "response.queued" in first
+        gated.backend.gate.set()
+        text = first + "".join(chunks)
+    events = events_of(text)
+    assert kinds_of(events)[:3] == ["created", "queued", "in_progress"]
+    assert events[-1]["response"]["status"] == "incomplete"
+    assert events_from(gated, id_) == events
+    assert events_from(gated, id_, after=3) == events[4:]
+
+
+def test_client_that_leaves_its_stream_comes_back_for_the_rest(gated: LiveServer) -> None:
+    body = {"input": "hello", "max_output_tokens": 8, "background": True, "stream": True}
+    with gated.http.stream("POST", PATH, json=body) as response:
+        begun = next(response.iter_text())
+    id_ = begun.split('"id":"')[1].split('"')[0]
+    gated.backend.gate.set()
+    assert ended(gated, id_)["status"] == "incomplete"
+    events = events_from(gated, id_, after=1)
+    assert kinds_of(events)[0] == "in_progress"
+    assert kinds_of(events)[-1] == "incomplete"
+
+
+def test_response_is_cancelled_once_and_for_all(gated: LiveServer) -> None:
+    id_ = ask(gated, max_output_tokens=40)["id"]
+    cancelled = gated.http.post(f"{PATH}/{id_}/cancel").json()
+    assert cancelled["status"] == "cancelled"
+    again = gated.http.post(f"{PATH}/{id_}/cancel")
+    assert (again.status_code, again.json()) == (200, cancelled)
+    assert read(gated, id_) == cancelled
+    assert kinds_of(events_from(gated, id_)) == ["created", "queued", "incomplete"]
+    gated.backend.gate.set()
+    gated.wait_idle()
+    foreground = gated.http.post(PATH, json={"input": "a", "max_output_tokens": 1}).json()
+    refused = gated.http.post(f"{PATH}/{foreground['id']}/cancel")
+    assert refused.status_code == 400
+    assert "is not in the background" in refused.json()["error"]["message"]
+    assert gated.http.post(f"{PATH}/resp_none/cancel").status_code == 404
+
+
+def test_response_is_deleted_while_it_is_computed(gated: LiveServer) -> None:
+    id_ = ask(gated)["id"]
+    assert gated.http.delete(f"{PATH}/{id_}").json()["deleted"]
+    gated.backend.gate.set()
+    gated.wait_idle()
+    assert gated.http.get(f"{PATH}/{id_}").status_code == 404
+
+
+def test_response_joins_its_conversation_when_it_has_ended(gated: LiveServer) -> None:
+    conversation = gated.http.post("/v1/conversations", json={}).json()["id"]
+    items = f"/v1/conversations/{conversation}/items"
+    id_ = ask(gated, conversation=conversation)["id"]
+    assert gated.http.get(items).json()["data"] == []
+    early = gated.http.post(PATH, json={"input": "a", "previous_response_id": id_})
+    assert early.json()["error"]["param"] == "previous_response_id"
+    gated.backend.gate.set()
+    ended(gated, id_)
+    assert len(gated.http.get(items).json()["data"]) == 2
+    body = {"input": "a", "previous_response_id": id_, "max_output_tokens": 1}
+    assert gated.http.post(PATH, json=body).status_code == 200
+
+
+def test_stored_response_without_events_is_streamed_as_a_whole(server: LiveServer) -> None:
+    body = {"input": "hello", "max_output_tokens": 3}
+    stored = server.http.post(PATH, json=body).json()
+    events = events_from(server, stored["id"])
+    assert kinds_of(events) == ["created", "in_progress", "incomplete"]
+    assert events[-1]["response"] == stored
+    [last] = events_from(server, stored["id"], after=7)
+    assert last["response"] == stored
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"store": False}, "background"), ({"background": "yes"}, "background")],
+)
+def test_wrong_use_of_the_background_is_named(
+    server: LiveServer, fields: Fields, param: str
+) -> None:
+    response = server.http.post(PATH, json={"input": "a", "background": True, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"starting_after": "1"}, "starting_after"),
+        ({"starting_after": "x", "stream": "true"}, "starting_after"),
+        ({"starting_after": "-1", "stream": "true"}, "starting_after"),
+    ],
+)
+def test_wrong_number_of_an_event_is_named(server: LiveServer, query: Fields, param: str) -> None:
+    id_ = server.http.post(PATH, json={"input": "a", "max_output_tokens": 1}).json()["id"]
+    response = server.http.get(f"{PATH}/{id_}", params=query)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_events_are_bounded_and_the_oldest_are_missed_first(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = background.BackgroundRuns(max_bytes=8000)
+    monkeypatch.setattr(server.api, "_background", runs)
+    id_ = ask(server, max_output_tokens=40)["id"]
+    wait_for(lambda: read(server, id_)["status"] == "incomplete")
+    second = ask(server, max_output_tokens=40)["id"]
+    wait_for(lambda: read(server, second)["status"] == "incomplete")
+    assert sum(run.num_bytes for run in runs._runs.values()) <= 8000
+
+
+def test_background_survives_a_restart_and_belongs_to_its_key(tmp_path: Path) -> None:
+    keys = ApiKeys({"k": "anna", "other": "ben"})
+    options = ServeOptions(drain_s=0.1, api_keys=keys)
+    anna, ben = ({"authorization": f"Bearer {key}"} for key in ("k", "other"))
+    with closing(Records(tmp_path / "records")) as records:
+        with live_server(tmp_path, options, records=records) as server:
+            server.http.headers.update(anna)
+            done = ended(server, ask(server)["id"])
+            server.backend.gate.clear()
+            cut = ask(server)["id"]
+            for path in (f"{PATH}/{cut}", f"{PATH}/{cut}?stream=true"):
+                assert httpx.get(f"{server.url}{path}", headers=ben).status_code == 404
+            assert httpx.post(f"{server.url}{PATH}/{cut}/cancel", headers=ben).status_code == 404
+        cut_off = "UPDATE answers SET answer = CAST(replace(answer, ?, ?) AS BLOB) WHERE id = ?"
+        states = (b'"status":"incomplete","background"', b'"status":"queued","background"', cut)
+        asyncio.run(records.write(lambda db: db.execute(cut_off, states).rowcount))
+        with live_server(tmp_path, options, records=records) as server:
+            server.http.headers.update(anna)
+            assert read(server, done["id"]) == done
+            failed = read(server, cut)
+            assert failed["status"] == "failed"
+            assert failed["error"]["code"] == "server_error"

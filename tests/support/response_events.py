@@ -1,0 +1,34 @@
+"""Events and bodies of the Responses protocol, as tests compare them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+Fields = dict[str, Any]
+
+
+def events_of(text: str, first: int = 0) -> list[Fields]:
+    *blocks, rest = text.split("\n\n")
+    assert rest == ""
+    found = []
+    for place, block in enumerate(block for block in blocks if not block.startswith(":")):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        assert found[-1]["sequence_number"] == first + place
+    return found
+
+
+def kinds_of(events: list[Fields]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in events]
+
+
+def plain(value: Any) -> Any:
+    """Return a response without what differs from one to the next."""
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    changing = {"id", "created_at", "completed_at", "cached_tokens", "call_id"}
+    return {key: plain(one) for key, one in value.items() if key not in changing}
