@@ -237,6 +237,43 @@ def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> 
         assert found["by"] == 1
 
 
+def test_a_stored_conversation_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> None:
+    replicas = [fakes.start(FakeReplica()) for _ in range(3)]
+    for number, replica in enumerate(replicas):
+
+        async def answer(exchange: Exchange, number: int = number) -> None:
+            is_lookup = exchange.method == "GET" and "/conv_" in exchange.path
+            if is_lookup and f"/conv_{number}" not in exchange.path:
+                await exchange.answer({"error": {}}, 404)
+            else:
+                await exchange.answer({"id": f"conv_{number}", "by": number})
+
+        replica.behaviour = answer
+    urls = [replica.url for replica in replicas]
+    with (
+        live_router(*urls, policy="round-robin") as router,
+        httpx.Client(base_url=router.url, trust_env=False) as client,
+    ):
+        made = client.post("/v1/conversations", json={}).json()
+        body = {"model": "tiny", "input": "x"}
+        for _ in range(3):
+            for conversation in (made["id"], {"id": made["id"]}):
+                answered = client.post("/v1/responses", json=body | {"conversation": conversation})
+                assert answered.json()["by"] == made["by"]
+        for number in range(3):
+            path = f"/v1/conversations/conv_{number}"
+            for response in (
+                client.get(path),
+                client.post(path, json={"metadata": {}}),
+                client.get(f"{path}/items"),
+                client.post(f"{path}/items", json={"items": []}),
+                client.get(f"{path}/items/msg_1"),
+                client.delete(f"{path}/items/msg_1"),
+                client.post("/v1/responses", json=body | {"conversation": f"conv_{number}"}),
+            ):
+                assert response.json()["by"] == number
+
+
 def test_a_stored_answer_of_any_length_is_found(fakes: Loop) -> None:
     replicas = [fakes.start(FakeReplica()) for _ in range(2)]
     replicas.sort(key=lambda one: one.url)

@@ -235,8 +235,8 @@ class Router:
         if not STORED_ID.fullmatch(id_):  # a client can write anything
             return ready[0]
         headers = credentials(scope, self.options.replica_key)
-        asked = [fetch_status(one, stored_path(id_), headers) for one in ready]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        lookups = [fetch_status(replica, stored_path(id_), headers) for replica in ready]
+        answers = await asyncio.gather(*lookups, return_exceptions=True)
         for replica, answer in zip(ready, answers, strict=True):
             if answer == 200:
                 self.fleet.store(id_, replica)

@@ -22,17 +22,17 @@ COMPUTED: Final = (
 # One replica keeps these for a tenant.
 TENANTS: Final = ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches")
 _ID: Final = r"[A-Za-z0-9_-]{1,100}"
-_ONE: Final = rf"/v1/(?:responses|chat/completions|conversations)/({_ID})"
-STORED: Final = re.compile(rf"{_ONE}(?:/.*)?")
+_STORED_PATH: Final = rf"/v1/(?:responses|chat/completions|conversations)/({_ID})"
+STORED: Final = re.compile(rf"{_STORED_PATH}(?:/.*)?")
 STORED_ID: Final = re.compile(_ID)
 # Where the replica that stores something can be asked for it, by the beginning of its id.
 _COLLECTIONS: Final = {"chatcmpl-": "chat/completions", "conv_": "conversations"}
 _KEPT: Final = rf"(?:{'|'.join(TENANTS)})"
 _OTHERS: Final = {
-    "POST": re.compile(rf"{_ONE}(?:/(?:cancel|items))?|/v1/conversations"),
-    "DELETE": re.compile(rf"{_ONE}(?:/items/{_ID})?|{_KEPT}/{_ID}"),
+    "POST": re.compile(rf"{_STORED_PATH}(?:/(?:cancel|items))?|/v1/conversations"),
+    "DELETE": re.compile(rf"{_STORED_PATH}(?:/items/{_ID})?|{_KEPT}/{_ID}"),
     "GET": re.compile(
-        rf"{_ONE}(?:/(?:input_items|messages|items(?:/{_ID})?))?|/v1/chat/completions"
+        rf"{_STORED_PATH}(?:/(?:input_items|messages|items(?:/{_ID})?))?|/v1/chat/completions"
         rf"|{_KEPT}(?:/{_ID}(?:/(?:content|results))?)?"
         r"|/v1/models(?:/(?!\.\.?(?:/|$))[^/%\\?#;]+)+"  # a model's name may have slashes
         r"|/props|/lora-adapters|/openapi\.json|/api/(?:tags|ps|version)"

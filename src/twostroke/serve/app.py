@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.core.service import BATCH_SERVICE
 from twostroke.http import errors
@@ -50,11 +49,15 @@ from twostroke.serve.observe.state import States
 from twostroke.serve.observe.traces import Traces, exporter
 from twostroke.serve.ollama.models import ollama_routes
 from twostroke.serve.openai import stored_chat
-from twostroke.serve.openai.conversations import routes as conversations
-from twostroke.serve.openai.conversations.routes import Conversations
-from twostroke.serve.openai.responses.background import BackgroundResponse, BackgroundRuns
+from twostroke.serve.openai.responses import conversation_routes as conversations
+from twostroke.serve.openai.responses.background import (
+    BackgroundResponse,
+    BackgroundRuns,
+    check_background,
+)
+from twostroke.serve.openai.responses.conversation_routes import Conversations
 from twostroke.serve.openai.responses.reply import ResponsesEncoder
-from twostroke.serve.openai.responses.routes import kept_routes
+from twostroke.serve.openai.responses.routes import StoredResponses
 from twostroke.serve.pins import KEEPING
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.running import Accepting, Answers, Vectors
@@ -158,7 +161,7 @@ class Api:
             *(Route(path, endpoint, name=path) for path, endpoint in gets.items()),
             Route("/page/{name:path}", self.site.file, include_in_schema=False),
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
-            *kept_routes(self._tenant, self._background, self.options),
+            *StoredResponses(self._tenant, self._background, self.options).routes(),
             *Conversations(
                 self._tenant, self.options.limits, self._ignored.note, self._readers
             ).routes(),
@@ -276,6 +279,7 @@ class Api:
                 raise meant(error, ignored) from None
             self._ignored.note(job.ignored, served)
             check_choices(job, self._max_choices)
+            check_background(job, served)
             cuts_limit = not self.options.strict_limits
             job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
             job = sent_by(served, job, self.metrics.goodput)
@@ -306,9 +310,6 @@ class Api:
             served.model, served.response_id = name, reply.id
             start = partial(self._start, request, reply, encoded, model)
             if job.in_background:
-                if served.service is not None:
-                    reason = "cannot be set in a batch, which runs in the background anyhow."
-                    raise RequestError(reason, field="background")
                 assert isinstance(encoder, ResponsesEncoder)
                 return BackgroundResponse(
                     start, encoder, self.options, self._background, is_streamed=job.stream

@@ -75,7 +75,7 @@ class Journal:
             self._write(lambda db: db.executemany("DELETE FROM answers WHERE id = ?", rows))
 
     async def load(self, store: Store, end: Callable[[bytes], bytes | None]) -> None:
-        """Put what was kept into an empty store, within its bounds; the log says if that fails.
+        """Put stored answers into an empty store, within its bounds; the log says if that fails.
 
         `end` is described at `Store.load`.
         """
@@ -88,12 +88,13 @@ class Journal:
         for id_, tenant, kind, previous, is_found, item_ids, asked, answer in rows:
             if previous is not None and previous not in known:
                 continue  # the disk failed when that was written
-            if (ended := end(answer)) is not None:
-                self.change(id_, ended)
-            kept = Kept(id_, asked, ended or answer, item_ids, known.get(previous), kind)
-            known[id_] = kept
+            if (ended_answer := end(answer)) is not None:
+                self.change(id_, ended_answer)
+                answer = ended_answer  # noqa: PLW2901 the row is not needed any more
+            response = Kept(id_, asked, answer, item_ids, previous=known.get(previous), kind=kind)
+            known[id_] = response
             if is_found and store.max_answers:
-                store.shelve(tenant, kept)
+                store.shelve(tenant, response)
         with store.lock:
             self.drop(id_ for id_, *_ in rows if id_ not in known or not known[id_].num_holders)
             store.evict(None)

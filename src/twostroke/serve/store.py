@@ -140,9 +140,9 @@ class Store:
         return sum(shelf.num_bytes for shelf in self.shelves.values())
 
     async def load(self, end: Callable[[bytes], bytes | None] = lambda _answer: None) -> None:
-        """Read what the journal has kept.
+        """Read the journal's responses.
 
-        `end` returns another answer in the place of one that had not ended; None for all others.
+        `end` returns a new JSON for a response that had not ended; None for all others.
         """
         if self.journal is not None:
             await self.journal.load(self, end)
@@ -180,6 +180,18 @@ class Store:
             self.journal.hide(id_)
         if not shelf.answers:
             del self.shelves[tenant]
+
+    def swap(self, tenant: str, old: Kept, new: Kept) -> None:
+        """Store `new` in the place of `old`, which is stored; the caller holds the lock."""
+        tenant_responses = self.shelves[tenant]
+        del tenant_responses.answers[old.id]
+        new_responses = self.shelve(tenant, new)
+        freed_responses = tenant_responses.release(old)
+        if self.journal is not None:
+            self.journal.put(tenant, new_responses, new)
+            freed_ids = {response.id for response in freed_responses}
+            self.journal.drop(freed_ids - {new.id})
+        self.evict(new)
 
 
 class Tenant(Frozen):
@@ -239,16 +251,9 @@ class Tenant(Frozen):
         if not self.fits(new):
             return False
         with self.store.lock:
-            shelf, journal = self._shelf, self.store.journal
-            if shelf.answers.get(old.id) is not old:
+            if self._shelf.answers.get(old.id) is not old:
                 return False
-            del shelf.answers[old.id]
-            held = self.store.shelve(self.name, new)
-            freed = shelf.release(old)
-            if journal is not None:
-                journal.put(self.name, held, new)
-                journal.drop(kept.id for kept in freed if kept.id != new.id)
-            self.store.evict(new)
+            self.store.swap(self.name, old, new)
         return True
 
     def find_item(self, id_: str) -> Kept | None:

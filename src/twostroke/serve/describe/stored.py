@@ -8,10 +8,13 @@ from twostroke.core.errors import RequestError
 from twostroke.records import RecordsError
 from twostroke.serve.describe.operation import BODY, TEXT, Operation, parameter
 from twostroke.serve.openai import stored_chat
-from twostroke.serve.openai.conversations import routes as conversations
-from twostroke.serve.openai.conversations.stored import ConversationBody, ConversationNotFoundError
+from twostroke.serve.openai.responses import conversation_routes as conversations
 from twostroke.serve.openai.responses import stream_events
 from twostroke.serve.openai.responses.body import ResponseBody
+from twostroke.serve.openai.responses.conversations import (
+    ConversationBody,
+    ConversationNotFoundError,
+)
 from twostroke.serve.openai.responses.request import INCLUDABLE
 from twostroke.serve.openai.responses.routes import (
     LISTED,

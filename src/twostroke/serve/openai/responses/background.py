@@ -1,7 +1,7 @@
 """Responses in the background: computed whether or not a client waits, and streamed again.
 
 A response is stored when it is queued, and again when it has ended. Its events stay in memory, so
-that a client can come back for those that it has missed.
+that a client can come back for the events that it has missed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from twostroke.http.served import ServedRequest
     from twostroke.serve.events import EventReader
+    from twostroke.serve.job import Job
     from twostroke.serve.openai.responses.reply import ResponsesEncoder
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.running import Answers
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 MAX_LOG_BYTES: Final = 64 * 1024 * 1024  # of the events of all responses together
 _IS_OPEN: Final = re.compile(rb'^\{"id":"[^"]*","object":"response",[^{}]{0,60}"status":"queued"')
+_response_decoder: Final = msgspec.json.Decoder(ResponseBody)
 _STOPPED: Final = "The server stopped before this response was complete."
 
 
@@ -56,7 +59,7 @@ class BackgroundRun:
         self._is_cancelled = False
         self._events: list[bytes] = []
         self._news = asyncio.Event()  # set when an event comes, and then replaced
-        self._ended = asyncio.Event()
+        self._end_event = asyncio.Event()
         self._answers: Answers | None = None
 
     @property
@@ -75,7 +78,7 @@ class BackgroundRun:
                 for event in reader.read(output):
                     runs.log(self, write(event))
             runs.log(self, write(reader.finish(answers.usage)))
-        except Exception as error:  # noqa: BLE001 nobody else sees it: the response tells it
+        except Exception as error:  # noqa: BLE001 only the response can report it
             if self._is_cancelled:
                 runs.log(self, self.encoder.cancel())
             else:
@@ -85,14 +88,14 @@ class BackgroundRun:
             answers.cancel()
             self.is_over = True
             self._announce()
-            self._ended.set()
+            self._end_event.set()
 
     async def cancel(self) -> None:
         """Stop the work, and return when the response has ended."""
         if not self.is_over and self._answers is not None:
             self._is_cancelled = True
             self._answers.cancel()
-        await self._ended.wait()
+        await self._end_event.wait()
 
     def add(self, events: list[bytes]) -> None:
         """Add events, for those who follow."""
@@ -112,7 +115,7 @@ class BackgroundRun:
         return len(self._events)
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events after number `after`, those that come later, too.
+        """Yield the events after number `after`, also future events, as they come.
 
         Raises:
             RequestError: some of them are not there any more.
@@ -139,7 +142,7 @@ class BackgroundRun:
 
 
 class BackgroundRuns:
-    """The responses in the background of one server: those that run, and the last that ended."""
+    """The responses in the background of one server: running ones, and the last that ended."""
 
     def __init__(self, max_bytes: int = MAX_LOG_BYTES) -> None:
         """Keep events of at most `max_bytes` together."""
@@ -159,15 +162,15 @@ class BackgroundRuns:
     def log(self, run: BackgroundRun, events: list[bytes]) -> None:
         """Add events to a response; over the limit, the oldest that ended loses all of its own.
 
-        If none has ended, the one with the most loses its first half.
+        If all of them run, the response with the most loses its first half.
         """
         before = run.num_bytes
         run.add(events)
         self._num_bytes += run.num_bytes - before
         while self._num_bytes > self._max_bytes:
-            ended = next((each for each in self._runs.values() if each.is_over), None)
-            if ended is not None:
-                self.forget(ended.id)
+            oldest_run = next((each for each in self._runs.values() if each.is_over), None)
+            if oldest_run is not None:
+                self.forget(oldest_run.id)
                 continue
             largest = max(self._runs.values(), key=lambda each: each.num_bytes)
             before = largest.num_bytes
@@ -230,30 +233,37 @@ class FollowingStream(EventStream):
             yield data
 
 
-def replayed(kept: Kept, after: int | None) -> bytes:
+def replayed(response: Kept, after: int | None) -> bytes:
     """Return the events of a stored response whose own events are not there any more.
 
     Its last event has the whole answer. `after` is the number of the last event that the client
     has; None if it has none.
     """
-    body: dict[str, Any] = msgspec.json.decode(kept.answer)
+    body: dict[str, Any] = msgspec.json.decode(response.answer)
     names = {"completed": "completed", "failed": "failed"}
     last = f"response.{names.get(body['status'], 'incomplete')}"
     kinds = ["response.created", "response.in_progress", last] if after is None else [last]
     begun = {**body, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
     parts = []
     for number, kind in enumerate(kinds, 0 if after is None else after + 1):
-        response = body if kind == last else begun
-        event = {"type": kind, "sequence_number": number, "response": response}
+        snapshot = body if kind == last else begun
+        event = {"type": kind, "sequence_number": number, "response": snapshot}
         parts.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json(event)))
     return b"".join(parts)
+
+
+def check_background(job: Job, request: ServedRequest) -> None:
+    """Raise a RequestError if a line of a batch asks for the background."""
+    if job.in_background and request.service is not None:
+        reason = "cannot be set in a batch, which runs in the background anyhow."
+        raise RequestError(reason, field="background")
 
 
 def ended_by_restart(answer: bytes) -> bytes | None:
     """Return a stored response that was not complete as a failed one; None for all others."""
     if not _IS_OPEN.match(answer):
         return None
-    body = msgspec.json.decode(answer, type=ResponseBody)
+    body = _response_decoder.decode(answer)
     body.status, body.error = "failed", ResponseError("server_error", _STOPPED)
     return encode_json(body)
 

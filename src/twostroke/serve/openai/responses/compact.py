@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from twostroke.serve import events
 from twostroke.serve.describe import field
 from twostroke.serve.openai.fields import ServiceFields
 from twostroke.serve.openai.responses import exchange
-from twostroke.serve.openai.responses.body import ResponseUsage, usage_body
+from twostroke.serve.openai.responses.body import OutputText, ResponseUsage
 from twostroke.serve.openai.responses.exchange import Exchange
 from twostroke.serve.openai.responses.items import encode_summary, new_id
+from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.request import ITEMS_SCHEMA, ResponsesRequest
 from twostroke.serve.pins import Retention  # noqa: TC001 - read when a request is decoded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
-    from twostroke.serve.dialect import Reply
     from twostroke.serve.job import Job
     from twostroke.serve.store import Tenant
 
@@ -73,7 +72,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True, frozen=True):
 
 def read(request: CompactRequest, tenant: Tenant) -> Job:
     """Translate a request; raises as `exchange.read` does."""
-    whole = ResponsesRequest(
+    response_request = ResponsesRequest(
         model=request.model,
         input=request.input,
         instructions=request.instructions,
@@ -86,7 +85,7 @@ def read(request: CompactRequest, tenant: Tenant) -> Job:
         truncation="auto",
         store=False,
     )
-    job = exchange.read(whole, tenant)
+    job = exchange.read(response_request, tenant)
     [conversation] = job.prompts
     assert isinstance(conversation, Exchange)
     messages = list(conversation.messages)
@@ -103,30 +102,18 @@ def names(_request: CompactRequest) -> Mapping[str, str]:
     return {"messages": "input"}
 
 
-class CompactEncoder:
+class CompactEncoder(ResponsesEncoder):
     """Writes the compacted conversation, which is never streamed."""
 
-    def __init__(self, reply: Reply) -> None:
-        """Write `reply`."""
-        self._reply = reply
-
-    def write(self, _event: events.Event) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def whole(self, stream: Iterable[events.Event]) -> CompactedResponse:
-        """Return the response."""
-        texts: list[str] = []
-        for event in stream:
-            match event:
-                case events.Closed(block=events.ContentBlock(kind=events.BlockKind.TEXT) as block):
-                    texts.append(block.text)
-                case events.Finished():
-                    usage = usage_body(event.usage, event.num_reasoning)
-        summary = encode_summary("".join(texts).strip())
+    def _result(self) -> CompactedResponse:  # type: ignore[override]  # it is only written as JSON
+        """Return the summary that the model wrote."""
+        body = self.body
+        assert body.usage is not None
+        parts = [part for item in body.output for part in getattr(item, "content", ())]
+        texts = [part.text for part in parts if isinstance(part, OutputText)]
         return CompactedResponse(
-            id=self._reply.id,
-            created_at=self._reply.created_s,
-            output=[CompactionOutput(new_id("cmp_"), summary)],
-            usage=usage,
+            id=body.id,
+            created_at=body.created_at,
+            output=[CompactionOutput(new_id("cmp_"), encode_summary("".join(texts).strip()))],
+            usage=body.usage,
         )

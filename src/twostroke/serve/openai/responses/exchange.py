@@ -14,12 +14,12 @@ from twostroke.http.errors import MissingFieldError
 from twostroke.http.ignored import Ignored
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.job import Conversation, Job, check_messages
-from twostroke.serve.openai.conversations.stored import (
+from twostroke.serve.openai.fields import ignored_in, to_caller, to_limit, to_params, to_prediction
+from twostroke.serve.openai.responses.conversations import (
     append_turn,
     check_room,
     find_conversation,
 )
-from twostroke.serve.openai.fields import ignored_in, to_caller, to_limit, to_params, to_prediction
 from twostroke.serve.openai.responses.items import read_input, to_messages
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import (
@@ -65,7 +65,7 @@ class Exchange(Conversation, kw_only=True):
     is_stored: bool
 
     def response(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> Kept:
-        """Return the answer as it is stored; `item_ids` are those of its output."""
+        """Return the answer as it is stored; its output consists of items with `item_ids`."""
         ids = (*self.draft.item_ids, *item_ids)
         return Kept(id_, self.draft.asked, answer, ids, self.draft.previous)
 
@@ -193,11 +193,11 @@ def _thinking(asked: ResponsesRequest) -> Thinking:
     return Thinking(effort=effort, param="reasoning.effort", variables=variables)
 
 
-def _previous(asked: ResponsesRequest, tenant: Tenant) -> Kept | None:
+def _previous(request: ResponsesRequest, tenant: Tenant) -> Kept | None:
     """Return the response that a request continues, or the newest turn of its conversation."""
-    if (conversation := conversation_id(asked)) is not None:
+    if (conversation := conversation_id(request)) is not None:
         return find_conversation(tenant, conversation).previous
-    id_ = asked.previous_response_id
+    id_ = request.previous_response_id
     found = None if id_ is None else tenant.find(id_)
     if id_ is not None and found is None:
         reason, field = "Previous response with id '{id}' not found.", "previous_response_id"

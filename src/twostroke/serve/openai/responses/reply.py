@@ -95,6 +95,9 @@ class ResponsesEncoder:
         for event in stream:
             for _ in self._take(event):
                 pass  # only the body is wanted
+        return self._result()
+
+    def _result(self) -> ResponseBody:
         return self._body
 
     def _take(self, event: events.Event) -> Iterator[sent.StreamEvent]:

@@ -163,9 +163,9 @@ class ResponsesRequest(CommonFields):
     response_format: Annotated[Any, field.renamed("text.format")] = None
 
 
-def conversation_id(asked: ResponsesRequest) -> str | None:
+def conversation_id(request: ResponsesRequest) -> str | None:
     """Return the id of the conversation that a request continues."""
-    reference = asked.conversation
+    reference = request.conversation
     return reference.id if isinstance(reference, ConversationReference) else reference
 
 

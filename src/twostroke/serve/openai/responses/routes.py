@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from twostroke.serve.openai.responses.background import BackgroundRun, BackgroundRuns
+    from twostroke.serve.openai.responses.background import BackgroundRuns
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.store import Kept, Tenant
 
@@ -57,73 +57,76 @@ class Deleted(msgspec.Struct, kw_only=True, frozen=True):
     deleted: Annotated[bool, msgspec.Meta(extra_json_schema={"const": True})] = True
 
 
-def kept_routes(
-    tenant_of: Callable[[Request], Tenant], runs: BackgroundRuns, options: ServeOptions
-) -> list[Route]:
-    """Return the routes of stored responses.
+class StoredResponses:
+    """Answers requests about stored responses, also while they are computed."""
 
-    `tenant_of` returns the sender of a request; `runs` are the responses in the background.
-    """
+    def __init__(
+        self,
+        tenant_of: Callable[[Request], Tenant],
+        runs: BackgroundRuns,
+        options: ServeOptions,
+    ) -> None:
+        """`tenant_of` returns the sender of a request; `runs` are in the background."""
+        self._tenant_of, self._runs, self._options = tenant_of, runs, options
 
-    def find(request: Request) -> Kept:
-        id_ = request.path_params["response_id"]
-        kept = tenant_of(request).find(id_)
-        if kept is None:
-            raise ResponseNotFoundError(f"Response with id '{id_[:MAX_NAME_LENGTH]}' not found.")
-        return kept
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        paths = {"input_items": self.input_items, "cancel": self.cancel}
+        methods = {"input_items": "GET", "cancel": "POST"}
+        return [
+            Route(PATH, self.response, methods=["GET", "DELETE"], name=PATH),
+            *(
+                Route(f"{PATH}/{path}", paths[path], methods=[method], name=f"{PATH}/{path}")
+                for path, method in methods.items()
+            ),
+        ]
 
-    async def one(request: Request) -> Any:
-        kept = find(request)
-        run = runs.find(kept.id)
+    async def response(self, request: Request) -> Any:
+        """Return a response as it is now, or its events with `stream`; or delete it."""
+        stored = self._find(request)
+        run = self._runs.find(stored.id)
         if request.method == "DELETE":
             query_of(request, ())
             if run is not None:
                 await run.cancel()
-                runs.forget(kept.id)
-            await tenant_of(request).forget(kept.id)
-            return to_json(Deleted(id=kept.id))
-        return _retrieved(request, kept, run, options)
+                self._runs.forget(stored.id)
+            await self._tenant_of(request).forget(stored.id)
+            return to_json(Deleted(id=stored.id))
+        query = query_of(request, ("include_obfuscation", "starting_after", "stream"))
+        after = _starting_after(query)
+        if query.get("stream", "false") != "false":
+            if run is not None:
+                return FollowingStream(run, -1 if after is None else after, self._options)
+            return Response(replayed(stored, after), media_type="text/event-stream; charset=utf-8")
+        if after is not None:
+            raise RequestError("may only be set with stream.", field="starting_after")
+        if stored.is_open and run is not None:
+            return to_json(run.encoder.body)
+        return Response(stored.answer, media_type="application/json")
 
-    async def items(request: Request) -> Response:
-        kept, query = find(request), query_of(request, ("after", "limit", "order"))
+    async def input_items(self, request: Request) -> Response:
+        """Return a page of the items that a response answered."""
+        stored, query = self._find(request), query_of(request, ("after", "limit", "order"))
         # In a thread: reading a long conversation would delay streams.
-        return to_json(await asyncio.to_thread(_page, kept, query))
+        return to_json(await asyncio.to_thread(_page, stored, query))
 
-    async def cancel(request: Request) -> Response:
-        kept = find(request)
-        if (run := runs.find(kept.id)) is not None:
+    async def cancel(self, request: Request) -> Response:
+        """Stop a response in the background, unless it has ended, and return it."""
+        stored = self._find(request)
+        if (run := self._runs.find(stored.id)) is not None:
             await run.cancel()
-            kept = find(request)
-        elif b'"background":true' not in kept.answer:
+            stored = self._find(request)
+        elif b'"background":true' not in stored.answer:
             reason = "is not in the background: to stop such a response, close its connection."
             raise RequestError(reason, field="response_id")
-        return Response(kept.answer, media_type="application/json")
+        return Response(stored.answer, media_type="application/json")
 
-    return [
-        Route(PATH, one, methods=["GET", "DELETE"], name=PATH),
-        Route(f"{PATH}/input_items", items, methods=["GET"], name=f"{PATH}/input_items"),
-        Route(f"{PATH}/cancel", cancel, methods=["POST"], name=f"{PATH}/cancel"),
-    ]
-
-
-def _retrieved(
-    request: Request, kept: Kept, run: BackgroundRun | None, options: ServeOptions
-) -> Any:
-    """Return a stored response as it is now, or its events with `stream`; raises RequestError.
-
-    `run` has the events of one in the background, unless they are not there any more.
-    """
-    query = query_of(request, ("include_obfuscation", "starting_after", "stream"))
-    after = _starting_after(query)
-    if query.get("stream", "false") != "false":
-        if run is not None:
-            return FollowingStream(run, -1 if after is None else after, options)
-        return Response(replayed(kept, after), media_type="text/event-stream; charset=utf-8")
-    if after is not None:
-        raise RequestError("may only be set with stream.", field="starting_after")
-    if kept.is_open and run is not None:
-        return to_json(run.encoder.body)
-    return Response(kept.answer, media_type="application/json")
+    def _find(self, request: Request) -> Kept:
+        id_ = request.path_params["response_id"]
+        response = self._tenant_of(request).find(id_)
+        if response is None:
+            raise ResponseNotFoundError(f"Response with id '{id_[:MAX_NAME_LENGTH]}' not found.")
+        return response
 
 
 def _starting_after(query: dict[str, str]) -> int | None:

@@ -16,9 +16,9 @@ from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
 from twostroke.serve.dialect import to_json
 from twostroke.serve.job import MAX_MESSAGES, check_messages
-from twostroke.serve.openai.conversations import stored
-from twostroke.serve.openai.conversations.stored import ConversationBody, find_conversation
 from twostroke.serve.openai.fields import Pairs
+from twostroke.serve.openai.responses import conversations as stored
+from twostroke.serve.openai.responses.conversations import ConversationBody, find_conversation
 from twostroke.serve.openai.responses.items import Item, read_input
 from twostroke.serve.openai.responses.routes import ItemList, page_of, query_of
 
@@ -145,7 +145,7 @@ class Conversations:
         if request.method == "DELETE":
             await tenant.forget(record.id)
             return to_json(DeletedConversation(id=record.id))
-        return to_json(msgspec.json.decode(record.answer, type=ConversationBody))
+        return to_json(stored.body_of(record))
 
     async def update(self, request: Request) -> Response:
         """Replace the metadata of a conversation."""
@@ -201,7 +201,7 @@ class Conversations:
                     return item
                 items.remove(item)
                 if stored.replace_items(tenant, record, items):
-                    return msgspec.json.decode(record.answer, type=ConversationBody)
+                    return stored.body_of(record)
 
         return to_json(await self._readers.run_for(request, work))
 
@@ -217,7 +217,7 @@ class Conversations:
     def _read_items(
         self, raw_items: list[RawItem], tenant: Tenant, ids: set[str], request: Request
     ) -> list[RawItem]:
-        """Return items as they are stored; those with one of the known `ids` get others."""
+        """Return items as they are stored; an item whose id is in `ids` gets another id."""
         with _named_items():
             check_messages(len(raw_items), "input")
             items, ignored = read_input(raw_items, tenant, ids)

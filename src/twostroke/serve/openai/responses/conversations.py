@@ -49,6 +49,9 @@ class ConversationBody(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
 
 
+_decoder: Final = msgspec.json.Decoder(ConversationBody)
+
+
 def new_conversation(metadata: dict[str, str] | None) -> ConversationBody:
     """Return a new conversation, which is not stored."""
     id_ = f"conv_{secrets.token_hex(24)}"
@@ -76,6 +79,11 @@ def find_conversation(tenant: Tenant, id_: str) -> Kept:
             "Conversation with id '{id}' not found.", id=id_[:MAX_NAME_LENGTH]
         )
     return record
+
+
+def body_of(record: Kept) -> ConversationBody:
+    """Return a conversation as clients see it."""
+    return _decoder.decode(record.answer)
 
 
 def items_in(record: Kept) -> list[RawItem]:
@@ -117,7 +125,7 @@ def relabel(tenant: Tenant, id_: str, metadata: dict[str, str]) -> ConversationB
     """Replace the metadata of a conversation; raises ConversationNotFoundError."""
     while True:
         record = find_conversation(tenant, id_)
-        body = msgspec.json.decode(record.answer, type=ConversationBody)
+        body = body_of(record)
         body.metadata = metadata
         new_record = _record(id_, encode_json(body), record.previous)
         if not tenant.fits(new_record):

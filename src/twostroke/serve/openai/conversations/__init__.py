@@ -1,1 +1,0 @@
-"""OpenAI's conversations: lists of items that responses read and continue."""
