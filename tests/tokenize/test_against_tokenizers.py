@@ -16,11 +16,20 @@ from support.byte_tokenizer import byte_characters
 from support.character_classes import CLASSES, VARIED, here, there
 from twostroke.tokenize import Tokenizer, from_tokenizer_json, merges
 from twostroke.tokenize.pretokenizers import PRE_TOKENIZERS
-from twostroke.tokenize.words import DIGIT, cut_at, unicode_form
+from twostroke.tokenize.words import (
+    BEFORE_THOUSANDS,
+    DIGIT,
+    NUMBER_THOUSANDS,
+    THOUSANDS,
+    cut_at,
+    unicode_form,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from twostroke.tokenize.words import Cut
 
 LETTERS = "aabbccdABC' 'sS12 .,-<|>_\t\n\r\x00\x1c\x85\xa0\u2003\u3000\u2581\u200d"
 LETTERS += "²٣Ⅷ½éñſßﬁαж日本ก👍e\u0301"
@@ -154,6 +163,45 @@ def test_a_huge_word_is_merged_like_any_other(pairs: dict[str, tuple[Tokenizer, 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_holds_the_same_characters(name: str) -> None:
     assert here(name) == there(name)
+
+
+def test_words_of_kimi_are_those_of_its_own_pattern() -> None:
+    """Its pattern (tokenization_kimi.py) takes Han characters out of classes, as Python cannot."""
+    upper, lower = (
+        rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in (r"Lu}\p{Lt", "Ll")
+    )
+    ends = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    pattern = (
+        rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ends}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ends}"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    letters, rng = f"{LETTERS}漢字々〇⺀ひカ한", random.Random(2)
+    texts = ("".join(rng.choices(letters, k=rng.randint(1, 14))) for _ in range(3000))
+    check_words(cut_at(*PRE_TOKENIZERS["kimi-k2"].patterns), pattern, texts)
+
+
+@pytest.mark.parametrize("pattern", [THOUSANDS, BEFORE_THOUSANDS, NUMBER_THOUSANDS])
+def test_groups_of_digits_are_those_of_their_pattern(pattern: str) -> None:
+    digits, rng = "0123456789" * 3 + "٣²Ⅷ a_b.\u0301é,\n½ⓐ‿\u200dα〇", random.Random(3)
+    texts = ("".join(rng.choices(digits, k=rng.randint(1, 14))) for _ in range(3000))
+    check_words(cut_at(pattern), pattern, texts)
+    check_words(cut_at(pattern), pattern, (f"1{char}" for char in VARIED))
+
+
+def check_words(cut: Cut, pattern: str, texts: Iterable[str]) -> None:
+    """Compare a cut with what `tokenizers` makes of a pattern."""
+    theirs = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    for text in texts:
+        assert cut(text) == [word for word, _ in theirs.pre_tokenize_str(text)], ascii(text)
+
+
+def test_a_huge_number_is_cut_into_groups() -> None:
+    """Were the time quadratic, this would take minutes."""
+    for pattern in (THOUSANDS, BEFORE_THOUSANDS, NUMBER_THOUSANDS):
+        words = cut_at(pattern)("1" * 300_001 + ".")
+        assert words[:2] == ["1", "111"]
+        assert "".join(words) == "1" * 300_001 + "."
 
 
 def test_single_digits_are_the_same_characters() -> None:

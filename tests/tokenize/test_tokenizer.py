@@ -46,6 +46,15 @@ def test_text_round_trips_with_each_pre_tokenizer(name: str, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_file_of_kimi_needs_no_list_of_merges() -> None:
+    """Its tokens are ranked by their ids, which is the order of these merges."""
+    listed, ranked = byte_tokenizer(pre="kimi-k2"), byte_tokenizer(pre="kimi-k2", merges=None)
+    for text in ("hello hell he", "wé  \U0001f44d", "llhellohe"):
+        assert ranked.encode(text) == listed.encode(text)
+    with pytest.raises(ModelFormatError, match="merges is missing"):
+        byte_tokenizer(pre="gpt-2", merges=None)
+
+
 @given(TEXTS)
 def test_composed_text_round_trips_where_the_model_composes_it(text: str) -> None:
     composed = unicodedata.normalize("NFC", text)

@@ -18,7 +18,7 @@ from twostroke.tokenize.alphabets import (
 )
 from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import ListedPairs, MergeOptions, Merges, ScoredPairs
-from twostroke.tokenize.pretokenizers import pre_tokenizer
+from twostroke.tokenize.pretokenizers import PIECES, pre_tokenizer
 from twostroke.tokenize.specials import AddedToken, end_ids
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
@@ -64,14 +64,18 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 def _byte_level(fields: _Fields) -> Tokenizer:
     """GPT-2's kind: words by a pattern, bytes spelled as characters, merges listed."""
-    spec = pre_tokenizer(fields.get("pre", str) or "default")
+    name = fields.get("pre", str) or "default"
+    if name in PIECES:
+        return _sentencepiece_merges(fields)
+    spec = pre_tokenizer(name)
     added = fields.added()
     vocabulary = Vocabulary(fields.tokens, _specials(added))
-    merges = Merges(
-        vocabulary,
-        ListedPairs(fields.array("merges", str), vocabulary),
-        MergeOptions(byte_level=True, ignore_merges=spec.ignore_merges),
-    )
+    lines = fields.array("merges", str, optional=spec.ranks_by_id)
+    pairs: ListedPairs | ScoredPairs = ListedPairs(lines, vocabulary)
+    if not len(lines) and spec.ranks_by_id:
+        pairs = ScoredPairs([-float(id_) for id_ in range(len(fields.tokens))], vocabulary)
+    options = MergeOptions(byte_level=True, ignore_merges=spec.ignore_merges)
+    merges = Merges(vocabulary, pairs, options)
     normalize = normalizing([unicode_form("NFC")] if spec.nfc else [])
     cut = words_by([*map(cut_at, spec.patterns)])
     parts = _parts(fields, added, merges, cut, begin=spec.add_bos)

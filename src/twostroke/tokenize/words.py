@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Literal
 from unicodedata import normalize
 
@@ -20,6 +20,11 @@ Join = Callable[[Sequence[str], Sequence[str]], Iterable[str]]
 # The pattern of GPT-2 (encoder.py of openai/gpt-2).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT = r"\p{N}"
+# Digits in groups of three from the right (tokenizer.json of Tiny Aya, SuperBPE, Trinity). As
+# regular expressions they take quadratic time for long numbers, so `cut_at` does them by itself.
+THOUSANDS = r"\d{1,3}(?=(?:\d{3})*\b)"
+BEFORE_THOUSANDS = r"(?=(\d{3})+(?!\d))"
+NUMBER_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
 def normalizing(steps: Sequence[Normalize]) -> Normalize:
@@ -45,7 +50,7 @@ def unicode_form(form: Form) -> Normalize:
 
 
 def replacing(pattern: str, content: str) -> Normalize:
-    """Return a function that replaces every match of `pattern` by `content`."""
+    """Return a function that reoffsets every match of `pattern` by `content`."""
     compiled = _compile(pattern)
     return lambda text: compiled.sub(lambda _match: content, text)
 
@@ -57,6 +62,8 @@ def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) ->
     (tokenizer.json, `Split`). No word is empty. Raises ModelFormatError for a pattern that is not
     valid, KeyError for an unknown behavior.
     """
+    if behavior == "Isolated" and not invert and pattern in _GROUPINGS:
+        return _GROUPINGS[pattern]
     if behavior == "Contiguous":
         pattern = f"(?:{pattern})+"
     join = _JOINS[_INVERTED.get(behavior, behavior) if invert else behavior]
@@ -80,6 +87,38 @@ def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) ->
         return [word for word in join(gaps, matches) if word]
 
     return cut
+
+
+def _grouping(run: str, *, isolates: bool = True, before_word: bool = True) -> Cut:
+    """Return a cut of long numbers into groups of three digits, counted from the right.
+
+    `run` is the pattern of a number. `isolates` cuts around a number, too. Without `before_word` a
+    number is left alone if a letter or the like follows it.
+    """
+    find_runs = regex.compile(run).finditer
+    is_word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}²³¹¼½¾]").match  # as Oniguruma has it
+
+    def cut(text: str) -> list[str]:
+        offsets = [0]
+        for match in find_runs(text):
+            start, end = match.span()
+            if not before_word and is_word(text, end):
+                continue
+            offsets += [start] if isolates else []
+            first = start + ((end - start) % 3 or (3 if isolates else 0))
+            offsets += range(first, end, 3)
+            offsets += [end] if isolates else []
+        offsets.append(len(text))
+        return [text[start:end] for start, end in pairwise(offsets) if start < end]
+
+    return cut
+
+
+_GROUPINGS: dict[str, Cut] = {
+    THOUSANDS: _grouping(r"\d++", before_word=False),
+    BEFORE_THOUSANDS: _grouping(r"\d++", isolates=False),
+    NUMBER_THOUSANDS: _grouping(r"\p{N}++"),
+}
 
 
 def _isolated(gaps: Sequence[str], matches: Sequence[str]) -> Iterable[str]:
