@@ -50,6 +50,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             licence="MIT (https://licences/mit)",
             family="llama",
             number_format="Q4_0",
+            good_for="tests",
         ),
         "maxi": PackagedModel(
             name="maxi",
@@ -86,8 +87,8 @@ def test_the_list_says_what_is_here_and_what_is_not(cli: Cli, mini: Path) -> Non
     ran = cli("models")
     assert ran.code == 0
     assert ran.out.split("\n") == [
-        "NAME  FAMILY  FORMAT      SIZE  LICENCE  LAST USED",
-        "mini  llama   Q4_0       12 KB  MIT      today",
+        "NAME  FAMILY  FORMAT      SIZE  LICENCE  LAST USED  GOOD FOR",
+        "mini  llama   Q4_0       12 KB  MIT      today      tests",
         "maxi  ?       ?       2,000 MB  MIT      not here",
         "12 KB in all. 'twostroke models show NAME' shows where a model is.",
         "'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.",
@@ -103,6 +104,7 @@ def test_the_list_is_json_for_scripts(cli: Cli, mini: Path, line: tuple[str, ...
     assert first == {
         "name": "mini",
         "title": "A small model",
+        "good_for": "tests",
         "family": "llama",
         "format": "Q4_0",
         "file_bytes": 12000,

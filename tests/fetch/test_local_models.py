@@ -45,12 +45,9 @@ def pulled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_catalogue_entries_are_complete() -> None:
-    assert list(catalogue.CATALOGUE) == [
-        "smollm2",
-        "gemma3-270m",
-        "qwen2.5-coder-0.5b",
-        "qwen2.5-coder-1.5b",
-    ]
+    assert {"smollm2", "gemma3-270m", "qwen2.5-0.5b", "qwen2.5-coder-1.5b"} <= set(
+        catalogue.CATALOGUE
+    )
     for name, model in catalogue.CATALOGUE.items():
         assert model.name == name
         assert re.fullmatch(r"[0-9a-f]{64}", model.sha256 or "")
@@ -151,7 +148,8 @@ def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pull
         *catalogue.CATALOGUE,
         name,
     ]
-    assert [listing.is_here for listing in listings] == [True, False, False, False, True]
+    here = [listing.name for listing in listings if listing.is_here]
+    assert here == ["smollm2", name]
     assert listings[0].num_bytes == pulled.stat().st_size
     assert listings[1].licence == "Gemma terms (https://ai.google.dev/gemma/terms)"
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from twostroke.fetch import Leftover, ModelRecord
 
-_HEAD = ("NAME", "FAMILY", "FORMAT", "SIZE", "LICENCE", "LAST USED")
+_HEAD = ("NAME", "FAMILY", "FORMAT", "SIZE", "LICENCE", "LAST USED", "GOOD FOR")
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 _yes = option("--yes", "-y", is_flag=True, help="Do not ask.")
 
@@ -169,6 +169,7 @@ def _facts(one: ModelRecord) -> dict[str, Any]:
     return {
         "name": one.name,
         "title": one.title,
+        "good_for": one.good_for,
         "family": one.family,
         "file_bytes": one.num_bytes,
         "licence": one.licence,
@@ -189,7 +190,8 @@ def _row(one: ModelRecord) -> tuple[str, ...]:
     used = used if _runs(one) else "not supported yet"
     licence = (one.licence or "unknown").split(" (")[0]
     size = megabytes(one.num_bytes)
-    return (one.name, one.family or "?", one.number_format or "?", size, licence, used)
+    format_ = one.number_format or "?"
+    return (one.name, one.family or "?", format_, size, licence, used, one.good_for or "")
 
 
 def _print_json(value: object) -> None:

@@ -104,6 +104,23 @@ def store_password() -> str | None:
     return os.environ.get("TWOSTROKE_STORE_PASSWORD") or None
 
 
+def hub_endpoint() -> str:
+    """Return the address of the Hugging Face hub, or of its mirror in `HF_ENDPOINT`.
+
+    Raises:
+        UsageError: it is not an address.
+    """
+    address = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    if not address.startswith(("https://", "http://")):
+        raise UsageError("HF_ENDPOINT must begin with https:// or http://.")
+    return address
+
+
+def hub_is_offline() -> bool:
+    """Whether `HF_HUB_OFFLINE` forbids to ask the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
 def link() -> str | None:
     """Return the kind of link between hosts forced by `TWOSTROKE_LINK`, or None for the fastest."""
     return os.environ.get("TWOSTROKE_LINK") or None

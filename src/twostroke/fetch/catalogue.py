@@ -1,4 +1,4 @@
-"""Models that are fetched from Python packages; those with short names are in catalogue.toml."""
+"""Models with short names (catalogue.toml), and models that are named by a Python package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
+from twostroke.fetch.hub_file import HubFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,11 +27,13 @@ class Part(Frozen):
 
 
 class PackagedModel(Frozen):
-    """A model file that is its `parts` joined in order.
+    """A model file, which comes from the hub or is its `parts` joined in order.
 
-    `name` is what users type, `file_name` the file's name in the cache. Size, checksum, licence,
-    family and number format are None for a model that is named by its package. `draft` names the
-    model that guesses well for this one.
+    `hub` is the publisher's file, which is asked for first; the parts, from Python packages, are
+    for machines that cannot reach the hub. One of the two may be missing. `name` is what users
+    type, `file_name` the file's name in the cache, `good_for` a few words for a list. Size,
+    checksum, licence, family and number format are None for a model that is named by its package.
+    `draft` names the model that guesses well for this one.
     """
 
     name: str
@@ -43,10 +46,17 @@ class PackagedModel(Frozen):
     family: str | None = None
     number_format: str | None = None
     draft: str | None = None
+    hub: HubFile | None = None
+    good_for: str | None = None
 
 
 def _read_entry(name: str, entry: Mapping[str, Any]) -> PackagedModel:
     facts = dict(entry)
+    del facts["reason"]
+    address = [facts.pop(key, None) for key in ("repository", "revision", "file")]
+    hub = HubFile(*address) if all(address) else None
+    if "package" not in facts:
+        return PackagedModel(name, parts=(), hub=hub, **facts)
     package, version, path = (facts.pop(key) for key in ("package", "version", "path"))
     parts = []
     for index in range(facts.pop("num_parts", 1)):
@@ -54,8 +64,7 @@ def _read_entry(name: str, entry: Mapping[str, Any]) -> PackagedModel:
         part_package = package.format(**numbers)
         folder = part_package.replace("-", "_")
         parts.append(Part(part_package, version, path.format(folder=folder, **numbers)))
-    del facts["reason"]
-    return PackagedModel(name, parts=tuple(parts), **facts)
+    return PackagedModel(name, parts=tuple(parts), hub=hub, **facts)
 
 
 _ENTRIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())

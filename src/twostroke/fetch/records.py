@@ -44,6 +44,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     number_format: str | None = msgspec.field(name="format", default=None)
     asked: tuple[str, ...] = ()
     snapshot: Path | None = None
+    good_for: str | None = None
 
     @property
     def file(self) -> Path:
@@ -119,11 +120,18 @@ def new_record(model: PackagedModel, file: StoredFile) -> ModelRecord:
         title=model.title,
         path=file.path,
         files=(file,),
-        source=tuple(f"pypi:{part.requirement}:{part.path}" for part in model.parts),
+        source=sources_of(model),
         licence=model.licence,
         family=model.family,
         number_format=model.number_format,
+        good_for=model.good_for,
     )
+
+
+def sources_of(model: PackagedModel) -> tuple[str, ...]:
+    """Return the places that a model may come from, in the order in which they are asked."""
+    hub = () if model.hub is None else (str(model.hub),)
+    return (*hub, *(f"pypi:{part.requirement}:{part.path}" for part in model.parts))
 
 
 def _read(file: Path) -> ModelRecord | None:

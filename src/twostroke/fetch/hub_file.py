@@ -1,0 +1,104 @@
+"""Fetches one public file of the Hugging Face hub by plain HTTP, without the hub's client.
+
+The catalogue's models are single files with a known checksum: nothing of the client is needed, and
+it is not installed by default. `HF_ENDPOINT` names a mirror, `HF_HUB_OFFLINE` forbids to ask.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from twostroke.core import env
+from twostroke.core.errors import DownloadError
+from twostroke.core.frozen import Frozen
+from twostroke.fetch.disk import CHUNK_BYTES, file_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_TIMEOUT_S: Final = 10.0
+RETRY_PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)  # between requests that bring nothing
+_RANGE: Final = re.compile(r"bytes (\d+)-")
+
+
+class HubFile(Frozen):
+    """A file in a repository of the hub at a commit."""
+
+    repository: str
+    revision: str
+    path: str
+
+    def __str__(self) -> str:
+        """The name as users type it, with the commit."""
+        return f"hf:{self.repository}:{self.path}@{self.revision}"
+
+    @property
+    def url(self) -> str:
+        """The file's address at the hub or its mirror."""
+        path = f"{self.repository}/resolve/{self.revision}/{quote(self.path)}"
+        return f"{env.hub_endpoint()}/{path}"
+
+
+class HubUnavailableError(DownloadError):
+    """The hub cannot be reached, or does not have the file."""
+
+
+def receive(file: HubFile, partial: Path, num_bytes: int, grew: Callable[[int], None]) -> None:
+    """Append what `partial` lacks of a file of `num_bytes`; `grew` gets its size now and then.
+
+    An interrupted transfer continues, here or in a later call.
+
+    Raises:
+        HubUnavailableError: the hub cannot be reached, does not have the file, or stops sending.
+    """
+    if env.hub_is_offline():
+        raise HubUnavailableError(f"{file} cannot be fetched: HF_HUB_OFFLINE is set.")
+    size = file_size(partial) or 0
+    pauses = iter(RETRY_PAUSES_S)
+    while size < num_bytes:
+        before = size
+        problem = HubUnavailableError(f"The hub ends {file.path!r} too early: try again.")
+        try:
+            for received in _append(file, partial, size):
+                size = received
+                grew(size)
+        except HubUnavailableError as error:
+            problem = error
+        if size > before:
+            pauses = iter(RETRY_PAUSES_S)
+        elif (pause_s := next(pauses, None)) is None or before == 0:
+            raise problem  # at once if nothing has ever come: the caller may have another source
+        else:
+            time.sleep(pause_s)
+
+
+def _append(file: HubFile, partial: Path, size: int) -> Iterator[int]:
+    """Append the answer to one request, and yield the partial file's size after each piece."""
+    headers = {"User-Agent": "twostroke", "Accept-Encoding": "identity"}
+    if size:
+        headers["Range"] = f"bytes={size}-"
+    request = urllib.request.Request(file.url, headers=headers)  # noqa: S310 - checked by `env`
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+            span = _RANGE.match(response.headers.get("Content-Range", ""))
+            continues = response.status == 206 and span is not None and int(span[1]) == size
+            with partial.open("ab" if continues else "wb") as out:
+                while chunk := response.read1(CHUNK_BYTES):
+                    out.write(chunk)
+                    yield out.tell()
+    except urllib.error.HTTPError as error:
+        error.close()
+        reason = f"answered {file} with status {error.code}"
+        raise HubUnavailableError(f"The hub at {env.hub_endpoint()} {reason}.") from None
+    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError):
+        raise HubUnavailableError(
+            f"The hub at {env.hub_endpoint()} could not be reached for {file.repository!r}: check "
+            "the network, the proxy settings or HF_ENDPOINT."
+        ) from None
