@@ -70,6 +70,21 @@ def test_verify_removes_what_is_damaged(cli: Cli, folder: Path) -> None:
     assert not path.exists()
 
 
+def test_verify_removes_a_pipe_and_a_link_without_opening_them(cli: Cli, folder: Path) -> None:
+    pipe, link, *_ = stored_pages(folder)
+    pipe.unlink()
+    os.mkfifo(pipe)
+    link.unlink()
+    link.symlink_to("/dev/zero")
+    done = cli("cache", "verify", str(folder))
+    assert done.code == 1
+    assert f"Removed {pipe}: cannot be read: it is a pipe, not a file." in done.out
+    assert f"Removed {link}: cannot be read: it is a symbolic link, not a file." in done.out
+    assert not os.path.lexists(pipe)
+    assert not os.path.lexists(link)
+    assert cli("cache", "ls", str(folder)).code == 0
+
+
 def test_clean_removes_what_was_not_used(cli: Cli, folder: Path) -> None:
     paths = list(stored_pages(folder))
     os.utime(paths[0], (0, time.time() - 10 * 86_400))

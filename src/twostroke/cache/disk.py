@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 
 from twostroke.cache.ledger import TAG_BYTES, Entry, Ledger
 from twostroke.core.errors import UsageError
+from twostroke.core.files import open_regular_file, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -136,11 +137,8 @@ class DiskTier:
         page, times = memoryview(bytearray(self._page_bytes)), []
         with suppress(OSError):
             for path in itertools.islice(self._folder.glob("??/*"), _NUM_PROBED):
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(descriptor)
+                with open_regular_file(path) as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 began_s = time.perf_counter()
                 read_page(path, bytes(32), page)
                 times.append(time.perf_counter() - began_s)
@@ -164,7 +162,7 @@ class DiskTier:
 
     def _make_folder(self) -> None:
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
-        (self._folder / ABOUT).write_text(self._about)
+        write_text(self._folder / ABOUT, self._about)
 
     def _write(self, path: Path, name: bytes, page: memoryview[Any], worth: Worth) -> None:
         self._count += 1
@@ -245,15 +243,12 @@ def read_page(path: Path, name: bytes, page: memoryview[Any]) -> str | None:
         OSError: it cannot be read.
     """
     head = bytearray(_HEADER.size)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        found = os.fstat(descriptor).st_size
-        if found != len(head) + len(page):
-            return f"has {found} bytes instead of {len(head) + len(page)}."
-        if os.preadv(descriptor, [head, page], 0) != found:
+    with open_regular_file(path, follows_links=False) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes != len(head) + len(page):
+            return f"has {num_bytes} bytes instead of {len(head) + len(page)}."
+        if os.preadv(file.fileno(), [head, page], 0) != num_bytes:
             return "ended early."
-    finally:
-        os.close(descriptor)
     magic, its_name, *_, checksum = _HEADER.unpack(head)
     if magic != _MAGIC or its_name != name:
         return "is of another page."
@@ -265,7 +260,7 @@ def read_page(path: Path, name: bytes, page: memoryview[Any]) -> str | None:
 def entry_of(path: Path) -> Entry | None:
     """Return what is known of a file without reading its page; None if it is not one."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular_file(path, follows_links=False) as file:
             head = file.read(_HEADER.size)
             facts = os.fstat(file.fileno())
     except OSError:

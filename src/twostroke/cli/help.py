@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from twostroke.core.errors import UsageError, nearest
+from twostroke.core.files import read_regular_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -224,7 +225,7 @@ def read_text(path: str) -> str:
     """
     source, data = "Standard input" if path == "-" else path, b""
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read() if path == "-" else read_regular_file(Path(path))
         return data.decode()
     except OSError as error:
         if path.lstrip().startswith("{"):

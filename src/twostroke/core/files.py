@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from twostroke.core.errors import ModelFormatError
 
@@ -15,6 +17,56 @@ if TYPE_CHECKING:
 
 MAX_JSON_BYTES = 1 << 24
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which editors on Windows write
+
+
+class IrregularFileError(OSError):
+    """A path names a folder, a pipe, a socket, a device or a link where a file should be."""
+
+
+def open_regular_file(path: Path, *, follows_links: bool = True) -> BinaryIO:
+    """Open a file to read its bytes, and never wait for the writer of a pipe.
+
+    Without `follows_links`, a symbolic link is refused, too. Pipes in /dev and /proc, which a shell
+    opens for `<(command)`, are read.
+
+    Raises:
+        IrregularFileError: it is not a regular file.
+        OSError: it is missing, or cannot be opened.
+    """
+    if path.parts[:2] in {("/", "dev"), ("/", "proc")}:
+        return path.open("rb")
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and not follows_links):
+            raise _irregular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _irregular(path)
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular_file(path: Path) -> bytes:
+    """Return the bytes of a file; raises as `open_regular_file`."""
+    with open_regular_file(path) as file:
+        return file.read()
+
+
+def _irregular(path: Path) -> IrregularFileError:
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        mode = 0
+    kinds = {
+        stat.S_IFDIR: "it is a folder",
+        stat.S_IFIFO: "it is a pipe",
+        stat.S_IFSOCK: "it is a socket",
+        stat.S_IFLNK: "it is a symbolic link",
+    }
+    why = kinds.get(stat.S_IFMT(mode), "it is a device")
+    return IrregularFileError(errno.EINVAL, f"{why}, not a file", str(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -28,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_small_file(path: Path) -> bytes:
     """Return a file's bytes; ModelFormatError if it cannot be read, or is too large."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             # A read reserves memory for its limit: the file's size keeps that small.
             raw = file.read(min(path.stat().st_size, MAX_JSON_BYTES) + 1)
     except OSError as error:

@@ -21,7 +21,7 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
-from twostroke.core.files import write_json
+from twostroke.core.files import read_regular_file, write_json
 from twostroke.fetch.disk import (
     CHUNK_BYTES,
     Place,
@@ -163,7 +163,7 @@ class _Pull:
     def kept_ends(self) -> list[int]:
         """Return the ends of the whole parts that are on the disk."""
         with suppress(OSError, ValueError):
-            ends = msgspec.json.decode(self.journal.read_bytes(), type=_Journal).ends
+            ends = msgspec.json.decode(read_regular_file(self.journal), type=_Journal).ends
             if ends and ends[-1] <= self.whole.stat().st_size:
                 return ends
         return []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from twostroke.core import env
-from twostroke.core.files import write_text
+from twostroke.core.files import read_regular_file, write_text
 from twostroke.fetch.disk import file_size
 
 if TYPE_CHECKING:
@@ -137,7 +137,9 @@ def sources_of(model: PackagedModel) -> tuple[str, ...]:
 def _read(file: Path) -> ModelRecord | None:
     """Return a record, None if it is missing or damaged."""
     try:
-        record = msgspec.json.decode(file.read_bytes(), type=ModelRecord, dec_hook=_decode_path)
+        record = msgspec.json.decode(
+            read_regular_file(file), type=ModelRecord, dec_hook=_decode_path
+        )
         if record.snapshot is None:  # its folder may have moved
             path = file.with_suffix("")
             (stored,) = record.files

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Self
 from starlette.requests import Request
 
 from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.files import read_regular_file
 from twostroke.http.errors import to_response
 from twostroke.http.inside import sender_of
 from twostroke.http.key import FORM, WORD, Key, all_keys, digest, had_keys
@@ -270,7 +271,7 @@ def _spoken_for(scope: Scope) -> Key:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        text = path.read_text("ascii")
+        text = read_regular_file(path).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "keys are ASCII characters"
         raise UsageError(f"The keys in {path} cannot be read: {why}.") from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 
 from twostroke.core.errors import UsageError
+from twostroke.core.files import read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.router.fleet import Facts, State
 from twostroke.router.prompt import UNREADABLE
@@ -357,7 +358,7 @@ def decoded(body: bytes) -> dict[str, Any]:
 def _listed(path: Path) -> set[str]:
     """Return the URLs in a file, without comments; raises UsageError."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_regular_file(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"The replicas in {path} cannot be read: {why}.") from None

@@ -7,6 +7,7 @@ import json
 import math
 import urllib.request
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,7 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError, UsageError, nearest
+from twostroke.core.files import open_regular_file, read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.disk import file_sha256, place_file
 from twostroke.measure.requests import RequestLog  # noqa: TC001 - msgspec reads it
@@ -114,7 +116,7 @@ def _lines(path: Path) -> Iterator[Arrival]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with TextIOWrapper(open_regular_file(path), "utf-8-sig", newline="") as file:
         reader = csv.reader(file)
         try:
             names = [name.strip().lower() for name in next(reader, [])]
@@ -130,7 +132,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
+    with TextIOWrapper(open_regular_file(path), "utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -198,7 +200,7 @@ def _recorded(path: Path) -> list[Arrival]:
         requests: tuple[RequestLog, ...]
 
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Recorded)
+        found = msgspec.json.decode(read_regular_file(path), type=Recorded)
     except msgspec.DecodeError as error:
         reason = f"{path.name} is not a recorded run, which has a list of requests: {error}."
         raise UsageError(reason) from None

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from twostroke.core.config import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
 from twostroke.core.errors import UsageError
+from twostroke.core.files import read_regular_file
 from twostroke.core.sampling import OPENAI_DEFAULTS
 from twostroke.engine.build import build
 from twostroke.engine.prompts import encode_chat, encode_text
@@ -88,6 +89,7 @@ def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[Prompt]:
     path = Path(options.data)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_regular_file(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"--data {path} cannot be read: {reason}.") from None

@@ -48,6 +48,11 @@ NO_ROOM: Final = LineError(
 NO_INPUT: Final = LineError(
     "input_file_missing", "The input file is missing from the server's records: upload it again."
 )
+CHANGED_INPUT: Final = LineError(
+    "input_file_changed",
+    "The input file was damaged or changed on the server after it was checked. The results that "
+    "were there are kept; upload the file again, and send the other requests in a new batch.",
+)
 BROKEN: Final = LineError(
     "internal_error", "The server met an error of its own, which its log has, and ended the batch."
 )
@@ -61,6 +66,7 @@ class Batch(Frozen, kw_only=True):
         protocol: whose form its objects and results have.
         endpoint: the path of each line.
         input_file: the id of the file with its lines.
+        input_digest: the digest of the lines that run; empty before they do.
         window: the time that it may take, as the client wrote it.
         expires_at: when the rest of its lines will not be run.
         boot, deadline_s: the same, in seconds since the machine's start with this id.
@@ -93,6 +99,7 @@ class Batch(Frozen, kw_only=True):
     completed: int = 0
     failed: int = 0
     unrun: int = 0
+    input_digest: str = ""
     output_file: str | None = None
     error_file: str | None = None
     errors: tuple[LineError, ...] = ()
@@ -197,6 +204,12 @@ def count_results(db: Connection, id_: str) -> tuple[set[int], int, int]:
     rows = db.execute(query, (id_,)).fetchall()
     num_failed, num_bytes = sum(kind != "ok" for _, kind, _ in rows), sum(row[2] for row in rows)
     return {line for line, _, _ in rows}, num_failed, num_bytes
+
+
+def num_results(db: Connection, id_: str) -> int:
+    """Return how many lines of a batch have results."""
+    [count] = db.execute("SELECT count(*) FROM results WHERE batch = ?", (id_,)).fetchone()
+    return int(count)
 
 
 def keep_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import stat
 import time
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
@@ -48,6 +49,12 @@ class NoSuchFileError(TwostrokeError):
 
     http_status = 404
     code = "file_not_found"
+
+
+class DamagedFileError(NoSuchFileError):
+    """The content of a file has another size than its record says, or is not a file any more."""
+
+    code = "file_damaged"
 
 
 class FileBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -129,7 +136,7 @@ def routes(records: Callable[[], Records], rooms: Rooms, limits: Limits) -> list
     async def content(request: Request) -> Response:
         kept, tenant = records(), served_of(request.scope).tenant
         file = await kept.read(partial(find, id_=request.path_params["file_id"], tenant=tenant))
-        return content_of(kept, file.id, "application/jsonl", file.filename)
+        return await content_of(kept, file.id, "application/jsonl", file.filename)
 
     return [
         Route(PATH, upload, methods=["POST"], name=f"POST {PATH}"),
@@ -139,12 +146,27 @@ def routes(records: Callable[[], Records], rooms: Rooms, limits: Limits) -> list
     ]
 
 
-def content_of(records: Records, id_: str, media_type: str, filename: str) -> Response:
-    """Return a file; raises NoSuchFileError if only its record is there."""
+async def content_of(records: Records, id_: str, media_type: str, filename: str) -> Response:
+    """Return the content of a file.
+
+    Raises:
+        NoSuchFileError: only its record is there.
+        DamagedFileError: it has another size than its record says, or is not a file any more.
+    """
     path = records.files.path(id_)
-    if not path.is_file():
-        raise NoSuchFileError(f"The content of '{id_}' is missing from the server's records.")
-    return FileResponse(path, media_type=media_type, filename=filename)
+    num_bytes = await records.read(partial(_size_of, id_=id_))
+    try:
+        facts = path.lstat()
+    except OSError:
+        reason = f"The content of '{id_}' is missing from the server's records."
+        raise NoSuchFileError(reason) from None
+    if not stat.S_ISREG(facts.st_mode):
+        reason = f"The content of '{id_}' is damaged: it is not a file any more."
+        raise DamagedFileError(reason)
+    if num_bytes not in {None, facts.st_size}:
+        reason = f"The content of '{id_}' is damaged: {facts.st_size} of {num_bytes} bytes."
+        raise DamagedFileError(reason)
+    return FileResponse(path, stat_result=facts, media_type=media_type, filename=filename)
 
 
 async def keep(
@@ -276,6 +298,11 @@ def _check_count(db: Connection, tenant: str, limits: Limits) -> None:
 def _full(limits: Limits) -> BodySizeError:
     message = f"Your files, with those that arrive, have {limits.max_files_bytes} bytes, the limit."
     return BodySizeError(f"{message} Delete some.")
+
+
+def _size_of(db: Connection, id_: str) -> int | None:
+    row = db.execute("SELECT bytes FROM files WHERE id = ?", (id_,)).fetchone()
+    return None if row is None else int(row[0])
 
 
 def _is_kept(db: Connection, id_: str) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from twostroke.core.files import open_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.http.errors import one_line
 from twostroke.serve.batches.batch import LineError
@@ -24,10 +27,14 @@ _MOST_BYTES: Final = 1 << 20
 
 
 class Place(Frozen):
-    """How far a file is read: the number of its last line, and the bytes up to there."""
+    """How far a file is read.
+
+    `number` counts its lines, `num_requests` its lines that are not blank, `num_bytes` its bytes.
+    """
 
     number: int = 0
     num_bytes: int = 0
+    num_requests: int = 0
 
 
 class Line(Frozen):
@@ -59,6 +66,10 @@ class WrongLineError(Exception):
     """A line is wrong; its argument is a `LineError`."""
 
 
+class InputChangedError(Exception):
+    """The input of a batch is not the file that was checked."""
+
+
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the number and the text of each line that is not blank.
 
@@ -69,32 +80,71 @@ def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def next_lines(
-    path: Path, start: Place, done: Container[int], limits: Limits
+    path: Path,
+    start: Place,
+    done: Container[int],
+    limits: Limits,
+    digests: array[int] | None = None,
 ) -> tuple[list[Line], Place | None]:
     """Return the next lines of a checked file whose numbers are not in `done`, some at a time.
 
-    Also returns where to go on; None at the end. Raises OSError.
+    Also returns where to go on; None at the end. With the `digests` of the lines that were checked,
+    lines that were appended since then are left out.
+
+    Raises:
+        InputChangedError: a line differs from its digest, or is missing.
+        WrongLineError: a line is wrong.
+        OSError: the file cannot be read.
     """
     lines: list[Line] = []
-    num_bytes = 0
-    for place, text in _read(path, limits.max_body_bytes, start):
-        if place.number not in done:
-            lines.append(parse(place.number, text, limits))
-            num_bytes += len(text)
-            if num_bytes > _MOST_BYTES or len(lines) == _MOST_LINES:
-                return lines, place
+    num_bytes, num_requests = 0, start.num_requests
+    for end, text in _read(path, limits.max_body_bytes, start):
+        num_requests = end.num_requests
+        if digests is not None and num_requests > len(digests):
+            return lines, None
+        if end.number in done:
+            continue
+        if digests is not None and _line_digest(text) != digests[num_requests - 1]:
+            raise InputChangedError
+        lines.append(parse(end.number, text, limits))
+        num_bytes += len(text)
+        if num_bytes > _MOST_BYTES or len(lines) == _MOST_LINES:
+            return lines, end
+    if digests is not None and num_requests < len(digests):
+        raise InputChangedError
     return lines, None
+
+
+def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
+    """Return a digest of each of the first lines that are not blank; raises OSError."""
+    digests = array("Q")
+    if num_requests:
+        for _, text in read_lines(path, max_bytes):
+            digests.append(_line_digest(text))
+            if len(digests) == num_requests:
+                break
+    return digests
+
+
+def whole_digest(digests: array[int]) -> str:
+    """Return a digest of all lines from their digests."""
+    return blake2b(digests.tobytes(), digest_size=16).hexdigest()
+
+
+def _line_digest(text: bytes) -> int:
+    return int.from_bytes(blake2b(text.strip(), digest_size=8).digest())
 
 
 def _read(path: Path, max_bytes: int, start: Place) -> Iterator[tuple[Place, bytes]]:
     """Yield each line that is not blank, and where it ends."""
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         file.seek(start.num_bytes)
-        number, is_rest = start.number, False
+        number, num_requests, is_rest = start.number, start.num_requests, False
         while text := file.readline(max_bytes + 2):
             number += not is_rest
             if not is_rest and text.strip():
-                yield Place(number, file.tell()), text
+                num_requests += 1
+                yield Place(number, file.tell(), num_requests), text
             is_rest = not text.endswith(b"\n")
 
 

@@ -222,7 +222,7 @@ class MessageBatches:
             reason = "has not ended: there are results once its processing_status is ended."
             raise RequestError(reason, field="batch_id")
         name = f"{batch.id}.jsonl"
-        return files.content_of(db, batch.output_file, "application/x-jsonl", name)
+        return await files.content_of(db, batch.output_file, "application/x-jsonl", name)
 
 
 def body_of(batch: Batch, pace: Pace | None, request: Request) -> MessageBatch:

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import os
 import secrets
+import sys
 import time
+from array import array
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -15,7 +17,13 @@ import msgspec
 
 from twostroke.core.errors import UsageError
 from twostroke.records.folder import sync_folder
-from twostroke.serve.batches.lines import parse, read_lines
+from twostroke.serve.batches.lines import (
+    InputChangedError,
+    Place,
+    WrongLineError,
+    line_digests,
+    next_lines,
+)
 from twostroke.serve.batches.openai import ID, result
 
 if TYPE_CHECKING:
@@ -96,6 +104,8 @@ class Results:
         self.places: dict[str, tuple[int, int]] = {}  # by custom_id: where its line is
         self.ids: dict[str, str] = {}  # by custom_id: of results from an earlier run
         self.was_begun = self.partial.exists()
+        if self.was_begun and not self.partial.is_file():
+            raise UsageError(f"{self.partial} is not a file: remove it, or choose another file.")
         self._file = self.partial.open("r+b" if self.was_begun else "x+b", 0)
         try:
             flock(self._file, LOCK_EX | LOCK_NB)
@@ -165,17 +175,31 @@ class Files(msgspec.Struct):
     """The input, and where results with and without success go.
 
     `model` answers all lines; without it a server answers each with the model that it names.
+    `digests` are those of the lines that `check` has read.
     """
 
     input: Path
     output: Results
     errors: Results
     model: str | None = None
+    digests: array[int] | None = None
 
     def lines(self, limits: Limits) -> Iterator[Line]:
-        """Yield the lines of the input, which were checked."""
-        for number, text in read_lines(self.input, limits.max_body_bytes):
-            yield parse(number, text, limits)
+        """Yield the lines of the input, which were checked.
+
+        Raises:
+            UsageError: the input has changed since then.
+        """
+        place: Place | None = Place()
+        while place is not None:
+            try:
+                lines, place = next_lines(self.input, place, (), limits, self.digests)
+            except (InputChangedError, WrongLineError, OSError):
+                raise UsageError(
+                    f"{self.input} was changed or damaged while its lines ran; results so far are "
+                    f"in {self.output.partial}. Restore it, and the same command goes on."
+                ) from None
+            yield from lines
 
     def check(self, limits: Limits) -> None:
         """Raise a UsageError if the output has results of another input, or of another model.
@@ -183,6 +207,7 @@ class Files(msgspec.Struct):
         Results whose ids have no digests, as other programs write them, are taken as they are.
         """
         known = set[str]()
+        self.digests = line_digests(self.input, limits.max_body_bytes, sys.maxsize)
         for line in self.lines(limits):
             known.add(line.custom_id)
             id_ = self.output.ids.get(line.custom_id, "")

@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
-from twostroke.records import RecordsError
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
-from twostroke.serve.batches.lines import parse, read_lines
+from twostroke.serve.batches.lines import (
+    WrongLineError,
+    line_digests,
+    parse,
+    read_lines,
+    whole_digest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -96,7 +101,7 @@ async def finish(
         )
         while await readers.run(batch.tenant, write):
             pass
-        num_lost = batch.total - sum(counts)  # with the input
+        num_lost = max(0, batch.total - sum(counts))  # with the input
         written = ((output, batch.output_file, "output"), (failures, batch.error_file, "errors"))
         bodies = []
         for file, id_, word in written:
@@ -144,22 +149,36 @@ def _write(
 def _outcomes(
     records: Records, batch: Batch, form: Form, limits: Limits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield what became of each line, and its result; without the input, of those that ended."""
-    path = records.files.path(batch.input_file)
+    """Yield each line's outcome and result by line; without the input, of lines that ended."""
     with records.alone() as db:
+        num_unrun = batch.total - kept.num_results(db, batch.id)
         results = kept.results(db, batch.id)
-        if not path.is_file():
-            yield from ((_OK if is_ok else _FAILED, body) for _, is_ok, body in results)
-            return
         following = next(results, None)
-        try:
-            for number, text in read_lines(path, limits.max_body_bytes):
-                if following is not None and following[0] == number:
-                    _, is_ok, body = following
-                    following = next(results, None)
-                    yield _OK if is_ok else _FAILED, body
-                else:
-                    yield _UNRUN, form.unrun(parse(number, text, limits).custom_id, batch)
-        except OSError as error:
-            message = f"The input of {batch.id} cannot be read: {error.strerror}."
-            raise RecordsError(message) from None
+        for number, body in _unrun(records, batch, form, limits) if num_unrun else ():
+            while following is not None and following[0] < number:
+                yield _OK if following[1] else _FAILED, following[2]
+                following = next(results, None)
+            if following is not None and following[0] == number:
+                continue
+            yield _UNRUN, body
+            num_unrun -= 1
+            if num_unrun <= 0:
+                break
+        while following is not None:
+            yield _OK if following[1] else _FAILED, following[2]
+            following = next(results, None)
+
+
+def _unrun(
+    records: Records, batch: Batch, form: Form, limits: Limits
+) -> Iterator[tuple[int, bytes]]:
+    """Yield each line's number and its result if it was not run; ends where the input changed."""
+    path = records.files.path(batch.input_file)
+    try:
+        digests = line_digests(path, limits.max_body_bytes, batch.total)
+        if batch.input_digest not in {"", whole_digest(digests)}:
+            return
+        for number, text in read_lines(path, limits.max_body_bytes):
+            yield number, form.unrun(parse(number, text, limits).custom_id, batch)
+    except (OSError, WrongLineError):
+        return

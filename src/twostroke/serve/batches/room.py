@@ -30,8 +30,9 @@ class Room:
         try:
             while self._num_lines >= self._size():
                 self._left.clear()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._left.wait(), _LOOK_S)
+                with suppress(TimeoutError):  # `wait_for` would lose a cancellation
+                    async with asyncio.timeout(_LOOK_S):
+                        await self._left.wait()
             self._num_lines += 1
         finally:
             self._turns.end(turn)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from msgspec.structs import replace
 
 from twostroke.core.errors import EngineDiedError, EngineKillerError, OverloadedError
+from twostroke.core.files import IrregularFileError
 from twostroke.core.service import BATCH_SERVICE
 from twostroke.http import inside
 from twostroke.http.errors import BodySizeError, ServerStoppingError
@@ -19,7 +20,15 @@ from twostroke.records import RecordsError
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
 from twostroke.serve.batches.deadline import anchored, seconds_left
-from twostroke.serve.batches.lines import Place, check, next_lines
+from twostroke.serve.batches.lines import (
+    InputChangedError,
+    Place,
+    WrongLineError,
+    check,
+    line_digests,
+    next_lines,
+    whole_digest,
+)
 from twostroke.serve.batches.pace import Pace
 from twostroke.serve.batches.results import Endings
 from twostroke.serve.batches.room import Room
@@ -27,6 +36,7 @@ from twostroke.serve.batches.valve import Valve
 from twostroke.serve.turns import Readers
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Coroutine, Iterable, Mapping
     from pathlib import Path
 
@@ -193,6 +203,9 @@ class Runner:
                 except FileNotFoundError:
                     _logger.error("Batch %s ends: its input file is missing.", batch.id)  # noqa: TRY400
                     batch = await self._fail(batch, kept.NO_INPUT)
+                except (InputChangedError, WrongLineError):
+                    _logger.error("Batch %s ends: its input file has changed.", batch.id)  # noqa: TRY400
+                    batch = await self._fail(batch, kept.CHANGED_INPUT)
                 except Exception:  # else it would stay open, which nobody could change
                     _logger.exception("Batch %s ends.", batch.id)
                     batch = await self._fail(batch, kept.BROKEN)
@@ -220,17 +233,17 @@ class Runner:
             total, errors, num_errors = await self.readers.run(
                 batch.tenant, check, path, batch.endpoint, self._limits
             )
-        except FileNotFoundError:
-            raise
         except OSError as error:
             raise _unreadable(path, error) from None
         changes = {"total": total, "errors": tuple(errors), "num_errors": num_errors}
         return await self._move(batch, "failed" if num_errors else "in_progress", **changes)
 
     async def _run_lines(self, batch: Batch) -> Batch:
+        digests = await self._digests(batch)
         placed = anchored(batch)
         when = {"boot": placed.boot, "deadline_s": placed.deadline_s}
-        batch = await self._move(batch, batch.status, **when)
+        input_digest = whole_digest(digests)
+        batch = await self._move(batch, batch.status, **when, input_digest=input_digest)
         if batch.status == "cancelling":  # since it was read
             return batch
         count = partial(kept.count_results, id_=batch.id)
@@ -240,7 +253,7 @@ class Runner:
         self._paces[batch.id] = Pace(len(done), num_failed, batch.total)
         self._valves[batch.id] = Valve(batch.id)
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
-        running = asyncio.create_task(self._send_all(batch, done))
+        running = asyncio.create_task(self._send_all(batch, done, digests))
         is_open, faults = True, list[Exception]()
         try:
             while is_open and (left_s := seconds_left(batch)) > 0:
@@ -253,16 +266,16 @@ class Runner:
                 is_open = not ended
             if running.done():
                 await running
-        except* (_NoKeyError, OSError, BodySizeError) as errors:
+        except* (_NoKeyError, OSError, BodySizeError, InputChangedError, WrongLineError) as errors:
             faults = list(errors.exceptions)
         finally:
             for task in (running, cancelled):
                 task.cancel()
             await asyncio.gather(running, cancelled, return_exceptions=True)
+        if faults and isinstance(faults[0], (InputChangedError, WrongLineError)):
+            raise faults[0]
         if faults and isinstance(fault := faults[0], OSError):
-            is_missing = isinstance(fault, FileNotFoundError)
-            path = self._records.files.path(batch.input_file)
-            raise fault if is_missing else _unreadable(path, fault) from None
+            raise _unreadable(self._records.files.path(batch.input_file), fault) from None
         if faults and isinstance(faults[0], BodySizeError):
             why = {"errors": (kept.NO_ROOM,), "num_errors": 1}
             return await self._move(batch, "finalizing", ends_as="failed", **why)
@@ -298,13 +311,35 @@ class Runner:
 
         return await self._records.write(change)
 
-    async def _send_all(self, batch: Batch, done: set[int]) -> None:
+    async def _digests(self, batch: Batch) -> array[int]:
+        """Return the digest of each line of a batch.
+
+        Raises:
+            InputChangedError: the lines have changed since they were checked.
+            FileNotFoundError: the input is missing.
+            RecordsError: it cannot be read now.
+        """
+        path = self._records.files.path(batch.input_file)
+        most_bytes = self._limits.max_body_bytes
+        try:
+            digests = await self.readers.run(
+                batch.tenant, line_digests, path, most_bytes, batch.total
+            )
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        is_known = batch.input_digest in {"", whole_digest(digests)}
+        if len(digests) < batch.total or not is_known:
+            raise InputChangedError
+        return digests
+
+    async def _send_all(self, batch: Batch, done: set[int], digests: array[int]) -> None:
         """Run the lines that have no result."""
         path = self._records.files.path(batch.input_file)
-        place: Place | None = Place()
+        start: Place | None = Place()
         async with asyncio.TaskGroup() as group:
-            while place is not None:
-                lines, place = await asyncio.to_thread(next_lines, path, place, done, self._limits)
+            while start is not None:
+                read = partial(next_lines, path, start, done, self._limits, digests)
+                lines, start = await asyncio.to_thread(read)
                 for line in lines:
                     has_room = asyncio.Event()
                     group.create_task(self._send(batch, line, has_room))
@@ -391,7 +426,12 @@ class Runner:
         await asyncio.sleep(_DISK_PAUSE_S)
 
 
-def _unreadable(path: Path, error: OSError) -> RecordsError:
+def _unreadable(path: Path, error: OSError) -> Exception:
+    """Return the error for an input that is missing, not a file any more, or not readable now."""
+    if isinstance(error, FileNotFoundError):
+        return error
+    if isinstance(error, (IrregularFileError, NotADirectoryError)):
+        return InputChangedError()
     return RecordsError(f"{path} cannot be read: {error.strerror}.")
 
 

@@ -1,0 +1,225 @@
+"""Inputs and results that are damaged on the disk, while a batch runs and between two servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.batch_bench import App, Bench, until
+from support.servers import live_server
+from twostroke.core.errors import UsageError
+from twostroke.http.inside import Answer
+from twostroke.http.limits import Limits
+from twostroke.records import Records
+from twostroke.serve.batches import files, messages, openai
+from twostroke.serve.batches.offline import Files, Progress, Results, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from twostroke.serve.batches.batch import Batch
+    from twostroke.serve.batches.lines import Line
+
+_NUM_LINES, _NUM_DONE = 200, 16
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Any:
+    with closing(Records(tmp_path)) as made:
+        yield made
+
+
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def flip(path: Path) -> None:
+    rewrite(path, lambda data: data[:-100] + bytes(byte ^ 4 for byte in data[-100:]))
+
+
+def replace(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def link(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(b'{"custom_id": "stranger"}\n')
+    replace(path, lambda path: path.symlink_to(other))
+
+
+# What becomes of an input, and the code of the batch's error; None if all lines are still there.
+DAMAGES: list[tuple[str, Callable[[Path], object], str | None]] = [
+    ("bits are flipped", flip, "input_file_changed"),
+    ("cut in a line", lambda path: os.truncate(path, path.stat().st_size - 20), "changed"),
+    ("cut after a line", lambda path: rewrite(path, _without_last), "changed"),
+    ("emptied", lambda path: os.truncate(path, 0), "changed"),
+    ("a line is removed", lambda path: rewrite(path, _without_line), "changed"),
+    ("lines are appended", lambda path: rewrite(path, lambda data: data + data), None),
+    ("rubbish is appended", lambda path: rewrite(path, lambda data: data + b"\xff{"), None),
+    ("other lines", lambda path: rewrite(path, lambda data: data.replace(b"id", b"di")), "changed"),
+    ("a folder", lambda path: replace(path, lambda path: path.mkdir()), "changed"),
+    ("a pipe", lambda path: replace(path, os.mkfifo), "changed"),
+    ("a link to another file", link, "changed"),
+    ("missing", lambda path: path.unlink(), "input_file_missing"),
+]
+
+
+def _without_last(data: bytes) -> bytes:
+    return data[: data.rindex(b"\n", 0, -1) + 1]
+
+
+def _without_line(data: bytes) -> bytes:
+    lines = data.splitlines(keepends=True)
+    return b"".join(lines[: _NUM_LINES // 2] + lines[_NUM_LINES // 2 + 1 :])
+
+
+def input_of(records: Records) -> Path:
+    [path] = records.files.path("x").parent.iterdir()
+    return path
+
+
+@pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(("name", "damage", "code"), DAMAGES, ids=[one[0] for one in DAMAGES])
+def test_results_are_kept_whatever_becomes_of_the_input(
+    records: Records,
+    protocol: str,
+    name: str,
+    damage: Callable[[Path], object],
+    code: str | None,
+    *,
+    restarts: bool,
+) -> None:
+    app, next_app = App(), App()
+
+    def hold(_id: str, _times: int) -> None:
+        if len(app.sent) >= _NUM_DONE:
+            app.is_open.clear()
+
+    app.fail = hold  # type: ignore[assignment]
+    bench = Bench(records, app)
+    bench.protocol = protocol
+
+    async def go() -> Batch:
+        await bench.begin(_NUM_LINES, protocol)
+        await until(lambda: not app.is_open.is_set())
+        if restarts:
+            await bench.runner.stop()
+            damage(input_of(records))
+            last = Bench(records, next_app)
+            last.protocol = protocol
+            await last.runner.start(next_app)
+            return await last.ended()
+        damage(input_of(records))
+        app.is_open.set()
+        app.fail = lambda _id, _times: None
+        return await bench.ended()
+
+    batch = asyncio.run(go())
+    counts = batch.completed, batch.failed, batch.unrun
+    assert all(0 <= count <= batch.total for count in counts), (name, counts)
+    assert (batch.total, batch.completed + batch.failed) == (_NUM_LINES, _NUM_LINES)
+    lines = bench.lines(batch.output_file)
+    assert len(lines) >= batch.completed >= 8
+    assert set(lines) <= {f"{number}" for number in range(_NUM_LINES)}, "no stranger's result"
+    if code is None:
+        assert (batch.status, batch.completed, batch.errors) == ("completed", _NUM_LINES, ())
+        return
+    # Lines that were read before the damage may be all that there are.
+    if batch.status != "completed":
+        assert batch.status == "failed"
+        assert code in batch.errors[0].code
+    else:
+        assert not restarts
+        assert batch.completed == _NUM_LINES
+
+
+def test_a_cancelled_batch_with_a_damaged_input_has_its_results(records: Records) -> None:
+    app = App()
+    bench = Bench(records, app)
+
+    async def go() -> Batch:
+        await bench.begin(_NUM_LINES)
+        await until(lambda: len(app.sent) >= _NUM_DONE)
+        flip(input_of(records))
+        await bench.runner.cancel(await bench.found())
+        return await bench.ended()
+
+    batch = asyncio.run(go())
+    assert batch.status in {"cancelled", "failed"}
+    assert 0 < batch.completed <= batch.total == batch.completed + batch.failed
+    assert len(bench.lines(batch.output_file)) == batch.completed
+
+
+@pytest.mark.parametrize(
+    ("damage", "status", "words"),
+    [
+        (lambda path: os.truncate(path, 3), 404, "3 of 12 bytes"),
+        (lambda path: os.truncate(path, 0), 404, "0 of 12 bytes"),
+        (lambda path: replace(path, lambda path: path.mkdir()), 404, "not a file any more"),
+        (lambda path: replace(path, os.mkfifo), 404, "not a file any more"),
+        (
+            lambda path: replace(path, lambda path: path.symlink_to("/etc/passwd")),
+            404,
+            "not a file",
+        ),
+        (lambda path: path.unlink(), 404, "is missing"),
+    ],
+)
+def test_damaged_content_is_told(
+    tmp_path: Path, damage: Callable[[Path], object], status: int, words: str
+) -> None:
+    with (
+        closing(Records(tmp_path / "records")) as records,
+        live_server(tmp_path, records=records) as server,
+    ):
+        form = {"file": ("x.jsonl", b'{"a": "bcd"}'), "purpose": (None, "batch")}
+        id_ = server.http.post("/v1/files", files=form).json()["id"]
+        damage(records.files.path(id_))
+        answer = server.http.get(f"/v1/files/{id_}/content")
+        assert answer.status_code == status
+        assert words in answer.json()["error"]["message"]
+        assert server.http.delete(f"/v1/files/{id_}").status_code == 200
+        assert server.http.get("/v1/files").json()["data"] == []
+        json.loads(server.http.get("/health").text)
+
+
+def test_files_are_removed_whatever_they_have_become(records: Records) -> None:
+    with records.files.begin() as file:
+        file.write(b"x")
+        file.keep(files.new_id())
+    flip(input_of(records))
+    records.files.keep_only(())
+    assert not list(records.files.path("x").parent.iterdir())
+
+
+def test_a_command_whose_input_changes_keeps_its_results(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    asked = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    path.write_text("".join(json.dumps({"custom_id": f"{i}", **asked}) + "\n" for i in range(300)))
+    shown = list[int]()
+
+    async def send(line: Line) -> Answer:
+        if line.custom_id == "9":
+            flip(path)
+        return Answer(200, {"x-request-id": "r"}, b"{}")
+
+    out, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    with Results(out, goes_on=True) as results, Results(errors, goes_on=False) as failures:
+        job = Files(path, results, failures)
+        job.check(Limits())
+        progress = Progress(300)
+        with pytest.raises(UsageError, match="was changed or damaged while its lines ran"):
+            asyncio.run(
+                run(job, send, 4, Limits(), progress, lambda now: shown.append(now.num_done))
+            )
+    kept = [json.loads(line)["custom_id"] for line in results.partial.read_text().splitlines()]
+    assert {f"{number}" for number in range(9)} < set(kept)
+    assert not out.exists()
