@@ -200,15 +200,15 @@ def _recorded(path: Path) -> list[Arrival]:
         requests: tuple[RequestLog, ...]
 
     try:
-        found = msgspec.json.decode(read_regular_file(path), type=Recorded)
+        recorded = msgspec.json.decode(read_regular_file(path), type=Recorded)
     except msgspec.DecodeError as error:
         reason = f"{path.name} is not a recorded run, which has a list of requests: {error}."
         raise UsageError(reason) from None
     arrivals = []
-    for number, one in enumerate(found.requests, 1):
-        counts = {"num_prompt": one.num_prompt, "num_output": max(1, one.num_output)}
+    for number, request in enumerate(recorded.requests, 1):
+        counts = {"num_prompt": request.num_prompt, "num_output": max(1, request.num_output)}
         try:
-            row = {"arrival_s": one.timings.arrival_s, **counts}
+            row = {"arrival_s": request.timings.arrival_s, **counts}
             arrivals.append(_arrival(row, is_json=False))
         except ValueError as error:
             raise UsageError(f"{path.name}, request {number}: {error}.") from None

@@ -88,8 +88,7 @@ def _prompts(options: LearnOptions, *, has_chat: bool) -> Iterator[Prompt]:
         return prompts(options.seed, chat=has_chat)
     path = Path(options.data)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        lines = read_regular_file(path).decode().splitlines()
+        lines = read_regular_file(path).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"--data {path} cannot be read: {reason}.") from None

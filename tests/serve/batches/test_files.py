@@ -260,10 +260,10 @@ def test_nothing_is_read_or_written_on_the_event_loop(
         num_works[0] += 1
         write(file, data)
 
-    def noted_read(*given: Any) -> Any:
+    def noted_read(*given: Any, **named: Any) -> Any:
         assert not is_on_loop()
         num_works[1] += 1
-        return read(*given)
+        return read(*given, **named)
 
     monkeypatch.setattr(Temporary, "write", noted_write)
     monkeypatch.setattr(runner, "next_lines", noted_read)

@@ -175,7 +175,7 @@ class Files(msgspec.Struct):
     """The input, and where results with and without success go.
 
     `model` answers all lines; without it a server answers each with the model that it names.
-    `digests` are those of the lines that `check` has read.
+    `check` sets `digests`, one for each line.
     """
 
     input: Path
@@ -190,10 +190,10 @@ class Files(msgspec.Struct):
         Raises:
             UsageError: the input has changed since then.
         """
-        place: Place | None = Place()
-        while place is not None:
+        start: Place | None = Place()
+        while start is not None:
             try:
-                lines, place = next_lines(self.input, place, (), limits, self.digests)
+                lines, start = next_lines(self.input, start, (), limits, self.digests)
             except (InputChangedError, WrongLineError, OSError):
                 raise UsageError(
                     f"{self.input} was changed or damaged while its lines ran; results so far are "

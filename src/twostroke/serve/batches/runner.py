@@ -338,7 +338,9 @@ class Runner:
         start: Place | None = Place()
         async with asyncio.TaskGroup() as group:
             while start is not None:
-                read = partial(next_lines, path, start, done, self._limits, digests)
+                read = partial(
+                    next_lines, path, start=start, done=done, limits=self._limits, digests=digests
+                )
                 lines, start = await asyncio.to_thread(read)
                 for line in lines:
                     has_room = asyncio.Event()
