@@ -227,6 +227,9 @@ test-api: build pull ## Generate requests from the OpenAPI document (API_ARGS="-
 test-malformed: build ## Send malformed requests, raw bytes and frames, 100,000 of each (MALFORMED_ARGS="--http 1000").
 	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/malformed/run.py $(MALFORMED_ARGS)
 
+test-memory: build pull ## Serve in control groups of 350 MB, with long prompts; needs root (MEMORY_ARGS="--mb 300").
+	@PYTHONPATH=src $(BIN)/python tests/memory/groups.py --model $(MODEL) $(MEMORY_ARGS)
+
 test-page: build pull ## Test the page in a browser (CHROMIUM=).
 	@test -n "$(CHROMIUM)" || { echo "This needs a browser: apt-get install chromium, or set CHROMIUM=/path/to/it"; exit 1; }
 	@$(MAKE) --no-print-directory .venv-page/.ready .venv-page/node_modules/axe-core

@@ -132,13 +132,17 @@ def test_a_model_calibrates_itself_on_the_same_pieces_each_time(tiny: str) -> No
     assert max(map(len, first)) <= source.spec.context_length
 
 
-def test_figures_against_a_source_of_as_few_bits_are_doubted(
+def test_a_source_of_as_few_bits_is_told_before_and_after(
     cli: Callable[..., Ran], small: Path, text: tuple[str, ...], folder: Path
 ) -> None:
     doubt, out = "say nothing about the original model", str(folder / "again.gguf")
     assert doubt not in cli("report", str(small)).out
-    ran = cli("quantize", str(small), "--to", "q4_0", "--out", out, *text)
+    ran = cli("quantize", str(small), "--to", "q4_1", "--out", out, *text)
     assert doubt in ran.err
+    before, after = ran.err.split("Scoring the written file")
+    assert "it gets no smaller, and no better" in before
+    assert "again.gguf has" in after
+    assert "it did not get smaller" in after
     assert doubt in cli("report", out).out
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from support.tiny import write_tiny_gguf
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke.compress.allocate import Goal
 from twostroke.compress.grids import GRIDS
-from twostroke.compress.mixes import MIXES, fitting, formats_of
+from twostroke.compress.mixes import FLOATS, MIXES, fitting, float_format, formats_of
+from twostroke.compress.quantize import quantize
+from twostroke.core.errors import TwostrokeError
+from twostroke.core.files import read_json
 from twostroke.engine.loading import load
 from twostroke.models import build_program
-from twostroke.quant import FORMATS
+from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    from twostroke.quant import QuantTensor
 
 
 @pytest.fixture
@@ -57,3 +61,63 @@ def test_each_matrix_has_a_format_that_holds_it(tiny: str) -> None:
     for target in MIXES:
         for key, name in formats(tiny, target).items():
             assert tensors[key].shape[-1] % FORMATS[name].block_size == 0
+
+
+TEXT = "Water runs down hills, and stones stay. " * 200
+ODD = {"ffn_size": 172}  # rows that fill no blocks of 32
+
+
+def odd_model(path: Path, fmt: str = "F32") -> Path:
+    return write_tiny_gguf(path, replace(Tiny(), fmt=fmt, **ODD))
+
+
+@pytest.mark.parametrize("target", [name for name in MIXES if MIXES[name].layers in GRIDS])
+@pytest.mark.parametrize(("source", "expected"), [("F32", "F16"), ("F16", "F16"), ("BF16", "BF16")])
+def test_rows_that_fill_no_block_stay_floats(
+    target: str, source: str, expected: str, tmp_path: Path
+) -> None:
+    found = formats(str(odd_model(tmp_path / "odd.gguf", source)), target)
+    assert {found[f"blk.{layer}.ffn_down.weight"] for layer in range(2)} == {expected}
+    assert {name for name in found.values() if name in FLOATS} == {expected}
+    assert sum(name in FLOATS for name in found.values()) == 2
+
+
+def test_values_beyond_float16_stay_as_they_are() -> None:
+    large = np.full((2, 4), 1e5, np.float32)
+    assert float_format(QuantTensor.from_floats(large, FORMATS["F32"])) == "F32"
+    assert float_format(QuantTensor.from_floats(large / 2, FORMATS["F32"])) == "F16"
+
+
+@pytest.mark.parametrize("wanted", ["q4_k_m", Goal(bits=5.0)])
+def test_a_file_with_an_odd_matrix_is_written_and_names_it(
+    wanted: str | Goal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
+    said: list[str] = []
+    out = tmp_path / "small.gguf"
+    quantize(str(odd_model(tmp_path / "odd.gguf")), wanted, out, TEXT, 1024, said.append)
+    assert any("blk.0.ffn_down.weight and 1 more have rows" in line for line in said)
+    tensors = load(str(out)).tensors
+    assert tensors["blk.1.ffn_down.weight"].format.name == "F16"
+    assert tensors["blk.1.ffn_up.weight"].format.name not in FLOATS
+
+
+def test_a_folder_with_an_odd_matrix_is_written_and_ignores_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
+    said: list[str] = []
+    source, out = odd_model(tmp_path / "odd.gguf"), tmp_path / "out"
+    report = quantize(str(source), "w4a16", out, TEXT, 1024, said.append)
+    assert report.comparison.mean_kl < 0.3  # of random weights
+    config = read_json(out / "config.json")["quantization_config"]
+    assert config["ignore"] == ["lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in (0, 1))]
+    assert load(str(out)).tensors["blk.0.ffn_down.weight"].format.name == "BF16"
+    assert any("blk.0.ffn_down.weight and 1 more have rows" in line for line in said)
+
+
+def test_a_model_without_any_fitting_matrix_is_refused(tmp_path: Path) -> None:
+    tiny = replace(Tiny(), hidden_size=48, ffn_size=172, num_heads=3, num_kv_heads=3, head_dim=16)
+    source = write_tiny_gguf(tmp_path / "odd.gguf", tiny)
+    with pytest.raises(TwostrokeError, match="no matrix could get smaller"):
+        quantize(str(source), "q4_0", tmp_path / "out.gguf", TEXT, 1024, lambda _: None)

@@ -154,7 +154,12 @@ class Evener:
         """Return the weights of the product `name` with its outputs divided by factors."""
         op = self._written[name]
         assert isinstance(op, ops.Linear)
-        changed = {op.weight: scale_rows(tensors[op.weight], _ONE / factors)}
+        weight = tensors[op.weight]
+        if weight.format.block_size == 1:  # floats, whose rows fill no groups
+            values = weight.dequantize() / factors[:, None]
+            changed = {op.weight: QuantTensor.from_floats(values, weight.format)}
+        else:
+            changed = {op.weight: scale_rows(weight, _ONE / factors)}
         if op.bias is not None:
             bias = tensors[op.bias]
             changed[op.bias] = QuantTensor.from_floats(bias.dequantize() / factors, bias.format)

@@ -14,6 +14,7 @@ import numpy as np
 from twostroke.compress.even import Evener
 from twostroke.compress.grids import group_grid
 from twostroke.compress.hf_files import config_of, write_tokenizer
+from twostroke.compress.mixes import tell_left_in_floats
 from twostroke.compress.report import make_report
 from twostroke.compress.round import round_to
 from twostroke.compress.unfinished import need
@@ -62,7 +63,11 @@ def write_folder(
     write_tokenizer(source, part)
     program = build_program(source.spec)
     products = [op.weight for op in program.ops if isinstance(op, ops.Linear)]
-    group = _group(source, products)
+    widths = {key: source.tensors[key].shape[-1] for key in products}
+    floats = {key: width for key, width in widths.items() if width % _GROUPS[-1]}
+    tell_left_in_floats(floats, len(products), f"{_GROUPS[-1]} values", notice)
+    products = [key for key in products if key not in floats]
+    group = next(size for size in _GROUPS if not any(widths[key] % size for key in products))
     dtype = "F16" if config.get("torch_dtype", config.get("dtype")) == "float16" else "BF16"
     bits = FOLDER_TARGETS[target]
     fmt = grouped(bits, group, dtype.lower(), zero=bits == 4)
@@ -94,7 +99,7 @@ def write_folder(
     for key, tensor in tensors.items():
         stored |= _parts(names[key], tensor, dtype) if key in products else {names[key]: tensor}
     write_safetensors(part / "model.safetensors", stored)
-    config |= {"quantization_config": _quantization(bits, group)}
+    config |= {"quantization_config": _quantization(bits, group, [names[key] for key in floats])}
     config.pop("dtype", None)  # the newer name, which would count
     config["torch_dtype"] = "float16" if dtype == "F16" else "bfloat16"
     write_json(part / "config.json", config)
@@ -116,15 +121,6 @@ def published_names(source: LoadedModel) -> dict[str, str]:
     if family.fused or source.spec.experts is not None:
         raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
     return {key: published_name(key, family.layer_names) for key in source.tensors}
-
-
-def _group(source: LoadedModel, products: list[str]) -> int:
-    """Return the largest group that rows of all matrices are made of."""
-    widths = {source.tensors[key].shape[-1] for key in products}
-    for group in _GROUPS:
-        if all(width % group == 0 for width in widths):
-            return group
-    raise TwostrokeError(f"{source.name} has rows that are not a multiple of {_GROUPS[-1]} values.")
 
 
 def reordered(source: LoadedModel, key: str, tensor: QuantTensor) -> QuantTensor:
@@ -159,7 +155,8 @@ def _parts(name: str, tensor: QuantTensor, dtype: str) -> dict[str, QuantTensor 
     return parts
 
 
-def _quantization(bits: int, group: int) -> dict[str, Any]:
+def _quantization(bits: int, group: int, float_weights: list[str]) -> dict[str, Any]:
+    """Return the quantization_config; `float_weights` are matrices that are not quantized."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -174,7 +171,7 @@ def _quantization(bits: int, group: int) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**scheme, "input_activations": None}},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *(name.removesuffix(".weight") for name in float_weights)],
         "kv_cache_scheme": None,
     }
 

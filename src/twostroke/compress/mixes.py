@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from twostroke.compress.grids import GRIDS
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
@@ -66,12 +68,14 @@ MIXES = {
     "q6_k": Mix(18, "Q6_K", "Q6_K"),
 }
 
+FLOATS = frozenset({"F32", "F16", "BF16"})
+
 # What takes the place of a format whose super-blocks do not fill a row.
 FALLBACKS = {"Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def formats_of(program: Program, tensors: Mapping[str, QuantTensor], mix: Mix) -> dict[str, str]:
-    """Return the format of each matrix; TwostrokeError if rows do not fill whole blocks."""
+    """Return the format of each matrix: floats if its rows fill no whole blocks."""
     num_layers = 1 + max((layer_of(key) for key in tensors if key.startswith("blk.")), default=0)
     formats: dict[str, str] = {}
     for op in program.ops:
@@ -83,13 +87,46 @@ def formats_of(program: Program, tensors: Mapping[str, QuantTensor], mix: Mix) -
             kind = weight.name.split(".")[-2]
             if kind in mix.finer and mix.is_finer(layer_of(weight.name), num_layers):
                 name = mix.finer[kind]
-            formats[weight.name] = fitting(name, width)
-            if width % FORMATS[formats[weight.name]].block_size:
-                raise TwostrokeError(
-                    f"{weight.name} has rows of {width} values, not a multiple of "
-                    f"{formats[weight.name]}'s {FORMATS[formats[weight.name]].block_size}."
-                )
+            name = fitting(name, width)
+            if width % FORMATS[name].block_size:
+                name = float_format(tensors[weight.name])
+            formats[weight.name] = name
     return formats
+
+
+def float_format(tensor: QuantTensor) -> str:
+    """Return the format of a matrix that is not rounded: of 16 bits, unless values overflow."""
+    if tensor.format.name in {"F16", "BF16"}:
+        return tensor.format.name
+    return "F16" if np.abs(tensor.dequantize()).max() <= np.finfo(np.float16).max else "F32"
+
+
+def left_in_floats(
+    formats: Mapping[str, str], tensors: Mapping[str, QuantTensor], mix: Mix
+) -> dict[str, int]:
+    """Return the matrices that have no format of the mix, with the widths of their rows."""
+    if mix.layers in FLOATS:
+        return {}
+    return {key: tensors[key].shape[-1] for key, name in formats.items() if name in FLOATS}
+
+
+def tell_left_in_floats(
+    widths: Mapping[str, int], num_matrices: int, name: str, notice: Callable[[str], None]
+) -> None:
+    """Say which matrices keep 16 or more bits, as their rows do not fill blocks.
+
+    Raises:
+        TwostrokeError: these are all the matrices, so that nothing would get smaller.
+    """
+    if not widths:
+        return
+    example, width = next(iter(widths.items()))
+    others = f" and {len(widths) - 1} more" if len(widths) > 1 else ""
+    verb = "have" if others else "has"
+    facts = f"{example}{others} {verb} rows that fill no blocks of {name}, such as {width} values"
+    if len(widths) == num_matrices:
+        raise TwostrokeError(f"{facts}: no matrix could get smaller.")
+    notice(f"{facts}: kept in floats of 16 bits.")
 
 
 def fitting(name: str, width: int) -> str:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.compress.choose import Calibration, Chooser, check_size, rounded_to
 from twostroke.compress.folder import FOLDER_TARGETS, write_folder
-from twostroke.compress.mixes import MIXES, file_type_of, formats_of, is_rounded
+from twostroke.compress.mixes import (
+    MIXES,
+    file_type_of,
+    formats_of,
+    is_rounded,
+    left_in_floats,
+    tell_left_in_floats,
+)
 from twostroke.compress.report import (
     FileReport,
     bits_of,
@@ -22,6 +29,7 @@ from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.engine.canary import REPORT_KEY
 from twostroke.engine.compute import check_can_run
 from twostroke.engine.loading import load
+from twostroke.fetch.disk import megabytes
 from twostroke.models import build_program
 from twostroke.models.rope import ROPE_TABLES
 from twostroke.quant import FORMATS, QuantTensor
@@ -91,6 +99,11 @@ def quantize(
     else:
         with unfinished(out) as part:
             report = _write(source, wanted, part, calibration, notice, tuning_minutes)
+        if out.stat().st_size >= source.file_bytes:
+            notice(
+                f"{out.name} has {megabytes(out.stat().st_size)}, its source "
+                f"{megabytes(source.file_bytes)}: it did not get smaller."
+            )
     calibration.kept.drop()
     return report
 
@@ -108,11 +121,15 @@ def _write(
     mix = MIXES[wanted if isinstance(wanted, str) else _CHOSEN]
     formats = formats_of(program, source.tensors, mix)
     tensors = dict(source.tensors)
+    floats = left_in_floats(formats, source.tensors, mix)
+    tell_left_in_floats(floats, len(formats), mix.layers, notice)
     rounded = {key: name for key, name in formats.items() if is_rounded(key, name)}
     for key in formats.keys() - rounded.keys():
         tensors[key] = QuantTensor.from_floats(tensors[key].dequantize(), FORMATS[formats[key]])
     if isinstance(wanted, str):
         _tell_if_no_finer(source.tensors, formats, notice)
+        other_bytes = _other_bytes(source, tensors, fixed, rounded)
+        _tell_if_larger(source, other_bytes + _size(source.tensors, rounded), notice)
         need(part, _size(source.tensors, formats))
         file_type = mix.file_type
         if rounded:
@@ -140,6 +157,16 @@ def _write(
     write_gguf(part, metadata | written | {REPORT_KEY: report.encode()}, everything)
     load(str(part))
     return report
+
+
+def _tell_if_larger(source: LoadedModel, num_bytes: float, notice: Notice) -> None:
+    """Say before the work starts that the file will not be smaller than its source."""
+    if num_bytes >= source.file_bytes:
+        notice(
+            f"The source has {megabytes(source.file_bytes)}, the result will have some "
+            f"{megabytes(int(num_bytes))}: it gets no smaller, and no better. Fewer bits would "
+            "make it smaller, such as --to iq4_nl, or --size."
+        )
 
 
 def _size(tensors: Mapping[str, QuantTensor], formats: Mapping[str, str]) -> float:
