@@ -53,7 +53,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables newest lock setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile gpu-campaign test-parallel test-kills test-machine test-handover test-handover-nixl test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables newest lock setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile gpu-campaign test-parallel test-kills test-machine test-handover test-handover-nixl test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-memory test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
