@@ -75,11 +75,16 @@ def encode_beginning(
 
 
 def encode_parts(
-    card: ModelCard, parts: Sequence[str | int], *, parse_special: bool | None = None
+    card: ModelCard,
+    parts: Sequence[str | int],
+    *,
+    field: str = "prompt",
+    add_special: bool = True,
+    parse_special: bool | None = None,
 ) -> list[int]:
     """Return the token ids of texts and ids that follow each other.
 
-    `parse_special` as in `encode_text`.
+    The options are those of `encode_text`.
 
     Raises:
         ContextLengthError: as `encode_text`.
@@ -91,11 +96,11 @@ def encode_parts(
             ids.append(part)
             continue
         if len(ids) > card.context_length:  # before more is encoded in vain
-            raise too_long("prompt", len(ids), card.context_length, is_counted=False)
-        with _within_context(card, "prompt"):
+            raise too_long(field, len(ids), card.context_length, is_counted=False)
+        with _within_context(card, field):
             ids += tokenizer.encode(
                 part,
-                add_special=place == 0,
+                add_special=add_special and place == 0,
                 parse_special=parses,
                 most=card.context_length,
             )

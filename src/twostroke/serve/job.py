@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -19,6 +18,7 @@ from twostroke.engine.prompts import (
     chat_of,
     encode_beginning,
     encode_gap,
+    encode_parts,
     encode_rendered,
     encode_text,
     ending_gaps,
@@ -283,7 +283,7 @@ class Job(Frozen):
 
 
 class EmbeddingJob(Frozen):
-    """Texts, or lists of token ids, to embed.
+    """Texts, or lists of token ids and texts that follow each other, to embed.
 
     `model` is the name that the client used, None for the default; `write` encodes an embedding
     for the response. `truncates` cuts texts that are longer than the context; `add_special` and
@@ -291,7 +291,7 @@ class EmbeddingJob(Frozen):
     """
 
     model: str | None
-    texts: tuple[str | list[int], ...]
+    texts: tuple[str | list[int | str], ...]
     params: EmbeddingParams
     caller: Caller
     write: Callable[[Embedding], msgspec.Raw]
@@ -304,12 +304,24 @@ class EmbeddingJob(Frozen):
 
         Raises:
             ContextLengthError: a text has more tokens than the context.
+            RequestError: a text has no token.
         """
-        encode = partial(encode_text, field=self.caller.prompt_field)
+        encoded = [self._encode(text, card) for text in self.texts]
+        name = self.caller.prompt_field
+        for place, ids in enumerate(encoded):
+            if not ids:
+                field = f"{name}[{place}]" if len(encoded) > 1 else name
+                raise RequestError("is empty: give at least one token.", field=field)
+        return encoded
+
+    def _encode(self, text: str | list[int | str], card: ModelCard) -> list[int]:
+        add, parse, field = self.add_special, self.parse_special, self.caller.prompt_field
+        if isinstance(text, list) and any(isinstance(part, str) for part in text):
+            return encode_parts(card, text, field=field, add_special=add, parse_special=parse)
+        plain = cast("str | list[int]", text)
         if self.truncates:
-            encode = partial(encode_beginning)
-        add, parse = self.add_special, self.parse_special
-        return [encode(card, text, add_special=add, parse_special=parse) for text in self.texts]
+            return encode_beginning(card, plain, add_special=add, parse_special=parse)
+        return encode_text(card, plain, field=field, add_special=add, parse_special=parse)
 
 
 def _with_known_ids(

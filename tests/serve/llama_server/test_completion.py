@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -278,8 +279,53 @@ def test_other_samplers_are_off_and_named(server: LiveServer, strict: LiveServer
     assert "twostroke-ignored" not in server.http.post("/completion", json=fields | off).headers
     for name, value in on.items():
         assert name in refused(strict, **{name: value})["message"]
-    for name, value in (("lora", [{"id": 0, "scale": 1}]), ("post_sampling_probs", True)):
-        assert name in refused(server, **{name: value})["message"]
+    assert "lora" in refused(server, lora=[{"id": 0, "scale": 1}])["message"]
+
+
+def test_streams_with_probabilities_have_one_token_each(server: LiveServer) -> None:
+    fields = {**GREEDY, "n_predict": 24, "n_probs": 2}
+    whole = post(server, **fields, return_tokens=True)
+    *parts, last = pieces(server.http.post("/completion", json=fields | {"stream": True}))
+    assert last["stop"]
+    assert [len(part["completion_probabilities"]) for part in parts] == [1] * 24
+    assert [part["tokens"] for part in parts] == [[token] for token in whole["tokens"]]
+    scored = [part["completion_probabilities"][0] for part in parts]
+    assert scored == whole["completion_probabilities"]
+    assert "".join(part["content"] for part in parts) == whole["content"]
+
+
+def test_probabilities_after_sampling_are_those_of_the_draw(server: LiveServer) -> None:
+    fields = {"prompt": "hello", "n_predict": 4, "post_sampling_probs": True}
+    greedy = post(server, **fields, n_probs=3, temperature=0, repeat_penalty=1.5)
+    assert greedy["generation_settings"]["post_sampling_probs"]
+    for one in greedy["completion_probabilities"]:
+        assert (one["prob"], one["top_probs"][0]["id"]) == (1.0, one["id"])
+        assert [other["prob"] for other in one["top_probs"]] == [1.0, 0.0, 0.0]
+        assert not {"logprob", "top_logprobs"} & one.keys()
+    drawing = {"temperature": 1.5, "top_k": 8, "top_p": 0.9, "min_p": 0.01, "seed": 5}
+    drawn = post(server, **fields, **drawing, n_probs=8)
+    raw = post(server, **(fields | {"post_sampling_probs": False}), **drawing, n_probs=8)
+    for one, before in zip(
+        drawn["completion_probabilities"], raw["completion_probabilities"], strict=True
+    ):
+        probabilities = [other["prob"] for other in one["top_probs"]]
+        assert sum(probabilities) == pytest.approx(1)
+        assert one["prob"] in [other for other in probabilities if other > 0]
+        shares = [math.exp(other["logprob"] / 1.5) for other in before["top_logprobs"]]
+        for place in range(1, 8):
+            if probabilities[place]:
+                ratio = shares[place] / shares[0]
+                assert probabilities[place] / probabilities[0] == pytest.approx(ratio)
+            else:
+                assert sum(shares[:place]) >= 0.9 * sum(shares) or shares[place] < shares[0] / 100
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_k": 40}, {"top_k": 0}, {"repeat_penalty": 1.1}, {"grammar": 'root ::= "a"'}]
+)
+def test_probabilities_that_are_not_known_are_refused(server: LiveServer, fields: Fields) -> None:
+    more = {"temperature": 1, "top_k": 4, "n_probs": 2, "post_sampling_probs": True}
+    assert "needs temperature 0, or top_k" in refused(server, **(more | fields))["message"]
 
 
 def test_errors_have_llama_servers_form(server: LiveServer) -> None:

@@ -98,6 +98,22 @@ def test_large_requests_are_answered_in_order(server: LiveServer) -> None:
     assert body.json()["usage"]["prompt_tokens"] == sum(len(encode(text)) for text in texts)
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/embedding"])
+def test_ids_and_texts_may_follow_each_other(server: LiveServer, path: str) -> None:
+    encode = server.client.card.tokenizer.encode
+    mixed = [5, "hello", 6, " world"]
+    ids = [5, *encode("hello"), 6, *encode(" world")]
+    inputs: list[Any] = [mixed, [[5, "hello"], "a", ids, mixed]]
+    answers = [server.http.post(path, json={"input": one}).json() for one in inputs]
+    if path == "/v1/embeddings":
+        assert answers[0]["usage"]["prompt_tokens"] == len(ids)
+        answers = [body["data"] for body in answers]
+    assert [len(answer) for answer in answers] == [1, 4]
+    found = [row["embedding"] for row in answers[1][2:]]
+    assert np.allclose(found[0], found[1], atol=1e-4)
+    assert np.allclose(answers[0][0]["embedding"], found[0], atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code", "said"),
     [
@@ -106,7 +122,8 @@ def test_large_requests_are_answered_in_order(server: LiveServer) -> None:
         ({"input": ""}, "input", "invalid_value", "empty"),
         ({"input": ["a", ""]}, "input[1]", "invalid_value", "empty"),
         ({"input": [[5], []]}, "input[1]", "invalid_value", "empty"),
-        ({"input": [5, "a"]}, "input", "invalid_value", "mixes"),
+        ({"input": [5, [5]]}, "input", "invalid_value", "mixes"),
+        ({"input": [5, "a", True]}, "input[2]", "invalid_value", ""),
         ({"input": [-1]}, "input", "invalid_value", "outside 0 to"),
         ({"input": [[5], [10**6]]}, "input[1]", "invalid_value", "outside 0 to"),
         ({"input": [2**63]}, "input", "invalid_value", "outside 0 to"),

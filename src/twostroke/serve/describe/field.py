@@ -152,6 +152,23 @@ Stream = Annotated[bool | None, doc("Send the answer in pieces, as server-sent e
 Timings = Annotated[bool | None, doc("Report how long each answer took.")]
 
 
+def inputs(max_items: Fact, *, may_be_null: bool = False) -> Meta:
+    """Describe a field that takes a text, a list of token ids and texts, or a list of either."""
+    text = {"type": "string"}
+    id_ = {"type": "integer", "minimum": 0, "maximum": Fact.LAST_ID}
+    mixed = {"type": "array", "items": {"anyOf": [text, id_]}, "minItems": 1}
+    with_id = mixed | {"contains": {"type": "integer"}}
+    several = {
+        "type": "array",
+        "items": {"anyOf": [text, mixed]},
+        "minItems": 1,
+        "maxItems": max_items,
+    }
+    ways: list[dict[str, Any]] = [text, with_id, several]
+    words = "A text, token ids and texts that follow each other, or a list of either."
+    return doc(words, oneOf=[*ways, {"type": "null"}] if may_be_null else ways)
+
+
 def texts_or_ids(max_items: Fact, **of_text: int) -> Meta:
     """Describe a field that takes a text, token ids, or a list of either."""
     text = {"type": "string", **of_text}

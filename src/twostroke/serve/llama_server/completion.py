@@ -13,6 +13,7 @@ from twostroke.engine.prompts import encode_parts
 from twostroke.serve.describe import field
 from twostroke.serve.job import Composed, Job
 from twostroke.serve.llama_server.fields import DEFAULTS, TextFields, to_bias, to_params
+from twostroke.serve.llama_server.post_sampling import scored_for_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,8 @@ class LlamaJob(Job, kw_only=True):
         if self.asked.logit_bias:
             bias = to_bias(self.asked.logit_bias, card.tokenizer)
             encoded.params = replace(encoded.params, logit_bias=bias)
+        if self.asked.post_sampling_probs and self.asked.n_probs:
+            encoded.params = scored_for_sampling(encoded.params, self.asked.n_probs)
         return encoded
 
 

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from twostroke.core.embedding import EmbeddingParams
-from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.engine.client import Caller
 from twostroke.http.errors import MissingFieldError
 from twostroke.serve.describe import field
 from twostroke.serve.job import EmbeddingJob
-from twostroke.serve.openai.completions import split_prompts
+from twostroke.serve.openai.completions import split_inputs
 
 if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding
     from twostroke.serve.store import Tenant
 
-Texts = str | list[str | int | list[int]]
+Texts = str | list[str | int | list[int | str]]
 
 
 class LlamaEmbeddingRequest(field.RequestObject):
@@ -27,7 +26,7 @@ class LlamaEmbeddingRequest(field.RequestObject):
 
     content: Annotated[
         Texts | None,
-        field.doc("A text, token ids, or a list of either."),
+        field.inputs(field.Fact.MAX_INPUTS, may_be_null=True),
     ] = None
     input: Annotated[Texts | None, field.doc("The same as `content`.")] = None
     model: field.ModelName = None
@@ -53,9 +52,7 @@ def read(asked: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     given = getattr(asked, name)
     if given is None:
         raise MissingFieldError("is missing.", field="content")
-    texts = split_prompts(given, name)
-    if not all(texts):
-        raise RequestError("is empty: give at least one token.", field=name)
+    texts = split_inputs(given, name)
     caller = Caller(tenant=tenant.name, prompt_field=name)
     return EmbeddingJob(
         model=asked.model,

@@ -13,6 +13,7 @@ from twostroke.core.sampling import (
     LOCAL_DEFAULTS,
     MAX_BIAS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
     MAX_TOKENS,
@@ -132,6 +133,14 @@ class TextFields(field.RequestObject, kw_only=True):
         int | None, field.sampling("logprobs", "How many of the likeliest tokens to report.")
     ] = None
 
+    post_sampling_probs: Annotated[
+        bool | None,
+        field.doc(
+            "Report probabilities after all samplers instead. Needs temperature 0, or `top_k` from "
+            f"1 to {MAX_LOGPROBS} without penalties, `logit_bias` and a form of the answer."
+        ),
+    ] = None
+
     return_tokens: Annotated[bool | None, field.doc("Return the answer's token ids, too.")] = None
     timings_per_token: Annotated[
         bool | None, field.doc("Report the timings so far in every event of a stream.")
@@ -178,7 +187,6 @@ class TextFields(field.RequestObject, kw_only=True):
     xtc_probability: Annotated[Any, field.hint(0)] = None
 
     lora: Annotated[Any, field.unsupported([])] = None
-    post_sampling_probs: field.AlwaysOff = None
 
 
 def to_params(asked: TextFields) -> SamplingParams:

@@ -16,6 +16,7 @@ from twostroke.serve import events
 from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.llama_server.completion import LlamaJob
 from twostroke.serve.llama_server.fields import num_predict
+from twostroke.serve.llama_server.post_sampling import sampled_probabilities
 from twostroke.serve.llama_server.settings import GenerationSettings, settings_of
 from twostroke.serve.timings import (
     LlamaTimings,
@@ -26,30 +27,32 @@ from twostroke.serve.timings import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
+    from twostroke.core.step import TokenLogprobs
     from twostroke.tokenize import Tokenizer
 
 NO_SLOT = -1
 
 
-class LikelyToken(msgspec.Struct, frozen=True):
-    """One of the likeliest tokens; `bytes` is exact even for a part of a character."""
+class LikelyToken(msgspec.Struct, kw_only=True, frozen=True):
+    """One of the likeliest tokens; `bytes` is exact even for a part of a character.
+
+    `prob` replaces `logprob` where the request sets `post_sampling_probs`.
+    """
 
     id: int
     token: str
     bytes: list[int]
-    logprob: float
+    logprob: float | UnsetType = UNSET
+    prob: float | UnsetType = UNSET
 
 
-class ScoredToken(msgspec.Struct, frozen=True):
+class ScoredToken(LikelyToken, kw_only=True, frozen=True):
     """A token of the answer, and the likeliest ones at its place."""
 
-    id: int
-    token: str
-    bytes: list[int]
-    logprob: float
-    top_logprobs: list[LikelyToken]
+    top_logprobs: list[LikelyToken] | UnsetType = UNSET
+    top_probs: list[LikelyToken] | UnsetType = UNSET
 
 
 class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
@@ -142,8 +145,7 @@ class LlamaEncoder:
                 scored = self._add(event)
                 if self._is_unheard:
                     return b""
-                tokens = self._answers[event.block.choice].take_tokens()
-                return self._write(event.block.choice, event.text, tokens, scored)
+                return self._write_added(event, scored)
             case events.Ended():
                 rest = self._answers[event.choice].take_tokens()
                 unsent = b""
@@ -172,9 +174,39 @@ class LlamaEncoder:
     def _add(self, event: events.Added) -> list[ScoredToken]:
         answer = self._answers[event.block.choice]
         answer.texts.append(event.text)
-        scored = [*_scored(self._reply.tokenizer, event.scored)]
+        scored = [self._scored(token, found) for token, found in event.scored]
         answer.scored += scored
         return scored
+
+    def _scored(self, token: int, scores: TokenLogprobs) -> ScoredToken:
+        tokenizer, asked = self._reply.tokenizer, self._asked
+        if asked.post_sampling_probs:
+            sampled = sampled_probabilities(self._reply.job.params, token, scores)
+            likely = [
+                LikelyToken(**_spelled(tokenizer, other), prob=prob)
+                for other, prob in sampled[: asked.n_probs]
+            ]
+            prob = dict(sampled).get(token, 0.0)
+            return ScoredToken(**_spelled(tokenizer, token), prob=prob, top_probs=likely)
+        likely = [
+            LikelyToken(**_spelled(tokenizer, other), logprob=logprob)
+            for other, logprob in zip(scores.top_ids, scores.top_logprobs, strict=True)
+        ]
+        spelled = _spelled(tokenizer, token)
+        return ScoredToken(**spelled, logprob=scores.logprob, top_logprobs=likely)
+
+    def _write_added(self, event: events.Added, scored: list[ScoredToken]) -> bytes:
+        """Write more text; with probabilities one piece for each token, as llama-server does."""
+        choice, text = event.block.choice, event.text
+        tokens = self._answers[choice].take_tokens()
+        pieces = b""
+        while len(scored) > 1:
+            first, *scored = scored
+            shown = first.token if text.startswith(first.token) else ""
+            text = text.removeprefix(shown)
+            pieces += self._write(choice, shown, tokens[:1], [first])
+            tokens = tokens[1:]
+        return pieces + self._write(choice, text, tokens, scored)
 
     def _write(
         self,
@@ -258,13 +290,6 @@ _OPEN = (LlamaCompletion, GenerationSettings, LlamaTimings)
 _MAX_DEPTH = 2
 
 
-def _scored(tokenizer: Tokenizer, scored: Iterable[tuple[int, Any]]) -> Iterator[ScoredToken]:
-    for token, found in scored:
-        top = zip(found.top_ids, found.top_logprobs, strict=True)
-        likely = [LikelyToken(*_spelled(tokenizer, other), logprob) for other, logprob in top]
-        yield ScoredToken(*_spelled(tokenizer, token), found.logprob, likely)
-
-
-def _spelled(tokenizer: Tokenizer, token: int) -> tuple[int, str, list[int]]:
+def _spelled(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
-    return token, data.decode(errors="ignore"), list(data)
+    return {"id": token, "token": data.decode(errors="ignore"), "bytes": list(data)}

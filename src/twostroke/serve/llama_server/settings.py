@@ -48,7 +48,7 @@ class GenerationSettings(msgspec.Struct, kw_only=True, frozen=True):
     xtc_probability: Annotated[float, _off(0)] = 0.0
     dry_multiplier: Annotated[float, _off(0)] = 0.0
     mirostat: Annotated[int, _off(0)] = 0
-    post_sampling_probs: Annotated[bool, _off(False)] = False  # noqa: FBT003 - a value
+    post_sampling_probs: bool
     lora: Annotated[list[dict[str, Any]], Meta(max_length=0)] = []
 
 
@@ -69,7 +69,8 @@ def settings_of(asked: TextFields, params: SamplingParams) -> GenerationSettings
         stop=[*params.stop],
         ignore_eos=params.ignore_eos,
         stream=bool(asked.stream),
-        n_probs=params.logprobs or 0,
+        n_probs=asked.n_probs or 0,
+        post_sampling_probs=bool(asked.post_sampling_probs),
         grammar=constraint.text if constraint and constraint.notation == "grammar" else "",
         samplers=used_samplers(asked),
         timings_per_token=bool(asked.timings_per_token),

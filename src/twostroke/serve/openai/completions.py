@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from twostroke.core.errors import RequestError
 from twostroke.http.errors import UnsupportedFieldError
@@ -75,6 +75,27 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
         add_special=asked.add_special_tokens is not False,
         parse_special=asked.parse_special,
     )
+
+
+def split_inputs(given: str | list[Any], field: str) -> tuple[str | list[int | str], ...]:
+    """Return the inputs in a field that takes one or several of them.
+
+    An input is a text, or a list of token ids and texts that follow each other: a list that has an
+    id is one input.
+
+    Raises:
+        RequestError: the list is empty, or mixes token ids with lists.
+    """
+    if isinstance(given, str):
+        return (given,)
+    if not given:
+        raise RequestError(f"is an empty list: give at least one {field}.", field=field)
+    if not any(isinstance(part, int) for part in given):
+        return tuple(given)
+    if any(isinstance(part, list) for part in given):
+        reason = f"mixes token ids with lists: give one {field} or a list of {field}s."
+        raise RequestError(reason, field=field)
+    return (given,)
 
 
 def split_prompts(

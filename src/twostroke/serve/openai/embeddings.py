@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import msgspec
 
 from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
-from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.serve.describe import field
 from twostroke.serve.job import EmbeddingJob
-from twostroke.serve.openai.completions import split_prompts
+from twostroke.serve.openai.completions import split_inputs
 from twostroke.serve.openai.fields import ServiceFields, to_caller
 
 if TYPE_CHECKING:
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 class EmbeddingRequest(ServiceFields, kw_only=True):
     """The body of a request."""
 
-    input: Annotated[
-        str | list[str | int | list[int]], field.texts_or_ids(field.Fact.MAX_INPUTS, minLength=1)
-    ]
+    input: Annotated[str | list[str | int | list[int | str]], field.inputs(field.Fact.MAX_INPUTS)]
     encoding_format: Annotated[
         Literal["float", "base64"] | None,
         field.doc("Numbers, or their little-endian float32 bytes in base64."),
@@ -83,7 +80,7 @@ def read(asked: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     pooling = AUTO if asked.pooling is None else asked.pooling
     return EmbeddingJob(
         model=asked.model,
-        texts=_texts(asked.input),
+        texts=split_inputs(asked.input, "input"),
         params=EmbeddingParams(pooling, asked.dimensions),
         caller=to_caller(asked, "input", tenant),
         write=partial(_write, in_base64=asked.encoding_format == "base64"),
@@ -106,12 +103,3 @@ def _write(embedding: Embedding, *, in_base64: bool) -> msgspec.Raw:
     if in_base64:
         shown = base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return msgspec.Raw(encode_json(EmbeddingBody(embedding.index, shown)))
-
-
-def _texts(given: str | list[str | int | list[int]]) -> tuple[str | list[int], ...]:
-    texts = split_prompts(given, "input")
-    for place, text in enumerate(texts):
-        if not text:
-            where = f"input[{place}]" if len(texts) > 1 else "input"
-            raise RequestError("is empty: give at least one token.", field=where)
-    return texts
