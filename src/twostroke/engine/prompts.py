@@ -84,7 +84,7 @@ def encode_parts(
 ) -> list[int]:
     """Return the token ids of texts and ids that follow each other.
 
-    The options are those of `encode_text`.
+    The options mean the same as in `encode_text`.
 
     Raises:
         ContextLengthError: as `encode_text`.
