@@ -77,7 +77,7 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
     )
 
 
-def split_inputs(given: str | list[Any], field: str) -> tuple[str | list[int | str], ...]:
+def split_inputs(value: str | list[Any], field: str) -> tuple[str | list[int | str], ...]:
     """Return the inputs in a field that takes one or several of them.
 
     An input is a text, or a list of token ids and texts that follow each other: a list that has an
@@ -86,16 +86,16 @@ def split_inputs(given: str | list[Any], field: str) -> tuple[str | list[int | s
     Raises:
         RequestError: the list is empty, or mixes token ids with lists.
     """
-    if isinstance(given, str):
-        return (given,)
-    if not given:
+    if isinstance(value, str):
+        return (value,)
+    if not value:
         raise RequestError(f"is an empty list: give at least one {field}.", field=field)
-    if not any(isinstance(part, int) for part in given):
-        return tuple(given)
-    if any(isinstance(part, list) for part in given):
+    if not any(isinstance(part, int) for part in value):
+        return tuple(value)
+    if any(isinstance(part, list) for part in value):
         reason = f"mixes token ids with lists: give one {field} or a list of {field}s."
         raise RequestError(reason, field=field)
-    return (given,)
+    return (value,)
 
 
 def split_prompts(
