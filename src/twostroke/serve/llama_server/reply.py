@@ -202,9 +202,9 @@ class LlamaEncoder:
         pieces = b""
         while len(scored) > 1:
             first, *scored = scored
-            shown = first.token if text.startswith(first.token) else ""
-            text = text.removeprefix(shown)
-            pieces += self._write(choice, shown, tokens[:1], [first])
+            token_text = first.token if text.startswith(first.token) else ""
+            text = text.removeprefix(token_text)
+            pieces += self._write(choice, token_text, tokens[:1], [first])
             tokens = tokens[1:]
         return pieces + self._write(choice, text, tokens, scored)
 
