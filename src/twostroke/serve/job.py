@@ -308,9 +308,9 @@ class EmbeddingJob(Frozen):
         """
         encoded = [self._encode(text, card) for text in self.texts]
         name = self.caller.prompt_field
-        for place, ids in enumerate(encoded):
+        for index, ids in enumerate(encoded):
             if not ids:
-                field = f"{name}[{place}]" if len(encoded) > 1 else name
+                field = f"{name}[{index}]" if len(encoded) > 1 else name
                 raise RequestError("is empty: give at least one token.", field=field)
         return encoded
 

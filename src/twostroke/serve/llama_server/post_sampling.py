@@ -47,14 +47,14 @@ def sampled_probabilities(
     values = params.values
     best = scores.top_logprobs[0]
     weights = [
-        math.exp((logprob - best) / values.temperature) if place < values.top_k else 0.0
-        for place, logprob in enumerate(scores.top_logprobs)
+        math.exp((logprob - best) / values.temperature) if rank < values.top_k else 0.0
+        for rank, logprob in enumerate(scores.top_logprobs)
     ]
     weights = [weight if weight >= values.min_p else 0.0 for weight in weights]
     enough, total = values.top_p * sum(weights), 0.0
-    for place, weight in enumerate(weights):
-        if total >= enough and place:
-            weights[place] = 0.0
+    for rank, weight in enumerate(weights):
+        if total >= enough and rank:
+            weights[rank] = 0.0
         total += weight
-    whole = sum(weights)
-    return [(id_, weight / whole) for id_, weight in zip(ids, weights, strict=True)]
+    weight_sum = sum(weights)
+    return [(id_, weight / weight_sum) for id_, weight in zip(ids, weights, strict=True)]

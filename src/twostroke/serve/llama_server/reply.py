@@ -179,12 +179,12 @@ class LlamaEncoder:
         return scored
 
     def _scored(self, token: int, scores: TokenLogprobs) -> ScoredToken:
-        tokenizer, asked = self._reply.tokenizer, self._asked
-        if asked.post_sampling_probs:
+        tokenizer, request = self._reply.tokenizer, self._asked
+        if request.post_sampling_probs:
             sampled = sampled_probabilities(self._reply.job.params, token, scores)
             likely = [
                 LikelyToken(**_spelled(tokenizer, other), prob=prob)
-                for other, prob in sampled[: asked.n_probs]
+                for other, prob in sampled[: request.n_probs]
             ]
             prob = dict(sampled).get(token, 0.0)
             return ScoredToken(**_spelled(tokenizer, token), prob=prob, top_probs=likely)
