@@ -174,7 +174,7 @@ class LlamaEncoder:
     def _add(self, event: events.Added) -> list[ScoredToken]:
         answer = self._answers[event.block.choice]
         answer.texts.append(event.text)
-        scored = [self._scored(token, found) for token, found in event.scored]
+        scored = [self._scored(token, scores) for token, scores in event.scored]
         answer.scored += scored
         return scored
 
