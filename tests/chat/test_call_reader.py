@@ -253,6 +253,30 @@ def test_a_call_is_whole_once_its_arguments_are(name: str) -> None:
             assert not any(isinstance(piece, TextPiece) for piece in pieces)
 
 
+@pytest.mark.parametrize("name", [*FORMS, "without marks"])
+def test_beginning_of_a_call_that_the_limit_cut_is_not_text(name: str) -> None:
+    form = FORMS.get(name, HERMES)
+    calls = [("f", ARGUMENTS), ("g-2", "{}")]
+    text, first = form.write(calls), form.write(calls[:1])
+    if name not in FORMS:
+        text, first = f"{BARE}\n{BARE}", BARE
+    end = len(first.removesuffix(form.end))
+    name_end = text.index("f") + 1
+    for cut in range(len(text) + 1):
+        reader = CallReader(("f", "g-2"), form)
+        pieces = [*reader.feed(text[: cut // 2]), *reader.feed(text[cut // 2 : cut])]
+        pieces += reader.finish(is_cut=True)
+        said = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+        if cut >= end:
+            assert reader.num_calls >= 1
+        if cut >= min(end, name_end):
+            assert not said, (cut, said)
+    for plain in ("5 <", "{", '{"name": "other', "a [", '{"city": '):
+        reader = CallReader(("f",), form)
+        pieces = reader.feed(plain) + reader.finish(is_cut=True)
+        assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == plain
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_is_read_in_linear_time(name: str) -> None:
     form = FORMS[name]

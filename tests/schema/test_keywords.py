@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tracemalloc
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +230,7 @@ GAPS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"const": 2**60}, "enum (of numbers beyond 2^53)"),
 ]
+MANY = {f"^{i}": P for i in range(5)}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "http://127.0.0.1:1/x"}, "names nothing in the schema: 'http://127.0.0.1:1/x'"),
     ({"$ref": "#/$defs/nobody"}, "names nothing"),
@@ -236,7 +238,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"maxItems": -1}, "maxItems"),
     ({"properties": {"a": {"not": [{}]}}}, "'/properties/a/not' must be a schema"),
     ({"not": {"title": "anything"}}, "no value fits"),
-    ({**S, "allOf": [P]}, "no value fits"),
+    ({**S, "allOf": [P]}, "no value is left by type (/"),
+    ({"type": "array", "minItems": 1, "items": {"enum": ["a"], "pattern": "^b"}}, "enum (/items"),
+    ({**S, "const": "\ud800"}, "'\\ud800' in type (/"),
+    ({"const": 2**53 + 1}, "9,007,199,254,740,993 in const (/"),
+    ({"const": -(2**63)}, "has more digits than float64 can hold"),  # llguidance would not end
+    (
+        {"properties": {f"p{i}": {} for i in range(4001)}, "patternProperties": MANY},
+        "4,001 names and 5 of patternProperties, whose product must be at most 20,000",
+    ),
     ({**OBJECT, "required": ["a"], "properties": {"a": {"enum": []}}}, "no value fits"),
     (
         {"$id": "http://x/r", **OBJECT, "required": ["a"], "properties": {"a": {"$ref": "r"}}},
@@ -297,6 +307,112 @@ def test_what_cannot_be_followed_is_refused(grammars: Grammars) -> None:
             with pytest.raises(RequestError, match="cannot be used") as refusal:
                 grammars.matcher(Constraint("json_schema", json.dumps(whole)))
             assert why.removeprefix("'/") in str(refusal.value)
+
+
+CONTROLS = [*map(chr, range(0x20)), "\x7f", "\u0085", "\u2028", "\u2029", "\U0001f600", '"', "\\"]
+
+
+@pytest.mark.parametrize("character", CONTROLS, ids=ascii)
+def test_each_character_can_be_held(
+    grammars: Grammars, tokenizer: Tokenizer, character: str
+) -> None:
+    written = "\\u007f" if character == "\x7f" else json.dumps(character, ensure_ascii=False)[1:-1]
+    text, code = f"a{written}b", f"{ord(character):x}"
+    escaped = f"\\u{{{code}}}" if len(code) > 4 else f"\\u{code:0>4}"
+    for schema in (
+        {"const": f"a{character}b"},
+        {"enum": ["x", f"a{character}b"]},
+        {**S, "pattern": f"^a{escaped}b$"},
+        {**S, "pattern": f"^a[{escaped}]b$"},
+    ):
+        for whole, before, after in (
+            (schema, "", ""),
+            ({**ARRAY, "items": schema}, "[", "]"),
+            ({"properties": {"role": schema}, "additionalProperties": S}, '{"role": ', "}"),
+        ):
+            assert allows(grammars, tokenizer, whole, f'{before}"{text}"{after}'), schema
+            for other in ("ab", "aab", 'a\\"b' if character != '"' else "a", "a\\\\b"):
+                if other != text:
+                    assert not allows(grammars, tokenizer, whole, f'{before}"{other}"{after}')
+    name = f"a{character}b"
+    key = json.dumps(name, ensure_ascii=False)
+    schema = {**OBJECT, "properties": {name: P}, "required": [name]}
+    assert allows(grammars, tokenizer, schema, f"{{{key}: 1}}")
+    assert not allows(grammars, tokenizer, schema, '{"ab": 1}')
+
+
+def test_control_characters_are_written_only_where_a_schema_asks_for_them(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    schema = {
+        **OBJECT,
+        "properties": {"role": {"enum": ["\x01"]}, "": S},
+        "required": ["role", ""],
+        "additionalProperties": S,
+    }
+    right = r'{"role": "\u0001", "": "x", "more": "y"}'
+    assert allows(grammars, tokenizer, schema, right)
+    for old, new in (
+        ('"x"', r'"\u0001"'),
+        ('"y"', r'"\u0001"'),
+        ('"more"', r'"r\u006fle"'),
+        ('"more"', r'"a\u0009"'),
+        ('"more"', '"role"'),
+        (r"\u0001", "a"),
+    ):
+        assert not allows(grammars, tokenizer, schema, right.replace(old, new)), new
+    controls = {**S, "pattern": r"^[\x00-\x1f]$"}
+    for text, is_right in ((r"\u0000", True), (r"\u001E", True), (r"\"", False), ("a", False)):
+        assert allows(grammars, tokenizer, controls, f'"{text}"') is is_right
+
+
+NUMBERS = [("1.0", "1"), ("-0", "0"), ("-0.0", "0"), ("1e3", "1000"), ("1e-7", "0.0000001")]
+
+
+@pytest.mark.parametrize(("number", "written"), [*NUMBERS, ("0.1", "0.1"), ("12e-1", "1.2")])
+def test_a_number_is_what_it_means_however_it_is_spelled(
+    grammars: Grammars, tokenizer: Tokenizer, number: str, written: str
+) -> None:
+    for text in (f'{{"const": {number}}}', f'{{"enum": ["a", {number}]}}'):
+        constraint = Constraint("json_schema", text)
+        for value, is_right in ((written, True), ("2", False), ("0.3", False)):
+            tokens = [*tokenizer.encode(value), min(tokenizer.eos_ids)]
+            count = grammars.matcher(constraint).count_allowed((), tokens)
+            assert (count == len(tokens)) is is_right
+
+
+MULTIPLES = [
+    *(997, 4999, 19_997, 20_000, 50_000),
+    *(0.5, 0.01, 1.25, 0.0125, 1999.7),
+]
+
+
+@pytest.mark.parametrize("multiple", MULTIPLES)
+def test_multiples_up_to_the_limit_are_held_beside_other_limits(
+    grammars: Grammars, tokenizer: Tokenizer, multiple: float
+) -> None:
+    for typ in ("integer", "number"):
+        if typ == "integer" and multiple % 1:
+            continue
+        for limits in ({}, {"minimum": 0, "maximum": 10**9}, {"exclusiveMinimum": -7}):
+            number = {"type": typ, "multipleOf": multiple, **limits}
+            schema = {**OBJECT, "properties": {"a": number, "b": number}, "required": ["a", "b"]}
+            assert not prepare(json.dumps(schema)).gaps
+            for a, b in ((0, 1), (3, 7), (1, 5)):
+                first, second = a * Decimal(str(multiple)), b * Decimal(str(multiple))
+                text = f'{{"a": {first.normalize():f}, "b": {second.normalize():f}}}'
+                assert allows(grammars, tokenizer, schema, text), text
+            assert not allows(grammars, tokenizer, schema, f'{{"a": 0, "b": {multiple * 1.5}}}')
+
+
+@pytest.mark.parametrize("multiple", [20_001, 60_000, 123_000, 19_997_000, 0.4999, 1e-9, 2**40 + 1])
+def test_multiples_beyond_the_limit_are_checked_and_compiled_at_once(
+    grammars: Grammars, multiple: float
+) -> None:
+    schema = json.dumps({**N, "multipleOf": multiple})
+    [gap] = prepare(schema).gaps
+    assert gap.startswith("multipleOf (of ")
+    assert grammars.matcher(Constraint("json_schema", schema)).gaps == (gap,)
 
 
 def test_a_name_is_written_without_escapes(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -241,6 +241,58 @@ def test_calls_are_told_in_openais_words(
         assert body["choices"][0]["message"]["content"] == "No need."
 
 
+def test_a_cut_call_is_not_shown_as_text_in_any_protocol(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "hello"}]
+    functions = [tool["function"] for tool in TOOLS]
+    named = [{"name": one["name"], "input_schema": one["parameters"]} for one in functions]
+    protocols: dict[str, Callable[[int], Fields]] = {
+        "/v1/chat/completions": lambda n: {"messages": talk, "tools": TOOLS, "max_tokens": n},
+        "/v1/responses": lambda n: {
+            "input": talk,
+            "tools": [{"type": "function", **one} for one in functions],
+            "max_output_tokens": n,
+        },
+        "/v1/messages": lambda n: {"messages": talk, "tools": named, "max_tokens": n},
+        "/api/chat": lambda n: {"messages": talk, "tools": TOOLS, "options": {"num_predict": n}},
+    }
+    bare = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+    with talker(tmp_path, talkers.HERMES) as server:
+        for one, both in (
+            (written("hermes", ONE), written("hermes", ONE, OTHER)),
+            (bare, f"{bare}\n{bare}"),
+        ):
+            tokens = say(server, both)
+            first = len(server.client.card.tokenizer.encode(one))
+            cuts = range(first, len(tokens) - 20, 5)
+            for (path, body), is_stream in product(protocols.items(), (False, True)):
+                for cut in cuts:
+                    fields = body(cut) | {"stream": is_stream, "temperature": 0}
+                    fields.setdefault("options", {})["temperature"] = 0
+                    if "api" not in path:
+                        del fields["options"]
+                    said = server.http.post(path, json=fields).text
+                    assert "weather" in said
+                    assert not _shown(said).strip(), (path, is_stream, cut, said)
+
+
+def _shown(response: str) -> str:
+    """Return all text in a response of any protocol, whole or streamed."""
+    found: list[str] = []
+
+    def look(value: Any) -> None:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(inner, str) and key in {"content", "text"}:
+                found.append(inner)
+            elif isinstance(inner, dict | list):
+                look(inner)
+
+    for line in response.splitlines():
+        data = line.removeprefix("data: ")
+        if data.startswith("{"):
+            look(json.loads(data))
+    return "".join(found)
+
+
 @pytest.mark.parametrize(("template", "controls"), [CASES[1][::2], CASES[4][::2]])
 def test_forced_calls_are_drawn_in_the_models_form(
     tmp_path: Path, template: str, controls: tuple[str, ...]

@@ -28,6 +28,11 @@ _BARE: Final = regex.compile(
     r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?<arguments>\{)',
     regex.ASCII,
 )
+# The beginning of such an object, as far as its name.
+_BARE_BEGIN: Final = regex.compile(
+    r'\s*+(?:[;,]\s*+)?(?:```(?:json)?\s*+)?\{\{?+\s*+"name"\s*+:\s*+"(?<name>[\w.\-]*+)',
+    regex.ASCII,
+)
 _TWICE: Final = {"{": r"\{?+", "}": r"\}?+"}
 _TOKENS: Final = regex.compile(r'\s+|"\w+"|[{}\[\]:,;]|(?:(?!\s|"\w+"|[{}\[\]:,;]).)+')
 
@@ -120,9 +125,14 @@ class CallReader:
         self._held, self._at = self._held[self._at :], 0
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """Return the text that was held back, at the end of the answer."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Return the text that was held back, at the end of the answer.
+
+        The beginning of a call is dropped if the answer `is_cut`, by its limit or a stop string.
+        """
         held, self._held = self._held, ""
+        if is_cut and self._is_begun_call(held):
+            held = self._text_of_call = ""
         in_call = self._state in (self._arguments, self._after, self._next)
         only_calls = self._is_forced or (self._is_pure and self.num_calls > 0)
         if in_call or only_calls:
@@ -131,6 +141,15 @@ class CallReader:
         if self.num_calls and not rest.strip():
             return []
         return [TextPiece(rest)] if rest else []
+
+    def _is_begun_call(self, held: str) -> bool:
+        """Return whether the held text would have become a call, or a mark, as far as it goes."""
+        if self._state == self._head or self.num_calls > 0:
+            return True
+        if held.lstrip() and self._form.mark.startswith(held.lstrip()):
+            return len(held.lstrip()) > 1
+        found = _BARE_BEGIN.match(held) if self._state == self._start else None
+        return found is not None and any(name.startswith(found["name"]) for name in self._names)
 
     def _match(self, shape: regex.Pattern[str]) -> tuple[regex.Match[str] | None, bool]:
         """Match the held text; return the match, and whether more text could make one.

@@ -17,6 +17,7 @@ from twostroke.chat.call_reader import (
 )
 from twostroke.chat.free_text import FreeTextReader
 from twostroke.core.frozen import Frozen
+from twostroke.core.request import FinishReason
 from twostroke.tokenize.preface import Part, PrefaceCounter, PrefaceCutter
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ class AnswerPart(Protocol):
     def token_ids(self) -> Iterable[int]: ...  # noqa: D102
 
     @property
-    def finish_reason(self) -> object | None: ...  # noqa: D102
+    def finish_reason(self) -> FinishReason | None: ...  # noqa: D102
+
+    @property
+    def stop(self) -> str | int | None: ...  # noqa: D102
 
 
 class Reading(Frozen):
@@ -107,7 +111,10 @@ class AnswerReader:
         if self._counter is not None:
             self._counter.feed(answer.token_ids)
         pieces = self.feed(answer.text) if answer.text else []
-        return pieces if answer.finish_reason is None else pieces + self.finish()
+        if answer.finish_reason is None:
+            return pieces
+        is_cut = answer.finish_reason is FinishReason.LENGTH or isinstance(answer.stop, str)
+        return pieces + self.finish(is_cut=is_cut)
 
     def feed(self, text: str) -> list[Piece]:
         """Return the pieces that `text` makes certain."""
@@ -115,10 +122,14 @@ class AnswerReader:
             return self._answer(text)
         return self._pieces_of(self._cutter.feed(text))
 
-    def finish(self) -> list[Piece]:
-        """Return the pieces that were held back, at the end of the answer."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Return the pieces that were held back, at the end of the answer.
+
+        If it `is_cut`, by its limit or by a stop string, the beginning of a call is dropped.
+        """
         pieces = [] if self._cutter is None else self._pieces_of(self._cutter.finish())
-        return pieces + (self._with_free_text(self._calls.finish()) if self._calls else [])
+        rest = self._calls.finish(is_cut=is_cut) if self._calls else []
+        return pieces + self._with_free_text(rest)
 
     def _pieces_of(self, cuts: list[tuple[Part, str]]) -> list[Piece]:
         pieces: list[Piece] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections import OrderedDict
 from contextlib import suppress
@@ -21,7 +22,7 @@ from twostroke.core.tree import ROOT
 from twostroke.sample.large_stack import on_large_stack
 from twostroke.sample.lark import NO_FORCING, after_preface, either, with_prepared_schemas
 from twostroke.schema.deadline import Deadline
-from twostroke.schema.prepare import JSON_FORM, prepare
+from twostroke.schema.prepare import prepare
 from twostroke.schema.size import MOST_FORCED, forces_little, pattern_size
 from twostroke.schema.verify import UncheckedError, Verifier
 
@@ -56,6 +57,46 @@ _LIMITS: Final[dict[str, Any]] = {
     "max_grammar_size": 200_000,
     "precompute_large_lexemes": False,
     "verbose_errors": False,
+}
+# The largest `multipleOf` that needs no more. llguidance looks at each remainder once for all
+# requests: walks through a new grammar meet most of them before a step does.
+_SMALL_MULTIPLE: Final = 1000
+_MORE_LIMITS: Final = _LIMITS | {"step_lexer_fuel": 5_000_000, "max_lexer_states": 500_000}
+_NUM_WALKS: Final = 8
+_WALK_LENGTH: Final = 12  # tokens
+_MULTIPLE: Final = re.compile(r'\\?"multipleOf\\?": ?([0-9.e-]+)')
+
+
+# The limits of llguidance, by a part of its words.
+_MEANINGS: Final = {
+    "too many expressions constructed": (
+        f"one token needs more than {_LIMITS['step_lexer_fuel']:,} steps of its regular "
+        "expressions: use smaller counts, and simpler patterns, formats or limits of numbers."
+    ),
+    "too many states": (
+        f"its regular expressions have more than {_LIMITS['max_lexer_states']:,} states: use "
+        "smaller counts, and simpler patterns."
+    ),
+    "relevance check fuel": (
+        f"its regular expressions need more than {_LIMITS['initial_lexer_fuel']:,} steps: use "
+        "smaller counts, and simpler patterns."
+    ),
+    "Unable to determine if regex is empty": (
+        "its pattern and its limits of length together need more than 10,000 states: use smaller "
+        "counts, or a simpler pattern."
+    ),
+    "Current row has": (
+        f"more than {_LIMITS['max_items_in_row']:,} of its rules could go on at one place: use "
+        "fewer alternatives that begin alike."
+    ),
+    "Too many items": (
+        f"one token fits more than {_LIMITS['step_max_items']:,} places of its rules: use fewer "
+        "alternatives that begin alike."
+    ),
+    "schema too large": (
+        f"its grammar has more than {_LIMITS['max_grammar_size']:,} parts: use fewer members and "
+        "alternatives, or smaller counts."
+    ),
 }
 
 
@@ -153,18 +194,23 @@ class Grammars:
     def _compile(self, constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        (text, gaps), limits = self._read(constraint, deadline), LLParserLimits(**_LIMITS)
+        text, gaps = self._read(constraint, deadline)
         if constraint.alternative is not None:
             other, more = self._read(constraint.alternative, deadline)
             text, gaps = either(text, other), gaps + more
         if constraint.preface is not None:
             text = after_preface(constraint.preface, text, self._tokenizer)
         deadline.check()
+        multiples = [float(number) for number in _MULTIPLE.findall(text)]
+        is_large = max(map(_num_remainders, multiples), default=0) > _SMALL_MULTIPLE
+        limits = LLParserLimits(**(_MORE_LIMITS if is_large else _LIMITS))
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         matcher = GrammarMatcher(compiled, self, constraint, gaps)
         deadline.check()
         # The first mask is the most work, and is not done again.
         matcher.masks((), (), (), np.zeros((1, matcher.num_words), np.uint32))
+        for seed in range(_NUM_WALKS if is_large else 0):
+            _walk(matcher.another(constraint), np.random.default_rng(seed), deadline)
         return matcher
 
     def _read(self, constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
@@ -303,6 +349,26 @@ class GrammarMatcher:
             raise _refusal(self._constraint, self._matcher.get_error())
 
 
+def _num_remainders(multiple: float) -> float:
+    """Return how many remainders there are beside a number."""
+    while multiple % 1:
+        multiple *= 10
+    return multiple
+
+
+def _walk(matcher: GrammarMatcher, rng: np.random.Generator, deadline: Deadline) -> None:
+    """Write the beginning of a random answer, so that llguidance knows what comes in its steps."""
+    output: list[int] = []
+    mask = np.zeros((1, matcher.num_words), np.uint32)
+    while len(output) < _WALK_LENGTH:
+        deadline.check()
+        matcher.masks(output, (), (), mask)
+        (allowed,) = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()
+        output.append(int(rng.choice(allowed)))
+        if output[-1] in matcher.ends:
+            return
+
+
 def _mask(matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
     matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
@@ -318,8 +384,9 @@ def _limited(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str
         text, gaps = _grammar(constraint, deadline)
         return (text if _may_force(constraint) else _without_forcing(text)), gaps
     try:
-        prepared, form = prepare(constraint.text, deadline), cast("Any", dict(JSON_FORM))
+        prepared = prepare(constraint.text, deadline)
         deadline.check()
+        form = cast("Any", dict(prepared.json_form))
         text = LLMatcher.grammar_from_json_schema(prepared.text, overrides=form)
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None
@@ -387,6 +454,9 @@ def _first_line(text: str) -> str:
     """Return the first line of an error's text: the rest is about llguidance's internals."""
     if "Unsatisfiable schema" in text:
         text = "no value fits it"
+    for sign, meaning in _MEANINGS.items():
+        if sign in text:
+            return meaning
     lines = text.strip().splitlines() or [""]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (errors or lines)[0][:_MAX_ERROR]

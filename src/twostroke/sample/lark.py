@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Final
 
-from twostroke.schema.prepare import prepare
+from twostroke.schema.prepare import prepare, with_escapes
 from twostroke.schema.size import forces_little
 from twostroke.tokenize.preface import MAX_BLANKS
 
@@ -85,6 +85,8 @@ def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[st
         text = json.loads(prepared.text)
         has_forcing = has_forcing or not forces_little(text)
         form = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
+        if prepared.escapes:
+            form = {"x-guidance": dict(with_escapes(form.get("x-guidance", {})))}
         parts += [rules[end : found.end()], json.dumps({**text, **form})]
         gaps += prepared.gaps
         end = after

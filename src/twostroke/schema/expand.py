@@ -55,6 +55,7 @@ class Expander:
         """Begin with nothing known."""
         self.document, self._deadline = document, deadline
         self.work = 0
+        self._latest = "$schema (/)"  # keyword with its place, for errors
         self._known: dict[State, list[Branch]] = {}
         self._started: dict[State, Branch] = {}
         self._open: set[State] = set()
@@ -107,6 +108,10 @@ class Expander:
         if isinstance(schema, bool):
             return None if schema is not holds else Item(self.document.made({}, near, "any"))
         return Item(self.document.node(schema, near), holds)
+
+    def keywords(self, state: State) -> list[str]:
+        """Return the keywords of a state's schemas, each with its place."""
+        return [item.node.place(one) for item in state for one in item.node.schema if one in _SAYS]
 
     def one(self, schema: AnySchema, near: Node) -> State | None:
         """Return the state of one schema in another."""
@@ -190,6 +195,8 @@ class Expander:
         ]
         while tasks:
             node, keyword, scope, holds = tasks.pop()
+            if keyword is not None:
+                self._latest = node.place(keyword)
             self._spend()
             if keyword is not None:
                 inner = self._keyword(branch, node, keyword, scope)
@@ -385,4 +392,7 @@ class Expander:
         self.work += count
         self._deadline.check()
         if self.work > _MOST_WORK:
-            raise ValueError("it is too large, or has too many alternatives")
+            raise ValueError(
+                f"its alternatives and members combine to more than {_MOST_WORK:,} cases; the last "
+                f"is of {self._latest}"
+            )

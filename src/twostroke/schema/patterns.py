@@ -35,16 +35,18 @@ _PIECE: Final = re.compile(
 )
 _EMPTY: Final = "(?:)"
 _LIST: Final = re.compile(r"\^(?:\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)|([\w -]+))\$")
-_ANY_ONE: Final = r"[\x00-\x{10ffff}]"
-_ANYTHING: Final = rf"{_ANY_ONE}*"
-# Characters that are not written. llguidance would skip one, and a set of all of them would allow
-# quotes and backslashes, too.
-_UNWRITTEN: Final = r"\x00-\x07\x0b\x0e-\x1f\x7f"
-_EACH_UNWRITTEN: Final = frozenset(
-    text
-    for code in (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)
+ANY_ONE: Final = r"[\x00-\x{10ffff}]"
+_ANYTHING: Final = rf"{ANY_ONE}*"
+# Characters that are written only where a pattern names them: `schema.escapes` knows them by their
+# spelling, such as `\\u{7}`. A set of all of them would allow quotes and backslashes, too.
+UNWRITTEN: Final = r"\x00-\x07\x0b\x0e-\x1f\x7f"
+_UNWRITTEN_CODES: Final = (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)
+_EACH_UNWRITTEN: Final = {
+    text: f"\\u{{{code:x}}}"
+    for code in _UNWRITTEN_CODES
     for text in (f"\\x{code:02x}", f"\\x{{{code:x}}}")
-)
+}
+_LAST_CONTROL: Final = r"[^\u{1f}]"
 _NOTHING: Final = r"[^\x00-\x{10ffff}]"
 _MOST_KNOWN: Final = 512
 _MOST_MATCHERS: Final = 32  # one of a hostile pattern takes up to half a megabyte
@@ -95,7 +97,7 @@ def translated(source: str) -> Pattern | None:
                 is_count = here in "*+?"
             place += 1
         was_count = is_count
-    parts = [_NOTHING if part in _EACH_UNWRITTEN else part for part in parts]
+    parts = [_EACH_UNWRITTEN.get(part, part) for part in parts]
     return Pattern(source, "".join(parts)) if _has_outer_anchors(parts) else None
 
 
@@ -205,12 +207,15 @@ def _set(source: str, place: int) -> tuple[str | None, int]:
     if not members:
         return (r"[\x00-\x{10ffff}]" if is_negated else _NOTHING), place + 1
     if is_negated:
-        return f"[^{text}{_UNWRITTEN}]", place + 1
+        return f"[^{text}{UNWRITTEN}]", place + 1
+    if all(one in _EACH_UNWRITTEN or one == "-" for one, _ in members):
+        named = "".join(_EACH_UNWRITTEN.get(one, one) for one, _ in members)
+        return f"[[{named}]&&{_LAST_CONTROL}]" if "-" in named else f"[{named}]", place + 1
     return _writable(f"[{text}]") if r"\x" in text or r"\p" in text else f"[{text}]", place + 1
 
 
 def _writable(text: str) -> str:
-    return rf"[{text}&&[^{_UNWRITTEN}]]"
+    return rf"[{text}&&[^{UNWRITTEN}]]"
 
 
 def _is_range(members: list[tuple[str, bool]], place: int) -> bool:
@@ -282,10 +287,10 @@ def _but(words: list[str], depth: int) -> str:
     rest = [word for word in words if len(word) > depth]
     heads = sorted({word[depth] for word in rest})
     options = (
-        [f"[^{''.join(map(_literal, heads))}{_UNWRITTEN}]{_ANYTHING}"] if heads else [_ANYTHING]
+        [f"[^{''.join(map(_literal, heads))}{UNWRITTEN}]{_ANYTHING}"] if heads else [_ANYTHING]
     )
     if len(rest) < len(words):  # the text ends here in one of the words: it must go on
-        options = options if heads else [f"{_ANY_ONE}+"]
+        options = options if heads else [f"{ANY_ONE}+"]
     elif heads:
         options.append("")
     options += [

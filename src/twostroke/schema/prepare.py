@@ -17,9 +17,10 @@ from twostroke.schema.arrays import arrays
 from twostroke.schema.branch import KINDS, Branch, Item
 from twostroke.schema.deadline import Deadline
 from twostroke.schema.document import Document
+from twostroke.schema.escapes import needs_escapes, with_plain_strings
 from twostroke.schema.expand import Expander
 from twostroke.schema.objects import objects
-from twostroke.schema.scalars import scalars
+from twostroke.schema.scalars import can_be_written, is_exact, scalars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -48,20 +49,33 @@ _MOST_KNOWN: Final = 32  # schemas that are kept prepared
 _DEEPEST: Final = 24  # schemas in one another, before they get names
 _SMALL: Final = 200  # characters of a schema that is repeated rather than named
 _MOST_GAPS: Final = 20
+_MOST_NAMED: Final = 4  # keywords in an error
 _ENDLESS: Final = Deadline()
 _REPEATED: Final = "additionalProperties (names that repeat)"
 
 
 class Prepared(Frozen):
-    """A schema as llguidance reads it, and what of it the grammar does not hold.
+    r"""A schema as llguidance reads it, and what of it the grammar does not hold.
 
     Each of `gaps` is a keyword with its place, such as `uniqueItems (/properties/tags)`. A finished
     answer must be checked against the whole schema if there are any; without them, each value that
-    the grammar allows is valid.
+    the grammar allows is valid. With `escapes`, control characters are written as `\u0007`.
     """
 
     text: str
     gaps: tuple[str, ...] = ()
+    escapes: bool = False
+
+    @property
+    def json_form(self) -> Mapping[str, Any]:
+        """How llguidance shall write JSON."""
+        return with_escapes(JSON_FORM) if self.escapes else JSON_FORM
+
+
+def with_escapes(form: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return how to write JSON, with escapes of control characters."""
+    allowed = form.get("json_allowed_escapes", "u")
+    return {**form, "json_allowed_escapes": allowed if "u" in allowed else f"{allowed}u"}
 
 
 @lru_cache(_MOST_KNOWN)
@@ -76,12 +90,18 @@ def prepare(text: str, deadline: Deadline = _ENDLESS) -> Prepared:
         document = Document(text)
         rewriter = _Rewriter(document, deadline)
         schema = rewriter.whole()
+        escapes = needs_escapes(schema)
+        if escapes and with_plain_strings(schema):
+            rewriter.gaps[_REPEATED] = None
         found = json.dumps(schema, ensure_ascii=False)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if len(found) > _MOST_TEXT:
-        raise ValueError("it is too large, or has too many alternatives")
-    return Prepared(found, tuple(rewriter.gaps)[:_MOST_GAPS])
+        raise ValueError(
+            f"its grammar has {len(found):,} characters, and may have {_MOST_TEXT:,}: it has too "
+            "many members, or alternatives that combine"
+        )
+    return Prepared(found, tuple(rewriter.gaps)[:_MOST_GAPS], escapes)
 
 
 class _Rewriter:
@@ -98,22 +118,47 @@ class _Rewriter:
         """Return the whole schema."""
         root = self._child([(Item(self._root),)])
         if root is False:
-            raise ValueError("no value fits it")
+            raise ValueError(self._why_empty([(Item(self._root),)]))
         states: list[State] = []
         while len(self._schemas) < len(self._numbers):
             states = list(self._numbers)[len(self._schemas) :]
             for state in states:
                 self._schemas.append(self._written(state))
             if len(self._numbers) > _MOST_STATES:
-                raise ValueError("it is too large, or has too many alternatives")
+                place = ", ".join(self._expander.keywords(states[-1])[:_MOST_NAMED])
+                raise ValueError(
+                    f"its schemas combine in more than {_MOST_STATES:,} ways; the last is {place}"
+                )
+        first_empty = [state for state, one in self._states() if one is False]
         self._drop_empty()
         if self._schemas and self._schemas[0] is False:
-            raise ValueError("no value fits it")
+            raise ValueError(self._why_empty(first_empty))
         layout = _Layout(self._schemas)
         found = layout.whole()
         if layout.has_free_names:
             self.gaps[_REPEATED] = None
         return found
+
+    def _states(self) -> Iterator[tuple[State, Schema | bool]]:
+        return zip(self._numbers, self._schemas, strict=True)
+
+    def _why_empty(self, empty: Sequence[State]) -> str:
+        """Return why no value fits the schema, which needs one of these states."""
+        if not empty:
+            return "no value fits it: each would have to contain another one, without an end"
+        values = [
+            value
+            for branch in self._expander.branches(empty[0])
+            for value in branch.allowed() or ()
+            if not (can_be_written(value) if isinstance(value, str) else is_exact(value))
+        ]
+        named = ", ".join(self._expander.keywords(empty[0])[:_MOST_NAMED]) or "the schema (/)"
+        if not values:
+            return f"no value fits it: no value is left by {named}"
+        if isinstance(values[0], str):
+            return f"no value fits it: {ascii(values[0])[:80]} in {named} has half of a character"
+        number = f"{values[0]:,}"[:80]
+        return f"no value fits it: {number} in {named} has more digits than float64 can hold"
 
     def _child(self, states: Sequence[State | None]) -> Schema | bool:
         """Return a schema that stands for values that fit all states."""

@@ -20,10 +20,11 @@ _EXACT: Final = 2**53  # the largest number up to which llguidance knows each in
 # The largest that is written: without an end, a weak model would write digits up to its limit.
 # Keys of 64 bits need 19 digits, and this is a number that llguidance knows.
 _LARGEST: Final = 9 * 10**18
-# Of a multiple, without zeros at its end: llguidance follows each remainder.
+# Of a multiple, without zeros at its end: llguidance follows each remainder, and with zeros some
+# more for each of them.
 _LARGEST_MULTIPLE: Final = 20_000
+_LARGEST_WITH_ZEROS: Final = 50_000
 _MOST_DIGITS: Final = 8
-_ESCAPED: Final = frozenset("\b\t\n\f\r")  # the control characters that can be written
 
 
 def scalars(branch: Branch) -> Iterator[Schema]:
@@ -46,7 +47,7 @@ def scalars(branch: Branch) -> Iterator[Schema]:
 
 def _listed(branch: Branch, values: Sequence[Any]) -> Iterator[Schema]:
     texts = [value for value in values if isinstance(value, str) and can_be_written(value)]
-    others = [value for value in values if not isinstance(value, str)]
+    others = [value for value in values if not isinstance(value, str) and is_exact(value)]
     for value in others:
         if kind(value) in {"integer", "fraction"} and abs(value) > _EXACT:
             branch.gap("enum (of numbers beyond 2^53)")
@@ -67,7 +68,7 @@ def _numbers(branch: Branch) -> Iterator[Schema]:
             multiple = multiple * multiple.denominator
         number = Decimal(multiple.numerator) / Decimal(multiple.denominator)
         if not _is_easy(number):
-            branch.gap("multipleOf (of many digits)")
+            branch.gap(f"multipleOf (of {number.normalize():f})")
         elif number != 1 or both != {"integer"}:
             schema["multipleOf"] = written(number)
     excluded = sorted(
@@ -84,10 +85,21 @@ def _numbers(branch: Branch) -> Iterator[Schema]:
 
 
 def _is_easy(multiple: Decimal) -> bool:
-    """Return whether llguidance finds multiples of a number quickly."""
+    """Return whether llguidance reads a number exactly, and finds multiples of it quickly."""
     _, digits, exponent = multiple.normalize().as_tuple()
-    size = int("".join(map(str, digits)))
-    return size <= _LARGEST_MULTIPLE and abs(int(exponent)) <= _MOST_DIGITS
+    size, num_zeros = int("".join(map(str, digits))), int(exponent)
+    if size > _LARGEST_MULTIPLE or abs(num_zeros) > _MOST_DIGITS:
+        return False
+    if num_zeros >= 0:
+        return bool(size * 10**num_zeros <= _LARGEST_WITH_ZEROS)
+    return bool(_digits_read(float(multiple)) == size)
+
+
+def _digits_read(number: float) -> float:
+    """Return the digits that llguidance reads in a fraction: it multiplies by 10 in float64."""
+    while number % 1:
+        number *= 10
+    return number
 
 
 def _bounds(branch: Branch, low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Schema:
@@ -106,6 +118,8 @@ def _bounds(branch: Branch, low: tuple[Any, bool] | None, high: tuple[Any, bool]
             found[f"m{keyword}"] = -(_LARGEST if is_larger else _EXACT) * sign
         else:
             found[f"exclusiveM{keyword}" if is_open else f"m{keyword}"] = written(number)
+            if not is_exact(number):
+                branch.gap(f"m{keyword} (of {number})")
     return found
 
 
@@ -158,11 +172,16 @@ def written(value: Any) -> Any:
     return value
 
 
+def is_exact(value: Any) -> bool:
+    """Return whether llguidance, which reads numbers as float64, knows a value as it is."""
+    if kind(value) not in {"integer", "fraction"}:
+        return True
+    if abs(value) > _LARGEST:
+        return False
+    read = float(value)
+    return bool(int(read) == value if kind(value) == "integer" else Decimal(repr(read)) == value)
+
+
 def can_be_written(text: str) -> bool:
-    """Return whether the grammar can spell a text: not some control characters, nor half ones."""
-    return not any(
-        (character < " " and character not in _ESCAPED)
-        or character == "\x7f"
-        or "\ud800" <= character <= "\udfff"
-        for character in text
-    )
+    """Return whether the grammar can spell a text: one without halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

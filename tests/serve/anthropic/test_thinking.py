@@ -115,7 +115,7 @@ def test_calls_come_behind_the_reasoning(server: LiveServer) -> None:
     assert json.loads(blocks[2]["json"]) == {"a": 1}
     cut = ask(server, tools=[TOOL], stop_sequences=['"a"']).json()
     assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", '"a"')
-    assert [block["type"] for block in cut["content"]] == ["thinking", "text", "text"]
+    assert [block["type"] for block in cut["content"]] == ["thinking", "text"]
 
 
 def test_earlier_reasoning_reaches_the_template(server: LiveServer) -> None:

@@ -197,7 +197,8 @@ class MessageEncoder:
         for event in stream:
             match event:
                 case events.Closed():
-                    content.append(_complete(event.block))
+                    block = _complete(event.block)
+                    content += [block] if block is not None else []
                 case events.Ended():
                     is_called = any(isinstance(block, ToolUseBody) for block in content)
                     self._end(event, has_calls=event.has_calls and is_called)
@@ -238,8 +239,8 @@ def _begun(block: events.ContentBlock) -> BlockBody:
             return ToolUseBody(f"toolu_{secrets.token_hex(12)}", block.name, {})
 
 
-def _complete(block: events.ContentBlock) -> BlockBody:
-    """Return a block with its content; a call that was cut, or is not JSON, becomes text."""
+def _complete(block: events.ContentBlock) -> BlockBody | None:
+    """Return a block with its content; None for a call that was cut, as its input is not JSON."""
     body, text = _begun(block), block.text
     match body:
         case TextBody():
@@ -250,7 +251,7 @@ def _complete(block: events.ContentBlock) -> BlockBody:
             try:
                 body.input = msgspec.json.decode(text, type=dict[str, Any])
             except msgspec.DecodeError:
-                return TextBody(text)
+                return None
     return body
 
 

@@ -208,12 +208,12 @@ def _content(kind: events.BlockKind, text: str) -> dict[str, Any]:
 
 
 def _complete(block: events.ContentBlock) -> dict[str, Any]:
-    """Return the content of a complete block; a call that was cut, or is not JSON, is text."""
+    """Return the content of a complete block; of a call that was cut, nothing."""
     if block.kind is not events.BlockKind.CALL:
         return _content(block.kind, block.text)
     try:
         arguments = msgspec.json.decode(block.text, type=dict[str, Any])
     except msgspec.DecodeError:
-        return {"text": block.text}
+        return {}
     called = CalledBody(block.call_index, block.name, arguments)
     return {"calls": [OllamaCallBody(f"call_{secrets.token_hex(4)}", called)]}
