@@ -28,7 +28,7 @@ _BARE: Final = regex.compile(
     r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?<arguments>\{)',
     regex.ASCII,
 )
-# The beginning of such an object, as far as its name.
+# The beginning of such an object, up to its name.
 _BARE_BEGIN: Final = regex.compile(
     r'\s*+(?:[;,]\s*+)?(?:```(?:json)?\s*+)?\{\{?+\s*+"name"\s*+:\s*+"(?<name>[\w.\-]*+)',
     regex.ASCII,
@@ -130,26 +130,26 @@ class CallReader:
 
         The beginning of a call is dropped if the answer `is_cut`, by its limit or a stop string.
         """
-        held, self._held = self._held, ""
-        if is_cut and self._is_begun_call(held):
-            held = self._text_of_call = ""
+        rest, self._held = self._held, ""
+        if is_cut and self._is_begun_call(rest):
+            rest = self._text_of_call = ""
         in_call = self._state in (self._arguments, self._after, self._next)
         only_calls = self._is_forced or (self._is_pure and self.num_calls > 0)
         if in_call or only_calls:
             return []  # the rest of a call, or of marks
-        rest = self._trim.feed(self._text_of_call + held) + self._trim.finish()
+        rest = self._trim.feed(self._text_of_call + rest) + self._trim.finish()
         if self.num_calls and not rest.strip():
             return []
         return [TextPiece(rest)] if rest else []
 
-    def _is_begun_call(self, held: str) -> bool:
-        """Return whether the held text would have become a call, or a mark, as far as it goes."""
+    def _is_begun_call(self, text: str) -> bool:
+        """Return whether a text begins a call, or its mark."""
         if self._state == self._head or self.num_calls > 0:
             return True
-        if held.lstrip() and self._form.mark.startswith(held.lstrip()):
-            return len(held.lstrip()) > 1
-        found = _BARE_BEGIN.match(held) if self._state == self._start else None
-        return found is not None and any(name.startswith(found["name"]) for name in self._names)
+        if text.lstrip() and self._form.mark.startswith(text.lstrip()):
+            return len(text.lstrip()) > 1
+        match = _BARE_BEGIN.match(text) if self._state == self._start else None
+        return match is not None and any(name.startswith(match["name"]) for name in self._names)
 
     def _match(self, shape: regex.Pattern[str]) -> tuple[regex.Match[str] | None, bool]:
         """Match the held text; return the match, and whether more text could make one.

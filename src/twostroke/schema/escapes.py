@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WITHOUT: Final = r"^[^\x00-\x07\x0b\x0e-\x1f\x7f]*$"
 _EACH: Final = r"\x00-\x1f\x7f"  # of names all: a tab could be written in two ways, as two names
 _CONTROLS: Final = frozenset(map(chr, (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)))
-_ASKED: Final = re.compile(r"\\u\{[0-9a-f]+\}")  # how `patterns` spells what a pattern asks for
+_ESCAPE: Final = re.compile(r"\\u\{[0-9a-f]+\}")  # the spelling of control characters in `patterns`
 
 
 def needs_escapes(schema: Schema) -> bool:
@@ -56,7 +56,7 @@ def _asks(schema: Schema) -> bool:
     if any(not _CONTROLS.isdisjoint(text) for text in texts):
         return True
     patterns = [schema.get("pattern", ""), *schema.get("patternProperties", ())]
-    return any(map(_ASKED.search, patterns))
+    return any(map(_ESCAPE.search, patterns))
 
 
 def _schemas(schema: Any) -> Iterator[Schema]:

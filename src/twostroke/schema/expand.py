@@ -111,7 +111,12 @@ class Expander:
 
     def keywords(self, state: State) -> list[str]:
         """Return the keywords of a state's schemas, each with its place."""
-        return [item.node.place(one) for item in state for one in item.node.schema if one in _SAYS]
+        return [
+            item.node.place(keyword)
+            for item in state
+            for keyword in item.node.schema
+            if keyword in _SAYS
+        ]
 
     def one(self, schema: AnySchema, near: Node) -> State | None:
         """Return the state of one schema in another."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MOST_CHOSEN: Final = 6  # members of which each selection is spelled
 _MOST_MATCHES: Final = 20_000  # of names with patterns
-_MOST_SHOWN: Final = 80  # characters of a name
+MAX_NAME_SHOWN: Final = 80  # characters of a name
 
 
 def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]:
@@ -36,7 +36,7 @@ def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema
     known = spoken | branch.required
     num_patterns = sum(len(part.patterns) for part in parts)
     if len(known) * max(1, num_patterns) > _MOST_MATCHES:
-        first_name = next(iter(known))[:_MOST_SHOWN]
+        first_name = next(iter(known))[:MAX_NAME_SHOWN]
         raise ValueError(
             f"an object has {len(known):,} names and {num_patterns:,} of patternProperties, whose "
             f"product must be at most {_MOST_MATCHES:,}; its first name is '{first_name}'"

@@ -208,8 +208,8 @@ def _set(source: str, place: int) -> tuple[str | None, int]:
         return (r"[\x00-\x{10ffff}]" if is_negated else _NOTHING), place + 1
     if is_negated:
         return f"[^{text}{UNWRITTEN}]", place + 1
-    if all(one in _EACH_UNWRITTEN or one == "-" for one, _ in members):
-        named = "".join(_EACH_UNWRITTEN.get(one, one) for one, _ in members)
+    if all(member in _EACH_UNWRITTEN or member == "-" for member, _ in members):
+        named = "".join(_EACH_UNWRITTEN.get(member, member) for member, _ in members)
         return f"[[{named}]&&{_LAST_CONTROL}]" if "-" in named else f"[{named}]", place + 1
     return _writable(f"[{text}]") if r"\x" in text or r"\p" in text else f"[{text}]", place + 1
 

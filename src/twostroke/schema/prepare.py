@@ -55,7 +55,7 @@ _REPEATED: Final = "additionalProperties (names that repeat)"
 
 
 class Prepared(Frozen):
-    r"""A schema as llguidance reads it, and what of it the grammar does not hold.
+    r"""A schema as llguidance reads it, and the keywords that its grammar does not hold.
 
     Each of `gaps` is a keyword with its place, such as `uniqueItems (/properties/tags)`. A finished
     answer must be checked against the whole schema if there are any; without them, each value that
@@ -125,11 +125,11 @@ class _Rewriter:
             for state in states:
                 self._schemas.append(self._written(state))
             if len(self._numbers) > _MOST_STATES:
-                place = ", ".join(self._expander.keywords(states[-1])[:_MOST_NAMED])
+                keywords = ", ".join(self._expander.keywords(states[-1])[:_MOST_NAMED])
                 raise ValueError(
-                    f"its schemas combine in more than {_MOST_STATES:,} ways; the last is {place}"
+                    f"its schemas combine in more than {_MOST_STATES:,} ways; the last is {keywords}"
                 )
-        first_empty = [state for state, one in self._states() if one is False]
+        first_empty = [state for state, schema in self._states() if schema is False]
         self._drop_empty()
         if self._schemas and self._schemas[0] is False:
             raise ValueError(self._why_empty(first_empty))
