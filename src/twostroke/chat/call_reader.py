@@ -130,7 +130,8 @@ class CallReader:
 
         The beginning of a call is dropped if the answer `is_cut`, by its limit or a stop string.
         """
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         if is_cut and self._is_begun_call(rest):
             rest = self._text_of_call = ""
         in_call = self._state in (self._arguments, self._after, self._next)

@@ -127,7 +127,7 @@ class _Rewriter:
             if len(self._numbers) > _MOST_STATES:
                 keywords = ", ".join(self._expander.keywords(states[-1])[:_MOST_NAMED])
                 raise ValueError(
-                    f"its schemas combine in more than {_MOST_STATES:,} ways; the last is {keywords}"
+                    f"its schemas have over {_MOST_STATES:,} combinations; the last: {keywords}"
                 )
         first_empty = [state for state, schema in self._states() if schema is False]
         self._drop_empty()
