@@ -130,15 +130,14 @@ class CallReader:
 
         The beginning of a call is dropped if the answer `is_cut`, by its limit or a stop string.
         """
-        rest = self._held
-        self._held = ""
-        if is_cut and self._is_begun_call(rest):
-            rest = self._text_of_call = ""
+        held, self._held = self._held, ""
+        if is_cut and self._is_begun_call(held):
+            held = self._text_of_call = ""
         in_call = self._state in (self._arguments, self._after, self._next)
         only_calls = self._is_forced or (self._is_pure and self.num_calls > 0)
         if in_call or only_calls:
             return []  # the rest of a call, or of marks
-        rest = self._trim.feed(self._text_of_call + rest) + self._trim.finish()
+        rest = self._trim.feed(self._text_of_call + held) + self._trim.finish()
         if self.num_calls and not rest.strip():
             return []
         return [TextPiece(rest)] if rest else []
