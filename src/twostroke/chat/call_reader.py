@@ -132,7 +132,7 @@ class CallReader:
         """
         held, self._held = self._held, ""
         if is_cut and self._is_begun_call(held):
-            held = self._text_of_call = ""
+            return []
         in_call = self._state in (self._arguments, self._after, self._next)
         only_calls = self._is_forced or (self._is_pure and self.num_calls > 0)
         if in_call or only_calls:
