@@ -32,10 +32,15 @@ _MAX_PARTS: Final = 16
 
 
 async def read_form(
-    request: Request, write: Callable[[bytes], None], max_bytes: int, timeout_s: float
+    request: Request,
+    write: Callable[[bytes], None],
+    max_bytes: int,
+    timeout_s: float,
+    *,
+    file_field: str = "file",
 ) -> dict[str, str]:
-    """Return the fields, and the name of the file under `file`; `write` takes the file's bytes,
-    in a thread.
+    """Return the fields, and the name of the file under `file_field`; `write` takes the file's
+    bytes, in a thread.
 
     Raises:
         ContentTypeError: the body is not multipart/form-data.
@@ -49,7 +54,7 @@ async def read_form(
     boundary = _BOUNDARY.search(kind)
     if not kind.lower().startswith("multipart/form-data") or boundary is None:
         raise ContentTypeError("The Content-Type must be multipart/form-data with a boundary.")
-    form = _Form(f"\r\n--{boundary[1] or boundary[2]}".encode(), write, max_bytes)
+    form = _Form(f"\r\n--{boundary[1] or boundary[2]}".encode(), write, max_bytes, file_field)
     spool = Spool(form.feed)
     try:
         async with asyncio.timeout(timeout_s):
@@ -66,7 +71,14 @@ async def read_form(
 class _Form:
     """The parts so far. Memory is bounded: the file is passed on, and all else is short."""
 
-    def __init__(self, delimiter: bytes, write: Callable[[bytes], None], max_bytes: int) -> None:
+    def __init__(
+        self,
+        delimiter: bytes,
+        write: Callable[[bytes], None],
+        max_bytes: int,
+        file_field: str = "file",
+    ) -> None:
+        self._file_field = file_field
         self._delimiter = delimiter
         self._write = write
         self._max_bytes = max_bytes
@@ -84,8 +96,8 @@ class _Form:
     def finish(self) -> dict[str, str]:
         if not self._is_over:
             raise RequestError("The form is incomplete: its last boundary is missing.")
-        if "file" not in self._fields:
-            raise MissingFieldError("is missing.", field="file")
+        if self._file_field not in self._fields:
+            raise MissingFieldError("is missing.", field=self._file_field)
         return self._fields
 
     def _parse(self) -> Iterator[None]:
@@ -128,7 +140,7 @@ class _Form:
         name = named[1] if named is not None else ""
         if name in self._fields:
             raise RequestError("is sent twice.", field=name)
-        if name == "file":
+        if name == self._file_field:
             if file is None:
                 raise RequestError("must be a file, whose part has a filename.", field=name)
             self._fields[name] = file[1]

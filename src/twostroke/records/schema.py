@@ -94,6 +94,19 @@ MIGRATIONS: Final = (
         answer BLOB NOT NULL
     );
     """,
+    # Files may expire, and come in parts. `body` is JSON.
+    """
+    ALTER TABLE files ADD COLUMN expires_at INTEGER;
+    CREATE INDEX expiring_files ON files (expires_at) WHERE expires_at IS NOT NULL;
+    CREATE TABLE uploads (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        tenant TEXT NOT NULL,
+        expires_at INTEGER NOT NULL,
+        body BLOB NOT NULL
+    );
+    CREATE INDEX expiring_uploads ON uploads (expires_at);
+    """,
 )
 
 

@@ -29,7 +29,7 @@ from twostroke.http.waiting import Returns, in_time, timeout_of
 from twostroke.schema.verify import Verifier
 from twostroke.serve import plans
 from twostroke.serve.about import VERSION, AboutBody
-from twostroke.serve.batches import messages
+from twostroke.serve.batches import messages, uploads
 from twostroke.serve.batches import openai as openai_batches
 from twostroke.serve.batches.keeping import Keeping
 from twostroke.serve.body.decode import BodyDecoder, meant
@@ -221,6 +221,7 @@ class Api:
             stored_chat.BODIES
             | conversations.BODIES
             | openai_batches.BODIES
+            | uploads.BODIES
             | messages.BODIES
             | {plans.PATH: plans.PlanRequest}
             | {path: one.request for path, one in all_kinds.items()}

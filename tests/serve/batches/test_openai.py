@@ -254,7 +254,7 @@ def test_input_of_an_open_batch_stays(server: LiveServer) -> None:
 
 def test_wrong_uploads_are_refused(server: LiveServer) -> None:
     post = server.http.post
-    assert upload(server, "x", purpose="assistants")["error"]["param"] == "purpose"
+    assert upload(server, "x", purpose="batch_output")["error"]["param"] == "purpose"
     assert upload(server, "x", other="1")["error"]["param"] == "other"
     assert post("/v1/files", data={"purpose": "batch"}).status_code == 415
     only = {"purpose": (None, b"batch")}

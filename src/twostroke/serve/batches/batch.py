@@ -70,6 +70,7 @@ class Batch(Frozen, kw_only=True):
         window: the time that it may take, as the client wrote it.
         expires_at: when the rest of its lines will not be run.
         boot, deadline_s: the same, in seconds since the machine's start with this id.
+        output_expires_after_s: how long its files with results stay; None for ever.
         since: when each status began.
         ends_as: the last status, once no more lines are run.
         total: lines; 0 before they are counted.
@@ -92,6 +93,7 @@ class Batch(Frozen, kw_only=True):
     boot: str = ""
     deadline_s: float = 0.0
     metadata: dict[str, str] | None = None
+    output_expires_after_s: int | None = None
     status: Status = "validating"
     since: dict[str, float] = field(default_factory=dict)
     ends_as: Status | None = None

@@ -1,4 +1,4 @@
-"""OpenAI's files: uploaded inputs of batches, and the results of these."""
+"""Stored files: their records, their contents, and the room that they take."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from starlette.responses import FileResponse
-from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.http.errors import BodySizeError, UnsupportedFieldError
-from twostroke.http.multipart import read_form
 from twostroke.http.served import served_of
 from twostroke.records import RecordsError
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
-from twostroke.serve.dialect import to_json
-from twostroke.serve.openai.responses.routes import query_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,13 +31,20 @@ if TYPE_CHECKING:
     from twostroke.records import Records, Temporary
 
 PATH: Final = "/v1/files"
-ONE: Final = f"{PATH}/{{file_id}}"
+FILE_PATH: Final = f"{PATH}/{{file_id}}"
 INPUT: Final = "batch"
 OUTPUT: Final = "batch_output"
 HIDDEN: Final = "message_batch"  # belongs to a batch of Anthropic's protocol
+PART: Final = "upload_part"  # of an upload, whose id is the file's name
+PURPOSES: Final = (INPUT, "user_data", "assistants", "evals", "fine-tune", "vision")
+MIN_EXPIRY_S: Final = 3600
+MAX_EXPIRY_S: Final = 2_592_000
 MAX_LISTED: Final = 10_000
 _STEPS: Final = 1 << 13  # in which a room is shared out, so that few results need a look at files
-_COLUMNS: Final = "id, bytes, created_at, filename, purpose"
+_COLUMNS: Final = "id, bytes, created_at, filename, purpose, expires_at"
+# Conditions for files that clients see.
+_VISIBLE: Final = f"purpose NOT IN ('{HIDDEN}', '{PART}') AND ifnull(expires_at > ?, 1)"
+_EXPIRY: Final = ("expires_after[anchor]", "expires_after[seconds]")
 
 
 class NoSuchFileError(TwostrokeError):
@@ -67,6 +70,7 @@ class FileBody(msgspec.Struct, kw_only=True, frozen=True):
     filename: str
     purpose: str
     status: Literal["processed"] = "processed"
+    expires_at: int | None = None
 
 
 class FileList(msgspec.Struct, kw_only=True, frozen=True):
@@ -90,60 +94,26 @@ class DeletedFile(msgspec.Struct, kw_only=True, frozen=True):
 def insert(db: Connection, file: FileBody, tenant: str) -> None:
     """Keep the record of a file; one with the same id stays."""
     db.execute(
-        "INSERT OR IGNORE INTO files (tenant, id, bytes, created_at, filename, purpose) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
-        (tenant, file.id, file.bytes, file.created_at, file.filename, file.purpose),
+        f"INSERT OR IGNORE INTO files (tenant, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",  # noqa: S608 constants
+        (
+            tenant,
+            file.id,
+            file.bytes,
+            file.created_at,
+            file.filename,
+            file.purpose,
+            file.expires_at,
+        ),
     )
 
 
 def find(db: Connection, id_: str, tenant: str) -> FileBody:
     """Return a tenant's file; raises NoSuchFileError."""
-    query = f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND purpose != ?"  # noqa: S608 constants
-    found = db.execute(query, (id_, tenant, HIDDEN)).fetchone()
-    if found is None:
+    query = f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND {_VISIBLE}"  # noqa: S608 constants
+    row = db.execute(query, (id_, tenant, time.time())).fetchone()
+    if row is None:
         raise NoSuchFileError(f"No such file: '{id_[:MAX_NAME_LENGTH]}'.")
-    return _body(*found)
-
-
-def routes(records: Callable[[], Records], rooms: Rooms, limits: Limits) -> list[Route]:
-    """Return the routes of files; `records` raises if the server keeps none."""
-
-    async def upload(request: Request) -> Response:
-        kept, tenant = records(), served_of(request.scope).tenant
-        async with rooms.take(kept, request, limits.max_file_bytes) as most:
-            with kept.files.begin() as file:
-                fields = await read_form(request, file.write, most, limits.file_timeout_s)
-                body = _uploaded(fields, file.num_bytes)
-                add = partial(insert_new, file=body, tenant=tenant, limits=limits)
-                await keep(kept, file, body.id, lambda: kept.write(add))
-        return to_json(body)
-
-    async def several(request: Request) -> Response:
-        kept, tenant = records(), served_of(request.scope).tenant
-        asked = query_of(request, ("after", "limit", "order", "purpose"))
-        return to_json(await kept.read(partial(_page, tenant=tenant, asked=asked)))
-
-    async def one(request: Request) -> Response:
-        kept, tenant = records(), served_of(request.scope).tenant
-        query_of(request, ())
-        id_ = request.path_params["file_id"]
-        if request.method != "DELETE":
-            return to_json(await kept.read(partial(find, id_=id_, tenant=tenant)))
-        await kept.write(partial(_delete, id_=id_, tenant=tenant))
-        await asyncio.to_thread(kept.files.remove, id_)
-        return to_json(DeletedFile(id=id_))
-
-    async def content(request: Request) -> Response:
-        kept, tenant = records(), served_of(request.scope).tenant
-        file = await kept.read(partial(find, id_=request.path_params["file_id"], tenant=tenant))
-        return await content_of(kept, file.id, "application/jsonl", file.filename)
-
-    return [
-        Route(PATH, upload, methods=["POST"], name=f"POST {PATH}"),
-        Route(PATH, several, methods=["GET"], name=f"GET {PATH}"),
-        Route(ONE, one, methods=["GET", "DELETE"], name=ONE),
-        Route(f"{ONE}/content", content, methods=["GET"], name=f"{ONE}/content"),
-    ]
+    return _body(*row)
 
 
 async def content_of(records: Records, id_: str, media_type: str, filename: str) -> Response:
@@ -309,20 +279,67 @@ def _is_kept(db: Connection, id_: str) -> bool:
     return db.execute("SELECT 1 FROM files WHERE id = ?", (id_,)).fetchone() is not None
 
 
-def _uploaded(fields: dict[str, str], num_bytes: int) -> FileBody:
+def uploaded(fields: dict[str, str], num_bytes: int, default_purpose: str = "") -> FileBody:
     """Return the record of an uploaded file; raises RequestError for wrong fields."""
+    refuse_fields(fields, ("file", "purpose", "expires_in_seconds", *_EXPIRY))
+    purpose = fields.get("purpose", default_purpose)
+    check_purpose(purpose)
+    if fields.get("expires_after[anchor]", "created_at") != "created_at":
+        raise RequestError("must be 'created_at'.", field="expires_after.anchor")
+    created_at = int(time.time())
+    expires_at = None
+    for name in ("expires_after[seconds]", "expires_in_seconds"):
+        if name in fields:
+            expires_at = created_at + _expiry_s(fields[name], name)
+    filename = fields["file"][:MAX_NAME_LENGTH] or "file"
+    return FileBody(
+        id=new_id(),
+        bytes=num_bytes,
+        created_at=created_at,
+        filename=filename,
+        purpose=purpose,
+        expires_at=expires_at,
+    )
+
+
+def refuse_fields(fields: dict[str, str], names: tuple[str, ...]) -> None:
+    """Raise an UnsupportedFieldError if a form has a field that is not known."""
     for name in fields:
-        if name not in {"file", "purpose"}:
+        if name not in names:
             raise UnsupportedFieldError("is not supported yet: leave it out.", field=name)
-    if fields.get("purpose") != INPUT:
-        raise RequestError(f"must be '{INPUT}', the input of a batch.", field="purpose")
-    name = fields["file"][:MAX_NAME_LENGTH] or "file.jsonl"
-    return _body(new_id(), num_bytes, int(time.time()), name, INPUT)
 
 
-def new_file(id_: str, num_bytes: int, filename: str, purpose: str = OUTPUT) -> FileBody:
+def check_purpose(purpose: str) -> None:
+    """Raise a RequestError if files have no such purpose."""
+    if purpose not in PURPOSES:
+        raise RequestError(f"must be one of {', '.join(PURPOSES)}.", field="purpose")
+
+
+def _expiry_s(text: str, name: str) -> int:
+    is_number = text.isdecimal() and len(text) <= len(str(MAX_EXPIRY_S))
+    if not (is_number and MIN_EXPIRY_S <= int(text) <= MAX_EXPIRY_S):
+        field = "expires_after.seconds" if name in _EXPIRY else name
+        raise RequestError(f"must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}.", field=field)
+    return int(text)
+
+
+def new_file(
+    id_: str,
+    num_bytes: int,
+    filename: str,
+    purpose: str = OUTPUT,
+    expires_after_s: int | None = None,
+) -> FileBody:
     """Return the record of a file that the server writes."""
-    return _body(id_, num_bytes, int(time.time()), filename, purpose)
+    created_at = int(time.time())
+    return FileBody(
+        id=id_,
+        bytes=num_bytes,
+        created_at=created_at,
+        filename=filename,
+        purpose=purpose,
+        expires_at=created_at + expires_after_s if expires_after_s is not None else None,
+    )
 
 
 def new_id() -> str:
@@ -330,9 +347,22 @@ def new_id() -> str:
     return f"file-{secrets.token_hex(12)}"
 
 
-def _body(id_: str, num_bytes: int, created_at: int, filename: str, purpose: str) -> FileBody:
+def _body(
+    id_: str,
+    num_bytes: int,
+    created_at: int,
+    filename: str,
+    purpose: str,
+    expires_at: int | None,
+) -> FileBody:
+    """Return a file from its row."""
     return FileBody(
-        id=id_, bytes=num_bytes, created_at=created_at, filename=filename, purpose=purpose
+        id=id_,
+        bytes=num_bytes,
+        created_at=created_at,
+        filename=filename,
+        purpose=purpose,
+        expires_at=expires_at,
     )
 
 
@@ -342,7 +372,18 @@ def _num_bytes(db: Connection, tenant: str) -> int:
     return int(num_bytes)
 
 
-def _delete(db: Connection, id_: str, tenant: str) -> None:
+def delete_expired(db: Connection, now_s: float) -> list[str]:
+    """Delete the records of expired files, but of inputs of batches that run; return their ids."""
+    condition = (
+        "expires_at <= ? AND NOT EXISTS "
+        "(SELECT 1 FROM batches WHERE is_open AND input_file = files.id)"
+    )
+    rows = db.execute(f"SELECT id FROM files WHERE {condition}", (int(now_s),)).fetchall()  # noqa: S608 constants
+    db.executemany("DELETE FROM files WHERE id = ?", rows)
+    return [id_ for (id_,) in rows]
+
+
+def delete(db: Connection, id_: str, tenant: str) -> None:
     """Delete a file's record; raises RequestError while a batch needs the file."""
     find(db, id_, tenant)
     query = "SELECT id FROM batches WHERE is_open AND input_file = ?"
@@ -352,23 +393,58 @@ def _delete(db: Connection, id_: str, tenant: str) -> None:
     db.execute("DELETE FROM files WHERE id = ?", (id_,))
 
 
-def _page(db: Connection, tenant: str, asked: dict[str, str]) -> FileList:
-    limit, order = page_size(asked, MAX_LISTED, MAX_LISTED), asked.get("order", "desc")
+def page(db: Connection, tenant: str, query: dict[str, str]) -> FileList:
+    """Return a page of a tenant's files; raises RequestError."""
+    limit, order = page_size(query, MAX_LISTED, MAX_LISTED), query.get("order", "desc")
     if order not in {"asc", "desc"}:
         raise RequestError("must be asc or desc.", field="order")
-    where, values = "tenant = ? AND purpose != ?", [tenant, HIDDEN]
-    if "purpose" in asked:
-        where, values = f"{where} AND purpose = ?", [*values, asked["purpose"]]
-    if after := asked.get("after"):
-        found = db.execute("SELECT seq FROM files WHERE id = ? AND tenant = ?", (after, tenant))
-        if (row := found.fetchone()) is None:
+    condition, values = f"tenant = ? AND {_VISIBLE}", [tenant, time.time()]
+    if "purpose" in query:
+        condition, values = f"{condition} AND purpose = ?", [*values, query["purpose"]]
+    if after := query.get("after"):
+        if (seq := _seq(db, after, tenant)) is None:
             raise RequestError("must be the id of a file.", field="after")
-        where, values = f"{where} AND seq {'<' if order == 'desc' else '>'} ?", [*values, row[0]]
-    query = f"SELECT {_COLUMNS} FROM files WHERE {where} ORDER BY seq {order} LIMIT ?"  # noqa: S608 constants
-    data = [_body(*row) for row in db.execute(query, (*values, limit + 1))]
+        comparison = "<" if order == "desc" else ">"
+        condition, values = f"{condition} AND seq {comparison} ?", [*values, seq]
+    sql = f"SELECT {_COLUMNS} FROM files WHERE {condition} ORDER BY seq {order} LIMIT ?"  # noqa: S608 constants
+    data = [_body(*row) for row in db.execute(sql, (*values, limit + 1))]
     shown = data[:limit]
     ends = (shown[0].id, shown[-1].id) if shown else (None, None)
     return FileList(data=shown, first_id=ends[0], last_id=ends[1], has_more=len(data) > limit)
+
+
+def rows_of_page(
+    db: Connection,
+    tenant: str,
+    *,
+    cursor: str | None,
+    count: int,
+    is_older: bool,
+    ids: list[str],
+) -> list[FileBody] | None:
+    """Return up to `count` files before or after the file `cursor`, the newest first.
+
+    With `ids` only these; None if there is no such cursor.
+    """
+    condition, values = f"tenant = ? AND {_VISIBLE}", [tenant, time.time()]
+    if cursor is not None:
+        if (seq := _seq(db, cursor, tenant)) is None:
+            return None
+        condition, values = f"{condition} AND seq {'<' if is_older else '>'} ?", [*values, seq]
+    if ids:
+        marks = ", ".join("?" for _ in ids)
+        condition, values = f"{condition} AND id IN ({marks})", [*values, *ids]
+    order = "desc" if is_older else "asc"
+    sql = f"SELECT {_COLUMNS} FROM files WHERE {condition} ORDER BY seq {order} LIMIT ?"  # noqa: S608 constants
+    files = [_body(*row) for row in db.execute(sql, (*values, count))]
+    return files if is_older else files[::-1]
+
+
+def _seq(db: Connection, id_: str, tenant: str) -> int | None:
+    """Return where a file is in the order of arrival; None if there is no such file."""
+    query = "SELECT seq FROM files WHERE id = ? AND tenant = ?"
+    row = db.execute(query, (id_, tenant)).fetchone()
+    return None if row is None else int(row[0])
 
 
 def page_size(asked: dict[str, str], default: int, most: int) -> int:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from twostroke.http.errors import UnknownPathError
-from twostroke.serve.batches import files, messages, openai
+from twostroke.records import RecordsError
+from twostroke.serve.batches import files, messages, openai, uploads
+from twostroke.serve.batches.file_routes import FileRoutes
 from twostroke.serve.batches.runner import Runner
+from twostroke.serve.batches.uploads import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from sqlite3 import Connection
 
     from starlette.routing import Route
     from starlette.types import ASGIApp
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
     from twostroke.http.served import ServedRequest
     from twostroke.records import Records
 
+_SWEEP_S: Final = 60.0
 FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 
 
@@ -46,6 +53,7 @@ class Keeping:
             may_run = keys.has_valid if keys is not None else lambda _tenant: True
             self._runner = Runner(records, FORMS, limits, room, may_run)
         self._stopping: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
 
     def routes(self, note: Callable[[Iterable[Ignored], ServedRequest], None]) -> list[Route]:
         """Return the routes; `note` takes a request's ignored fields."""
@@ -58,18 +66,22 @@ class Keeping:
 
         rooms = self._runner.rooms if self._runner is not None else files.Rooms(self._limits)
         return [
-            *files.routes(lambda: both()[0], rooms, self._limits),
+            *FileRoutes(lambda: both()[0], rooms, self._limits).routes(),
+            *Uploads(lambda: both()[0], rooms, self._limits, note).routes(),
             *openai.routes(both, self._limits, note),
             *messages.MessageBatches(both, rooms, self._limits).routes(),
         ]
 
     async def start(self, app: ASGIApp) -> None:
         """Go on with the batches that have not ended."""
-        if self._runner is not None:
+        if self._runner is not None and self._records is not None:
+            self._sweeping = asyncio.create_task(_sweep_regularly(self._records))
             await self._runner.start(app)
 
     def drain(self) -> None:
         """Stop the lines of batches, which the next server runs."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         if self._runner is not None and self._stopping is None:
             self._stopping = asyncio.create_task(self._runner.stop())
 
@@ -78,3 +90,21 @@ class Keeping:
         self.drain()
         if self._stopping is not None:
             await self._stopping
+
+
+async def _sweep_regularly(records: Records) -> None:
+    """Delete expired files and uploads, now and every minute."""
+    while True:
+        with suppress(RecordsError):  # a disk that fails now may work in a minute
+            await sweep(records, time.time())
+        await asyncio.sleep(_SWEEP_S)
+
+
+async def sweep(records: Records, now_s: float) -> None:
+    """Delete the files and uploads that have expired; raises RecordsError."""
+
+    def work(db: Connection) -> list[str]:
+        return [*files.delete_expired(db, now_s), *uploads.delete_expired(db, now_s)]
+
+    ids = await records.write(work)
+    await asyncio.to_thread(uploads.remove_files, records, ids)

@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from starlette.routing import Route
@@ -20,6 +20,7 @@ from twostroke.serve.batches import files
 from twostroke.serve.batches.batch import Batch, Status
 from twostroke.serve.batches.files import page_size
 from twostroke.serve.batches.results import Form
+from twostroke.serve.batches.uploads import ExpiresAfter
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
@@ -78,7 +79,9 @@ class BatchRequest(field.RequestObject):
         ),
     ]
     metadata: Annotated[Pairs | None, field.doc("Labels, returned with the batch.")] = None
-    output_expires_after: Annotated[dict[str, Any] | None, field.hint()] = None
+    output_expires_after: Annotated[
+        ExpiresAfter | None, field.doc("Delete the files with results so long after they appear.")
+    ] = None
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
@@ -246,7 +249,7 @@ def _new(asked: BatchRequest, served: ServedRequest) -> Batch:
     if not 0 < window_s <= _MAX_WINDOW_S:
         reason = "must be a time such as 24h, up to 30d."
         raise RequestError(reason, field="completion_window")
-    now_s = time.time()
+    now_s, expiry = time.time(), asked.output_expires_after
     return Batch(
         id=f"batch_{secrets.token_hex(12)}",
         tenant=served.tenant,
@@ -257,6 +260,7 @@ def _new(asked: BatchRequest, served: ServedRequest) -> Batch:
         window=asked.completion_window,
         expires_at=now_s + window_s,
         metadata=asked.metadata,
+        output_expires_after_s=expiry.seconds if expiry is not None else None,
         since={"validating": now_s},
     )
 

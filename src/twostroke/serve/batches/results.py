@@ -108,7 +108,11 @@ async def finish(
             if file.num_bytes and id_ is not None:
                 await readers.run(batch.tenant, file.keep, id_)
                 name = f"{batch.id}_{word}.jsonl"
-                bodies.append(files.new_file(id_, file.num_bytes, name, form.purpose))
+                expiry_s = batch.output_expires_after_s
+                body = files.new_file(
+                    id_, file.num_bytes, name, form.purpose, expires_after_s=expiry_s
+                )
+                bodies.append(body)
         ids = {body.id for body in bodies}
         ended = replace(
             batch,

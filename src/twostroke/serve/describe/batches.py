@@ -7,7 +7,7 @@ from typing import Any, Final
 from twostroke.core.errors import OverloadedError, RequestError
 from twostroke.http import errors
 from twostroke.records import RecordsError
-from twostroke.serve.batches import files, messages, openai
+from twostroke.serve.batches import files, messages, openai, uploads
 from twostroke.serve.describe.operation import BODY, HELLO, TEXT, Operation, parameter
 
 _TAG: Final = "OpenAI"
@@ -18,6 +18,30 @@ _AFTER: Final = parameter("query", "after", "The id before the page.", **TEXT)
 _OF_FILE: Final[dict[str, Any]] = {
     "errors": (RequestError, files.NoSuchFileError, *_OFF),
     "parameters": (parameter("path", "file_id", "Its `id`.", **_NAME),),
+}
+_ANTHROPIC_VERSION: Final = parameter(
+    "header", "anthropic-version", "Asks for Anthropic's form.", **TEXT
+)
+_IN_ANTHROPICS_FORM: Final = "Requests with the header `anthropic-version` get Anthropic's form."
+_METADATA: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "file"}},
+    "required": ["id", "type", "created_at", "filename", "mime_type", "size_bytes"],
+}
+_METADATA_LIST: Final = {
+    "type": "object",
+    "properties": {"data": {"type": "array", "items": _METADATA}},
+    "required": ["data", "has_more", "first_id", "last_id"],
+}
+_FILE: Final = {"type": "string", "contentMediaType": "application/octet-stream"}
+_EXPIRY: Final = {
+    "type": "integer",
+    "minimum": files.MIN_EXPIRY_S,
+    "maximum": files.MAX_EXPIRY_S,
+}
+_OF_UPLOAD: Final[dict[str, Any]] = {
+    "errors": (RequestError, uploads.NoSuchUploadError, *_OFF),
+    "parameters": (parameter("path", "upload_id", "Its `id`.", **_NAME),),
 }
 _OF_BATCH: Final[dict[str, Any]] = {
     "errors": (RequestError, openai.NoSuchBatchError, *_OFF),
@@ -36,16 +60,20 @@ def _limit(default: int, most: int) -> dict[str, Any]:
 
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("POST", files.PATH): Operation(
-        "Upload the input of a batch",
+        "Upload a file",
         _TAG,
-        "Without `--records` this and the following paths answer 404.",
+        f"Without `--records` this and the following paths answer 404. {_IN_ANTHROPICS_FORM}",
         answer=files.FileBody,
+        media={"application/json": _METADATA},
         errors=(*BODY, *_OFF),
+        parameters=(_ANTHROPIC_VERSION,),
         form={
             "type": "object",
             "properties": {
-                "purpose": {"const": files.INPUT},
-                "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+                "purpose": {"enum": list(files.PURPOSES)},
+                "file": _FILE,
+                "expires_after[anchor]": {"const": "created_at"},
+                "expires_after[seconds]": _EXPIRY,
             },
             "required": ["purpose", "file"],
         },
@@ -53,19 +81,84 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("GET", files.PATH): Operation(
         "List files, page by page",
         _TAG,
+        f"{_IN_ANTHROPICS_FORM} Their pages have the fields of Anthropic's lists: `limit`, "
+        "`after_id`, `before_id`, `page` and `ids`.",
         answer=files.FileList,
+        media={"application/json": _METADATA_LIST},
         errors=(RequestError, *_OFF),
         parameters=(
             _AFTER,
             _limit(files.MAX_LISTED, files.MAX_LISTED),
             parameter("query", "order", "By time.", enum=["asc", "desc"], default="desc"),
             parameter("query", "purpose", "Only files of this purpose.", **TEXT),
+            _ANTHROPIC_VERSION,
         ),
     ),
-    ("GET", files.ONE): Operation("Return a file's facts", _TAG, answer=files.FileBody, **_OF_FILE),
-    ("DELETE", files.ONE): Operation("Delete a file", _TAG, answer=files.DeletedFile, **_OF_FILE),
-    ("GET", f"{files.ONE}/content"): Operation(
-        "Return a file's lines", _TAG, media={"application/jsonl": TEXT}, **_OF_FILE
+    ("GET", files.FILE_PATH): Operation(
+        "Return a file's facts",
+        _TAG,
+        _IN_ANTHROPICS_FORM,
+        answer=files.FileBody,
+        media={"application/json": _METADATA},
+        **_OF_FILE,
+    ),
+    ("DELETE", files.FILE_PATH): Operation(
+        "Delete a file",
+        _TAG,
+        _IN_ANTHROPICS_FORM,
+        answer=files.DeletedFile,
+        media={"application/json": {"type": "object", "required": ["id", "type"]}},
+        **_OF_FILE,
+    ),
+    ("GET", f"{files.FILE_PATH}/content"): Operation(
+        "Return a file's content",
+        _TAG,
+        media={"application/jsonl": TEXT, "application/octet-stream": TEXT},
+        **_OF_FILE,
+    ),
+    ("POST", uploads.PATH): Operation(
+        "Begin a file that comes in parts",
+        _TAG,
+        "Parts can be sent for an hour.",
+        answer=uploads.UploadBody,
+        errors=(*BODY, *_OFF),
+        examples={
+            "begin": {
+                "filename": "notes.txt",
+                "purpose": "user_data",
+                "bytes": 12,
+                "mime_type": "text/plain",
+            }
+        },
+        leads_to=(
+            ("GET", uploads.UPLOAD_PATH),
+            ("POST", uploads.PARTS_PATH),
+            ("POST", uploads.COMPLETE_PATH),
+            ("POST", uploads.CANCEL_PATH),
+        ),
+    ),
+    ("GET", uploads.UPLOAD_PATH): Operation(
+        "Return an upload", _TAG, answer=uploads.UploadBody, **_OF_UPLOAD
+    ),
+    ("POST", uploads.PARTS_PATH): Operation(
+        "Send a part of a file",
+        _TAG,
+        f"A part has at most {uploads.MAX_PART_BYTES >> 20} MiB.",
+        answer=uploads.UploadPartBody,
+        errors=(*BODY, uploads.NoSuchUploadError, *_OFF),
+        parameters=_OF_UPLOAD["parameters"],
+        form={"type": "object", "properties": {"data": _FILE}, "required": ["data"]},
+    ),
+    ("POST", uploads.COMPLETE_PATH): Operation(
+        "Make a file of its parts",
+        _TAG,
+        answer=uploads.UploadBody,
+        errors=(*BODY, uploads.NoSuchUploadError, *_OFF),
+        parameters=_OF_UPLOAD["parameters"],
+        examples={"complete": {"part_ids": ["part_0"]}},
+    ),
+    ("POST", uploads.CANCEL_PATH): Operation(
+        "Cancel an upload, and delete its parts", _TAG, answer=uploads.UploadBody, **_OF_UPLOAD
     ),
     ("POST", openai.PATH): Operation(
         "Run the requests of a file",
