@@ -108,6 +108,18 @@ def test_cancelled_upload_takes_nothing_more(server: LiveServer, records: Record
     assert list(records.files.path("x").parent.iterdir()) == []
 
 
+def test_damaged_part_is_told_and_no_file_is_made(server: LiveServer, records: Records) -> None:
+    for damage in ("cut", "removed"):
+        id_ = begin(server)["id"]
+        first, last = part(server, id_, b"hello"), part(server, id_, b"world")
+        if damage == "cut":
+            records.files.path(last).write_bytes(b"wor")
+        else:
+            records.files.path(last).unlink()
+        assert "error" in complete(server, id_, first, last)
+    assert server.http.get(FILES).json()["data"] == []
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -26,6 +26,7 @@ from twostroke.serve.batches.files import (
     MIN_EXPIRY_S,
     PART,
     PURPOSES,
+    DamagedFileError,
     FileBody,
     Rooms,
 )
@@ -230,6 +231,9 @@ class Uploads:
         expiry_s = stored.expires_after_s
         with records.files.begin() as file:
             digest = await asyncio.to_thread(join, records, fields.part_ids, file)
+            if file.num_bytes != stored.body.bytes:
+                reason = "have other bytes than were sent, since the server's disk has lost some: "
+                raise RequestError(f"{reason}begin another upload.", field="part_ids")
             if fields.md5 is not None and fields.md5.lower() != digest:
                 raise RequestError(f"differs from that of the parts, {digest}.", field="md5")
             body = FileBody(
@@ -317,10 +321,17 @@ def check_parts(part_ids: Sequence[str], parts: dict[str, int], upload: UploadBo
 
 
 def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
-    """Write the parts into a file, and return its MD5; raises RecordsError."""
+    """Write the parts into a file, and return its MD5.
+
+    Raises:
+        DamagedFileError: the content of a part is missing or is not a file any more.
+        RecordsError: the disk fails.
+    """
     digest = hashlib.md5(usedforsecurity=False)
     for part_id in part_ids:
         path = records.files.path(part_id)
+        if not path.is_file():
+            raise DamagedFileError(f"The content of '{part_id}' is missing: upload it again.")
         try:
             with path.open("rb") as part:
                 while data := part.read(_COPY_BYTES):
