@@ -265,14 +265,16 @@ def test_each_figure_follows_from_the_numbers_of_its_formula(model):
             assert eval(written) == pytest.approx(value, rel=2e-3)
 
 
-def test_a_request_beyond_the_context_is_named_and_the_longest_that_fits_too(model):
+def test_a_request_beyond_the_context_has_no_plan_and_the_longest_that_fits_is_named(model):
     device, asked = find_device("L4"), Question(prompt=9000)
     short, wide = (model("8B", max_position_embeddings=size) for size in (8192, 131072))
-    text = "".join(facts(make_plan(short, device, asked)))
-    assert "or one of 8,192 tokens, the whole context." in text
-    assert "The context of 8B ends at 8,192 tokens: it answers no request of 9,256." in text
+    refused = make_plan(short, device, asked)
+    assert "or one of 8,192 tokens, the whole context." in "".join(facts(refused))
+    assert (refused.chosen, refused.fits) == (None, False)
+    assert "9,256 tokens together, and its context ends at 8,192." in refused.verdict
+    assert make_plan(short, device, Question(prompt=7936)).chosen is not None
     plan = make_plan(wide, device, asked)
-    assert "ends at" not in "".join(facts(plan))
+    assert plan.verdict == ""
     most = plan.memory.most_tokens
     assert most % 256 == 0
     assert most * 131_072 <= 24e9 * 0.9 - wide.all_bytes < (most + 256) * 131_072

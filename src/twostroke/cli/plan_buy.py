@@ -139,7 +139,7 @@ def _take(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _costs(found: Buy, case: Case) -> Iterator[str]:
-    from twostroke.planner.words import left_out, too_long
+    from twostroke.planner.words import left_out
 
     costs, replica, count = found.costs, found.replica, case.question.count
     devices = f"{count} x {found.device}" if count > 1 else found.device
@@ -155,7 +155,6 @@ def _costs(found: Buy, case: Case) -> Iterator[str]:
     )
     if found.assumed:
         yield left_out(found.assumed, found.model)
-    yield from too_long(found.model, case.model.program.context_length, case.question)
 
 
 def _api(one: Comparison, today: str) -> tuple[str, ...]:

@@ -50,8 +50,6 @@ def command(file: Path, as_json: bool) -> None:
     click.echo(printable(_price(fleet)))
     for name, keys in fleet.assumed.items():
         click.echo(printable(left_out(keys, name)))
-    for note in fleet.notes:
-        click.echo(printable(note))
     click.echo()
     show_table([_HEADINGS, *_groups(fleet)], {3, 4, 5, 6, 7, 8, 9})
     click.echo()

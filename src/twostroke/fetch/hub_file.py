@@ -6,11 +6,8 @@ it is not installed by default. `HF_ENDPOINT` names a mirror, `HF_HUB_OFFLINE` f
 
 from __future__ import annotations
 
-import http.client
 import re
 import time
-import urllib.error
-import urllib.request
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
@@ -81,6 +78,10 @@ def receive(file: HubFile, partial: Path, num_bytes: int, grew: Callable[[int], 
 
 def _append(file: HubFile, partial: Path, size: int) -> Iterator[int]:
     """Append the answer to one request, and yield the partial file's size after each piece."""
+    import http.client  # commands that fetch nothing start without it
+    import urllib.error
+    import urllib.request
+
     headers = {"User-Agent": "twostroke", "Accept-Encoding": "identity"}
     if size:
         headers["Range"] = f"bytes={size}-"

@@ -12,7 +12,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
 from twostroke.measure.digits import digits, milliseconds
 from twostroke.planner.planner import Planner
-from twostroke.planner.question import MEMORY_SHARE
+from twostroke.planner.question import MEMORY_SHARE, context_shortfall
 from twostroke.planner.replicas import UNITS, Place, Replicas
 
 if TYPE_CHECKING:
@@ -156,8 +156,12 @@ def compare(case: Case, prices: Sequence[ApiPrice], today: str) -> Buy:
 
     Raises:
         UsageError: the device has no price.
-        UnreachableError: the model cannot run on it within its objectives.
+        UnreachableError: the model cannot run on it within its objectives, or its context cannot
+            hold the requests.
     """
+    context_length = case.model.program.context_length
+    if shortfall := context_shortfall(case.model.name, context_length, case.question):
+        raise UnreachableError(shortfall)
     replica = _replica(case)
     costs = _hosted(case, replica)
     rows = sorted((_beside(case, replica, one, today) for one in prices), key=lambda one: one.usd)

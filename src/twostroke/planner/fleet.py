@@ -97,7 +97,6 @@ class Fleet(Frozen):
     alternatives: tuple[Alternative, ...]
     verdict: str = ""
     assumed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by model, as a plan's
-    notes: tuple[str, ...] = ()  # on requests that are longer than a model's context
 
 
 def make_fleet(question: FleetQuestion) -> Fleet:
@@ -128,6 +127,9 @@ class _Choice:
 
     def answer(self) -> Fleet:
         """Return the fleet."""
+        shortfalls = [maker.context_shortfall(self._names[i]) for i, maker in self._makers]
+        if any(shortfalls):
+            return self._none(" ".join(dict.fromkeys(filter(None, shortfalls))))
         if reasons := [one for index in range(len(self._names)) if (one := self._lack(index))]:
             return self._none(" ".join(reasons))
         demand = self._demand()
@@ -157,13 +159,6 @@ class _Choice:
                 for index, maker in self._makers
                 if maker.model.assumed
             },
-            notes=tuple(
-                dict.fromkeys(
-                    note
-                    for index, maker in self._makers
-                    for note in maker.too_long(self._names[index])
-                )
-            ),
         )
 
     def _none(self, verdict: str) -> Fleet:

@@ -12,7 +12,7 @@ from twostroke.measure.digits import digits, milliseconds
 from twostroke.planner import formulas
 from twostroke.planner.explain import explain
 from twostroke.planner.planner import Planner, last_that
-from twostroke.planner.question import MAX_DEVICES, MOST_UNASKED
+from twostroke.planner.question import MAX_DEVICES, MOST_UNASKED, context_shortfall
 from twostroke.planner.queueing import loads
 from twostroke.planner.roofline import kv_bytes
 from twostroke.planner.usual import MEASURED, Usual
@@ -115,8 +115,10 @@ class Plan(Frozen):
 
     @property
     def fits(self) -> bool:
-        """Whether a request, and as many streams as are asked, can be at work at once."""
-        return self.memory.most_streams != 0 and self.shown >= (self.question.streams or 1)
+        """Whether the context holds a request, and the memory as many streams as are asked."""
+        is_short_enough = self.question.prompt + self.question.output <= self.context_length
+        has_memory = self.memory.most_streams != 0
+        return is_short_enough and has_memory and self.shown >= (self.question.streams or 1)
 
 
 def make_plan(
@@ -188,6 +190,9 @@ def _calibrated(planner: Planner, streams: int) -> Calibrated | None:
 def _verdict(planner: Planner, memory: Memory, fitting: int, most: int) -> str:
     """Return why what is asked cannot be, by how much, and what would do it; else nothing."""
     asked, name = planner.question, planner.device.name
+    context_length = planner.model.program.context_length
+    if shortfall := context_shortfall(planner.model.name, context_length, asked):
+        return shortfall
     if fitting < 1:
         return (
             f"It does not fit: weights take {digits(memory.weights / 1e9)} GB and one request "

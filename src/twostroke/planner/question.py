@@ -104,6 +104,18 @@ class Question(Frozen):
         return self.prompt + self.output // 2
 
 
+def context_shortfall(model_name: str, context_length: int, question: Question) -> str:
+    """Explain that a model's context cannot hold the requests; empty if it can."""
+    num_tokens = question.prompt + question.output
+    if num_tokens <= context_length:
+        return ""
+    return (
+        f"{model_name} cannot answer these requests: prompt and output have {num_tokens:,} tokens "
+        f"together, and its context ends at {context_length:,}. Shorten them by "
+        f"{num_tokens - context_length:,} tokens, or choose a model with a longer context."
+    )
+
+
 def usual_kv_format(*, is_here: bool) -> str:
     """Return how keys and values are stored: as engines do by default here, or as is usual."""
     if not is_here:

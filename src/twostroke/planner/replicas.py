@@ -10,7 +10,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.planner.planner import most_under
 from twostroke.planner.question import MOST_UNASKED
 from twostroke.planner.roofline import kv_bytes
-from twostroke.planner.words import too_long
+from twostroke.planner.question import context_shortfall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,9 +91,10 @@ class Replicas:
         """The model."""
         return self._planner.model
 
-    def too_long(self, name: str) -> Iterator[str]:
-        """Yield what tells that the context of the model, called `name`, is too short."""
-        yield from too_long(name, self.model.program.context_length, self._planner.question)
+    def context_shortfall(self, name: str) -> str:
+        """Explain that the context of the model, called `name`, is too short; empty if not."""
+        context_length = self.model.program.context_length
+        return context_shortfall(name, context_length, self._planner.question)
 
     def on(self, place: Place) -> list[Replica]:
         """Return the replicas that a place can hold and that meet the objectives."""

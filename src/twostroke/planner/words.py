@@ -51,7 +51,6 @@ def facts(plan: Plan) -> Iterator[str]:
         f"arithmetic {plan.arithmetic}"
     )
     yield _memory(plan)
-    yield from too_long(plan.model, plan.context_length, asked)
     count = num_chunks(asked.num_new, asked.token_budget)
     chunks = f", read in {count:,} steps of {asked.token_budget:,}" if count > 1 else ""
     yield (
@@ -92,13 +91,6 @@ def left_out(keys: Sequence[str], model: str) -> str:
     return (
         f"The configuration of {model} leaves out {', '.join(keys)}: transformers' defaults count."
     )
-
-
-def too_long(model: str, context_length: int, asked: Question) -> Iterator[str]:
-    """Yield what tells that a model's context does not hold the requests."""
-    if (tokens := asked.prompt + asked.output) > context_length:
-        context = f"The context of {model} ends at {context_length:,} tokens"
-        yield f"{context}: it answers no request of {tokens:,}."
 
 
 def _tokens(count: int) -> str:
