@@ -119,7 +119,7 @@ def test_what_cannot_be_has_an_exit_code_of_its_own(cli, config):
 def test_a_model_that_does_not_fit_prints_nothing_but_the_error(cli, config, tmp_path):
     path = tmp_path / "plan.svg"
     for more, reason in (
-        (("--prompt", "200000"), "8B cannot answer these requests"),
+        (("--prompt", "200000"), "8b cannot answer these requests"),
         (
             ("--weights", "bf16", "--prompt", "8000", "--devices", "1", "--on", "T4"),
             "It does not fit",

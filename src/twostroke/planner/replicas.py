@@ -8,9 +8,8 @@ from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.planner.planner import most_under
-from twostroke.planner.question import MOST_UNASKED
+from twostroke.planner.question import MOST_UNASKED, context_shortfall
 from twostroke.planner.roofline import kv_bytes
-from twostroke.planner.question import context_shortfall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
