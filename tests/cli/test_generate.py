@@ -202,7 +202,7 @@ def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, l
             2,
             "--chat-template cannot be combined with --chat-template-file",
         ),
-        (("-p", "a", "--backend", "gpu"), b"", 8, "pip install 'twostroke[gpu]'"),
+        (("-p", "a", "--backend", "gpu"), b"", 8, "[gpu]'"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_a_code(

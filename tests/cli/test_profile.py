@@ -159,4 +159,4 @@ def test_a_plot_without_matplotlib_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     ran = cli("profile", tiny, *SMALL, "--plot", "roof.svg")
     assert ran.code == 2
-    assert "pip install 'twostroke[plots]'" in ran.err
+    assert "[plots]'" in ran.err

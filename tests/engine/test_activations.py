@@ -38,7 +38,7 @@ def test_a_choice_is_made_once_and_a_damaged_one_again(model, tmp_path, monkeypa
     assert isinstance(first, ActivationBits)
     assert len(said) == 2
     assert "once" in said[0]
-    assert first.describe() in said[1]
+    assert "is prepared" in said[1]
     assert with_known_bits(AUTO, *model, said.append).activation_bits == first
     assert len(said) == 2
     (kept,) = (tmp_path / "cache" / "activation-bits").iterdir()

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from support.hub import COMMIT, Repo
 from twostroke.core.errors import DownloadError, UsageError
 from twostroke.fetch import hub_file
-from twostroke.fetch.catalogue import CATALOGUE, PackagedModel, Part
+from twostroke.fetch.catalogue import CATALOGUE, HubFile, PackagedModel, Part
 from twostroke.fetch.disk import megabytes
-from twostroke.fetch.hub_file import HubFile
 from twostroke.fetch.packages import pull_package
 from twostroke.fetch.progress import Progress
 

@@ -94,10 +94,32 @@ def test_what_is_lost_after_its_first_byte_ends_with_an_error_event(
     with live_router(bad.url, good.url, access_log=True) as router:
         answer = post(router.url)
         wait_for(lambda: "'replica_failed'" in str([vars(one) for one in caplog.records]))
-    first, error, end = answer.text.split("\n\n")
-    assert (first, end) == ('data: {"n":1}', "")  # and no part of the second event
+    first, error, last, end = answer.text.split("\n\n")
+    assert (first, last) == ('data: {"n":1}', "data: [DONE]")  # and no part of the second event
+    assert end == ""
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_failed"
     assert len(bad.seen) + len(good.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "begin", "end"),
+    [
+        ("/v1/completions", 'data: {"error"', "data: [DONE]"),
+        ("/v1/responses", 'data: {"error"', "}"),
+        ("/v1/messages", "event: error\ndata: {", "}"),
+        ("/completion", 'data: {"error"', "}"),
+    ],
+)
+def test_a_lost_stream_ends_as_its_protocol_ends(
+    path: str, begin: str, end: str, fakes: Loop
+) -> None:
+    bad = fakes.start(FakeReplica())
+    bad.behaviour = cut_in_body
+    with live_router(bad.url) as router:
+        answer = httpx.post(router.url + path, json=_BODY, timeout=20, trust_env=False)
+    events = answer.text.removesuffix("\n\n").split("\n\n")[1:]
+    assert events[0].startswith(begin)
+    assert events[-1].endswith(end)
 
 
 def test_a_body_that_is_too_short_is_cut_off(fakes: Loop) -> None:
@@ -331,7 +353,7 @@ def test_requests_of_a_replica_that_is_cut_off_are_given_up(fakes: Loop) -> None
         began_s = time.monotonic()
         answer = post(router.url)
         assert time.monotonic() - began_s < 2
-    assert json.loads(answer.text.split("data: ")[-1])["error"]["code"] == "replica_failed"
+    assert json.loads(answer.text.split("data: ")[-2])["error"]["code"] == "replica_failed"
     assert "cut off" in one.reason
 
 

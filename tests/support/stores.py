@@ -22,7 +22,7 @@ SECRET = "0123456789abcdef" * 4
 def missing() -> str:
     """Return what is missing for a store, empty if nothing is."""
     if find_spec("redis") is None or find_spec("cryptography") is None:
-        return "needs the extra: pip install 'twostroke[store]'"
+        return "needs the extra: pip install '.[store]'"
     return (
         "" if shutil.which("redis-server") else "needs redis-server: apt-get install redis-server"
     )

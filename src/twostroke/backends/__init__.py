@@ -68,7 +68,8 @@ class BackendFacts(Frozen):
     says the same, and that rows may follow tokens which these draw (`Slice.is_blind`). If it
     `stops_rows`, those without logits are not computed after the last store. `ranks` are
     those that run the Program together, if they are several, and `link` names what connects them;
-    sizes are those of all.
+    the sizes include all of them. `mixed_bits` says how many products have how many bits of
+    activations, where these differ.
     """
 
     name: str
@@ -88,6 +89,12 @@ class BackendFacts(Frozen):
     stops_rows: bool = False
     ranks: tuple[RankFacts, ...] = ()
     link: str = ""
+    mixed_bits: str = ""
+
+    @property
+    def full_detail(self) -> str:
+        """The detail with `mixed_bits`, for measurements."""
+        return f"{self.detail}, {self.mixed_bits}" if self.mixed_bits else self.detail
 
 
 class Runner(Protocol):

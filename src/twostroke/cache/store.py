@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from twostroke.core import env
 from twostroke.core.errors import UsageError
+from twostroke.core.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -220,7 +221,7 @@ def _client(url: str) -> Redis:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ImportError:
-        reason = "needs twostroke[store]: pip install 'twostroke[store]'."
+        reason = f"needs the extra [store]: {install_command('store')}."
         raise UsageError(reason, field="page_store") from None
     again = Retry(NoBackoff(), 1, (Gone,))  # a connection may have ended while it was not used
     try:

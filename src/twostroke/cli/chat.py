@@ -11,7 +11,7 @@ import click
 from msgspec.structs import replace
 
 from twostroke.cli.figures import Figures, describe
-from twostroke.cli.help import Command, option
+from twostroke.cli.help import Command, option, verbose
 from twostroke.cli.options import (
     MACHINE,
     PARALLEL,
@@ -62,12 +62,13 @@ _ROOM_SHARE: Final = 8  # less than this part of the context is little room for 
 )
 @click.argument("model")
 @option("--system", help="A system message for the conversation.")
+@verbose
 def command(**given: Any) -> None:
     """Talk with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
     Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help shows more.
     """
-    model, system = given.pop("model"), given.pop("system")
+    model, system, is_verbose = given.pop("model"), given.pop("system"), given.pop("is_verbose")
     params, options = sampling_params(given), engine_options(given, model)
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("chat needs a terminal; use 'twostroke generate' in scripts.")
@@ -75,7 +76,8 @@ def command(**given: Any) -> None:
         from rich.console import Console
 
         card, console = engine.card, Console(highlight=False)
-        about = f"{card.format} · {engine.facts.detail} · {engine.context_length} tokens of context"
+        detail = engine.facts.full_detail if is_verbose else engine.facts.detail
+        about = f"{card.format} · {detail} · {engine.context_length} tokens of context"
         if engine.draft is not None:
             about += f" · {engine.draft} guesses ahead"
         console.print(f"{printable(card.name)} · {about}", style="bold", markup=False)

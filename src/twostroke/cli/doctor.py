@@ -170,7 +170,7 @@ def _runs(report: str) -> bool:
 
 def _auto(threads: int | None) -> dict[str, Any]:
     """Return what is chosen for options that are left out. No places: threads run on any node."""
-    from twostroke.backends.cpu.library import choose_level
+    from twostroke.backends.cpu.library import choose_level, usual_kv_format
     from twostroke.core import env
 
     choice, num_threads = choose_level(None), resolve_num_threads(threads)
@@ -180,6 +180,7 @@ def _auto(threads: int | None) -> dict[str, Any]:
         "level": choice.level,
         "level_reason": choice.reason,
         "num_threads": num_threads,
+        "kv_format": usual_kv_format(choice.level),
         "places": [{"node": node.number, "num_threads": n} for node, n in placed.items()],
         "cache_dir": str(env.cache_dir()),
     }
@@ -197,7 +198,7 @@ def _auto_lines(auto: Mapping[str, Any], *, given: bool) -> dict[str, str]:
         "threads": f"{auto['num_threads']}: {threads} (--threads){placed}",
         "context": "the model's own (--context-length)",
         "KV memory": "as weights and one context, within half of the free memory (--kv-memory)",
-        "KV format": "f16: keys and values in two bytes each (--kv-format)",
+        "KV format": f"{auto['kv_format']}: keys and values in two bytes each (--kv-format)",
         "cache": f"{auto['cache_dir']} (TWOSTROKE_CACHE)",
     }
 

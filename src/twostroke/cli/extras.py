@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import BackendError
+from twostroke.core.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,4 +20,4 @@ def needing_torch(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise BackendError(f"{what} needs PyTorch: pip install 'twostroke[train]'.") from None
+        raise BackendError(f"{what} needs PyTorch: {install_command('train')}.") from None

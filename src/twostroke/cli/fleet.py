@@ -14,6 +14,7 @@ from twostroke.cli.help import Group, option
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError, UnreachableError, UsageError, nearest
+from twostroke.core.extras import install_command
 from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _joined(*, starts: bool = False) -> Iterator[ModuleType]:
     from importlib.util import find_spec
 
     if find_spec("ray") is None:
-        raise UsageError("Fleets need Ray: run pip install 'twostroke[cluster]'.")
+        raise UsageError(f"Fleets need Ray: run {install_command('cluster')}.")
     from twostroke.fleet.own_ray import OwnRay
 
     own: OwnRay | None = None

@@ -56,6 +56,12 @@ def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
     return click.option(*names, cls=Option, **attributes)
 
 
+def verbose(command: Any) -> Any:
+    """Add the option `--verbose`, whose value is `is_verbose`."""
+    text = "Say more about how the model is computed when it is ready."
+    return option("-v", "--verbose", "is_verbose", is_flag=True, help=text)(command)
+
+
 class Command(click.Command):
     """A command whose help groups its options by section."""
 

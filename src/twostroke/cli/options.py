@@ -316,7 +316,7 @@ TIERS: Final = [
         ["--page-store"],
         metavar="URL",
         help="Share them with servers on other machines in this Redis server, redis:// or "
-        "rediss://; needs twostroke[store] and TWOSTROKE_STORE_KEY.",
+        "rediss://; needs the extra [store] and TWOSTROKE_STORE_KEY.",
     ),
 ]
 
@@ -365,7 +365,7 @@ OBSERVING: Final = [
         ["--otlp-endpoint"],
         metavar="URL",
         help="Send traces to this OpenTelemetry collector (OTLP over HTTP); needs "
-        "twostroke[traces].",
+        "the extra [traces].",
     ),
 ]
 

@@ -78,12 +78,12 @@ if TYPE_CHECKING:
     "--plot",
     **file_option(PLOTS),
     help="Draw both strokes under the roofline, and latency against throughput (needs "
-    "twostroke[plots]).",
+    "the extra [plots]).",
 )
 @option(
     "--html",
     **file_option((".html",)),
-    help="Write a report of one page, with the plots and each formula (needs twostroke[plots]).",
+    help="Write a report of one page, with the plots and each formula (needs the extra [plots]).",
 )
 @option("--explain", "explained", is_flag=True, help="Print each formula with its numbers.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -57,7 +57,7 @@ _HEADINGS: Final = (
 @option(
     "--plot",
     **file_option(PLOTS),
-    help="Draw the operations under the machine's roofline (needs twostroke[plots]).",
+    help="Draw the operations under the machine's roofline (needs the extra [plots]).",
 )
 def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     """Time each operation of a step, and show the least time that this machine needs for it.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from twostroke.cli.given import check_batching
-from twostroke.cli.help import ByteSize, Command, Number, OneOf, option
+from twostroke.cli.help import ByteSize, Command, Number, OneOf, option, verbose
 from twostroke.cli.listening import listening, open_records, say_stop, tell
 from twostroke.cli.options import (
     BATCHING,
@@ -129,6 +129,7 @@ _logger = logging.getLogger("twostroke.serve")
     is_flag=True,
     help="Run the engine in the server's own process: less memory, but a crash ends the server.",
 )
+@verbose
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
@@ -160,7 +161,11 @@ def command(**given: Any) -> int:
         engine, limits, draft = stack.enter_context(_open(given, options, launched))
         if engine.card.chat_template is not None:
             engine.card.chat_template.prepare()  # now, before a request would have to wait for it
-        return run(engine, limits, partial(_announce, engine=engine, draft=draft))
+        return run(
+            engine,
+            limits,
+            partial(_announce, engine=engine, draft=draft, is_verbose=given["is_verbose"]),
+        )
 
 
 def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
@@ -261,22 +266,29 @@ def _import_server() -> None:
 
 
 def _announce(
-    url: str, *, engine: ServedEngine, draft: str | None, serving: ServeOptions, form: str
+    url: str,
+    *,
+    engine: ServedEngine,
+    draft: str | None,
+    is_verbose: bool,
+    serving: ServeOptions,
+    form: str,
 ) -> None:
     """Report where the server is; a log in text also shows a request to try."""
     name = serving.model_names[0] if serving.model_names else engine.card.name
     _warn_of_all(url, serving)
     backend = engine.facts.backend
     used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
-    memory = f"{used} of memory used, {reserved} reserved for keys and values (--kv-memory)"
-    memory += f".{_about_chat({name: engine.card})}"
+    memory = f"It uses {used} of memory; conversations may take up to {reserved} (--kv-memory)."
+    memory += _about_chat({name: engine.card})
+    detail = backend.full_detail if is_verbose else backend.detail
     if form == "json":
-        _logger.info("Serving %s at %s (%s); %s", name, url, backend.detail, memory)
+        _logger.info("Serving %s at %s (%s). %s", name, url, detail, memory)
         return
     guesses = f", {draft} guesses ahead" if draft else ""
     tell(
-        f"Twostroke serves {name} at {url} ({backend.detail}{guesses}; Ctrl-C stops it). "
-        f"{memory} {_request_to_try(url, name, engine, serving)}"
+        f"Twostroke serves {name} at {url} ({detail}{guesses}; Ctrl-C stops it). {memory}\n"
+        f"{_request_to_try(url, name, engine, serving)}"
     )
 
 
@@ -293,7 +305,7 @@ def _announce_several(url: str, *, roster: Roster, serving: ServeOptions, form: 
     )
     tell(
         f"Twostroke serves {sizes} at {url}, each when it is asked for, within {budget} of memory "
-        f"(--memory). Ctrl-C stops it.{chat} "
+        f"(--memory). Ctrl-C stops it.{chat}\n"
         f"{_request_to_try(url, roster.card.name, roster, serving)}"
     )
 
@@ -333,6 +345,7 @@ def _request_to_try(url: str, name: str, engine: ServedEngine, serving: ServeOpt
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     key = "" if not serving.has_keys else " -H 'Authorization: Bearer KEY'"
     return (
-        f"Try it:\n  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
+        f"Open {url} in a browser to try it, let programs use {url}/v1, or ask by hand:\n"
+        f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{quoted}'"
     )

@@ -199,7 +199,7 @@ def _measure(loaded: LoadedModel) -> _Measured:
             sound_canary(loaded, backend),
             backend.facts.weight_bytes + _stored_bytes(program),
             1 / _step_s(backend, program, _shape(program)),
-            backend.facts.detail,
+            backend.facts.full_detail,
             choices(backend, tokenizer),
         )
 

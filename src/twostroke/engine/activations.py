@@ -81,18 +81,22 @@ def with_known_bits(
     choice = _shipped(model_id) or _read(path, model_id)
     if choice is None and num_weights > most_weights:
         say(
-            "Activations have 15 bits: `twostroke compare MODEL --activation-bits auto` chooses "
-            "fewer where answers allow it, once, and takes minutes with a model of this size."
+            "The model is computed more precisely than it may need: `twostroke compare MODEL "
+            "--activation-bits auto` finds out, once, what makes it faster, and takes minutes "
+            "with a model of this size."
         )
         return replace(compute, activation_bits=DEFAULT_ACTIVATION_BITS)
     if choice is None:
-        say(f"Choosing the bits of activations of {loaded.name}, once (--activation-bits 15: not).")
+        say(
+            f"Preparing {loaded.name} for this processor, once: it is measured how precisely "
+            "each of its parts must be computed (--activation-bits 15 leaves this out)."
+        )
         began = time.perf_counter()
         choice = _choose(compute, loaded, program, products, model_id, check)
         with suppress(OSError):  # it is then made again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, msgspec.json.format(msgspec.json.encode(choice)).decode())
-        say(f"Chosen in {time.perf_counter() - began:.0f} s: {choice.describe()}.")
+        say(f"{loaded.name} is prepared, which took {time.perf_counter() - began:.0f} s.")
     return replace(compute, activation_bits=choice)
 
 

@@ -12,6 +12,7 @@ from twostroke.backends.cpu.library import choose_level, usual_kv_format
 from twostroke.cache import DEFAULT_FORMAT, FORMATS
 from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError
+from twostroke.core.extras import install_command
 from twostroke.core.hardware import memory_available, resolve_num_threads
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
@@ -251,6 +252,6 @@ def torch_device(compute: ComputeOptions, local_rank: int | None = None) -> str:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        message = "The torch backend needs PyTorch: pip install 'twostroke[gpu]'."
+        message = f"The torch backend needs PyTorch: {install_command('gpu')}."
         raise BackendError(message) from None
     return choose_device(compute.device, local_rank)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
+from twostroke.core import env
 from twostroke.core.frozen import Frozen
-from twostroke.fetch.hub_file import HubFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +25,24 @@ class Part(Frozen):
     def requirement(self) -> str:
         """The exact release, in pip's words."""
         return f"{self.package}=={self.version}"
+
+
+class HubFile(Frozen):
+    """A file in a repository of the hub at a commit."""
+
+    repository: str
+    revision: str
+    path: str
+
+    def __str__(self) -> str:
+        """The name as users type it, with the commit."""
+        return f"hf:{self.repository}:{self.path}@{self.revision}"
+
+    @property
+    def url(self) -> str:
+        """The file's address at the hub or its mirror."""
+        path = f"{self.repository}/resolve/{self.revision}/{quote(self.path)}"
+        return f"{env.hub_endpoint()}/{path}"
 
 
 class PackagedModel(Frozen):

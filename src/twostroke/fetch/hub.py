@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
+from twostroke.core.extras import install_command
 from twostroke.core.files import write_text
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.choice import RepoFile
@@ -63,7 +64,7 @@ class Hub:
         except ImportError:
             raise DownloadError(
                 "Models of the Hugging Face hub need the package huggingface_hub: run "
-                "pip install 'twostroke[hub]', or give the path of a model."
+                f"{install_command('hub')}, or give the path of a model."
             ) from None
         self.name = name
         self.cache = Path(constants.HF_HUB_CACHE)

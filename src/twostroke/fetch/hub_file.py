@@ -9,38 +9,20 @@ from __future__ import annotations
 import re
 import time
 from typing import TYPE_CHECKING, Final
-from urllib.parse import quote
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
-from twostroke.core.frozen import Frozen
 from twostroke.fetch.disk import CHUNK_BYTES, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from twostroke.fetch.catalogue import HubFile
+
 _TIMEOUT_S: Final = 10.0
 RETRY_PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)  # between requests that bring nothing
 _RANGE: Final = re.compile(r"bytes (\d+)-")
-
-
-class HubFile(Frozen):
-    """A file in a repository of the hub at a commit."""
-
-    repository: str
-    revision: str
-    path: str
-
-    def __str__(self) -> str:
-        """The name as users type it, with the commit."""
-        return f"hf:{self.repository}:{self.path}@{self.revision}"
-
-    @property
-    def url(self) -> str:
-        """The file's address at the hub or its mirror."""
-        path = f"{self.repository}/resolve/{self.revision}/{quote(self.path)}"
-        return f"{env.hub_endpoint()}/{path}"
 
 
 class HubUnavailableError(DownloadError):

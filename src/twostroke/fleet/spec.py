@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from twostroke.core.errors import UsageError, nearest
+from twostroke.core.extras import install_command
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_number, check_range
 from twostroke.core.yaml_file import YamlFile, steps
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 Options = dict[str, str | int | float | bool | list[str]]
 
-_NEEDS: Final = "Fleets need the packages ray and pyyaml: run pip install 'twostroke[cluster]'."
 _LAST_PORT: Final = 65535
 HOST: Final = "{host}"  # stands for the machine's address
 _FILE: Final = re.compile(r"(-\d{5}-of-\d{5})?\.(gguf|safetensors)$")
@@ -204,7 +204,8 @@ def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
         UsageError: it is not YAML, or a value is wrong; with the file's name and line.
         ModelFormatError: it cannot be read.
     """
-    file = YamlFile(path, _NEEDS)
+    needs = f"Fleets need the packages ray and pyyaml: run {install_command('cluster')}."
+    file = YamlFile(path, needs)
 
     def owner(place: Sequence[str | int]) -> type[Frozen]:
         kinds: dict[str | int, type[Frozen]] = {"models": Pool, "router": RouterSpec}

@@ -17,7 +17,7 @@ from twostroke.http.paths import ALIASES
 from twostroke.http.served import STATE_KEY, ServedRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from prometheus_client import Counter
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -45,14 +45,20 @@ class Boundary:
         limits: Limits,
         origins: Origins,
         observers: Sequence[Observer] = (),
+        *,
+        find_endpoint: Callable[[Scope], str],
     ) -> None:
-        """Wrap `app`, count its responses, and report each request to the observers at its end."""
+        """Wrap `app`, count its responses, and report each request to the observers at its end.
+
+        `find_endpoint` names the endpoint of a request that is refused before it reaches one.
+        """
         self._app = app
         self._responses = responses
         self._limits = limits
         self._arriving = Arriving(limits.max_arriving_bytes, limits.max_tenant_arriving_bytes)
         self._origins = origins
         self._observers = observers
+        self._find_endpoint = find_endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -68,7 +74,7 @@ class Boundary:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 served.status = message["status"]
-                served.endpoint = getattr(scope.get("route"), "path", "unknown")
+                served.endpoint = self._endpoint(scope)
                 message["headers"] = [*message["headers"], *added]
                 if served.ignored and served.status < 400:
                     message["headers"].append((HEADER.encode(), header_of(served.ignored)))
@@ -87,6 +93,11 @@ class Boundary:
         finally:
             served.end()
             self._show(served)
+
+    def _endpoint(self, scope: Scope) -> str:
+        """Return the path of the route that answers a request, or would if it were not refused."""
+        route = scope.get("route")
+        return self._find_endpoint(scope) if route is None else getattr(route, "path", "unknown")
 
     def _show(self, served: ServedRequest) -> None:
         for observer in self._observers:

@@ -201,10 +201,9 @@ def report(error: Exception, scope: Scope) -> TwostrokeError:
     if known is None:
         known, text = TwostrokeError("An unforeseen failure."), f"{type(error).__name__}: {text}"
         trace = error if _logger.isEnabledFor(logging.DEBUG) else None
-    is_ours = known.http_status >= 500 and not isinstance(
-        known, (DeadlineError, ServerStoppingError)
-    )
-    level = logging.ERROR if is_ours else logging.WARNING
+    level = logging.ERROR if known.http_status >= 500 else logging.WARNING
+    if isinstance(known, (DeadlineError, ServerStoppingError)):
+        level = logging.DEBUG  # not a fault: the request's own line says it
     message, id_ = "Request %s failed: %s", served.request_id
     _logger.log(level, message, id_, one_line(text), exc_info=trace)
     served.error = known.code or "server_error"

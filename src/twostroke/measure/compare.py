@@ -184,7 +184,7 @@ def _read_other(
 ) -> Iterator[Report]:
     program, backend = _open(subject, max(map(len, pieces)))
     try:
-        name = f"{backend.facts.name}, {backend.facts.detail}"
+        name = f"{backend.facts.name}, {backend.facts.full_detail}"
         kinds = {name: False}
         if not backend.facts.one_arithmetic:
             kinds = {f"{name}, prompt rows": False, f"{name}, generated rows": True}

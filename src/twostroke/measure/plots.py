@@ -7,6 +7,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import UsageError
+from twostroke.core.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,7 @@ def new_figure(width: float, height: float) -> Figure:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("matplotlib"):
             raise
-        raise UsageError("Plots need matplotlib: pip install 'twostroke[plots]'.") from None
+        raise UsageError(f"Plots need matplotlib: {install_command('plots')}.") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -280,7 +280,7 @@ def _profile(
 
     return StepProfile(
         shape=shape,
-        detail=backend.facts.detail,
+        detail=backend.facts.full_detail,
         hardware=hardware,
         num_steps=len(runs_s),
         operations=tuple(operation(label, at) for label, at in places.items()),

@@ -211,7 +211,7 @@ def _profile(
     in_operations_s = moving_s + sum(one[0].waiting_s for one in operations.values() if 0 in one)
     return RanksProfile(
         shape=shape,
-        detail=backend.facts.detail,
+        detail=backend.facts.full_detail,
         num_ranks=len(placed),
         num_steps=len(runs_s),
         operations=operations,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections import deque
@@ -290,7 +291,7 @@ def _facts_of_all(own: BackendFacts, others: Ranks, mesh: Mesh) -> BackendFacts:
     threads = f"{num_threads} threads in {len(ranks)} ranks"
     return replace(
         own,
-        detail=own.detail.replace(f"{own.num_threads} threads", threads),
+        detail=re.sub(r"\b\d+ threads?\b", threads, own.detail, count=1),
         num_threads=num_threads,
         weight_bytes=sum(rank.weight_bytes for rank in ranks),
         cache_bytes=sum(rank.cache_bytes for rank in ranks),

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from twostroke.core.errors import BackendError, RanksLostError
+from twostroke.core.extras import install_command
 from twostroke.parallel.remote import Arrival, RemoteRank, RemoteRanks, serve_rank
 
 _PLACE_S: Final = 60.0
@@ -24,7 +25,7 @@ class RayRanks:
             RanksLostError: the cluster has no room for so many ranks.
         """
         if find_spec("ray") is None:
-            raise BackendError("--ray needs Ray: pip install 'twostroke[cluster]'.")
+            raise BackendError(f"--ray needs Ray: {install_command('cluster')}.")
         import ray
         from ray.util.placement_group import placement_group
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from twostroke.core.errors import TwostrokeError, UsageError, nearest
+from twostroke.core.extras import install_command
 from twostroke.core.frozen import Frozen
 from twostroke.core.ranges import check_range
 from twostroke.core.yaml_file import YamlFile, steps
@@ -15,7 +16,9 @@ from twostroke.planner.devices import find_device
 from twostroke.planner.question import LEAST_SHARE, Question, usual_budget
 from twostroke.program.storage import WEIGHTS
 
-_NEEDS = "Fleet files need the packages highspy and pyyaml: run pip install 'twostroke[plan]'."
+
+def _needs() -> str:
+    return f"Fleet files need the packages highspy and pyyaml: run {install_command('plan')}."
 
 
 class FleetModel(Frozen, forbid_unknown_fields=True, kw_only=True):
@@ -135,7 +138,7 @@ def read_fleet(path: Path) -> FleetQuestion:
         UsageError: it is not YAML, or a value is wrong; with the file's name and line.
         ModelFormatError: it cannot be read.
     """
-    file = YamlFile(path, _NEEDS)
+    file = YamlFile(path, _needs())
     question = file.read(FleetQuestion, lambda steps: FleetModel if steps else FleetQuestion)
     for index, one in enumerate(question.models):
         try:
@@ -157,4 +160,4 @@ def at_line(path: Path, error: TwostrokeError) -> TwostrokeError:
     """Return an error about a field of the file with the field's line; others as they are."""
     if error.field is None:
         return error
-    return type(error)(str(YamlFile(path, _NEEDS).at(steps(error.field), str(error))))
+    return type(error)(str(YamlFile(path, _needs()).at(steps(error.field), str(error))))

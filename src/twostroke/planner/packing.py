@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from twostroke.core.errors import UsageError
+from twostroke.core.extras import install_command
 from twostroke.core.frozen import Frozen
 from twostroke.planner.replicas import UNITS, Place, Replica
 
@@ -101,7 +102,7 @@ class Packer:
         except ImportError:
             raise UsageError(
                 "Planning a fleet needs the packages highspy and pyyaml: run "
-                "pip install 'twostroke[plan]'."
+                f"{install_command('plan')}."
             ) from None
         self._highs: Any = highspy
         self._items = [_Items(place, found) for place, found in options if found]

@@ -108,6 +108,11 @@ class Router:
         self._own |= {f"/page/{name}": self._file for name in self._site}
         self._own_routes = {path: _Route(path) for path in self._own}
 
+    def find_endpoint(self, scope: Scope) -> str:
+        """Return the path under which a request is counted; "other" for most that are passed on."""
+        path = scope["path"]
+        return self._own_routes.get(path, _ROUTES.get(path, _OTHER)).path
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. A fault is answered in the form of the client's protocol."""
         path, method = scope["path"], scope["method"]
@@ -361,7 +366,14 @@ def build_app(router: Router) -> ASGIApp:
     keys, origins = options.api_keys, Origins(options)
     limited = LimitCheck(router, lambda _path: True)
     guarded = OriginCheck(router if keys is None else KeyCheck(limited, keys), origins)
-    inner = Boundary(guarded, router.metrics.responses, options.limits, origins, router.observers)
+    inner = Boundary(
+        guarded,
+        router.metrics.responses,
+        options.limits,
+        origins,
+        router.observers,
+        find_endpoint=router.find_endpoint,
+    )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -40,6 +40,7 @@ _NOT_RETURNED: Final = HOPS | frozenset(
     [*b"date server x-request-id request-id".split(), USAGE_HEADER]
 )
 # Comments of a stream and spaces before JSON, sent while nothing is computed yet.
+_WITH_LAST_LINE: Final = ("/v1/chat/completions", "/v1/completions")  # OpenAI's `[DONE]`
 _SIGNS_OF_LIFE: Final = re.compile(rb"(?::[^\r\n]*[\r\n]|\s)+")
 _ENGINE_DIED: Final = EngineDiedError.SENTENCE.encode()
 _ID: Final = re.compile(rb'"id": ?"((?:resp_|chatcmpl-|conv_)[A-Za-z0-9_-]{1,80})"')
@@ -325,6 +326,8 @@ class Forwarder:
         if kind == b"text/event-stream":
             name = b"event: error\n" if form is ANTHROPIC else b""
             body = name + b"data: " + body + b"\n\n"
+            if scope["path"] in _WITH_LAST_LINE:
+                body += b"data: [DONE]\n\n"
         elif kind == b"application/x-ndjson":
             body += b"\n"
         else:

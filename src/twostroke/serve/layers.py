@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from twostroke.core.errors import TwostrokeError, nearest
 from twostroke.engine.served import LocalEngine
@@ -24,11 +25,12 @@ from twostroke.serve.options import ServeOptions
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import ASGIApp
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Scope
 
     from twostroke.engine.client import Client
     from twostroke.engine.limits import Limits
@@ -84,7 +86,7 @@ def build_app(api: Api) -> ASGIApp:
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         await api.upkeep.start()
         await api.answers.load(ended_by_restart)
-        await api.keeping.start(whole)
+        await api.keeping.start(boundary)
         try:
             yield
         finally:
@@ -97,5 +99,25 @@ def build_app(api: Api) -> ASGIApp:
     telling = UsageTeller(app)
     limited = LimitCheck(telling, {*DIALECTS, *EMBEDDINGS, *INQUIRIES}.__contains__)
     guarded = OriginCheck(telling if keys is None else KeyCheck(limited, keys), origins)
-    whole = Boundary(guarded, api.metrics.responses, api.options.limits, origins, api.observers)
-    return whole
+    boundary = Boundary(
+        guarded,
+        api.metrics.responses,
+        api.options.limits,
+        origins,
+        api.observers,
+        find_endpoint=_endpoint_finder(routes),
+    )
+    return boundary
+
+
+def _endpoint_finder(routes: Sequence[Route]) -> Callable[[Scope], str]:
+    """Return a function that finds the path of the route for a request."""
+    literal_paths = {route.path for route in routes}
+
+    def find(scope: Scope) -> str:
+        if scope["path"] in literal_paths:
+            return str(scope["path"])
+        matching = (route.path for route in routes if route.matches(scope)[0] is not Match.NONE)
+        return next(matching, "unknown")
+
+    return find

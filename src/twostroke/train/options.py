@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
+from twostroke.core.extras import install_command
 from twostroke.core.frozen import Frozen
 from twostroke.core.yaml_file import YamlFile
 from twostroke.models.heads import KINDS
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 16
 _BLOCK: Final = 32  # values that one scale of the usual formats has
-_NEEDS: Final = "Shapes of students need the package pyyaml: run pip install 'twostroke[train]'."
 
 
 class LearnOptions(Frozen):
@@ -97,7 +97,8 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
             UsageError: it is not one; with the line.
             ModelFormatError: it cannot be read.
         """
-        return YamlFile(path, _NEEDS).read(cls, lambda _: cls)
+        needs = f"Shapes of students need the package pyyaml: run {install_command('train')}."
+        return YamlFile(path, needs).read(cls, lambda _: cls)
 
     @property
     def is_narrower(self) -> bool:

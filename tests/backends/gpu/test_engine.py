@@ -104,7 +104,7 @@ def test_what_the_backend_cannot_do_is_said_in_a_sentence(
     with pytest.raises(BackendError, match="interpreted on the cpu, not on 'cuda:3'"):
         device.find("cuda:3")
     monkeypatch.setattr(device, "find_spec", lambda name: None if name == "triton" else name)
-    with pytest.raises(BackendError, match=r"needs Triton: pip install 'twostroke\[gpu\]'"):
+    with pytest.raises(BackendError, match=r"needs Triton: pip install '.+\[gpu\]'"):
         device.find()
     monkeypatch.undo()
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)

@@ -188,7 +188,7 @@ def test_stopping_server_refuses_an_incomplete_body(
     assert answer.startswith(b"HTTP/1.1 503")
     assert b"engine_stopped" in answer
     assert b"retry-after" in answer
-    assert [it.levelname for it in caplog.records if "is incomplete" in it.message] == ["WARNING"]
+    assert not [record.message for record in caplog.records if record.levelname != "INFO"]
 
 
 def test_body_that_arrives_as_the_server_stops_is_read() -> None:

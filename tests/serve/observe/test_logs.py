@@ -228,3 +228,16 @@ def test_failing_observer_does_not_fail_the_request(server: LiveServer) -> None:
         assert server.complete(max_tokens=1).status_code == 200
     finally:
         server.api.observers.remove(broken)
+
+
+def test_a_request_that_is_refused_while_the_server_drains_is_one_line(
+    tmp_path: Path, log: Log
+) -> None:
+    with live_server(tmp_path, _OPTIONS) as server:
+        server.thread.call(server.api.drain)
+        assert server.chat(max_tokens=1).status_code == 503
+        assert server.complete(max_tokens=1, stream=True).status_code == 503
+        entries = log.entries(2)
+    assert [(entry["message"], entry["error"]) for entry in entries] == [
+        ("request", "engine_stopped")
+    ] * 2

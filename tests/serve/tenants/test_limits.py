@@ -235,3 +235,21 @@ def test_request_that_lost_a_race_for_tokens_is_refused_with_its_own_wait() -> N
     refusal = account.refusal()
     assert refusal is not None
     assert refusal[1] == pytest.approx(1)
+
+
+def test_refusals_count_under_the_endpoint_that_was_asked(tmp_path: Path) -> None:
+    wrong = {"x-api-key": "wrong"}
+    with limited(tmp_path, requests_per_minute=1) as server:
+        assert [post(server).status_code for _ in range(2)] == [200, 429]
+        server.http.post("/v1/completions", json=BODY, headers=wrong)
+        server.http.get("/v1/files/file-abc", headers=wrong)
+        text = server.http.get("/metrics").text
+    name = "twostroke_http_responses_total"
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+    for endpoint, status in (
+        ("/v1/completions", 200),
+        ("/v1/completions", 429),
+        ("/v1/completions", 401),
+        ("/v1/files/{file_id}", 401),
+    ):
+        assert f'{name}{{endpoint="{endpoint}",status="{status}"}} 1.0' in lines, lines

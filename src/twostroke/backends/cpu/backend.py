@@ -108,6 +108,7 @@ class CpuBackend:
             detail=_detail(choice.level, num_threads, activation_bits, kv_format),
             level=choice.level,
             precision=f"{activation_bits} {kv_format}",
+            mixed_bits=_mixed_bits(activation_bits),
             num_threads=num_threads,
             num_pages=num_pages,
             page_size=page_size,
@@ -279,13 +280,16 @@ def _last_norm(
     return partial(rms_norm, norm, weight=tensors[norm.weight].dequantize())
 
 
+def _mixed_bits(bits: int | ActivationBits) -> str:
+    return bits.describe() if isinstance(bits, ActivationBits) else ""
+
+
 def _detail(
     level: str, num_threads: int, activation_bits: int | ActivationBits, kv_format: str
 ) -> str:
-    parts = [level, f"{num_threads} threads"]
-    if isinstance(activation_bits, ActivationBits):
-        parts.append(activation_bits.describe())
-    elif activation_bits != DEFAULT_ACTIVATION_BITS:
+    parts = [level, "1 thread" if num_threads == 1 else f"{num_threads} threads"]
+    is_mixed = isinstance(activation_bits, ActivationBits)
+    if not is_mixed and activation_bits != DEFAULT_ACTIVATION_BITS:
         parts.append(f"{activation_bits}-bit activations")
     if kv_format != usual_kv_format(level):
         parts.append(f"{kv_format} keys and values")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core import env
 from twostroke.core.errors import BackendError
+from twostroke.core.extras import install_command
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available, memory_total
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from twostroke.backends.gpu.launch import Gpu, Kernels
 
 _OLDEST = 80  # sm_80: the first with bfloat16 and asynchronous copies
-_EXTRA = "pip install 'twostroke[gpu]'"
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -100,7 +100,7 @@ def find(wanted: str = "auto") -> Device:
     """
     for package, module in (("PyTorch", "torch"), ("Triton", "triton")):
         if find_spec(module) is None:
-            raise BackendError(f"The gpu backend needs {package}: {_EXTRA}.")
+            raise BackendError(f"The gpu backend needs {package}: {install_command('gpu')}.")
     import torch
     import triton
 
@@ -111,7 +111,8 @@ def find(wanted: str = "auto") -> Device:
         return Device("interpreted kernels", torch.device("cpu"), 90, 2, is_interpreted=True)
     if torch.version.cuda is None:
         raise BackendError(
-            f"This PyTorch was built without CUDA: {_EXTRA} on a machine with a GPU."
+            "This PyTorch was built without CUDA: on a machine with a GPU, "
+            f"{install_command('gpu')} brings another."
         )
     if not _DRIVER.exists() and not torch.cuda.is_available():
         message = "There is no NVIDIA driver here, which the gpu backend needs"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from twostroke.core import env
 from twostroke.core.errors import BackendError
+from twostroke.core.extras import install_command
 from twostroke.parallel.links.record import UcxRecord
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _library() -> ctypes.CDLL:
             return _typed(ctypes.CDLL(path))
         except (OSError, AttributeError) as error:
             raise BackendError(f"UCX at {path} cannot be used: {error}.") from None
-    raise BackendError("UCX is not installed (pip install 'twostroke[cluster]').")
+    raise BackendError(f"UCX is not installed ({install_command('cluster')}).")
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:

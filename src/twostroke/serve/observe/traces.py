@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from twostroke.core.errors import UsageError
+from twostroke.core.extras import install_command
 from twostroke.serve.about import VERSION
 from twostroke.serve.running import Answers
 
@@ -80,7 +81,7 @@ def check_endpoint(url: str) -> str:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise
-        message = "Traces need OpenTelemetry: pip install 'twostroke[traces]'."
+        message = f"Traces need OpenTelemetry: {install_command('traces')}."
         raise UsageError(message, field="otlp_endpoint") from None
     return url if urlsplit(url).path not in {"", "/"} else f"{url.rstrip('/')}{_PATH}"
 
