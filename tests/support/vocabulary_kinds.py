@@ -51,7 +51,12 @@ class Kind(Frozen):
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _PREPEND = {"type": "Prepend", "prepend": SPACE}
 _BYTES = {"type": "ByteLevel", "use_regex": True, "trim_offsets": True}
-_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+_SPLIT = {
+    "type": "Split",
+    "pattern": {"String": " "},
+    "behavior": "MergedWithPrevious",
+    "invert": False,
+}
 
 
 def _metaspace(scheme: str, *, split: bool) -> dict[str, Any]:
@@ -134,7 +139,7 @@ def kind_json(kind: Kind) -> dict[str, Any]:
     """Return the tokenizer.json of a vocabulary."""
     tokens, merges = _tokens_and_merges(kind)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    decoders: list[dict[str, Any]] = [{"type": "ByteLevel"}]
+    decoders: list[dict[str, Any]] = [{**_BYTES, "add_prefix_space": False}]
     if not kind.is_byte_level:
         decoders = [
             {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},

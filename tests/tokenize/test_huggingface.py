@@ -320,7 +320,7 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         (b'{"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": [{}]}', "damaged"),
         (
             b'{"model": {"vocab": {}, "merges": []}, "added_tokens": [{"id": -1, "content": "x"}]}',
-            "an id below 0",
+            "the id -1",
         ),
         (
             b'{"model": {"vocab": {}, "merges": []}, "pre_tokenizer": {"type": "X"}}',

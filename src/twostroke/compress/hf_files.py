@@ -31,6 +31,7 @@ _COPIED: Final = (
     "tokenizer_config.json",
     "generation_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
 )

@@ -38,7 +38,9 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _INFILL_KEYS = (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "middle"))
 _INFILL_HEAD_KEYS = ("fim_rep_token_id", "fim_sep_token_id")
 _INFILL_END_KEYS = ("fim_pad_token_id", "eot_token_id")
+# The names that templates use, and the names in keys: the format spells "separator" so.
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_NAMED |= {"sep": "seperator", "cls": "cls", "mask": "mask"}
 _TURNS_OF_PHI3 = frozenset({"<|user|>", "<|assistant|>", "<|end|>"})
 _KEPT_BY_PHI3 = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # the white space after these
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.core.files import BYTE_ORDER_MARK
 from twostroke.core.notices import first_names, notice
+from twostroke.tokenize.added_tokens import read_added_tokens
 from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
 from twostroke.tokenize.descriptions import flat, read_words
 from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import ListedPairs, MergeOptions, Merges
-from twostroke.tokenize.specials import AddedToken, end_ids
+from twostroke.tokenize.specials import end_ids
 from twostroke.tokenize.template_files import read_chat_templates
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from twostroke.tokenize.specials import AddedToken
+
 _MAX_FILE_BYTES = 256 * 1024**2
 _MAX_UNUSED_IDS = 1 << 14  # an id without a text takes memory too
 _DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
-_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 # Options of the format that no language model sets, and that would change the ids.
 _NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
@@ -36,9 +37,9 @@ def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
     Of a model whose embedding table has `num_rows`, added tokens without a row are left out.
 
     Reads BPE models (byte-level, and SentencePiece's as converted by Hugging Face), and where they
-    exist `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`,
-    `config.json` and the chat templates (`template_files.py`). Raises ModelNotFoundError or
-    ModelFormatError.
+    exist `tokenizer_config.json`, the other files of added tokens (`added_tokens.py`),
+    `generation_config.json`, `config.json` and the chat templates (`template_files.py`). Raises
+    ModelNotFoundError or ModelFormatError.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -68,18 +69,13 @@ def _build(
     folder: Path,
     num_rows: int | None,
 ) -> Tokenizer:
-    added = tuple(
-        AddedToken(
-            int(entry["id"]),
-            str(entry["content"]),
-            **{flag: bool(entry.get(flag)) for flag in _FLAGS},
-        )
-        for entry in description.get("added_tokens") or ()
+    tokens = read_added_tokens(
+        description,
+        config,
+        special_map=_read(folder / "special_tokens_map.json"),
+        added_json=_read(folder / "added_tokens.json"),
     )
-    named = _named_texts(config, _read(folder / "special_tokens_map.json"))
-    if any(token.id < 0 for token in added):
-        raise ModelFormatError("tokenizer.json has an added token with an id below 0.")
-    added = _with_rows(added, num_rows)
+    named, added = tokens.named_texts, _with_rows(tokens.added, num_rows)
     by_text = {token.text: token.id for token in added}
     try:
         words = read_words(description)
@@ -211,16 +207,6 @@ def _strips_space(description: dict[str, Any]) -> bool:
         prefixed = step.get("prepend_scheme", "always") != "never"
         strips |= kind == "Strip" or (kind == "Metaspace" and prefixed)
     return strips
-
-
-def _named_texts(config: dict[str, Any], specials: dict[str, Any]) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for name in _NAMED:
-        value = config.get(name) or specials.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            texts[name] = text
-    return texts
 
 
 def _configured_ends(folder: Path) -> Iterator[int]:
