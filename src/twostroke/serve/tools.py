@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -131,8 +132,14 @@ class NamedFunction(field.RequestObject):
     name: str
 
 
+# Other choices force tools that run on other servers, or that only certain models know.
+FUNCTIONS_ONLY: Final = {"*": "Only functions and custom tools can be called here."}
+
+
 class NamedChoice(field.TaggedObject, tag="function"):
     """The answer must call this function."""
+
+    other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
 
     function: NamedFunction
 
@@ -155,7 +162,7 @@ class NamedCustomChoice(field.TaggedObject, tag="custom"):
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice | NamedCustomChoice
 ToolsAs = Annotated[
-    Annotated[list[T], Meta(max_length=MAX_TOOLS)] | None,
+    Annotated[list[T], Meta(max_length=MAX_TOOLS), field.unknown_left_out("custom")] | None,
     field.doc("The functions that the model may call."),
 ]
 TOOL_CHOICE: Final = field.doc("Whether the model may call tools, must, or must call one.")

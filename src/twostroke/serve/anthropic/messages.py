@@ -13,7 +13,7 @@ from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_STOPS, MAX_TOKENS, SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.serve.anthropic.tools import (
-    Block,
+    Blocks,
     Choice,
     RedactedThinkingBlock,
     TextBlock,
@@ -51,7 +51,7 @@ class AnthropicMessage(field.RequestObject):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Blocks
 
 
 class JsonFormat(field.TaggedObject, tag="json_schema"):
@@ -98,18 +98,20 @@ class CountRequest(field.RequestObject):
         Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest first."),
     ]
     model: field.ModelName = None
-    system: Annotated[str | list[TextBlock] | None, field.doc("Text before the messages.")] = None
+    system: Annotated[
+        str | Annotated[list[TextBlock], field.PARTS] | None, field.doc("Text before the messages.")
+    ] = None
     output_config: Annotated[OutputConfig | None, field.doc("The form of the answer.")] = None
     tools: ToolsAs[Tool] = None
     tool_choice: Annotated[Choice | None, TOOL_CHOICE] = None
     thinking: Annotated[ThinkingConfig | None, field.doc("Whether to reason first.")] = None
 
     cache_control: CacheControl = None
-    container: field.Unsupported = None
+    container: field.Hint = None
     context_management: field.Hint = None
     diagnostics: field.Hint = None
     inference_geo: field.Hint = None
-    mcp_servers: Annotated[Any, field.unsupported([])] = None
+    mcp_servers: Annotated[Any, field.hint([])] = None
     speed: Annotated[Any, field.hint("standard")] = None
     thread: field.Unsupported = None
 

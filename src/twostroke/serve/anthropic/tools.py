@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from twostroke.serve.describe import field
 from twostroke.serve.pins import CacheControl
@@ -21,10 +22,7 @@ class Tool(field.RequestObject):
     input_schema: Annotated[dict[str, Any], field.doc("A JSON schema of the input.")]
     description: str | None = None
     strict: Strict = None
-    type: Annotated[
-        Literal["custom"] | None,
-        field.advice({"*": "Tools that Anthropic defines or runs are not supported."}),
-    ] = None
+    type: Literal["custom"] | None = None
     eager_input_streaming: field.Ignored = None
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
@@ -64,6 +62,8 @@ _MODES: Final[dict[type, str]] = {AnyChoice: "required", NoChoice: "none"}  # Op
 class TextBlock(field.TaggedObject, tag="text"):
     """A text."""
 
+    other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
+
     text: str
     cache_control: CacheControl = None
     citations: Annotated[Any, field.hint([], {"enabled": False})] = None
@@ -79,11 +79,68 @@ class ToolUseBlock(field.TaggedObject, tag="tool_use"):
     caller: field.SentBack = None
 
 
+class TextSource(field.TaggedObject, tag="text"):
+    """The text of a document."""
+
+    other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
+
+    data: str
+    media_type: field.SentBack = None
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.data
+
+
+class ContentSource(field.TaggedObject, tag="content"):
+    """The text of a document, in blocks."""
+
+    content: str | Annotated[list[TextBlock], field.PARTS]
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return text_of(self.content)
+
+
+class DocumentBlock(field.TaggedObject, tag="document"):
+    """A document of text, which is read as its title, its context and its text."""
+
+    source: TextSource | ContentSource
+    title: str | None = None
+    context: str | None = None
+    cache_control: CacheControl = None
+    citations: Annotated[Any, field.hint([], {"enabled": False})] = None
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+
+
+class SearchResultBlock(field.TaggedObject, tag="search_result"):
+    """What a client's own search found, which is read as text."""
+
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], field.PARTS]
+    cache_control: CacheControl = None
+    citations: Annotated[Any, field.hint([], {"enabled": False})] = None
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "\n".join(filter(None, (self.title, self.source, text_of(self.content))))
+
+
 class ToolResultBlock(field.TaggedObject, tag="tool_result"):
     """The result of a call; its text says whether it failed."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: (
+        str | Annotated[list[TextBlock | DocumentBlock | SearchResultBlock], field.PARTS] | None
+    ) = None
     is_error: bool | None = None
     cache_control: CacheControl = None
 
@@ -101,7 +158,18 @@ class RedactedThinkingBlock(field.TaggedObject, tag="redacted_thinking"):
     data: str
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = (
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | DocumentBlock
+    | SearchResultBlock
+)
+# Blocks that record what another server did have other types: they are left out.
+Blocks = Annotated[list[Block], field.PARTS]
+_TEXTS: Final = (TextBlock, DocumentBlock, SearchResultBlock)
 
 
 def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | None:
@@ -119,4 +187,4 @@ def text_of(content: str | Sequence[Block] | None) -> str:
     """Return the text of a content."""
     if isinstance(content, str):
         return content
-    return "\n".join(block.text for block in content or () if isinstance(block, TextBlock))
+    return "\n".join(block.text for block in content or () if isinstance(block, _TEXTS))

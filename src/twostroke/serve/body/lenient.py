@@ -10,9 +10,17 @@ import msgspec
 from msgspec import inspect
 from msgspec.structs import replace
 
+from twostroke.core.errors import RequestError
 from twostroke.http.errors import UnknownFieldError
 from twostroke.http.ignored import MAX_IGNORED, Ignored
-from twostroke.serve.body.explain import extra_of, join, parts, type_of, unknown_field
+from twostroke.serve.body.explain import (
+    MAX_NAME_LENGTH,
+    extra_of,
+    join,
+    parts,
+    type_of,
+    unknown_field,
+)
 from twostroke.serve.body.mismatch import explain
 from twostroke.serve.well_known import KNOWN_HINTS, has_meaning
 
@@ -41,7 +49,8 @@ class _Shape:
     """The lists, structs and integers that may stand at one place of a body.
 
     `structs` are by the value of their tag, the field `tag_field`; one without a tag is at None.
-    Lists of more than `max_items` are refused anyway.
+    Lists of more than `max_items` are refused anyway. A list with `left_out` loses its items of
+    unknown types.
     """
 
     item: _Shape | None = None
@@ -49,6 +58,17 @@ class _Shape:
     structs: dict[str | None, _Fields] = field(default_factory=dict)
     tag_field: str | None = None
     is_integer: bool = False
+    left_out: Mapping[str, Any] | None = None
+
+    def is_left_out(self, item: Any) -> bool:
+        """Whether an item of this list has a type that is not known, and may be left out."""
+        if self.left_out is None or type(item) is not dict:
+            return False
+        shape = self.item or _Shape()
+        tag = item.get(shape.tag_field or _TAG)
+        if not isinstance(tag, str) or tag in shape.structs or tag in self.left_out["known"]:
+            return False
+        return not any(word in tag for word in self.left_out["refused"])
 
     def fields_of(self, value: Mapping[str, Any]) -> _Fields | None:
         """Return the fields that an object may have; None if its tag is not known."""
@@ -85,6 +105,8 @@ class _Fitting:
             if (fields := shape.fields_of(value)) is not None:
                 self._fit_object(value, fields, where)
         elif type(value) is list:
+            if shape.left_out is not None:
+                self._leave_out(value, shape, where)
             if shape.item is not None and len(value) <= (shape.max_items or len(value)):
                 for place, item in enumerate(value):
                     if type(item) in _FITTED:
@@ -92,6 +114,20 @@ class _Fitting:
         elif type(value) is float and shape.is_integer:
             return int(value) if value.is_integer() and abs(value) < _MAX_WHOLE else value
         return value
+
+    def _leave_out(self, items: list[Any], shape: _Shape, where: str) -> None:
+        """Remove the items of unknown types from a list, and note each type once."""
+        kept_items = [item for item in items if not shape.is_left_out(item)]
+        if len(kept_items) == len(items):
+            return
+        tag_field = (shape.item and shape.item.tag_field) or _TAG
+        for index, item in enumerate(items):
+            if len(self.found) >= MAX_IGNORED:
+                break
+            if shape.is_left_out(item):
+                left_out = left_out_item(f"{where}[{index}]", item[tag_field], tag_field)
+                self.found.setdefault((id(shape), item[tag_field]), left_out)
+        items[:] = kept_items
 
     def _fit_object(self, value: dict[str, Any], fields: _Fields, where: str) -> None:
         if fields.is_closed and (unknown := value.keys() - fields.names):
@@ -124,6 +160,18 @@ class _Fitting:
             self.found[key] = replace(found, is_known=True) if is_hint else found
 
 
+def left_out_item(where: str, tag: str, tag_field: str = "type") -> Ignored:
+    """Return what is reported of an item that is left out because of its type."""
+    tag = tag[:MAX_NAME_LENGTH]
+
+    def refusal() -> RequestError:
+        reason = "is '{value}', which has no effect here: leave it out."
+        return RequestError(reason, field=f"{where}.{tag_field}", value=tag)
+
+    return Ignored(f"{where}.{tag}", refusal)
+
+
+_TAG = "type"  # the field with the type of items that are not tagged structs
 _FITTED = (dict, list, float)
 
 
@@ -137,6 +185,8 @@ def _describe(kind: inspect.Type, known: dict[type, _Fields]) -> _Shape | None:
     shape = _Shape()
     all_parts = list(parts([kind]))
     for part in all_parts:
+        if extra_of(part).get("leaves_out"):
+            shape.left_out = extra_of(part)
         if isinstance(part, inspect.ListType):
             shape.item, shape.max_items = _describe(part.item_type, known), part.max_length
         elif isinstance(part, inspect.StructType):
@@ -145,7 +195,8 @@ def _describe(kind: inspect.Type, known: dict[type, _Fields]) -> _Shape | None:
     has_integer = any(isinstance(part, inspect.IntType) for part in all_parts)
     has_float = any(isinstance(part, inspect.FloatType) for part in all_parts)
     shape.is_integer = has_integer and not has_float
-    return shape if shape.item or shape.structs or shape.is_integer else None
+    has_effect = shape.item or shape.structs or shape.is_integer or shape.left_out
+    return shape if has_effect else None
 
 
 def _fields_in(kind: inspect.StructType, known: dict[type, _Fields]) -> _Fields:

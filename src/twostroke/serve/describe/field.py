@@ -107,6 +107,15 @@ def renamed(name: str) -> Meta:
     )
 
 
+def unknown_left_out(*known: str, refused: tuple[str, ...] = ()) -> Meta:
+    """Mark a list whose items of an unknown type are left out and reported.
+
+    The types are those of the list's structs, and `known` ones. Items whose type has one of the
+    `refused` words in it are kept, so that the error about them is sent.
+    """
+    return Meta(extra={"known": known, "refused": refused, "leaves_out": True})
+
+
 def advice(values: Mapping[str, str]) -> Meta:
     """Add to the error about a wrong value what to do instead."""
     return Meta(extra={"advice": values})
@@ -119,6 +128,11 @@ def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 # Marks a field that is ignored if its value is wrong; a strict server refuses it.
 DROPPABLE: Final = Meta(extra={"is_droppable": True}, extra_json_schema={WRONG_IS_IGNORED: True})
+
+# Parts of other kinds of content, which models here cannot read.
+MEDIA: Final = ("image", "audio", "video", "file", "document")
+PARTS: Final = unknown_left_out(refused=MEDIA)
+TEXT_ONLY: Final = {"*": "Models here read text only."}
 
 Ignored = Annotated[Any, ignored()]
 Hint = Annotated[Any, hint()]

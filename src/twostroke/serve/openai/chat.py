@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -38,8 +39,6 @@ from twostroke.serve.tools import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from twostroke.chat.tools import Tools
     from twostroke.engine.client import ModelCard
     from twostroke.serve.job import Job
@@ -56,7 +55,28 @@ TOOL_NAMES: Final = {
 class TextPart(field.TaggedObject, tag="text"):
     """A part of a message's content; only text is read."""
 
+    other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
+
     text: str
+
+
+class InputTextPart(TextPart, tag="input_text"):
+    """A text as `/v1/responses` calls it."""
+
+
+class OutputTextPart(TextPart, tag="output_text"):
+    """A text of an answer as `/v1/responses` calls it."""
+
+
+class RefusalPart(field.TaggedObject, tag="refusal"):
+    """An assistant's reason why there is no other text."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The reason."""
+        return self.refusal
 
 
 class CalledFunction(msgspec.Struct):
@@ -87,15 +107,22 @@ class ChatMessage(field.RequestObject):
 
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: Annotated[
-        str | list[TextPart] | None,
-        field.doc("Required, except with `tool_calls` or reasoning."),
+        str
+        | Annotated[
+            list[TextPart | InputTextPart | OutputTextPart | RefusalPart],
+            field.PARTS,
+        ]
+        | None,
+        field.doc("Required, except in an assistant's message."),
     ] = None
     name: str | None = None
     reasoning_content: Annotated[str | None, field.doc("An assistant's reasoning.")] = None
     reasoning: Annotated[str | None, field.doc("The same as `reasoning_content`.")] = None
     tool_calls: Annotated[list[ToolCall] | None, field.doc("An assistant's calls.")] = None
     tool_call_id: Annotated[str | None, field.doc("In a tool's message: its call.")] = None
-    refusal: field.SentBack = None
+    refusal: Annotated[
+        str | None, field.doc("An assistant's refusal, which is text."), field.DROPPABLE
+    ] = None
     annotations: field.SentBack = None
     audio: Annotated[Any, field.unsupported(*_EMPTY)] = None
     function_call: Annotated[Any, field.unsupported(*_EMPTY)] = None
@@ -153,7 +180,7 @@ class ChatRequest(CommonFields, kw_only=True):
     ] = None
     modalities: Annotated[Any, field.unsupported(["text"])] = None
     verbosity: Annotated[Any, field.hint("medium")] = None
-    web_search_options: field.Unsupported = None
+    web_search_options: field.Hint = None
 
 
 def read(asked: ChatRequest, tenant: Tenant) -> Job:
@@ -272,9 +299,9 @@ def _message(place: int, message: ChatMessage) -> dict[str, Any]:
         if value and message.role != role:
             reason = f"belongs to a message of the role {role}."
             raise RequestError(reason, field=f"{where}.{name}")
-    if message.content is None and not message.tool_calls and not reasoning:
+    if message.content is None and message.role != "assistant":
         raise MissingFieldError("is missing.", field=f"{where}.content")
-    content = message.content or ""
+    content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     turn: dict[str, Any] = {"role": message.role, "content": text}
     if message.tool_calls:
