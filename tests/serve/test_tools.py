@@ -166,7 +166,6 @@ def test_calls_and_results_can_be_sent_back(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
-        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "retrieval"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name", "must be unique"),
         (

@@ -126,14 +126,16 @@ class CustomToolBody(field.TaggedObject, tag="custom"):
         return FreeText(made.name, made.description, grammar.syntax, grammar.definition, where)
 
 
+# Other choices force tools that run on other servers, or that only certain models know.
+FUNCTIONS_ONLY: Final = {"*": "Only functions and custom tools can be called here."}
+
+
 class NamedFunction(field.RequestObject):
     """The name of a function."""
 
+    other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
+
     name: str
-
-
-# Other choices force tools that run on other servers, or that only certain models know.
-FUNCTIONS_ONLY: Final = {"*": "Only functions and custom tools can be called here."}
 
 
 class NamedChoice(field.TaggedObject, tag="function"):

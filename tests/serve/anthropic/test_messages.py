@@ -194,8 +194,6 @@ REFUSED: list[tuple[Fields, str]] = [
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
         "messages[0].content[0] cannot be part of a message of the role user.",
     ),
-    ({"mcp_servers": [{}]}, "mcp_servers is not supported yet"),
-    ({"container": "c"}, "container is not supported yet"),
     (
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
         "output_config.format.schema",

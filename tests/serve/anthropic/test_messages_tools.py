@@ -168,7 +168,6 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
             "tools[1].name must be unique",
         ),
         ({"tools": [TOOL] * 129}, "tools must have at most 128 items, got 129."),
-        ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type"),
         (
             {"tools": [{**TOOL, "strict": True, "input_schema": {"not": {}}}]},
             "cannot be followed. The JSON schema",

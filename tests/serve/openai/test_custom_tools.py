@@ -199,10 +199,6 @@ def _inner(form: Fields) -> Fields:
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "runs on OpenAI's servers"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "OpenAI's servers"),
-        ({"tools": [{"type": "local_shell"}]}, "tools[0].type", "as a function"),
-        ({"tools": [{"type": "tool_search"}]}, "tools[0].type", "all tools at once"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name", "must be unique"),
         (
             {"tools": [{**TOOLS[1], "format": REGEX | {"definition": "(?!x)"}}]},
@@ -221,12 +217,3 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     body = {"input": "hello", "tools": TOOLS} | fields
     assert word in refused(server.http.post("/v1/responses", json=body), 400, param)
-
-
-def test_tools_that_anthropic_defines_are_refused_by_name(server: LiveServer) -> None:
-    tool = {"type": "web_search_20250305", "name": "web_search"}
-    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "tools": [tool]}
-    response = server.http.post("/v1/messages", json=asked)
-    assert response.status_code == 400
-    said = response.json()["error"]["message"]
-    assert "'web_search_20250305'. Tools that Anthropic defines or runs are not supported." in said

@@ -139,7 +139,6 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "said", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "got 'web_search'", "tools[0].type"),
         ({"tools": [WEATHER, WEATHER]}, "must be unique", "tools[1].name"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name must be", "tools[0].name"),
         (
@@ -164,8 +163,8 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
         ),
         (
             {"input": [{"type": "web_search_call", "id": "x"}]},
-            "got 'web_search_call'",
-            "input[0].type",
+            "has no items that are known here",
+            "input",
         ),
         ({"input": [{"role": "tool", "content": ""}]}, "function_call_output", "input[0].role"),
         (

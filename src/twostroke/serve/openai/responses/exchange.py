@@ -6,6 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
@@ -20,7 +21,7 @@ from twostroke.serve.openai.responses.conversations import (
     check_room,
     find_conversation,
 )
-from twostroke.serve.openai.responses.items import read_input, to_messages
+from twostroke.serve.openai.responses.items import read_input, to_messages, tools_in
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import (
     LOGPROBS,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import ModelCard
     from twostroke.serve.openai.responses.recall import RawItem
+    from twostroke.serve.openai.responses.tools import ResponsesTool
     from twostroke.serve.store import Tenant
 
 
@@ -100,8 +102,7 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
     check(asked)
-    tools = read_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
-    exchange, ignored = _exchange(asked, tools, tenant)
+    exchange, tools, ignored = _exchange(asked, tenant)
     if asked.background and not exchange.is_stored:
         reason = "needs a response that can be stored: this one is too large, or none is stored."
         raise RequestError(reason, field="background")
@@ -146,9 +147,9 @@ def names(asked: ResponsesRequest) -> Mapping[str, str]:
 
 
 def _exchange(
-    asked: ResponsesRequest, tools: Tools | None, tenant: Tenant
-) -> tuple[Exchange, list[Ignored]]:
-    """Return the conversation, and the fields of its items that have no effect."""
+    asked: ResponsesRequest, tenant: Tenant
+) -> tuple[Exchange, Tools | None, list[Ignored]]:
+    """Return the conversation, its tools, and the fields of its items that have no effect."""
     previous = _previous(asked, tenant)
     steps = list(previous.conversation()) if previous else []
     if isinstance(asked.input, list):
@@ -157,7 +158,8 @@ def _exchange(
     own, ignored = read_input(asked.input, tenant, taken)
     if not own and previous is None:
         if asked.input is not None:
-            raise RequestError("is an empty list: give at least one item.", field="input")
+            reason = "has no items that are known here" if asked.input else "is an empty list"
+            raise RequestError(f"{reason}: give at least one item.", field="input")
         raise MissingFieldError("is missing.", field="input")
     earlier: list[RawItem] = []
     if asked.instructions:
@@ -165,6 +167,8 @@ def _exchange(
     for step in steps:
         earlier += items_of(step)
     check_messages(len(earlier) + len(own), "input")
+    asked = replace(asked, tools=_joined_tools(asked.tools, tools_in([*earlier, *own])))
+    tools = read_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
     messages = to_messages([*earlier, *own], len(earlier))
     if not messages:
         raise RequestError("must have at least one message.", field="input")
@@ -182,7 +186,20 @@ def _exchange(
         draft=draft,
         is_stored=asked.store is not False and tenant.fits(draft),
     )
-    return exchange, ignored
+    return exchange, tools, ignored
+
+
+def _joined_tools(
+    tools: Sequence[ResponsesTool] | None, additional: Sequence[ResponsesTool]
+) -> list[ResponsesTool]:
+    """Return a request's tools and those of its items; of two with one name the first stays."""
+    joined = list(tools or ())
+    names = {tool.name for tool in joined}
+    for tool in additional:
+        if tool.name not in names:
+            names.add(tool.name)
+            joined.append(tool)
+    return joined
 
 
 def _thinking(asked: ResponsesRequest) -> Thinking:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import base64
 import secrets
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, get_args
 
 import msgspec
 
 from twostroke.core.errors import RequestError
+from twostroke.http.ignored import MAX_IGNORED, Ignored
 from twostroke.serve.body.decode import convert
+from twostroke.serve.body.lenient import left_out_item
 from twostroke.serve.describe import field
-from twostroke.serve.openai.responses.recall import recall
+from twostroke.serve.openai.chat import RefusalPart
+from twostroke.serve.openai.responses.recall import missing_item, recall
+from twostroke.serve.openai.responses.tools import ResponsesTool
 from twostroke.serve.tools import arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.http.ignored import Ignored
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.store import Tenant
 
 
 class InputText(field.TaggedObject, tag="input_text"):
     """A text."""
+
+    other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
 
     text: str
     prompt_cache_breakpoint: field.Ignored = None
@@ -38,13 +44,8 @@ class AnswerText(field.TaggedObject, tag="output_text"):
     parsed: field.SentBack = None
 
 
-class RefusalPart(field.TaggedObject, tag="refusal"):
-    """The reason why there is no other text."""
-
-    refusal: str
-
-
 Part = InputText | AnswerText | RefusalPart
+Parts = Annotated[list[Part], field.PARTS]
 
 
 class MessageItem(field.TaggedObject, tag="message"):
@@ -54,7 +55,7 @@ class MessageItem(field.TaggedObject, tag="message"):
         Literal["system", "developer", "user", "assistant"],
         field.advice({"tool": "Send a function_call_output."}),
     ]
-    content: str | list[Part]
+    content: str | Parts
     id: str | None = None
     status: field.SentBack = None
     phase: field.SentBack = None
@@ -82,7 +83,7 @@ class FunctionCall(CallFields, tag="function_call", kw_only=True):
 class FunctionCallOutput(CallFields, tag="function_call_output", kw_only=True):
     """The result of a call."""
 
-    output: str | list[InputText]
+    output: str | Parts
     name: str | None = None
 
 
@@ -97,7 +98,7 @@ class CustomToolCall(CallFields, tag="custom_tool_call", kw_only=True):
 class CustomToolCallOutput(CallFields, tag="custom_tool_call_output", kw_only=True):
     """The result of a call of a custom tool."""
 
-    output: str | list[InputText]
+    output: str | Parts
     name: str | None = None
 
 
@@ -113,7 +114,7 @@ class Reasoning(field.TaggedObject, tag="reasoning"):
     The summary adds nothing, and only the server that encrypted a content can read it.
     """
 
-    content: list[ReasoningText] | None = None
+    content: Annotated[list[ReasoningText], field.unknown_left_out()] | None = None
     summary: field.SentBack = None
     encrypted_content: field.SentBack = None
     id: str | None = None
@@ -131,6 +132,27 @@ class Compaction(field.TaggedObject, tag="compaction"):
     created_by: field.SentBack = None
 
 
+class ToolsItem(field.TaggedObject):
+    """Tools that join those of the request."""
+
+    tools: Annotated[list[ResponsesTool], field.unknown_left_out()]
+    id: str | None = None
+
+
+class AdditionalTools(ToolsItem, tag="additional_tools"):
+    """Tools that a client adds in the course of a conversation."""
+
+    role: field.SentBack = None
+
+
+class ToolSearchOutput(ToolsItem, tag="tool_search_output"):
+    """Tools that a client's search found."""
+
+    call_id: field.SentBack = None
+    execution: field.SentBack = None
+    status: field.SentBack = None
+
+
 class ItemReference(field.TaggedObject, tag="item_reference"):
     """A stored item; `type` may be left out."""
 
@@ -145,11 +167,15 @@ Item = (
     | CustomToolCallOutput
     | Reasoning
     | Compaction
+    | AdditionalTools
+    | ToolSearchOutput
     | ItemReference
 )
 UNTYPED: Final = (MessageItem, ItemReference)  # the type may be left out
 
 _OUTPUTS: Final = (FunctionCallOutput, CustomToolCallOutput)
+_RESULTS: Final = frozenset(str(kind.__struct_config__.tag) for kind in _OUTPUTS)
+_ADDING_TOOLS: Final = frozenset(("additional_tools", "tool_search_output"))
 _KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(Item)}
 _PREFIXES: Final = {
     "message": "msg_",
@@ -159,6 +185,8 @@ _PREFIXES: Final = {
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
     "compaction": "cmp_",
+    "additional_tools": "at_",
+    "tool_search_output": "tso_",
 }
 _SUMMARY: Final = "twostroke-summary:"  # begins a compaction of ours
 
@@ -188,27 +216,66 @@ def read_input(
 ) -> tuple[list[RawItem], list[Ignored]]:
     """Return a request's items complete, with types and ids, references resolved; and fields.
 
-    The fields are those of items that have no effect. An item whose id is `taken` by an earlier one
-    gets a new id, so that ids stay unique. All ids of the items are added to `taken`.
+    The fields are those of items that have no effect. Items of unknown types, references to items
+    that are not stored, and the results of calls in either are left out and reported. An item whose
+    id is `taken` by an earlier one gets a new id, so that ids stay unique. All ids of the items are
+    added to `taken`.
 
     Raises:
-        RequestError: an item is not valid, or a reference leads nowhere.
+        RequestError: an item is not valid, or there are too many references.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    raws = [_with_type(raw) for raw in given or ()]
+    raws, ignored = _without_unknown([_with_type(raw) for raw in given or ()])
     read = [_read(raw, f"input[{place}]") for place, raw in enumerate(raws)]
-    items, ignored = [item for item, _ in read], [one for _, fields in read for one in fields]
-    ids = {place: item.id for place, item in enumerate(items) if isinstance(item, ItemReference)}
+    ignored += [one for _, fields in read for one in fields]
+    ids = {place: it.id for place, (it, _) in enumerate(read) if isinstance(it, ItemReference)}
     referred = recall(ids, tenant)
+    missing = ids.keys() - referred.keys()
+    ignored += [Ignored.of(missing_item(place, ids[place])) for place in sorted(missing)[:1]]
+    has_gaps = bool(missing) and not taken
+    calls = {item.call_id for item, _ in read if isinstance(item, FunctionCall | CustomToolCall)}
     found: list[RawItem] = []
-    for place, (raw, item) in enumerate(zip(raws, items, strict=True)):
+    for place, (raw, (item, _)) in enumerate(zip(raws, read, strict=True)):
+        if has_gaps and isinstance(item, _OUTPUTS) and item.call_id not in calls:
+            ignored.append(left_out_item(f"input[{place}]", raw["type"]))
+            continue
+        if place in missing:
+            continue
+        if isinstance(item, Compaction) and decode_summary(item.encrypted_content) is None:
+            ignored.append(left_out_item(f"input[{place}]", raw["type"]))
         complete = referred[place] if place in referred else _complete(raw, item)
         if complete["id"] in taken:
             complete = complete | {"id": new_id(_PREFIXES[complete["type"]])}
         taken.add(complete["id"])
         found.append(complete)
     return found, ignored
+
+
+def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
+    """Return the tools that items of a conversation add to those of the request."""
+    of_tools = [raw for raw in items if raw.get("type") in _ADDING_TOOLS]
+    return [
+        tool
+        for raw in of_tools
+        if isinstance(item := _read(raw, "input")[0], ToolsItem)
+        for tool in item.tools
+    ]
+
+
+def _without_unknown(raws: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]:
+    """Return items of known types; others, and the results of calls among them, are left out."""
+    call_ids = {raw.get("call_id") for raw in raws if raw["type"] not in _KINDS} - {None}
+    kept: list[RawItem] = []
+    ignored: dict[str, Ignored] = {}  # by type
+    for place, raw in enumerate(raws):
+        tag = str(raw["type"])
+        is_result = tag in _RESULTS and raw.get("call_id") in call_ids
+        if tag in _KINDS and not is_result:
+            kept.append(raw)
+        elif len(ignored) < MAX_IGNORED:
+            ignored.setdefault(tag, left_out_item(f"input[{place}]", tag))
+    return kept, [*ignored.values()]
 
 
 def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, Any]]:
@@ -232,6 +299,8 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
             if (summary := decode_summary(item.encrypted_content)) is not None:
                 text = f"Summary of the conversation so far:\n\n{summary}"
                 messages.append({"role": "user", "content": [text]})
+            continue
+        if isinstance(item, ToolsItem):
             continue
         if isinstance(item, FunctionCall | CustomToolCall):
             calls.add(item.call_id)
@@ -281,7 +350,7 @@ def _read(raw: RawItem, where: str) -> tuple[Item, list[Ignored]]:
 def _complete(raw: RawItem, item: Item) -> RawItem:
     """Return an item of a request as it is stored and listed."""
     raw = raw | {"id": item.id or new_id(_PREFIXES[raw["type"]])}
-    if not isinstance(item, Reasoning | Compaction):
+    if not isinstance(item, Reasoning | Compaction | ToolsItem):
         raw["status"] = "completed"
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         part = "output_text" if item.role == "assistant" else "input_text"
@@ -295,8 +364,7 @@ def _with_type(raw: RawItem) -> RawItem:
     return raw | {"type": "item_reference" if raw.keys() <= {"id", "type"} else "message"}
 
 
-def _text(content: str | list[Part] | list[InputText]) -> str:
+def _text(content: str | list[Part]) -> str:
     if isinstance(content, str):
         return content
-    texts = (part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
-    return "".join(texts)
+    return "".join(part.text for part in content)

@@ -31,28 +31,31 @@ def items_of(kept: Kept) -> list[RawItem]:
 def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
     """Return the items that a request refers to, by the places of the references in its input.
 
-    Each stored response that has some of them is read once.
+    Each stored response that has some of them is read once. Items that are not stored are missing.
 
     Raises:
-        RequestError: there are too many references, an item is not found, or all are too large.
+        RequestError: there are too many references, or the items are too large together.
     """
     if len(ids) > MAX_REFERENCES:
         reason = f"takes at most {MAX_REFERENCES} items of type item_reference."
         raise RequestError(reason, field="input")
     wanted: dict[Kept, set[str]] = {}
-    for place, id_ in ids.items():
-        kept = tenant.find_item(id_)
-        if kept is None:
-            reason = "Item with id '{id}' not found: items are stored with their response, "
-            reason += "unless store is false. Send the item itself."
-            field = f"input[{place}].id"
-            raise RequestError(reason, field=field, id=id_[:MAX_NAME_LENGTH])
-        wanted.setdefault(kept, set()).add(id_)
+    for id_ in ids.values():
+        if (kept := tenant.find_item(id_)) is not None:
+            wanted.setdefault(kept, set()).add(id_)
     found: dict[str, RawItem] = {}
     for kept, names in wanted.items():
         found |= {item["id"]: item for item in items_of(kept) if item["id"] in names}
     sizes = {id_: len(encode_json(item)) for id_, item in found.items()}
-    if sum(sizes[id_] for id_ in ids.values()) > MAX_CONVERSATION_BYTES:
+    if sum(sizes.get(id_, 0) for id_ in ids.values()) > MAX_CONVERSATION_BYTES:
         reason = f"refers to items of more than {MAX_CONVERSATION_BYTES} bytes together."
         raise RequestError(reason, field="input")
-    return {place: found[id_] for place, id_ in ids.items()}
+    return {place: found[id_] for place, id_ in ids.items() if id_ in found}
+
+
+def missing_item(index: int, id_: str) -> RequestError:
+    """Return the error about a reference to an item that is not stored, at `input[index]`."""
+    reason = "Item with id '{id}' not found: items are stored with their response, "
+    reason += "unless store is false. Send the item itself."
+    field = f"input[{index}].item_reference"
+    return RequestError(reason, field=field, id=id_[:MAX_NAME_LENGTH])

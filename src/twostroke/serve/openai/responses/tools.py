@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -27,17 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from twostroke.chat.tools import Tools
-
-
-_OF_OPENAI: Final = "It runs on OpenAI's servers, and this server has no tools: leave it out."
-_OF_CLIENTS: Final = "Models here do not know it: describe it as a function or a custom tool."
-_OTHERS: Final = {
-    **dict.fromkeys(("code_interpreter", "file_search", "image_generation", "mcp"), _OF_OPENAI),
-    **dict.fromkeys(("web_search", "web_search_preview", "programmatic_tool_calling"), _OF_OPENAI),
-    **dict.fromkeys(("apply_patch", "computer", "computer_use_preview"), _OF_CLIENTS),
-    **dict.fromkeys(("local_shell", "shell"), _OF_CLIENTS),
-    "tool_search": "It finds tools later: send all tools at once.",
-}
 
 
 class FunctionTool(FunctionBody, tag_field="type", tag="function"):
@@ -79,10 +67,10 @@ class CustomTool(field.TaggedObject, tag="custom"):
 class NamespaceTool(field.TaggedObject, tag="namespace"):
     """Tools under a common name; the model sees `namespace.name`."""
 
-    other_types: ClassVar[Mapping[str, str]] = _OTHERS
-
     name: FunctionName
-    tools: Annotated[list[FunctionTool | CustomTool], Meta(max_length=MAX_TOOLS)]
+    tools: Annotated[
+        list[FunctionTool | CustomTool], Meta(max_length=MAX_TOOLS), field.unknown_left_out()
+    ]
     description: str | None = None
 
 
@@ -101,7 +89,9 @@ class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
     """Only these functions may be called, although the model sees all."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool | NamedCustomTool], Meta(min_length=1)]
+    tools: Annotated[
+        list[NamedTool | NamedCustomTool], Meta(min_length=1), field.unknown_left_out()
+    ]
 
 
 Choice = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedChoice
