@@ -210,7 +210,7 @@ def errors_of_responses() -> None:
     for wrong, param in (
         ({"temperature": -1}, "temperature"),
         ({"previous_response_id": "resp_0"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"background": True}, "background"),
     ):
         error = refusal(client.responses.create, model=MODEL, input="hello", **wrong)
