@@ -120,7 +120,7 @@ class DocumentBlock(field.TaggedObject, tag="document"):
 
 
 class SearchResultBlock(field.TaggedObject, tag="search_result"):
-    """What a client's own search found, which is read as text."""
+    """A result of the client's own search, which is read as text."""
 
     source: str
     title: str

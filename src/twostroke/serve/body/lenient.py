@@ -161,7 +161,7 @@ class _Fitting:
 
 
 def left_out_item(where: str, tag: str, tag_field: str = "type") -> Ignored:
-    """Return what is reported of an item that is left out because of its type."""
+    """Return the report of an item that is left out because of its type."""
     tag = tag[:MAX_NAME_LENGTH]
 
     def refusal() -> RequestError:

@@ -107,13 +107,13 @@ def renamed(name: str) -> Meta:
     )
 
 
-def unknown_left_out(*known: str, refused: tuple[str, ...] = ()) -> Meta:
+def unknown_left_out(*other_types: str, refused: tuple[str, ...] = ()) -> Meta:
     """Mark a list whose items of an unknown type are left out and reported.
 
-    The types are those of the list's structs, and `known` ones. Items whose type has one of the
-    `refused` words in it are kept, so that the error about them is sent.
+    The list's structs have known types, and `other_types` are known as well. An item whose type
+    contains one of the `refused` words stays, so that the request is refused with its type.
     """
-    return Meta(extra={"known": known, "refused": refused, "leaves_out": True})
+    return Meta(extra={"known": other_types, "refused": refused, "leaves_out": True})
 
 
 def advice(values: Mapping[str, str]) -> Meta:

@@ -147,44 +147,44 @@ def names(asked: ResponsesRequest) -> Mapping[str, str]:
 
 
 def _exchange(
-    asked: ResponsesRequest, tenant: Tenant
+    request: ResponsesRequest, tenant: Tenant
 ) -> tuple[Exchange, Tools | None, list[Ignored]]:
     """Return the conversation, its tools, and the fields of its items that have no effect."""
-    previous = _previous(asked, tenant)
+    previous = _previous(request, tenant)
     steps = list(previous.conversation()) if previous else []
-    if isinstance(asked.input, list):
-        check_messages(len(asked.input), "input")
+    if isinstance(request.input, list):
+        check_messages(len(request.input), "input")
     taken = {id_ for step in steps for id_ in step.item_ids}
-    own, ignored = read_input(asked.input, tenant, taken)
-    if not own and previous is None:
-        if asked.input is not None:
-            reason = "has no items that are known here" if asked.input else "is an empty list"
+    own_items, ignored = read_input(request.input, tenant, taken)
+    if not own_items and previous is None:
+        if request.input is not None:
+            reason = "has no items that are known here" if request.input else "is an empty list"
             raise RequestError(f"{reason}: give at least one item.", field="input")
         raise MissingFieldError("is missing.", field="input")
     earlier: list[RawItem] = []
-    if asked.instructions:
-        earlier.append({"role": "developer", "content": asked.instructions})
+    if request.instructions:
+        earlier.append({"role": "developer", "content": request.instructions})
     for step in steps:
         earlier += items_of(step)
-    check_messages(len(earlier) + len(own), "input")
-    asked = replace(asked, tools=_joined_tools(asked.tools, tools_in([*earlier, *own])))
-    tools = read_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
-    messages = to_messages([*earlier, *own], len(earlier))
+    check_messages(len(earlier) + len(own_items), "input")
+    request = replace(request, tools=_joined_tools(request.tools, tools_in([*earlier, *own_items])))
+    tools = read_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+    messages = to_messages([*earlier, *own_items], len(earlier))
     if not messages:
         raise RequestError("must have at least one message.", field="input")
-    draft = Kept("", encode_json(own), b"", tuple(item["id"] for item in own), previous)
-    if asked.conversation is not None:
+    draft = Kept("", encode_json(own_items), b"", tuple(item["id"] for item in own_items), previous)
+    if request.conversation is not None:
         check_room(tenant, draft)
     exchange = Exchange(
         tuple(messages),
         () if tools is None else tools.shown,
-        thinking=_thinking(asked),
-        drops_oldest=asked.truncation == "auto",
-        room=to_limit(asked.max_output_tokens),
-        asked=asked,
+        thinking=_thinking(request),
+        drops_oldest=request.truncation == "auto",
+        room=to_limit(request.max_output_tokens),
+        asked=request,
         tenant=tenant,
         draft=draft,
-        is_stored=asked.store is not False and tenant.fits(draft),
+        is_stored=request.store is not False and tenant.fits(draft),
     )
     return exchange, tools, ignored
 
@@ -192,7 +192,7 @@ def _exchange(
 def _joined_tools(
     tools: Sequence[ResponsesTool] | None, additional: Sequence[ResponsesTool]
 ) -> list[ResponsesTool]:
-    """Return a request's tools and those of its items; of two with one name the first stays."""
+    """Return the tools of a request and of its items; the first of two with one name stays."""
     joined = list(tools or ())
     names = {tool.name for tool in joined}
     for tool in additional:

@@ -133,7 +133,7 @@ class Compaction(field.TaggedObject, tag="compaction"):
 
 
 class ToolsItem(field.TaggedObject):
-    """Tools that join those of the request."""
+    """Tools that join the tools of the request."""
 
     tools: Annotated[list[ResponsesTool], field.unknown_left_out()]
     id: str | None = None
@@ -216,8 +216,8 @@ def read_input(
 ) -> tuple[list[RawItem], list[Ignored]]:
     """Return a request's items complete, with types and ids, references resolved; and fields.
 
-    The fields are those of items that have no effect. Items of unknown types, references to items
-    that are not stored, and the results of calls in either are left out and reported. An item whose
+    Fields of items without effect are reported. Items of unknown types, references to items that
+    are not stored, and the results of calls in either are left out and reported. An item whose
     id is `taken` by an earlier one gets a new id, so that ids stay unique. All ids of the items are
     added to `taken`.
 
@@ -227,24 +227,26 @@ def read_input(
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     raws, ignored = _without_unknown([_with_type(raw) for raw in given or ()])
-    read = [_read(raw, f"input[{place}]") for place, raw in enumerate(raws)]
-    ignored += [one for _, fields in read for one in fields]
-    ids = {place: it.id for place, (it, _) in enumerate(read) if isinstance(it, ItemReference)}
+    read = [_read(raw, f"input[{index}]") for index, raw in enumerate(raws)]
+    ignored += [field for _, fields in read for field in fields]
+    ids = {
+        index: item.id for index, (item, _) in enumerate(read) if isinstance(item, ItemReference)
+    }
     referred = recall(ids, tenant)
     missing = ids.keys() - referred.keys()
-    ignored += [Ignored.of(missing_item(place, ids[place])) for place in sorted(missing)[:1]]
+    ignored += [Ignored.of(missing_item(index, ids[index])) for index in sorted(missing)[:1]]
     has_gaps = bool(missing) and not taken
     calls = {item.call_id for item, _ in read if isinstance(item, FunctionCall | CustomToolCall)}
     found: list[RawItem] = []
-    for place, (raw, (item, _)) in enumerate(zip(raws, read, strict=True)):
+    for index, (raw, (item, _)) in enumerate(zip(raws, read, strict=True)):
         if has_gaps and isinstance(item, _OUTPUTS) and item.call_id not in calls:
-            ignored.append(left_out_item(f"input[{place}]", raw["type"]))
+            ignored.append(left_out_item(f"input[{index}]", raw["type"]))
             continue
-        if place in missing:
+        if index in missing:
             continue
         if isinstance(item, Compaction) and decode_summary(item.encrypted_content) is None:
-            ignored.append(left_out_item(f"input[{place}]", raw["type"]))
-        complete = referred[place] if place in referred else _complete(raw, item)
+            ignored.append(left_out_item(f"input[{index}]", raw["type"]))
+        complete = referred[index] if index in referred else _complete(raw, item)
         if complete["id"] in taken:
             complete = complete | {"id": new_id(_PREFIXES[complete["type"]])}
         taken.add(complete["id"])
@@ -253,7 +255,7 @@ def read_input(
 
 
 def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
-    """Return the tools that items of a conversation add to those of the request."""
+    """Return the tools that items of a conversation add to the request."""
     of_tools = [raw for raw in items if raw.get("type") in _ADDING_TOOLS]
     return [
         tool
@@ -266,16 +268,16 @@ def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
 def _without_unknown(raws: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]:
     """Return items of known types; others, and the results of calls among them, are left out."""
     call_ids = {raw.get("call_id") for raw in raws if raw["type"] not in _KINDS} - {None}
-    kept: list[RawItem] = []
+    known_items: list[RawItem] = []
     ignored: dict[str, Ignored] = {}  # by type
-    for place, raw in enumerate(raws):
+    for index, raw in enumerate(raws):
         tag = str(raw["type"])
         is_result = tag in _RESULTS and raw.get("call_id") in call_ids
         if tag in _KINDS and not is_result:
-            kept.append(raw)
+            known_items.append(raw)
         elif len(ignored) < MAX_IGNORED:
-            ignored.setdefault(tag, left_out_item(f"input[{place}]", tag))
-    return kept, [*ignored.values()]
+            ignored.setdefault(tag, left_out_item(f"input[{index}]", tag))
+    return known_items, [*ignored.values()]
 
 
 def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, Any]]:

@@ -41,8 +41,9 @@ def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
         raise RequestError(reason, field="input")
     wanted: dict[Kept, set[str]] = {}
     for id_ in ids.values():
-        if (kept := tenant.find_item(id_)) is not None:
-            wanted.setdefault(kept, set()).add(id_)
+        response = tenant.find_item(id_)
+        if response is not None:
+            wanted.setdefault(response, set()).add(id_)
     found: dict[str, RawItem] = {}
     for kept, names in wanted.items():
         found |= {item["id"]: item for item in items_of(kept) if item["id"] in names}
@@ -50,7 +51,7 @@ def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
     if sum(sizes.get(id_, 0) for id_ in ids.values()) > MAX_CONVERSATION_BYTES:
         reason = f"refers to items of more than {MAX_CONVERSATION_BYTES} bytes together."
         raise RequestError(reason, field="input")
-    return {place: found[id_] for place, id_ in ids.items() if id_ in found}
+    return {index: found[id_] for index, id_ in ids.items() if id_ in found}
 
 
 def missing_item(index: int, id_: str) -> RequestError:
