@@ -35,7 +35,7 @@ _OTHERS: Final = {
         rf"{_STORED_PATH}(?:/(?:input_items|messages|items(?:/{_ID})?))?|/v1/chat/completions"
         rf"|{_KEPT}(?:/{_ID}(?:/(?:content|results))?)?"
         r"|/v1/models(?:/(?!\.\.?(?:/|$))[^/%\\?#;]+)+"  # a model's name may have slashes
-        r"|/props|/lora-adapters|/openapi\.json|/api/(?:tags|ps|version)"
+        r"|/props|/tokenizer_info|/lora-adapters|/openapi\.json|/api/(?:tags|ps|version)"
     ),
 }
 

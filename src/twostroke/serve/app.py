@@ -58,6 +58,7 @@ from twostroke.serve.openai.responses.background import (
 from twostroke.serve.openai.responses.conversation_routes import Conversations
 from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.routes import StoredResponses
+from twostroke.serve.openai.tokens import tokenizer_routes
 from twostroke.serve.pins import KEEPING
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.running import Accepting, Answers, Vectors
@@ -169,6 +170,7 @@ class Api:
                 self._tenant, self.options.limits, self._ignored.note, self._readers
             ),
             *info_routes(self.models, self.options),
+            *tokenizer_routes(self.models),
             *self.keeping.routes(self._ignored.note),
             *plans.plan_routes(self._plans, self.options, self._ignored.note),
             *model_routes(self.models),

@@ -44,7 +44,7 @@ class Reply(Frozen):
 
     def reader(self, watch: Watch | None = None) -> EventReader:
         """Return a reader of the job's outputs, whose events `watch` takes, too."""
-        scores = self.has_logprobs
+        scores = self.has_logprobs or self.job.prompt_scores
         return EventReader(self.reading, self.tokenizer, has_logprobs=scores, watch=watch)
 
     @property

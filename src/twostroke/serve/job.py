@@ -13,6 +13,7 @@ from twostroke.chat.reader import PLAIN, Reading
 from twostroke.chat.reasoning import AS_IT_IS
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
+from twostroke.core.sampling import MAX_BIAS, MAX_TOKENS
 from twostroke.engine.client import Caller
 from twostroke.engine.prompts import (
     chat_of,
@@ -215,6 +216,10 @@ class Job(Frozen):
         keep_s: how long to keep the prompt in a page cache, if there is one.
         usual: sampling values that the protocol documents for requests that leave them out; None
             for the engine's.
+        allowed_ids: the tokens that the constraint of `params` allows, if it is made of tokens.
+        token_ids: whether to report the ids of tokens.
+        tokens_as_ids: whether to report the tokens of log-probabilities by their ids.
+        prompt_scores: whether to report the prompt's log-probabilities apart from an echo.
     """
 
     model: str | None
@@ -241,6 +246,10 @@ class Job(Frozen):
     ignored: tuple[Ignored, ...] = ()
     keep_s: float = 0.0
     usual: SamplingParams | None = None
+    allowed_ids: tuple[int, ...] | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    prompt_scores: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -257,6 +266,7 @@ class Job(Frozen):
         """
         hints, first = to_hints(card, self.speculate, self.prediction), self.prompts[0]
         params, ignored = _with_known_ids(self.params, card)
+        params = _held_to_allowed(params, self.allowed_ids, card)
         hints = replace(hints, shows_progress=self.shows_progress, keep_s=self.keep_s)
         if isinstance(first, Conversation):
             turn = first.turn(card, self.tools, self.params.constraint)
@@ -336,6 +346,28 @@ def _with_known_ids(
     error = RequestError(reason, field="logit_bias")
     kept = {token: bias for token, bias in params.logit_bias.items() if token < size}
     return replace(params, logit_bias=kept), [Ignored.of(error)]
+
+
+def _held_to_allowed(
+    params: SamplingParams, allowed_ids: tuple[int, ...] | None, card: ModelCard
+) -> SamplingParams:
+    """Return parameters with which no end token that is not allowed ends an answer.
+
+    Raises:
+        RequestError: the model does not have one of the tokens.
+    """
+    if allowed_ids is None:
+        return params
+    size = card.cost.program.vocab_size
+    if max(allowed_ids) >= size:
+        reason = f"has token ids outside 0 to {size - 1}: the first is {max(allowed_ids)}."
+        raise RequestError(reason, field="allowed_token_ids")
+    own_ends = card.tokenizer.eos_ids
+    if not {*own_ends, *params.stop_token_ids}.intersection(allowed_ids):
+        return replace(params, min_tokens=params.max_tokens or MAX_TOKENS)
+    # A constraint whose text is complete allows every end token.
+    barred = dict.fromkeys(own_ends.difference(allowed_ids), -MAX_BIAS)
+    return replace(params, logit_bias={**params.logit_bias, **barred})
 
 
 def _without_begin(tokens: list[int], card: ModelCard) -> list[int]:

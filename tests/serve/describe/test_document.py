@@ -123,7 +123,7 @@ def test_every_struct_is_described_and_has_a_name_of_its_own(schemas: dict[str, 
 def test_unsupported_fields_list_their_neutral_values(schemas: dict[str, Any]) -> None:
     fields = schemas["ChatRequest"]["properties"]
     assert fields["cache_salt"]["enum"] == [None]
-    assert str(fields["return_token_ids"]["enum"]) == "[None, False]"  # 0 and False are equal
+    assert str(fields["use_beam_search"]["enum"]) == "[None, False]"  # 0 and False are equal
     assert "enum" not in fields["length_penalty"]
 
 
@@ -222,7 +222,7 @@ def test_errors_are_as_described(server: LiveServer, path: str) -> None:
         *[("priority", value) for value in (1001, -1001)],
         *[("speculate", value) for value in ("magic", 5)],
         *[("bad_words", value) for value in (["x"], 1)],
-        *[("return_token_ids", value) for value in (True, 0)],
+        *[("use_beam_search", value) for value in (True, 0)],
         *[("top_logprobs", value) for value in (-1, 21)],
         ("tools", [{"type": "function", "function": {"name": "a b"}}]),
         ("tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]),

@@ -126,7 +126,7 @@ def test_ids_at_the_vocabularys_end(server: LiveServer) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": ["x"]}, "prompt"),
+        ("/tokenize", {"prompt": ["x"]}, "prompt[0]"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role"),
         ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),

@@ -392,6 +392,13 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         errors=GENERATION,
         examples={"text": {"content": "The sky is blue."}},
     ),
+    ("GET", tokens.INFO_PATH): Operation(
+        "The facts of the tokenizer",
+        "vLLM",
+        "lm-evaluation-harness asks for them before it uses the server's tokenizer.",
+        answer=tokens.TokenizerInfo,
+        errors=(ModelNotFoundError,),
+    ),
     ("GET", "/props"): Operation(
         "The server's properties, and the settings of `/completion` that are not asked for",
         "llama-server",

@@ -14,6 +14,7 @@ from twostroke.serve import events
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
+from twostroke.serve.openai.token_ids import PromptLogprobs, TokenIds, to_prompt_logprobs
 from twostroke.serve.openai.usage import (
     Finish,
     TimingsBody,
@@ -30,6 +31,8 @@ from twostroke.serve.timings import LlamaTimings, PromptProgress, to_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from twostroke.core.step import TokenLogprobs
 
 
 class FunctionCallBody(msgspec.Struct):
@@ -75,6 +78,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: Finish
     timings: TimingsBody | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -89,6 +93,8 @@ class ChatCompletion(msgspec.Struct):
     service_tier: str | UnsetType = UNSET
     system_fingerprint: str = FINGERPRINT
     timings: LlamaTimings | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -109,6 +115,7 @@ class ChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
     timings: TimingsBody | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Chunk(msgspec.Struct):
@@ -124,6 +131,7 @@ class Chunk(msgspec.Struct):
     system_fingerprint: str = FINGERPRINT
     timings: LlamaTimings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatEncoder:
@@ -144,6 +152,8 @@ class ChatEncoder:
         )
         self._began_s = time.monotonic()
         self._usage = UsageSoFar(reply.job)
+        self._ids = TokenIds(reply.job)
+        self._prompt_scores: list[TokenLogprobs | None] = []  # of the first choice
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice
 
@@ -153,7 +163,7 @@ class ChatEncoder:
             case events.Added():
                 if event.scored:
                     self._choice.logprobs = self._logprobs(event)
-                elif event.block.kind is events.BlockKind.TEXT and not self._usage.is_reported:
+                elif event.block.kind is events.BlockKind.TEXT and not self._is_counted:
                     return self._write_text(event.block.choice, event.text)
                 return self._write(event.block.choice, _delta(event.block, event.text))
             case events.Began() | events.Read():
@@ -178,6 +188,7 @@ class ChatEncoder:
         for event in stream:
             match event:
                 case events.Began():
+                    self._ids.begin(event)
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
                     message = AnswerMessage("assistant", "")
                     choices.append(ChatChoice(event.choice, message, logprobs, "stop"))
@@ -186,6 +197,8 @@ class ChatEncoder:
                         found.content.extend(self._logprobs(event).content)
                 case events.Closed():
                     _add(choices[-1].message, event.block)
+                case events.PromptScored(choice=0):
+                    self._prompt_scores += event.logprobs
                 case events.Ended():
                     message = choices[-1].message
                     if message.tool_calls is not UNSET or reply.reading.is_forced:
@@ -202,12 +215,28 @@ class ChatEncoder:
             usage,
             reply.job.caller.service if reply.job.tier else UNSET,
             timings=self._timings,
+            prompt_logprobs=self._prompt_logprobs(),
+            prompt_token_ids=list(reply.prompts[0]) if self._ids.is_reported else UNSET,
         )
+
+    def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
+        reply = self._reply
+        if not reply.job.prompt_scores:
+            return UNSET
+        return to_prompt_logprobs(reply.tokenizer, reply.prompts[0], self._prompt_scores)
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether each chunk tells more of the answer's tokens than their text."""
+        return self._usage.is_reported or self._ids.is_reported
 
     def _begin(self, event: events.Began | events.Read) -> bytes:
         """Write the role, or how much of the prompt is read."""
         if isinstance(event, events.Began):
             self._usage.begin(event)
+            self._ids.begin(event)
+            if self._ids.is_reported:
+                self._chunk.prompt_token_ids = list(self._reply.prompts[0])
             content = None if self._reply.as_llama_server else UNSET
             return self._write(event.choice, Delta("assistant", content))
         self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._began_s)
@@ -227,17 +256,22 @@ class ChatEncoder:
         choice.index, choice.delta = index, delta
         if self._usage.is_reported:
             self._chunk.usage = self._usage.body(index)
+        choice.token_ids = self._ids.take(index)
         data = sse(encode_json(self._chunk))
         choice.logprobs, choice.finish_reason, choice.timings = None, None, UNSET
         self._chunk.timings = self._chunk.prompt_progress = UNSET
+        self._chunk.prompt_token_ids = UNSET
         return data
 
     def _logprobs(self, event: events.Added) -> ChatLogprobs:
-        return ChatLogprobs(chat_logprobs(self._reply.tokenizer, event.scored))
+        as_ids = self._reply.job.tokens_as_ids
+        return ChatLogprobs(chat_logprobs(self._reply.tokenizer, event.scored, as_ids=as_ids))
 
     def _end(self, choice: ChatChoice | ChunkChoice, event: events.Ended) -> None:
         choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
         self._timings = asked_timings(self._reply.job, event)
+        if isinstance(choice, ChatChoice):
+            choice.token_ids = self._ids.take(event.choice)
         if self._reply.job.timings:
             choice.timings = timings_body(event.usage, event.timings)
 

@@ -51,12 +51,16 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
     check_combinations(asked)
-    if asked.max_tokens == 0 and not asked.echo:
-        raise RequestError("may only be 0 where echo is true.", field="max_tokens")
+    if asked.max_tokens == 0 and not asked.echo and asked.prompt_logprobs is None:
+        reason = "may only be 0 where echo is true or prompt_logprobs is given."
+        raise RequestError(reason, field="max_tokens")
     if asked.suffix and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
         reason = "cannot be combined with the prompt's logprobs: leave out echo or logprobs."
         raise UnsupportedFieldError(reason, field="suffix")
-    prompt_logprobs = asked.logprobs if asked.echo else None
+    if asked.echo and asked.prompt_logprobs is not None:
+        reason = "cannot be combined with echo: leave one of them out."
+        raise UnsupportedFieldError(reason, field="prompt_logprobs")
+    prompt_logprobs = asked.logprobs if asked.echo else asked.prompt_logprobs
     if asked.echo and asked.max_tokens == 0:
         prompt_logprobs = prompt_logprobs or 0
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens

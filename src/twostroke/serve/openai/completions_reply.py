@@ -13,6 +13,7 @@ from twostroke.serve import events
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
+from twostroke.serve.openai.token_ids import PromptLogprobs, TokenIds, to_prompt_logprobs
 from twostroke.serve.openai.usage import (
     TimingsBody,
     UsageBody,
@@ -29,6 +30,8 @@ from twostroke.serve.timings import LlamaTimings, PromptProgress, to_progress
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from twostroke.core.step import TokenLogprobs
+
 
 class CompletionChoice(msgspec.Struct):
     """One answer, or one piece of it."""
@@ -40,6 +43,9 @@ class CompletionChoice(msgspec.Struct):
         str | None, Meta(extra_json_schema={"enum": ["stop", "length", None]})
     ] = None
     timings: TimingsBody | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionBody(msgspec.Struct):
@@ -75,6 +81,8 @@ class CompletionEncoder:
         )
         self._began_s = time.monotonic()
         self._usage = UsageSoFar(reply.job)
+        self._ids = TokenIds(reply.job)
+        self._prompt_scores: dict[int, list[TokenLogprobs | None]] = {}  # by choice
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
         self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
 
@@ -87,8 +95,12 @@ class CompletionEncoder:
                 return self._write(event.block.choice, event.text)
             case events.Began():
                 self._usage.begin(event)
-                text = self._begin(event.choice)
-                return self._write(event.choice, text) if text else b""
+                text = self._begin(event)
+                if self._ids.is_reported:
+                    self._choice.prompt_token_ids = self._prompt_tokens(event.choice)
+                data = self._write(event.choice, text) if text or self._ids.is_reported else b""
+                self._choice.prompt_token_ids = UNSET
+                return data
             case events.Read():
                 elapsed_s = time.monotonic() - self._began_s
                 self._body.prompt_progress = to_progress(event, elapsed_s)
@@ -112,7 +124,7 @@ class CompletionEncoder:
         for event in stream:
             match event:
                 case events.Began():
-                    choices.append(CompletionChoice(event.choice, self._begin(event.choice)))
+                    choices.append(CompletionChoice(event.choice, self._begin(event)))
                 case events.Added():
                     self._score(event)
                     choices[-1].text += event.text
@@ -121,26 +133,45 @@ class CompletionEncoder:
                 case events.Ended():
                     if scorer := self._scorers.get(event.choice):
                         choices[-1].logprobs = scorer.take()
+                    self._add_reports(choices[-1])
                     self._finish(choices[-1], event)
                 case events.Finished():
                     self._body.usage = usage_body(event.usage)
         self._body.choices, self._body.timings = choices, self._timings
         return self._body
 
-    def _begin(self, choice: int) -> str:
+    def _begin(self, event: events.Began) -> str:
         """Begin a choice; return the prompt to echo before its answer, or an empty string."""
-        reply, tokens, text = self._reply, list[int](), ""
+        reply, tokens, text, choice = self._reply, list[int](), "", event.choice
+        self._ids.begin(event)
         if reply.job.echo:
             place = choice // reply.job.params.n
             prompt, tokens = reply.job.prompts[place], list(reply.prompts[place])
             assert isinstance(prompt, str | list)
             text = prompt if isinstance(prompt, str) else reply.tokenizer.decode(prompt)
         if reply.has_logprobs:
-            self._scorers[choice] = CompletionScorer(reply.tokenizer, tokens, text)
+            as_ids = reply.job.tokens_as_ids
+            self._scorers[choice] = CompletionScorer(reply.tokenizer, tokens, text, as_ids=as_ids)
         return text
 
+    def _prompt_tokens(self, choice: int) -> list[int]:
+        return list(self._reply.prompts[choice // self._reply.job.params.n])
+
+    def _add_reports(self, choice: CompletionChoice) -> None:
+        """Add what a whole answer tells of tokens besides their text."""
+        index = choice.index
+        choice.token_ids = self._ids.take(index)
+        if self._ids.is_reported:
+            choice.prompt_token_ids = self._prompt_tokens(index)
+        if self._reply.job.prompt_scores:
+            scores = self._prompt_scores.get(index, [])
+            tokens = self._prompt_tokens(index)
+            choice.prompt_logprobs = to_prompt_logprobs(self._reply.tokenizer, tokens, scores)
+
     def _score(self, event: events.Added | events.PromptScored) -> None:
-        if isinstance(event, events.PromptScored):
+        if isinstance(event, events.PromptScored) and self._reply.job.prompt_scores:
+            self._prompt_scores.setdefault(event.choice, []).extend(event.logprobs)
+        elif isinstance(event, events.PromptScored):
             self._scorers[event.choice].add_prompt(event.logprobs)
         elif event.scored:
             self._scorers[event.block.choice].add(event.scored)
@@ -151,12 +182,14 @@ class CompletionEncoder:
         choice.logprobs = self._scorers[index].take() if self._scorers else None
         if self._usage.is_reported:
             self._body.usage = self._usage.body(index)
+        choice.token_ids = self._ids.take(index)
         return sse(encode_json(self._body))
 
     def _end(self, event: events.Ended) -> bytes:
         choice, scorer = self._choice, self._scorers.get(event.choice)
         choice.index, choice.text = event.choice, ""
         choice.logprobs = scorer.take() if scorer is not None and scorer.has_news else None
+        choice.token_ids = self._ids.take(event.choice)
         self._finish(choice, event)
         self._body.timings = self._timings
         if self._usage.is_reported:

@@ -156,6 +156,26 @@ class CommonFields(ServiceFields):
         ),
     ] = None
 
+    # vLLM's further fields.
+    allowed_token_ids: Annotated[
+        list[field.TokenId] | None,
+        field.doc("The only tokens that an answer may have; without an end token it is cut."),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        field.sampling(
+            "prompt_logprobs",
+            "How many of the likeliest tokens to report at each "
+            "place of the prompt, in vLLM's form. Not for streams.",
+        ),
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, field.doc("Report the ids of the prompt's and the answer's tokens, too.")
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, field.doc("Write tokens of log-probabilities as `token_id:ID`.")
+    ] = None
+
     response_format: Annotated[ResponseFormat | None, field.doc("The form of the answer.")] = None
     structured_outputs: Annotated[
         StructuredOutputs | None, field.doc("The form of the answer, in one of several ways.")
@@ -191,14 +211,10 @@ class CommonFields(ServiceFields):
     prompt_cache_retention: Retention = None
     spaces_between_special_tokens: field.IgnoredOn = None
 
-    allowed_token_ids: field.Unsupported = None
     bad_words: Annotated[Any, field.unsupported([])] = None
     best_of: Annotated[int | None, field.doc("Accepted if it equals `n`.")] = None
     cache_salt: field.Unsupported = None
     length_penalty: Annotated[Any, field.hint(1.0)] = None
-    prompt_logprobs: field.Unsupported = None
-    return_token_ids: field.AlwaysOff = None
-    return_tokens_as_token_ids: field.AlwaysOff = None
     skip_special_tokens: field.AlwaysOn = None
     truncate_prompt_tokens: field.Unsupported = None
     use_beam_search: field.AlwaysOff = None
@@ -226,6 +242,9 @@ def check_combinations(asked: CommonFields) -> None:
     """
     if asked.best_of and asked.best_of != (asked.n or 1):
         raise UnsupportedFieldError("is not supported yet, unless it equals n.", field="best_of")
+    if asked.prompt_logprobs is not None and asked.stream:
+        reason = "cannot be combined with stream: leave one of them out."
+        raise UnsupportedFieldError(reason, field="prompt_logprobs")
 
 
 def ignored_in(asked: CommonFields) -> tuple[Ignored, ...]:
@@ -301,6 +320,10 @@ def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
         tier=None if asked.service_tier is None else TIERS[asked.service_tier],
         ignored=ignored_in(asked),
         keep_s=retained_s(asked.prompt_cache_retention),
+        allowed_ids=None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids),
+        token_ids=bool(asked.return_token_ids),
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
+        prompt_scores=asked.prompt_logprobs is not None,
         **own,
     )
 

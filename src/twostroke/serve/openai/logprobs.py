@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from twostroke.core.step import TokenLogprobs
     from twostroke.tokenize import Tokenizer
@@ -54,24 +55,33 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-def chat_logprobs(tokenizer: Tokenizer, scored: Scores) -> list[TokenLogprob]:
-    """Return chat's form of the log-probabilities of some tokens."""
+def chat_logprobs(
+    tokenizer: Tokenizer, scored: Scores, *, as_ids: bool = False
+) -> list[TokenLogprob]:
+    """Return chat's form of the log-probabilities of some tokens; `as_ids` names these by ids."""
+    name_of = partial(_named, tokenizer, as_ids=as_ids)
     content = []
-    for token, found in scored:
-        data = tokenizer.token_bytes(token)
-        top = [
-            TopLogprob(_name(other), logprob, list(other))
-            for other, logprob in _top(tokenizer, found)
+    for token, scores in scored:
+        likely = [
+            TopLogprob(name_of(id_), logprob, list(tokenizer.token_bytes(id_)))
+            for id_, logprob in zip(scores.top_ids, scores.top_logprobs, strict=True)
         ]
-        content.append(TokenLogprob(_name(data), found.logprob, list(data), top))
+        data = list(tokenizer.token_bytes(token))
+        content.append(TokenLogprob(name_of(token), scores.logprob, data, likely))
     return content
 
 
 class CompletionScorer:
     """Collects the log-probabilities of one completion, piece by piece."""
 
-    def __init__(self, tokenizer: Tokenizer, echoed: Sequence[int], text: str) -> None:
-        """Begin with the `echoed` tokens of the prompt, if any, whose text is `text`."""
+    def __init__(
+        self, tokenizer: Tokenizer, echoed: Sequence[int], text: str, *, as_ids: bool = False
+    ) -> None:
+        """Begin with the `echoed` tokens of the prompt, if any, whose text is `text`.
+
+        `as_ids` names tokens by their ids.
+        """
+        self._name_of = partial(_named, tokenizer, as_ids=as_ids, prefix="bytes:")
         self._tokenizer = tokenizer
         self._echoed = iter(echoed)
         self._prompt = Offsets(tokenizer, prompt=text)
@@ -104,14 +114,17 @@ class CompletionScorer:
     def _add(self, token: int, found: TokenLogprobs | None, offsets: Offsets) -> None:
         body, tokenizer = self._body, self._tokenizer
         data = tokenizer.token_bytes(token)
-        name = _name(data, "bytes:")
+        name = self._name_of(token)
         body.tokens.append(name)
         body.text_offset.append(offsets.place(token, data))
         if found is None:
             body.token_logprobs.append(None)
             body.top_logprobs.append(None)
             return
-        top = {_name(other, "bytes:"): logprob for other, logprob in _top(tokenizer, found)}
+        top = {
+            self._name_of(id_): logprob
+            for id_, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
+        }
         body.token_logprobs.append(found.logprob)
         body.top_logprobs.append(top | {name: found.logprob})
 
@@ -151,9 +164,8 @@ class Offsets:
         return offset
 
 
-def _top(tokenizer: Tokenizer, found: TokenLogprobs) -> Iterator[tuple[bytes, float]]:
-    for token, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
-        yield tokenizer.token_bytes(token), logprob
+def _named(tokenizer: Tokenizer, token: int, *, as_ids: bool, prefix: str = "") -> str:
+    return f"token_id:{token}" if as_ids else _name(tokenizer.token_bytes(token), prefix)
 
 
 def _name(data: bytes, prefix: str = "") -> str:

@@ -92,6 +92,7 @@ class FormFields(Protocol):
     guided_grammar: GrammarForm
     grammar: GrammarForm
     json_schema: JsonForm
+    allowed_token_ids: list[int] | None
 
 
 def to_constraint(asked: FormFields) -> Constraint | None:
@@ -143,6 +144,21 @@ def _constraints(asked: FormFields) -> Iterator[Notated]:
         yield notation, getattr(vllms, name), f"structured_outputs.{name}"
     yield "grammar", asked.grammar or None, "grammar"
     yield "json_schema", asked.json_schema, "json_schema"
+    if asked.allowed_token_ids is not None:
+        yield "lark", _any_of_tokens(asked.allowed_token_ids), "allowed_token_ids"
+
+
+def _any_of_tokens(ids: list[int]) -> str:
+    """Return the grammar of any number of these tokens.
+
+    Raises:
+        RequestError: there are no ids, or one is negative.
+    """
+    if not ids or min(ids) < 0:
+        reason = "must have at least one token id, and none below 0."
+        raise RequestError(reason, field="allowed_token_ids")
+    distinct = ",".join(map(str, sorted(set(ids))))
+    return f"start: allowed*\nallowed: <[{distinct}]>"
 
 
 def _constraint(notation: str, value: object, param: str) -> Constraint:

@@ -1,13 +1,18 @@
-"""POST /tokenize, /detokenize and /apply-template, as vLLM's and llama-server's clients ask."""
+"""Tokens for clients: /tokenize, /detokenize, /apply-template, and GET /tokenizer_info.
+
+The fields are vLLM's and llama-server's.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
+from starlette.routing import Route
 
 from twostroke.core.errors import RequestError
 from twostroke.serve.describe import field
+from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.chat import (
     ChatMessage,
     ContinuesLast,
@@ -20,10 +25,15 @@ from twostroke.serve.openai.fields import TemplateVariables
 from twostroke.serve.tools import ToolBody, ToolsAs, to_tools
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
     from twostroke.engine.client import ModelCard
+    from twostroke.serve.catalogue import Catalogue
     from twostroke.serve.job import Conversation
     from twostroke.tokenize import Tokenizer
 
+INFO_PATH: Final = "/tokenizer_info"
 # The ways to give a text, and the fields that suit only one of them.
 _FIELDS_OF: Final = {
     "messages": (
@@ -55,7 +65,10 @@ class TokenizeRequest(TemplateFields):
     The last is llama-server's.
     """
 
-    prompt: Annotated[str | None, field.doc("A text.")] = None
+    prompt: Annotated[
+        str | Messages | None,
+        field.doc("A text; lm-evaluation-harness also sends conversations here."),
+    ] = None
     messages: Annotated[Messages | None, field.doc("A conversation.")] = None
     content: Annotated[
         str | list[int | str] | None, field.doc("A text, or texts and ids that follow each other.")
@@ -69,6 +82,11 @@ class TokenizeRequest(TemplateFields):
     with_pieces: Annotated[bool | None, field.doc("Return each token with its text.")] = None
 
     mm_processor_kwargs: Annotated[Any, field.unsupported({})] = None
+
+    def __post_init__(self) -> None:
+        """Read a conversation that is sent as a prompt."""
+        if isinstance(self.prompt, list):
+            self.messages, self.prompt, self.add_special_tokens = self.prompt, None, None
 
 
 class TokenPiece(msgspec.Struct, frozen=True):
@@ -101,6 +119,23 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
     content: str
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """The tokenizer's facts, as `tokenizer_config.json` names them; tokens are their texts."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
+    add_bos_token: bool
+    chat_template: str | None
+    model_max_length: int
+    vocab_size: int
+
+
 class TemplateRequest(TemplateFields, kw_only=True):
     """A conversation for the chat template."""
 
@@ -111,6 +146,33 @@ class TemplateBody(msgspec.Struct, frozen=True):
     """The text of the prompt."""
 
     prompt: str
+
+
+def tokenizer_routes(models: Catalogue) -> list[Route]:
+    """Return the route of facts; `?model=NAME` asks for another model than the first."""
+
+    async def tokenizer_info(request: Request) -> Response:
+        _, served = models.find(request.query_params.get("model"))
+        return to_json(describe_tokenizer(served.card))
+
+    return [Route(INFO_PATH, tokenizer_info, name=INFO_PATH)]
+
+
+def describe_tokenizer(card: ModelCard) -> TokenizerInfo:
+    """Return the facts of a model's tokenizer."""
+    tokenizer, fields = card.tokenizer, TokenizerInfo.__struct_fields__
+    texts: dict[str, Any] = {
+        name: text for name, text in tokenizer.named_texts.items() if name in fields
+    }
+    if "eos_token" not in texts and tokenizer.eos_ids:
+        texts["eos_token"] = tokenizer.token_text(min(tokenizer.eos_ids))
+    return TokenizerInfo(
+        **texts,
+        add_bos_token=tokenizer.bos_id is not None and tokenizer.bos_id in tokenizer.prefix_ids,
+        chat_template=tokenizer.chat_templates.get("default"),
+        model_max_length=card.context_length,
+        vocab_size=card.cost.program.vocab_size,
+    )
 
 
 def tokenize(asked: TokenizeRequest, card: ModelCard) -> TokenizeBody:
@@ -159,7 +221,7 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
     tokenizer, parse_special = card.tokenizer, asked.parse_special
     if parse_special is None:
         parse_special = card.parses_special
-    if asked.prompt is not None:
+    if isinstance(asked.prompt, str):
         add_special = asked.add_special_tokens is not False
         return tokenizer.encode(asked.prompt, add_special=add_special, parse_special=parse_special)
     if asked.messages is not None:

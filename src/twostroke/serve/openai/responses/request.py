@@ -126,6 +126,10 @@ class ResponsesRequest(CommonFields):
         field.doc("`auto` drops the oldest exchanges of a conversation that is too long."),
     ] = None
 
+    prompt_logprobs: field.Unsupported = None
+    return_token_ids: field.AlwaysOff = None
+    return_tokens_as_token_ids: field.AlwaysOff = None
+
     tools: ToolsAs[ResponsesTool] = None
     tool_choice: Annotated[Choice | None, TOOL_CHOICE] = None
     parallel_tool_calls: ParallelCalls = None
