@@ -158,7 +158,7 @@ class CompletionEncoder:
         return list(self._reply.prompts[choice // self._reply.job.params.n])
 
     def _add_reports(self, choice: CompletionChoice) -> None:
-        """Add what a whole answer tells of tokens besides their text."""
+        """Add the ids of tokens and the scores of the prompt to a whole answer."""
         index = choice.index
         choice.token_ids = self._ids.take(index)
         if self._ids.is_reported:

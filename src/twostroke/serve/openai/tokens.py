@@ -152,8 +152,8 @@ def tokenizer_routes(models: Catalogue) -> list[Route]:
     """Return the route of facts; `?model=NAME` asks for another model than the first."""
 
     async def tokenizer_info(request: Request) -> Response:
-        _, served = models.find(request.query_params.get("model"))
-        return to_json(describe_tokenizer(served.card))
+        _, model = models.find(request.query_params.get("model"))
+        return to_json(describe_tokenizer(model.card))
 
     return [Route(INFO_PATH, tokenizer_info, name=INFO_PATH)]
 
