@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from support.byte_tokenizer import byte_tokenizer
 from support.piece_tokenizer import piece_tokenizer
@@ -33,6 +34,35 @@ def test_a_long_word_is_given_up_before_it_is_merged(monkeypatch: pytest.MonkeyP
         tokenizer.encode("z" * SIZE, most=SIZE - 1)
     assert caught.value.num_tokens == SIZE  # no token has two of them
     assert seen == ["z"]  # the whole word was never turned into symbols
+
+
+def test_a_text_of_long_tokens_is_encoded_though_it_has_many_characters() -> None:
+    runs = ["-" * size for size in (1, 2, 4, 8, 16, 32)]
+    tokenizer = byte_tokenizer(more_merges=tuple(f"{run} {run}" for run in runs[:-1]))
+    for text in ("-" * 160_000, ("-" * 160 + " ") * 2_000):
+        ids = tokenizer.encode(text)
+        assert 16 * len(ids) < len(text)
+        assert tokenizer.encode(text, most=len(ids)) == ids
+        with pytest.raises(TooManyTokensError) as caught:
+            tokenizer.encode(text, most=len(ids) // 2)
+        assert len(ids) // 2 < caught.value.num_tokens <= len(ids)
+
+
+def test_many_short_words_are_given_up_before_all_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = ["-" * size for size in (1, 2, 4, 8, 16, 32)]
+    tokenizer = byte_tokenizer(more_merges=tuple(f"{run} {run}" for run in runs[:-1]))
+    cut, num_cut = tokenizer._parts.cut, [0]
+
+    def noted(text: str) -> list[str]:
+        num_cut[0] += len(text)
+        return cut(text)
+
+    monkeypatch.setattr(tokenizer, "_parts", replace(tokenizer._parts, cut=noted, cut_rest=None))
+    with pytest.raises(TooManyTokensError):
+        tokenizer.encode("a-" * 2_000_000, most=130_000)
+    assert num_cut[0] < 400_000
 
 
 def test_pieces_of_a_prompt_count_together() -> None:

@@ -74,8 +74,9 @@ class Conversation(Frozen):
 
         Raises:
             RequestError: the chat template is missing or refuses the messages.
+            ContextLengthError: the prompt is long, and has more tokens than the context.
         """
-        return card.tokenizer.encode_prompt(self.render(card))
+        return encode_rendered(card, self.render(card))
 
     def render(self, card: ModelCard) -> Rendered:
         """Render the chat template with all messages, or with the newest that fit.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -18,6 +17,7 @@ from twostroke.http.served import served_of
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.describe import field
 from twostroke.serve.dialect import to_json
+from twostroke.serve.turns import Readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -109,51 +109,54 @@ def plan_routes(plans: Plans, options: ServeOptions, note: Note) -> list[Route]:
     async def plan(request: Request) -> Response:
         options.check_dashboard()
         if request.method != "POST":
-            return to_json(await plans.choices())
+            return to_json(await plans.choices(served_of(request.scope).tenant))
         asked, ignored = decoder.decode(await read_json(request, options.limits))
         note(ignored, served_of(request.scope))
-        return to_json(await while_connected(request.receive, plans.plan(asked)))
+        making = plans.plan(asked, served_of(request.scope).tenant)
+        return to_json(await while_connected(request.receive, making))
 
     # One route, so that a refused method is told of both.
     return [Route(PATH, plan, methods=["GET", "POST"], name=PATH)]
 
 
 class Plans:
-    """Makes plans of the served model, one at a time, in a thread."""
+    """Makes plans of the served model in a thread, one at a time, in turns of tenants."""
 
     def __init__(self, engine: ServedEngine, name: str, limits: Limits | None) -> None:
         """Plan for the model of `engine`, called `name`, and the machine of `limits`."""
         self._card, self._name, self._limits = engine.card, name, limits
         self._token_budget = engine.facts.config.token_budget
-        self._thread = ThreadPoolExecutor(1, "twostroke-plan")
-        self._num_waiting = 0
+        self._thread = Readers(1)
+        self._num_waiting: Counter[str] = Counter()  # by tenant
 
-    async def choices(self) -> PlanChoices:
-        """Return what can be asked for."""
-        return await self._in_turn(self._choices)
+    async def choices(self, tenant: str = "") -> PlanChoices:
+        """Return the devices and formats that a plan can be made for."""
+        return await self._in_turn(tenant, self._choices)
 
-    async def plan(self, asked: PlanRequest) -> Plan:
+    async def plan(self, request: PlanRequest, tenant: str = "") -> Plan:
         """Return the plan.
 
         Raises:
             RequestError: a field has a wrong value.
             UsageError: a number is out of range.
-            OverloadedError: too many plans are waiting.
+            OverloadedError: too many plans of the tenant are waiting.
         """
-        return await self._in_turn(self._plan, asked)
+        return await self._in_turn(tenant, self._plan, request)
 
     def close(self) -> None:
         """Drop the queue, and end the thread after the current plan."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
-    async def _in_turn(self, work: Callable[..., T], *given: Any) -> T:
-        if self._num_waiting >= _MAX_WAITING:
-            raise OverloadedError(f"{self._num_waiting} plans are waiting.")
-        self._num_waiting += 1
+    async def _in_turn(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
+        if self._num_waiting[tenant] >= _MAX_WAITING:
+            raise OverloadedError(f"{self._num_waiting[tenant]} plans are waiting.")
+        self._num_waiting[tenant] += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+            return await self._thread.run(tenant, work, *arguments)
         finally:
-            self._num_waiting -= 1
+            self._num_waiting[tenant] -= 1
+            if not self._num_waiting[tenant]:
+                del self._num_waiting[tenant]
 
     def _choices(self) -> PlanChoices:
         from twostroke.cache import FORMATS

@@ -7,13 +7,15 @@ one that sends much waits for itself, not others for it.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from twostroke.core.abandoned import abandoned_by
 from twostroke.core.frozen import Frozen
 from twostroke.core.service import BATCH_SERVICE
 from twostroke.http.disconnect import while_connected
@@ -36,17 +38,20 @@ class Turn(Frozen):
 
 
 class Turns:
-    """Up to `most` turns at a time: the next is of the tenant that has used the least time.
+    """Up to `max_turns` turns at a time: the next is of the tenant that has used the least time.
 
     It belongs to the event loop.
     """
 
-    def __init__(self, most: int = 1) -> None:
-        """Begin with nobody."""
+    def __init__(self, max_turns: int = 1, max_per_tenant: int | None = None) -> None:
+        """Begin without tenants; each that has a name gets at most `max_per_tenant` at a time."""
         self._lines: dict[tuple[bool, str], deque[asyncio.Future[Turn]]] = {}  # who waits
         self._used_s: dict[tuple[bool, str], float] = {}  # on the clocks that are at `_now_s`
         self._now_s = {False: 0.0, True: 0.0}  # the last have a clock of their own
-        self._most = self._free = most
+        self._max_turns = max_turns
+        self._free = max_turns
+        self._max_per_tenant = max_turns if max_per_tenant is None else max_per_tenant
+        self._num_turns: Counter[tuple[bool, str]] = Counter()  # that have begun
 
     def num_waiting(self, tenant: str) -> int:
         """Return how many of a tenant wait, besides the last and those that were cancelled."""
@@ -74,31 +79,41 @@ class Turns:
     def end(self, turn: Turn) -> None:
         """End a turn, and begin the next."""
         self._used_s[turn.who] += time.monotonic() - turn.began_s
+        self._num_turns[turn.who] -= 1
         self._free += 1
         self._next()
 
+    def _may_begin(self, key: tuple[bool, str]) -> bool:
+        """Return whether a tenant may have another turn now; clients without a key may have all."""
+        return not key[1] or self._num_turns[key] < self._max_per_tenant
+
     def _next(self) -> None:
         """Begin turns while there are some and somebody waits."""
-        while self._free and self._lines:
-            who = min(self._lines, key=lambda one: (one[0], self._used_s[one]))
-            line = self._lines[who]
+        while self._free and (waiting_tenants := [*filter(self._may_begin, self._lines)]):
+            tenant_key = min(waiting_tenants, key=lambda key: (key[0], self._used_s[key]))
+            line = self._lines[tenant_key]
             waiting = line.popleft()
             if not line:
-                del self._lines[who]
+                del self._lines[tenant_key]
             if not waiting.cancelled():
-                waiting.set_result(Turn(who, time.monotonic()))
+                waiting.set_result(Turn(tenant_key, time.monotonic()))
                 self._free -= 1
-                self._now_s[who[0]] = self._used_s[who]
-        if self._free == self._most:
+                self._num_turns[tenant_key] += 1
+                self._now_s[tenant_key[0]] = self._used_s[tenant_key]
+        if self._free == self._max_turns:
+            self._num_turns.clear()
             self._used_s.clear()  # nobody owes anything to those who were not there
 
 
 class Readers:
-    """Threads that read what is long, for tenants in turn. It belongs to the event loop."""
+    """Threads that do long work for tenants in turn. It belongs to the event loop.
+
+    Of several threads one is left for other tenants, whatever a tenant with a name sends.
+    """
 
     def __init__(self, num_threads: int) -> None:
         """Start threads when they are needed."""
-        self._turns = Turns(num_threads)
+        self._turns = Turns(num_threads, max(1, num_threads - 1))
         self._threads = ThreadPoolExecutor(num_threads, "twostroke-readers")
 
     async def run(
@@ -106,7 +121,8 @@ class Readers:
     ) -> T:
         """Return `work(*given)`, done in the turn of a tenant; raises what it raises.
 
-        A caller that is cancelled keeps the turn until the work that has begun ends.
+        If the caller is cancelled, work that calls `check_wanted` ends soon; the turn is kept until
+        the work has ended.
         """
         turn = await self._turns.take(tenant, is_last=is_last)
         loop = asyncio.get_running_loop()
@@ -115,9 +131,19 @@ class Readers:
             with suppress(RuntimeError):  # the loop is closed, and nobody waits
                 loop.call_soon_threadsafe(partial(self._turns.end, turn))
 
-        working = self._threads.submit(work, *given)
+        is_abandoned = threading.Event()
+
+        def work_while_wanted() -> T:
+            with abandoned_by(is_abandoned):
+                return work(*given)
+
+        working = self._threads.submit(work_while_wanted)
         working.add_done_callback(ended)
-        return await asyncio.wrap_future(working)
+        try:
+            return await asyncio.wrap_future(working)
+        except asyncio.CancelledError:
+            is_abandoned.set()
+            raise
 
     async def run_for(self, request: Request, work: Callable[..., T], *given: Any) -> T:
         """Return `work(*given)`, done for a request; those of batches come after all others.

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.core.abandoned import check_wanted
 from twostroke.core.frozen import Frozen
 from twostroke.tokenize.alphabets import byte_level_text
 from twostroke.tokenize.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     Order = Callable[[bytes, bytes, int], int | None]
 
@@ -34,6 +35,8 @@ _NEVER = 1 << 80
 _LAST_BITS = 0xFFFFFFFF
 _MAX_CACHED_PAIRS = 50_000
 _MAX_LENGTH = 0xFFFF
+_CHUNK_SYMBOLS = 1 << 16  # of a long word, between two looks whether the result is wanted
+_CHECK_MASK = 0x3FFF  # the words or merges between two looks whether the result is wanted
 
 
 class TooManyTokensError(Exception):
@@ -87,6 +90,8 @@ class Merges:
         known = self._words
         ids: list[int] = []
         for num_done, word in enumerate(words, 1):
+            if not num_done & _CHECK_MASK:
+                check_wanted()
             ids += known.get(word) or self._learn(word, most, num_before + len(ids))
             if num_before + len(ids) > most:
                 raise TooManyTokensError(num_before + len(ids) + len(words) - num_done)
@@ -112,7 +117,21 @@ class Merges:
         merge = self._merge_short if len(symbols) <= _SHORT_WORD else self._merge_long
         return merge(symbols)
 
-    def _fewest(self, spelled: str) -> int:
+    def fewest(self, text: str, longest_added: int = 1) -> int:
+        """Return a lower bound of the number of tokens in a text, however it is cut into words.
+
+        `longest_added` is the most bytes of a token outside the vocabulary that may be in the text.
+        """
+        spelled = byte_level_text(text) if self._options.byte_level else text
+        return self._fewest(spelled, longest_added)
+
+    def fewest_of(self, words: Sequence[str]) -> int:
+        """Return a lower bound of the number of tokens in words, without a look at each."""
+        options = self._options
+        is_complete = options.byte_level or options.unknown is not None
+        return len(words) if is_complete else 0
+
+    def _fewest(self, spelled: str, longest_added: int = 1) -> int:
         """Return a lower bound of the number of tokens in a word, without merging it.
 
         No token is longer than the longest one that has only bytes of the word's symbols.
@@ -124,19 +143,21 @@ class Merges:
             if self._options.unknown not in symbols:  # a run of those may be one token
                 num_symbols += count * len(symbols)
         chars = "".join(self.vocabulary.text(symbol) or "" for symbol in used)
-        return -(-num_symbols // max(self.vocabulary.max_length(chars), 1))
+        return -(-num_symbols // max(self.vocabulary.max_length(chars), longest_added))
 
     def _symbols(self, spelled: str) -> list[int]:
         """Return the first symbols of a word: characters, and what replaces unknown ones."""
         char_id, options = self._char_id, self._options
-        found = [char_id(char) for char in spelled]
-        symbols = [id_ for id_ in found if id_ is not None]
-        if len(symbols) == len(found):
+        ids: list[int | None] = []
+        for start in _wanted_starts(len(spelled)):
+            ids += [char_id(char) for char in spelled[start : start + _CHUNK_SYMBOLS]]
+        symbols = [id_ for id_ in ids if id_ is not None]
+        if len(symbols) == len(ids):
             return symbols
         unknown = [] if options.unknown is None else [options.unknown]
         symbols = []
         waiting: list[int] = []  # an unknown token, which bytes pass by as in `tokenizers`
-        for char, id_ in zip(spelled, found, strict=True):
+        for char, id_ in zip(spelled, ids, strict=True):
             if id_ is not None:
                 symbols += [*waiting, id_]
                 waiting = []
@@ -169,10 +190,19 @@ class Merges:
         """Do the same in n log n steps, with a heap of pairs over a linked list."""
         rank_of, end = self._pairs, len(symbols)
         after, before = list(range(1, end + 1)), list(range(-1, end - 1))
-        ranks = (rank_of[a << 32 | b] for a, b in pairwise(symbols))
-        waiting = [rank << 32 | left for left, rank in enumerate(ranks) if rank != _NEVER]
+        waiting: list[int] = []
+        for start in _wanted_starts(end):
+            ranks = [
+                rank_of[a << 32 | b]
+                for a, b in pairwise(symbols[start : start + _CHUNK_SYMBOLS + 1])
+            ]
+            waiting += [rank << 32 | at for at, rank in enumerate(ranks, start) if rank != _NEVER]
         heapq.heapify(waiting)
+        num_steps = 0
         while waiting:
+            num_steps += 1
+            if not num_steps & _CHECK_MASK:
+                check_wanted()
             first_pair = heapq.heappop(waiting)
             rank, left = first_pair >> 32, first_pair & _LAST_BITS
             right = after[left]
@@ -192,6 +222,14 @@ class Merges:
                 if new_rank != _NEVER:
                     heapq.heappush(waiting, new_rank << 32 | first)
         return [symbol for symbol in symbols if symbol >= 0]
+
+
+def _wanted_starts(length: int) -> Iterator[int]:
+    """Yield where each chunk of a long list begins, as long as the result is wanted."""
+    for start in range(0, length, _CHUNK_SYMBOLS):
+        if start:
+            check_wanted()
+        yield start
 
 
 class _Pairs(dict[int, int]):

@@ -10,18 +10,25 @@ from typing import TYPE_CHECKING
 
 from msgspec import field
 
+from twostroke.core.abandoned import check_wanted
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.tokenize.alphabets import SPACE
+from twostroke.tokenize.merges import TooManyTokensError
 from twostroke.tokenize.specials import WHITE_SPACE, AddedToken, Splitter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from twostroke.tokenize.merges import Merges
     from twostroke.tokenize.words import Cut, Normalize
 
 _SHORT_TEXT = 1 << 16  # characters; it is encoded to its end, so that errors say how many tokens
+# A text with more characters for each token that it may have is looked at in pieces first, since
+# cutting it into words takes time and memory for all of it.
+_MAX_CHARS_PER_TOKEN = 16
+_PIECE_CHARS = 1 << 16
+_CUT_WORDS = 2  # that the ends of a piece may make, more than the whole text has
 
 # SentencePiece's sign for a space is no space where a text has it: it is spelled in bytes.
 _AROUND_SPACE_MARKS = re.compile(f"({SPACE})")
@@ -161,8 +168,9 @@ class Tokenizer:
         Raises:
             TooManyTokensError: a long text has more than `most` tokens; the rest is not encoded.
         """
-        pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
         bound = _bound(most, len(text))
+        self._check_size((text,), parse_special=parse_special, max_tokens=bound)
+        pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
         ids = self._encode_pieces(pieces, parse_special=parse_special, most=bound)
         return self._with_ends(ids) if add_special else ids
 
@@ -231,6 +239,8 @@ class Tokenizer:
 
         `most` as in `encode`; raises as that does.
         """
+        texts = [piece.text for piece in prompt.pieces]
+        bound = _bound(most, sum(map(len, texts)))
         pieces: list[str | AddedToken] = []
         strip_next = False
         for piece in prompt.pieces:
@@ -244,7 +254,7 @@ class Tokenizer:
             text = piece.text.lstrip(WHITE_SPACE) if strip_next else piece.text
             pieces.extend(self._raw_splitter.split(_mended(text), parse_special=False))
             strip_next = False
-        bound = _bound(most, sum(len(piece.text) for piece in prompt.pieces))
+        self._check_size(texts, parse_special=False, max_tokens=bound)
         return self._encode_pieces(pieces, parse_special=False, most=bound)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -292,6 +302,35 @@ class Tokenizer:
         if token_id in self._added_by_id:  # spelled as it is, in no alphabet
             return text.encode("utf-8", "replace")
         return self._parts.to_bytes(text)
+
+    def _check_size(self, texts: Sequence[str], *, parse_special: bool, max_tokens: int) -> None:
+        """Raise TooManyTokensError if texts with many characters surely have more tokens.
+
+        A lower bound of all is known from their characters; else words are counted a piece at a
+        time, without merging them.
+        """
+        if sum(map(len, texts)) <= max_tokens * _MAX_CHARS_PER_TOKEN:
+            return
+        added = [token for token in self._parts.added if parse_special or not token.special]
+        if any(token.lstrip or token.rstrip for token in added):  # these take any number of spaces
+            return
+        longest_added = max((len(token.text.encode()) for token in added), default=1)
+        text = self._parts.normalize(_mended("".join(texts)))
+        if (fewest := self._merges.fewest(text, longest_added)) > max_tokens:
+            raise TooManyTokensError(fewest)
+        num_words = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE_CHARS):
+                check_wanted()
+                piece = _mended(text[start : start + _PIECE_CHARS])
+                for part in self._raw_splitter.split(piece, parse_special=parse_special):
+                    if isinstance(part, AddedToken):
+                        num_words += 1
+                    else:
+                        words = self._parts.cut(self._parts.normalize(part))
+                        num_words += max(0, self._merges.fewest_of(words) - _CUT_WORDS)
+                if num_words > max_tokens:
+                    raise TooManyTokensError(num_words)
 
     def _encode_pieces(
         self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 from starlette.routing import Route
 
-from twostroke.core.errors import RequestError
+from twostroke.core.errors import ContextLengthError, RequestError
 from twostroke.serve.describe import field
 from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.chat import (
@@ -23,6 +24,7 @@ from twostroke.serve.openai.chat import (
 )
 from twostroke.serve.openai.fields import TemplateVariables
 from twostroke.serve.tools import ToolBody, ToolsAs, to_tools
+from twostroke.tokenize import TooManyTokensError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -45,6 +47,16 @@ _FIELDS_OF: Final = {
     "prompt": ("add_special_tokens",),
     "content": ("add_special", "with_pieces"),
 }
+
+
+MAX_SHORT_LENGTH: Final = 1 << 16  # characters or ids, which are read whatever the context holds
+MostTokens = Annotated[
+    Annotated[int, Meta(ge=1)] | None,
+    field.doc(
+        "The most tokens; more are refused. Left out: as many as the context holds, or any number "
+        f"in up to {MAX_SHORT_LENGTH:,} characters."
+    ),
+]
 
 
 class TemplateFields(field.RequestObject):
@@ -80,6 +92,7 @@ class TokenizeRequest(TemplateFields):
     ] = None
     parse_special: field.ParseSpecial = None
     with_pieces: Annotated[bool | None, field.doc("Return each token with its text.")] = None
+    max_tokens: MostTokens = None
 
     mm_processor_kwargs: Annotated[Any, field.unsupported({})] = None
 
@@ -110,6 +123,7 @@ class DetokenizeRequest(field.RequestObject):
 
     tokens: Annotated[list[field.TokenId], field.doc("Token ids.")]
     model: field.ModelName = None
+    max_tokens: MostTokens = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
@@ -181,8 +195,15 @@ def tokenize(asked: TokenizeRequest, card: ModelCard) -> TokenizeBody:
     Raises:
         RequestError: not exactly one is given, the vocabulary lacks an id, or the chat template
             refuses the messages.
+        ContextLengthError: there are too many tokens.
     """
-    tokenizer, ids = card.tokenizer, _encode(asked, card)
+    tokenizer, max_tokens = card.tokenizer, asked.max_tokens or card.context_length
+    try:
+        ids = _encode(asked, card, max_tokens)
+    except TooManyTokensError as error:
+        raise _too_many(asked, error.num_tokens, max_tokens, card) from None
+    if asked.max_tokens is not None and len(ids) > max_tokens:
+        raise _too_many(asked, len(ids), max_tokens, card)
     texts = [tokenizer.token_text(id_) for id_ in ids] if asked.return_token_strs else None
     tokens = [_piece(tokenizer, id_) for id_ in ids] if asked.with_pieces else ids
     return TokenizeBody(len(ids), card.context_length, [*tokens], texts)
@@ -192,9 +213,13 @@ def detokenize(asked: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
     """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
 
     Raises:
-        RequestError: the vocabulary has no such id.
+        RequestError: the vocabulary has no such id, or there are too many.
     """
-    tokenizer = card.tokenizer
+    tokenizer, num_tokens = card.tokenizer, len(asked.tokens)
+    max_tokens = asked.max_tokens or max(card.context_length, MAX_SHORT_LENGTH)
+    if num_tokens > max_tokens:
+        reason = f"has {num_tokens} ids, at most {max_tokens} are read: set max_tokens for more."
+        raise RequestError(reason, field="tokens")
     for place, id_ in enumerate(asked.tokens):
         _check_id(id_, tokenizer, f"tokens[{place}]")
     text = tokenizer.decode(asked.tokens, skip_special=False)
@@ -210,24 +235,44 @@ def apply_template(asked: TemplateRequest, card: ModelCard) -> TemplateBody:
     return TemplateBody(_conversation(asked, asked.messages).render(card).text)
 
 
-def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
-    given = [way for way in _FIELDS_OF if getattr(asked, way) is not None]
-    if len(given) != 1:
+def _too_many(
+    request: TokenizeRequest, num_tokens: int, max_tokens: int, card: ModelCard
+) -> ContextLengthError:
+    """Return the error of a text with at least `num_tokens` tokens; `max_tokens` are allowed."""
+    way = next(way for way in _FIELDS_OF if getattr(request, way) is not None)
+    whose = "the context holds" if request.max_tokens is None else "max_tokens allows"
+    return ContextLengthError(
+        "has at least {num_prompt} tokens, and {whose} {limit}: set max_tokens to have more.",
+        field=way,
+        least="at least ",
+        num_prompt=num_tokens,
+        limit=max_tokens,
+        whose=whose,
+        context_length=card.context_length,
+    )
+
+
+def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[int]:
+    ways = [way for way in _FIELDS_OF if getattr(request, way) is not None]
+    if len(ways) != 1:
         raise RequestError("Give one of prompt, messages and content.", field="prompt")
     for way, names in _FIELDS_OF.items():
         for name in names:
-            if way not in given and getattr(asked, name):
+            if way not in ways and getattr(request, name):
                 raise RequestError(f"may only be set with {way}: leave it out.", field=name)
-    tokenizer, parse_special = card.tokenizer, asked.parse_special
+    tokenizer, parse_special = card.tokenizer, request.parse_special
     if parse_special is None:
         parse_special = card.parses_special
-    if isinstance(asked.prompt, str):
-        add_special = asked.add_special_tokens is not False
-        return tokenizer.encode(asked.prompt, add_special=add_special, parse_special=parse_special)
-    if asked.messages is not None:
-        return _conversation(asked, asked.messages).encode(card)
-    assert asked.content is not None
-    parts = [asked.content] if isinstance(asked.content, str) else asked.content
+    if isinstance(request.prompt, str):
+        add_special = request.add_special_tokens is not False
+        return tokenizer.encode(
+            request.prompt, add_special=add_special, parse_special=parse_special, most=max_tokens
+        )
+    if request.messages is not None:
+        rendered = _conversation(request, request.messages).render(card)
+        return tokenizer.encode_prompt(rendered, most=max_tokens)
+    assert request.content is not None
+    parts = [request.content] if isinstance(request.content, str) else request.content
     ids: list[int] = []
     for place, part in enumerate(parts):
         if isinstance(part, int):
@@ -236,9 +281,12 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
             continue
         ids += tokenizer.encode(
             part,
-            add_special=bool(asked.add_special) and place == 0,
+            add_special=bool(request.add_special) and place == 0,
             parse_special=parse_special,
+            most=max_tokens,
         )
+        if place < len(parts) - 1 and len(ids) > max(max_tokens, MAX_SHORT_LENGTH):
+            raise TooManyTokensError(len(ids))
     return ids
 
 

@@ -1,0 +1,37 @@
+"""Work in a thread that ends early, once its result is of no use to any client.
+
+A thread cannot be stopped from outside. Whoever starts the work holds an event; long loops in the
+work call `check_wanted`, which raises in this thread when the event is set.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_thread = threading.local()
+
+
+class AbandonedError(Exception):
+    """The result is not wanted any more."""
+
+
+@contextmanager
+def abandoned_by(event: threading.Event) -> Iterator[None]:
+    """Let `check_wanted` raise in this thread, during the block, once `event` is set."""
+    _thread.event = event
+    try:
+        yield
+    finally:
+        _thread.event = None
+
+
+def check_wanted() -> None:
+    """Raise AbandonedError if the result of this thread's work is not wanted any more."""
+    event = getattr(_thread, "event", None)
+    if event is not None and event.is_set():
+        raise AbandonedError
