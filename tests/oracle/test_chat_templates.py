@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from datetime import datetime
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 import pytest
 
 from support.chats import TEMPLATES, TOOL_CHATS, TOOLS
+from support.tiny import write_tiny_folder
 from support.tokenizer_texts import CHATS
+from twostroke.chat.conversation import Chat
 from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import TwostrokeError
+from twostroke.tokenize import from_tokenizer_json
 
 _FOLDER = Path(os.environ.get("LLAMA_CPP", "llama.cpp")) / "models/templates"
 _PUBLISHED = {path.name: path for path in sorted(_FOLDER.glob("*.jinja"))}
@@ -88,3 +92,44 @@ def _theirs(
     except Exception:  # noqa: BLE001 - a template fails in any way
         return None
     return str(text)
+
+
+_SIDE_FILES: list[tuple[Any, dict[str, str]]] = [
+    ("C{{ messages[0].content }}", {}),
+    ([{"name": "default", "template": "C"}, {"name": "tool_use", "template": "T{{ tools }}"}], {}),
+    ("C", {"chat_template.jinja": "J"}),
+    (
+        [{"name": "default", "template": "C"}, {"name": "tool_use", "template": "T"}],
+        {"chat_template.jinja": "J"},
+    ),
+    (
+        "C",
+        {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "U{{ tools }}"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "files"), _SIDE_FILES)
+def test_templates_of_side_files_are_the_same(
+    tmp_path: Path, config: Any, files: dict[str, str]
+) -> None:
+    import transformers
+
+    folder = write_tiny_folder(tmp_path / "tiny")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = Chat(from_tokenizer_json(folder))
+    for tools in ([], TOOLS):
+        rendered = theirs.apply_chat_template(
+            CHATS[0], tools=tools or None, tokenize=False, add_generation_prompt=False
+        )
+        assert (
+            ours._tried_for(has_tools=bool(tools))
+            .template.render(CHATS[0], tools=tools or None, add_generation_prompt=False)
+            .text
+            == rendered
+        )
