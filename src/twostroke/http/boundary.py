@@ -13,7 +13,7 @@ from twostroke.http.errors import FramingError, HeaderSizeError, report, to_resp
 from twostroke.http.ignored import HEADER, header_of
 from twostroke.http.inside import sender_of
 from twostroke.http.limits import check_headers
-from twostroke.http.paths import ALIASES
+from twostroke.http.paths import ALIASES, to_origin_form
 from twostroke.http.served import STATE_KEY, ServedRequest
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def _begin(scope: Scope, arriving: Arriving) -> ServedRequest:
 
     A slash at its end does not count.
     """
+    to_origin_form(scope)
     headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
     request_id = headers.get(_ID_HEADER, "")
     if not _SAFE_ID.fullmatch(request_id):

@@ -1,11 +1,16 @@
-"""Paths: other names under which existing clients ask, and whether a browser asks."""
+"""Paths: their forms and other names in requests of clients, and whether a browser asks."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import Scope
+
+_ABSOLUTE: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 # Most are llama-server's: paths without /v1, and older names.
 ALIASES: Final = {
@@ -21,3 +26,19 @@ ALIASES: Final = {
 def wants_page(request: Request) -> bool:
     """Whether the request comes from a browser rather than a program."""
     return "text/html" in request.headers.get("accept", "").lower()
+
+
+def to_origin_form(scope: Scope) -> None:
+    """Replace a request line such as `GET http://host/path` by the path and a `Host` header.
+
+    Every server must accept this form, which clients of proxies send (RFC 9112, section 3.2.2).
+    The host in the request line replaces that of the header.
+    """
+    match = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
+    if match is None:
+        return
+    authority, raw_path = match[1].rpartition(b"@")[2], match[2] or b"/"
+    scope["raw_path"] = raw_path
+    scope["path"] = unquote(raw_path.decode("latin-1"))
+    others = [header for header in scope["headers"] if header[0] != b"host"]
+    scope["headers"] = [(b"host", authority), *others]

@@ -223,3 +223,29 @@ def test_malformed_hosts_are_refused_at_the_start(host: str) -> None:
     with pytest.raises(UsageError, match="allowed_hosts must be a host's name"):
         ServeOptions(allowed_hosts=(host,))
     assert ServeOptions(allowed_hosts=("::1", "[fe80::1]", "a.example.")).allowed_hosts
+
+
+def request_line(server: LiveServer, target: str, host: str = "localhost") -> tuple[int, bytes]:
+    """Send a bare GET; return the status and the body."""
+    with server.connect() as connection:
+        head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head_bytes, _, body = answer.partition(b"\r\n\r\n")
+    return int(head_bytes.split()[1]), body
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "HTTP"])
+def test_request_lines_may_name_the_host(server: LiveServer, scheme: str) -> None:
+    """Clients of proxies send this form, which every server must accept."""
+    own = f"{scheme}://127.0.0.1:{server.port}"
+    for path in ("/health/live", "/v1/models/tiny?x=1", "/v1/models/no%20body", "/nowhere"):
+        assert request_line(server, own + path) == request_line(server, path)
+    assert request_line(server, own)[0] == 200
+    assert request_line(server, f"{scheme}://user:pw@localhost/v1/models")[0] == 200
+
+
+def test_host_in_the_request_line_replaces_the_header(server: LiveServer) -> None:
+    assert request_line(server, "http://evil.example/v1/models")[0] == 403
+    assert request_line(server, "http://localhost@evil.example/v1/models")[0] == 403
+    assert request_line(server, "http://localhost/v1/models", host="evil.example")[0] == 200
