@@ -125,6 +125,11 @@ _logger = logging.getLogger("twostroke.serve")
     help="Refuse a limit of tokens above what the context holds, instead of cutting it.",
 )
 @option(
+    "--llama-metrics",
+    is_flag=True,
+    help="Add llama-server's metrics (llamacpp:...) to /metrics, for its dashboards.",
+)
+@option(
     "--in-process",
     is_flag=True,
     help="Run the engine in the server's own process: less memory, but a crash ends the server.",
@@ -237,6 +242,7 @@ def _serving(given: dict[str, Any], objectives: tuple[Objective, ...]) -> ServeO
         any_model=given["any_model"],
         is_strict=given["is_strict"],
         strict_limits=given["strict_limits"],
+        llama_metrics=given["llama_metrics"],
         splits_reasoning=given["reasoning"] == "apart",
         parses_special=given["parse_special"],
     )

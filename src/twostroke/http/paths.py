@@ -32,7 +32,7 @@ def to_origin_form(scope: Scope) -> None:
     """Replace a request line such as `GET http://host/path` by the path and a `Host` header.
 
     Every server must accept this form, which clients of proxies send (RFC 9112, section 3.2.2).
-    The host in the request line replaces that of the header.
+    The request line's host replaces the `Host` header.
     """
     match = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
     if match is None:

@@ -113,7 +113,12 @@ class Api:
         self.engine = engine
         self.options = options
         self.models = Catalogue(engine, options)
-        self.metrics = Metrics(self.models, limits, options.objectives)
+        self.metrics = Metrics(
+            self.models,
+            limits,
+            options.objectives,
+            has_llama_metrics=options.llama_metrics,
+        )
         self.names = self.models.names.known
         self._states = States(self.models, limits, self.metrics.goodput)
         self._plans = plans.Plans(engine, self.names[0], limits)

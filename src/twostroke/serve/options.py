@@ -33,6 +33,7 @@ class ServeOptions(Frozen):
             is a loopback address.
         any_model: whether every name of a model stands for the one that is served.
         is_strict: whether fields that have no effect are refused, and not ignored.
+        llama_metrics: whether `/metrics` has llama-server's names of counts, too.
         strict_limits: whether limits of tokens above what fits are refused, and not cut.
         splits_reasoning: whether reasoning is separated from the answers or left in them.
         parses_special: whether the texts of special tokens in raw prompts become these tokens,
@@ -58,6 +59,7 @@ class ServeOptions(Frozen):
     any_model: bool = False
     is_strict: bool = False
     strict_limits: bool = False
+    llama_metrics: bool = False
     splits_reasoning: bool = True
     parses_special: bool = True
     max_stored: int = 10_000

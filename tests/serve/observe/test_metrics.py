@@ -103,6 +103,21 @@ def test_utilization_is_shown_where_the_limits_are_known(server: LiveServer) -> 
     assert "twostroke_mbu" not in server.http.get("/metrics").text
 
 
+def test_llama_servers_metrics_are_there_if_they_are_asked_for(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    assert "llamacpp" not in server.http.get("/metrics").text
+    with live_server(tmp_path, ServeOptions(drain_s=1, llama_metrics=True)) as other:
+        other.chat(max_tokens=3, ignore_eos=True)
+        found = _samples(other.http.get("/metrics").text)
+    assert found["llamacpp:prompt_tokens_total",] == 18
+    assert found["llamacpp:tokens_predicted_total",] == 3
+    assert found["llamacpp:n_decode_total",] == 3
+    assert found["llamacpp:requests_processing",] == found["llamacpp:requests_deferred",] == 0
+    assert found["llamacpp:prompt_tokens_seconds",] > 0
+    assert found["llamacpp:predicted_tokens_seconds",] > 0
+
+
 @pytest.mark.parametrize("tier", ["auto", "flex", "priority"])
 def test_classes_of_service_are_counted_separately(tmp_path: Path, tier: str) -> None:
     service = "default" if tier == "auto" else tier

@@ -20,6 +20,7 @@ from twostroke.engine.health import Health
 from twostroke.schedule.residence import Residence
 from twostroke.serve.about import VERSION
 from twostroke.serve.observe.handover import handover_metrics
+from twostroke.serve.observe.llama_metrics import llama_metrics
 from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED, Goodput
 from twostroke.serve.observe.state import WINDOWS
 
@@ -131,16 +132,20 @@ class Metrics(Collector):
         models: Catalogue,
         limits: Limits | None = None,
         objectives: Iterable[Objective] = (),
+        *,
+        has_llama_metrics: bool = False,
     ) -> None:
         """Measure the engines of `models`; utilization is left out where `limits` are unknown.
 
         If they are of a roster, what each engine counts has the label `model`.
+        `has_llama_metrics` adds llama-server's names of counts.
 
         Raises:
             UsageError: the objectives contradict each other.
         """
         self.goodput = Goodput(objectives)
         self._models, self._limits = models, limits
+        self._has_llama_metrics = has_llama_metrics
         self._readings: dict[str, Reading] = {}
         self.registry = CollectorRegistry()
         self.responses = Counter(
@@ -219,6 +224,8 @@ class Metrics(Collector):
         yield from _tiers(snapshot.tiers)
         yield from handover_metrics(reading, engine.card)
         yield from _speculation(snapshot.speculation)
+        if self._has_llama_metrics:
+            yield from llama_metrics(snapshot)
 
 
 def _model(engine: ServedEngine) -> Metric:
