@@ -52,7 +52,6 @@ REASONS = {
     "ids of no token": (r" is not a token of this model", r"has token ids outside"),
     "unknown tools": (r"must be (the name of )?one of the tools",),
     "answers that are not in the background": (r"is not in the background",),
-    "events that only a stream has": (r"may only be set with stream",),
     "conversations": (r"cannot be combined with previous_response_id", r"Conversation with id"),
     "answers in the background that are not stored": (r"background needs",),
     "unknown items": (r"Item with id", r"must be the id of an item"),

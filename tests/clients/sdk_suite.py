@@ -12,18 +12,28 @@ from pathlib import Path
 
 from checks import BASE_URL, ROOT_URL
 
-# What we serve; the other resources are assistants, images, audio, files and the like.
+# All tests of resources that name a path which the server has. The other resources are assistants,
+# images, sound, fine-tuning, organizations and the like.
 SUITES = {
     "openai": (
         BASE_URL,
         (
-            "chat",
-            "responses",
-            *(f"test_{one}.py" for one in ("completions", "embeddings", "models", "responses")),
+            *("chat", "responses", "conversations", "uploads", "beta/responses"),
+            *("test_batches.py", "test_completions.py", "test_conversations.py"),
+            *("test_embeddings.py", "test_files.py", "test_models.py", "test_responses.py"),
+            *("test_uploads.py", "beta/test_responses.py"),
         ),
         (),
     ),
-    "anthropic": (ROOT_URL, ("test_messages.py", "test_models.py"), ("-p", "tests._alias_httpx")),
+    "anthropic": (
+        ROOT_URL,
+        (
+            *("messages", "test_messages.py", "test_models.py", "test_files.py"),
+            *("beta/messages", "beta/test_messages.py", "beta/test_models.py"),
+            "beta/test_files.py",
+        ),
+        ("-p", "tests._alias_httpx"),
+    ),
 }
 
 
@@ -36,7 +46,8 @@ def main() -> int:
     environment["PYTHONPATH"] = str(Path(__file__).parent)
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--tb=short", "--no-summary"]
     command += ["-p", "no:cacheprovider", "-p", "sdk_plugin", *options]
-    command += [f"tests/api_resources/{test}" for test in tests]
+    paths = [f"tests/api_resources/{test}" for test in tests]
+    command += [path for path in paths if (folder / path).exists()]
     return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 
 

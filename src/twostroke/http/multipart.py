@@ -44,8 +44,7 @@ async def read_form(
 
     Raises:
         ContentTypeError: the body is not multipart/form-data.
-        RequestError: the body is malformed, its file has no name, or it has two files or too many
-            or too long fields.
+        RequestError: the body is malformed, or it has two files or too many or too long fields.
         MissingFieldError: there is no file.
         BodySizeError: the file has more than `max_bytes`.
         BodyTimeoutError, ClientGoneError: as `read_json`.
@@ -141,9 +140,7 @@ class _Form:
         if name in self._fields:
             raise RequestError("is sent twice.", field=name)
         if name == self._file_field:
-            if file is None:
-                raise RequestError("must be a file, whose part has a filename.", field=name)
-            self._fields[name] = file[1]
+            self._fields[name] = file[1] if file is not None else ""  # some clients name none
             return self._take_file
         self._fields[name] = ""
 

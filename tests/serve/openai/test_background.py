@@ -165,7 +165,7 @@ def test_wrong_use_of_the_background_is_named(
 @pytest.mark.parametrize(
     ("query", "param"),
     [
-        ({"starting_after": "1"}, "starting_after"),
+        ({"starting_after": "x"}, "starting_after"),
         ({"starting_after": "x", "stream": "true"}, "starting_after"),
         ({"starting_after": "-1", "stream": "true"}, "starting_after"),
     ],

@@ -98,8 +98,6 @@ class StoredResponses:
             if run is not None:
                 return FollowingStream(run, -1 if after is None else after, self._options)
             return Response(replayed(stored, after), media_type="text/event-stream; charset=utf-8")
-        if after is not None:
-            raise RequestError("may only be set with stream.", field="starting_after")
         if stored.is_open and run is not None:
             return to_json(run.encoder.body)
         return Response(stored.answer, media_type="application/json")
@@ -150,6 +148,8 @@ def query_of(request: Request, known: tuple[str, ...]) -> dict[str, str]:
         if name in {"include", "include[]"}:
             for error in unknown_parts((value,)):
                 raise error
+        elif name == "beta":
+            continue  # SDKs send it to newer paths
         elif name in known:
             found[name] = value
         else:
