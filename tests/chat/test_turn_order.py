@@ -78,6 +78,7 @@ def said(*turns: str) -> list[dict[str, Any]]:
             ),
         ),
         ("NEEDS_TOOLS", "developer"),
+        ("ONLY_PARTS", "developer"),
     ],
 )
 def test_refused_orders_are_found_by_trying_the_template(name: str, refused: str) -> None:

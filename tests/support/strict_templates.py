@@ -86,6 +86,12 @@ WITH_LAST_QUESTION: Final = (
     "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% elif m.role == 'assistant' %}"
     "{{ m.content }}</s>{% else %}{{ raise_exception('unknown role') }}{% endif %}{% endfor %}"
 )
+# Shows parts of content alone (models that also see pictures).
+ONLY_PARTS: Final = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}" + _CALLS + "<|im_end|>\n"
+    "{% endfor %}" + _NEXT
+)
 # Fails without a list of tools (Command R, Hermes).
 NEEDS_TOOLS: Final = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + LENIENT
 

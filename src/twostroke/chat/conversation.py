@@ -148,11 +148,24 @@ class TriedTemplate:
             return tools
         return None
 
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the template drops or refuses a text, and shows a list with the text."""
+        contents = ("probed text", [{"type": "text", "text": "probed text"}])
+        shown = [self._shows_text([{"role": "user", "content": content}]) for content in contents]
+        return shown == [False, True]
+
+    def _shows_text(self, messages: Sequence[Mapping[str, object]]) -> bool:
+        try:
+            return "probed text" in self.template.render(messages, tools=self._without_tools).text
+        except TwostrokeError:
+            return False
+
     def _shows(self, messages: list[dict[str, Any]]) -> bool:
         """Whether the template accepts a conversation and shows all of it."""
         try:
             rendered = self.template.render(
-                fitted(messages, (), self.capabilities),
+                self._in_parts(fitted(messages, (), self.capabilities)),
                 add_generation_prompt=False,
                 tools=self._without_tools,
                 has_text_arguments=self.capabilities.has_text_arguments,
@@ -195,6 +208,17 @@ class TriedTemplate:
             **variables_of(thinking, template.variables, self.marks),
         )
 
+    def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages with lists of parts in place of texts, if the template needs them."""
+        if not self._needs_parts:
+            return messages
+        return [
+            message | {"content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message["content"], str)
+            else message
+            for message in messages
+        ]
+
     def _render_in_order(
         self, messages: list[dict[str, Any]], *, continues: bool, **options: Any
     ) -> Prompt:
@@ -207,7 +231,7 @@ class TriedTemplate:
             turns = arranged(messages, order, continues=continues)
             try:
                 return self.template.render(
-                    with_reasoning(turns, self.template.keys),
+                    with_reasoning(self._in_parts(turns), self.template.keys),
                     continue_final_message=continues,
                     **options,
                 )
@@ -237,7 +261,7 @@ class Chat:
         try:
             self._plain  # noqa: B018 - compiles the template
         except ModelFormatError as error:
-            return str(error)
+            return _sentence(error)
         return None
 
     @cached_property
@@ -263,7 +287,7 @@ class Chat:
         try:
             return self._tried(FOR_TOOLS), None
         except ModelFormatError as error:
-            return self._plain, str(error)
+            return self._plain, _sentence(error)
 
     def _tried(self, name: str) -> TriedTemplate:
         from twostroke.chat.template import ChatTemplate
@@ -350,3 +374,8 @@ class Chat:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
+
+
+def _sentence(error: Exception) -> str:
+    """Return an error's text with a full stop."""
+    return f"{str(error).rstrip('.')}."

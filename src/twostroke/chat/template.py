@@ -138,7 +138,11 @@ class ChatTemplate:
         return self._marker.prompt(self._until_end(text) if continue_final_message else text)
 
     def _mark_end(self, message: dict[str, Any]) -> None:
-        if not isinstance(message["content"], str) or message.get("tool_calls"):
+        parts = message["content"]
+        if isinstance(parts, list) and parts and not message.get("tool_calls"):
+            parts[-1]["text"] += self._marker.end
+            return
+        if not isinstance(parts, str) or message.get("tool_calls"):
             reason = "must end with a message of text without tool calls, if it is to be continued."
             raise RequestError(reason, field="messages")
         message["content"] += self._marker.end

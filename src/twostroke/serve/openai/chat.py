@@ -299,7 +299,7 @@ def _message(place: int, message: ChatMessage) -> dict[str, Any]:
         if value and message.role != role:
             reason = f"belongs to a message of the role {role}."
             raise RequestError(reason, field=f"{where}.{name}")
-    if message.content is None and message.role != "assistant":
+    if message.content is None and message.role not in {"assistant", "tool"}:
         raise MissingFieldError("is missing.", field=f"{where}.content")
     content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
