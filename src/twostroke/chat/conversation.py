@@ -152,8 +152,8 @@ class TriedTemplate:
     def _needs_parts(self) -> bool:
         """Whether the template drops or refuses a text, and shows a list with the text."""
         contents = ("probed text", [{"type": "text", "text": "probed text"}])
-        shown = [self._shows_text([{"role": "user", "content": content}]) for content in contents]
-        return shown == [False, True]
+        are_shown = [self._shows_text([{"role": "user", "content": content}]) for content in contents]
+        return are_shown == [False, True]
 
     def _shows_text(self, messages: Sequence[Mapping[str, object]]) -> bool:
         try:
