@@ -151,13 +151,14 @@ class TriedTemplate:
     @cached_property
     def _needs_parts(self) -> bool:
         """Whether the template drops or refuses a text, and shows a list with the text."""
-        contents = ("probed text", [{"type": "text", "text": "probed text"}])
-        are_shown = [self._shows_text([{"role": "user", "content": content}]) for content in contents]
-        return are_shown == [False, True]
+        text = "probed text"
+        parts = [{"type": "text", "text": text}]
+        return not self._shows_content(text) and self._shows_content(parts)
 
-    def _shows_text(self, messages: Sequence[Mapping[str, object]]) -> bool:
+    def _shows_content(self, content: object) -> bool:
+        user = [{"role": "user", "content": content}]
         try:
-            return "probed text" in self.template.render(messages, tools=self._without_tools).text
+            return "probed text" in self.template.render(user, tools=self._without_tools).text
         except TwostrokeError:
             return False
 
