@@ -44,6 +44,21 @@ def test_ids_of_mistral_s_sentencepiece_vocabularies_are_equal(version: str) -> 
         assert ours.encode(text) == theirs.encode(text), ascii(text)
 
 
+@pytest.mark.parametrize("version", ["240216.model.v2", "241114.model.v7"])
+def test_forced_text_keeps_its_bytes_in_mistral_s_vocabularies(version: str) -> None:
+    """They put a space before every text, and normalize none."""
+    sentencepiece = pytest.importorskip(
+        "sentencepiece", reason="it is in tests/oracle/requirements.txt"
+    )
+    file = files("mistral_common") / "data" / f"mistral_instruct_tokenizer_{version}"
+    ours = from_gguf(_pieces(sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())))
+    for text in [*old_texts(2_000, seed=12), *_dense(2_000), "\u2581a", "<s>", "cafe\u0301"]:
+        ids = ours.encode_exact(text)
+        assert b"".join(map(ours.token_bytes, ids)) == text.encode()
+        assert not ours.special_ids.intersection(ids)
+        assert ours.encode(f"\n{text}") == [*ours.encode("\n"), *ids] or "\u2581" in text
+
+
 def _dense(count: int) -> list[str]:
     """Return strings of few kinds of characters, where patterns and merges meet often."""
     rng = random.Random(9)
