@@ -11,6 +11,7 @@ import twostroke
 from support.native import native_dir
 from support.servers import wait_for
 from support.tiny import infill_metadata, write_base_gguf, write_tiny_folder, write_tiny_gguf
+from support.vocabulary_kinds import GGUF_KINDS, kind_metadata
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.config import (
@@ -45,6 +46,22 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+def test_raw_prompts_have_special_tokens_and_their_answers_a_first_space(tmp_path: Path) -> None:
+    metadata = kind_metadata(GGUF_KINDS["pieces_with_prefix"])
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", metadata=metadata)
+    with LLM(path, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
+        (token,) = llm.engine.card.tokenizer.encode_exact(" Paris")
+        params = SamplingParams(max_tokens=1, temperature=0, logit_bias={token: 100})
+        prompts = ["<s>yes</s>", "yes</s>"]
+        for completions in llm.generate(prompts, params):
+            assert completions[0].text == " Paris"
+            assert completions[0].usage.prompt_tokens == 3  # a begin, a word, an end
+        plain = llm.generate(prompts, params, parse_special=False)
+        assert all(one[0].usage.prompt_tokens > 3 for one in plain)
+        assert llm.chat(HELLO, params)[0].text == "Paris"
+        assert [output.text for output in llm.stream("yes", params)] == [" Paris"]
 
 
 def test_a_model_is_a_path_or_a_name(path: Path) -> None:

@@ -122,6 +122,24 @@ def test_the_begin_token_can_be_left_out(tmp_path: Path) -> None:
                 assert count(server, path, without, name, place, "hello") == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"suffix": "x", "parse_special": True}, "parse_special"),
+        ("/v1/completions", {"suffix": "x", "add_special_tokens": False}, "add_special_tokens"),
+        ("/api/generate", {"parse_special": True}, "parse_special"),
+        ("/tokenize", {"content": "x", "add_special_tokens": True}, "add_special_tokens"),
+    ],
+)
+def test_a_field_that_would_have_no_effect_is_refused(
+    server: LiveServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    prompt = {} if path == "/tokenize" else {"prompt": "hello"}
+    response = server.http.post(path, json={**prompt, **body})
+    assert response.status_code == 400
+    assert field in response.text
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/completion", "/v1/embeddings", "/tokenize"])
 def test_a_wrong_value_is_refused_by_name(server: LiveServer, path: str) -> None:
     name = "input" if path == "/v1/embeddings" else "prompt"

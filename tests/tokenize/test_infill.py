@@ -37,6 +37,14 @@ def test_well_known_tokens_go_around_prefix_and_suffix(form: tuple[str, ...]) ->
     assert spelled(tokenizer, ids) == [form[0], "hello", form[1], "Ġw", form[2]]
 
 
+def test_no_space_is_put_into_the_text_around_the_gap() -> None:
+    """A suffix goes on with the text before it, whatever the tokenizer does to a whole text."""
+    tokenizer = byte_tokenizer(odd=_odd(*QWEN), add_space_prefix=True)
+    ids = _prompt(tokenizer, "hello", "world")
+    after = ids[ids.index(tokenizer.find(QWEN[1]) or 0) + 1 : -1]
+    assert b"".join(map(tokenizer.token_bytes, after)) == b"world"
+
+
 def test_a_prefix_may_be_ids() -> None:
     tokenizer = byte_tokenizer(odd=_odd(*QWEN))
     ids = tokenizer.encode("hello")

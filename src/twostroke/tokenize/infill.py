@@ -99,14 +99,15 @@ def encode_part(
 ) -> list[int]:
     """Return the ids of a text in such a prompt, in which the texts of `tokens` stay text.
 
-    One that `goes_on` gets no space before it (SentencePiece). `most` as in `Tokenizer.encode`.
+    A text that `goes_on` gets no space before it, even if the tokenizer puts one before each text.
+    `most` as in `Tokenizer.encode`.
     """
     # Some files list these tokens as ordinary added ones, which are found in every text. Cut after
     # the first character of each, so that none is found.
     cut = "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in tokens.texts if t)
     ids: list[int] = []
     for count, part in enumerate(re.split(cut, text) if cut else [text]):
-        if (goes_on or count) and tokenizer.strip_space:
+        if (goes_on or count) and tokenizer.adds_space:
             # After a line break text is encoded without a space, unless a token reaches over both.
             mark = tokenizer.encode("\n")
             found = tokenizer.encode("\n" + part, most=most and most + len(mark))

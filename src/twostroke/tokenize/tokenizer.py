@@ -142,6 +142,11 @@ class Tokenizer:
         """What `add_special` puts before a text."""
         return list(self._parts.prefix_ids)
 
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether a space is put before a text."""
+        return self.encode("a") != self.encode_exact("a")
+
     @property
     def num_text_ids(self) -> int:
         """One above the largest token id that plain text can become."""

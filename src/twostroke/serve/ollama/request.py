@@ -200,6 +200,8 @@ def read_chat(asked: OllamaChatRequest, tenant: Tenant) -> Job:
 def read_generate(asked: OllamaGenerateRequest, tenant: Tenant) -> Job:
     """Translate a request; raises as `read_chat` does."""
     text = asked.prompt or ""
+    if asked.parse_special is not None and not asked.raw:
+        raise RequestError("may only be set where raw is true.", field="parse_special")
     if asked.suffix:
         return _job(asked, text, tenant, "prompt", suffix=asked.suffix)
     if not asked.raw:

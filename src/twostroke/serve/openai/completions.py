@@ -57,6 +57,12 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
     if asked.suffix and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
         reason = "cannot be combined with the prompt's logprobs: leave out echo or logprobs."
         raise UnsupportedFieldError(reason, field="suffix")
+    for name in ("add_special_tokens", "parse_special"):
+        if asked.suffix and getattr(asked, name) is not None:
+            reason = (
+                "cannot be combined with suffix, around which no text is special: leave it out."
+            )
+            raise UnsupportedFieldError(reason, field=name)
     if asked.echo and asked.prompt_logprobs is not None:
         reason = "cannot be combined with echo: leave one of them out."
         raise UnsupportedFieldError(reason, field="prompt_logprobs")
