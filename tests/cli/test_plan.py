@@ -121,7 +121,7 @@ def test_a_model_that_does_not_fit_prints_nothing_but_the_error(cli, config, tmp
     for more, reason in (
         (("--prompt", "200000"), "8b cannot answer these requests"),
         (
-            ("--weights", "bf16", "--prompt", "8000", "--devices", "1", "--on", "T4"),
+            ("--weights", "bf16", "--prompt", "7000", "--on", "T4"),
             "It does not fit",
         ),
         (("--streams", "5000"), "5000 streams do not fit"),
