@@ -22,7 +22,8 @@ from twostroke.planner.calibration import measure
 
 def test_tables_and_formulas_are_printed(cli, config):
     lines = cli("plan", config, "--on", "h100-sxm", "--tpot", "10", "--explain").out.splitlines()
-    assert lines[0].startswith("llama-8b on H100-SXM: 8.03 G weights (bf16)")
+    assert lines[0].startswith("Yes, 62 streams (bound by TPOT): ")
+    assert lines[1].startswith("llama-8b on H100-SXM: 8.03 G weights (bf16)")
     assert any(line.startswith("STREAMS") for line in lines)
     assert any(line.startswith("weights w4a16") for line in lines)
     knee = next(line for line in lines if line.startswith("knee ="))
@@ -67,7 +68,7 @@ def test_json_holds_what_the_tables_show(cli, config):
 
 def test_a_file_is_planned_on_this_machine(cli, tiny):
     out = cli("plan", str(tiny), "--prompt", "16", "--output", "8").out
-    first = out.splitlines()[0]
+    first = out.splitlines()[1]
     assert "F32" in first
     peak_kind = json.loads(cli("doctor", "--json").out)["measured"]["peak_kind"]
     assert first.endswith(f"arithmetic {peak_kind}")
@@ -109,7 +110,7 @@ def test_what_cannot_be_has_an_exit_code_of_its_own(cli, config):
     assert ran.code == 9
     assert "times the objective" in ran.err
     assert "WHAT IF" in ran.out
-    assert "times the objective" not in ran.out
+    assert ran.out.startswith("No: A token takes at least ")
     ran = cli(*given, "--json")
     assert ran.code == 9
     assert json.loads(ran.out)["verdict"] in ran.err
@@ -120,10 +121,6 @@ def test_a_model_that_does_not_fit_prints_nothing_but_the_error(cli, config, tmp
     path = tmp_path / "plan.svg"
     for more, reason in (
         (("--prompt", "200000"), "8b cannot answer these requests"),
-        (
-            ("--weights", "bf16", "--prompt", "7000", "--on", "T4"),
-            "It does not fit",
-        ),
         (("--streams", "5000"), "5000 streams do not fit"),
         (("--streams", "8", "--token-budget", "9"), "At most 1 of 8 streams can decode at once"),
     ):
@@ -261,3 +258,60 @@ def test_steps_count_for_as_many_threads_as_they_were_measured_on(cli, tiny, mon
     ran = cli("plan", tiny, "--on", "L4", "--threads", "1")
     assert (ran.code, ran.out) == (2, "")
     assert "--threads has no effect without --on here" in ran.err
+
+
+def test_several_devices_are_ranked_by_cost_in_one_table(cli, config):
+    load = ("--prompt", "300", "--output", "100", "--weights", "int8")
+    ran = cli("plan", config, "--on", "c7g.16xlarge", "--on", "L4", "--on", "T4", *load)
+    assert ran.code == 0
+    verdict, _, headings, *rows = ran.out.splitlines()
+    assert verdict.startswith("Yes: ")
+    assert headings.split()[:2] == ["DEVICE", "STREAMS"]
+    names = [row.split()[0] for row in rows]
+    assert sorted(names) == ["L4", "T4", "c7g.16xlarge"]
+    assert f" on {names[0]} costs least" in verdict
+    asked = cli("plan", config, "--on", "c7g.16xlarge", "--on", "L4", "--on", "T4", *load, "--json")
+    plans = json.loads(asked.out)["plans"]
+    assert [plan["device"] for plan in plans] == names
+    costs = [plan["chosen"]["usd_per_1k"] for plan in plans]
+    assert costs == sorted(costs)
+
+
+def test_all_devices_of_the_table_are_ranked_and_the_unfit_ones_are_last(cli, tmp_path):
+    large = write_config(tmp_path / "large.json", "70B")
+    ran = cli("plan", large, "--on", "all", "--tpot", "60")
+    assert ran.code == 0
+    rows = ran.out.splitlines()[3:]
+    is_unfit = ["It does not fit" in row or "times the objective" in row for row in rows]
+    assert is_unfit == sorted(is_unfit)
+    assert (is_unfit[0], is_unfit[-1]) == (False, True)
+    none = cli("plan", large, "--on", "L4", "--on", "T4")
+    assert none.code == 9
+    assert "none of the 2 devices" in none.out
+    assert "none of the 2 devices" in none.err
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [(("--price", "2"), "--price"), (("--explain",), "--explain"), (("--calibrate",), "--calib")],
+)
+def test_options_about_one_device_are_refused_for_several(cli, config, option, name):
+    ran = cli("plan", config, "--on", "L4", "--on", "T4", *option)
+    assert ran.code == 2
+    assert name in ran.err
+    assert "--on names several" in ran.err
+
+
+def test_a_plan_for_users_begins_with_what_they_see_and_what_they_need(cli, config):
+    load = ("--prompt", "300", "--output", "100", "--users", "300", "--think", "10")
+    ran = cli("plan", config, "--on", "L4", *load, "--ttft", "1000")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("Yes, 300 users on ")
+    assert "$ an hour." in ran.out.splitlines()[0]
+    load_of_users = json.loads(cli("plan", config, "--on", "L4", *load, "--json").out)["user_load"]
+    assert (load_of_users["num_users"], load_of_users["think_s"]) == (300, 10.0)
+    ranked = cli("plan", config, "--on", "L4", "--on", "H100-SXM", *load, "--ttft", "1000")
+    assert " costs least, " in ranked.out
+    alone = cli("plan", config, "--on", "L4", "--think", "3")
+    assert alone.code == 2
+    assert "--think has no effect without --users" in alone.err

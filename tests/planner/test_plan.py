@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from msgspec.structs import replace
 
@@ -16,7 +18,7 @@ from twostroke.planner import (
     planned_model,
 )
 from twostroke.planner.planner import Planner
-from twostroke.planner.queueing import loads
+from twostroke.planner.queueing import loads, user_load
 from twostroke.planner.roofline import kv_bytes
 from twostroke.planner.words import answer, facts
 from twostroke.program.batch import BatchShape
@@ -74,7 +76,7 @@ def test_what_does_not_fit_says_what_would(model):
     two = make_plan(model("70B"), find_device("H100-SXM"), Question(count=2))
     assert two.chosen is not None
     assert two.chosen.streams == two.memory.most_streams == 6
-    assert next(answer(two)).startswith("6 streams (bound by memory): ")
+    assert next(answer(two)).startswith("Yes, 6 streams (bound by memory): ")
 
 
 def test_objectives_choose_the_streams(model):
@@ -214,6 +216,43 @@ def test_loads_agree_with_littles_law(model):
     for one in (light, heavy):
         in_system_s = one.ttft_s + 99 * one.tpot_s
         assert one.at_work == pytest.approx(one.requests_per_s * in_system_s, rel=0.1)
+
+
+def test_one_user_sees_the_times_of_a_request_that_comes_alone(model):
+    planner = Planner(model("8B"), find_device("L4"), Question(users=1, think_s=3.0, output=50))
+    load = user_load(planner, 8)
+    assert load.ttft_s == pytest.approx(planner.prefill().seconds, rel=1e-6)
+    assert load.tpot_s == pytest.approx(planner.tpot_s(1), rel=1e-6)
+    assert load.requests_per_s == pytest.approx(1 / (3.0 + load.response_s), rel=0.02)
+
+
+def test_users_wait_for_one_server_as_machines_for_one_repairman(model, monkeypatch):
+    """The finite-source queue M/M/1//N: users are served one at a time, a second each."""
+    question = Question(users=6, think_s=4.0, output=1)
+    planner = Planner(model("8B"), find_device("L4"), question)
+    monkeypatch.setattr(planner, "prompt_s", lambda _: 1.0)
+    monkeypatch.setattr(planner, "step_s", lambda _: 1e-9)
+    load = user_load(planner, 1)
+    weights = [math.perm(6, number) / 4.0**number for number in range(7)]
+    throughput = 1 - weights[0] / sum(weights)
+    assert load.requests_per_s == pytest.approx(throughput, rel=1e-6)
+
+
+def test_more_users_wait_longer_and_get_more_replicas(model):
+    def load_of(users, **objectives):
+        question = Question(users=users, think_s=5.0, output=64, **objectives)
+        planner = Planner(model("8B"), find_device("L4"), question)
+        return user_load(planner, 32)
+
+    few, many = load_of(4), load_of(400)
+    assert few.ttft_s < many.ttft_s
+    assert few.requests_per_s < many.requests_per_s <= 400 / 5.0
+    shared = load_of(400, ttft_s=1.0, tpot_s=0.12)
+    assert (shared.meets_objectives, shared.num_replicas > 1) == (True, True)
+    assert shared.ttft_s <= 1.0
+    fewer = load_of(math.ceil(400 / (shared.num_replicas - 1)))
+    assert fewer.ttft_s > 1.0 or fewer.tpot_s > 0.12, "one replica less would be too few"
+    assert not load_of(400, ttft_s=1e-4).meets_objectives
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
 from twostroke.cli.drawing import PLOTS, check_file, file_option
-from twostroke.cli.given import is_given
+from twostroke.cli.given import check_effect, is_given
 from twostroke.cli.help import Command, option
 from twostroke.cli.planning import (
     HERE,
@@ -32,14 +32,19 @@ if TYPE_CHECKING:
     from twostroke.planner import Calibration, Plan, PlannedModel
 
 
+ALL: Final = "all"  # the devices of the table
+
+
 @click.command("plan", cls=Command)
 @click.argument("model")
 @option(
     "--on",
     "device",
-    default=HERE,
+    multiple=True,
+    default=(HERE,),
+    show_default=HERE,
     help="A device of the table such as H100-SXM, a .toml file that describes one, or this "
-    "machine, measured.",
+    "machine, measured. Several, or `all` of the table, are ranked.",
 )
 @option("--devices", "count", default=1, help="Devices that divide each layer.")
 @threads_option
@@ -53,6 +58,19 @@ if TYPE_CHECKING:
     type=int,
     help="Requests that decode together [default: as many as meet the objectives, and without "
     "--tpot up to 256].",
+)
+@option(
+    "--users",
+    type=int,
+    metavar="N",
+    help="People or programs who each ask, wait for the answer, think, and ask again.",
+)
+@option(
+    "--think",
+    "think_s",
+    type=float,
+    metavar="X",
+    help="With --users: seconds between an answer and the next request [default: 20].",
 )
 @option(
     "--token-budget",
@@ -89,7 +107,7 @@ if TYPE_CHECKING:
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     model: str,
-    device: str,
+    device: tuple[str, ...],
     weights: str | None,
     *,
     explained: bool,
@@ -109,19 +127,94 @@ def command(
     given. The exit code is 9 if what is asked cannot be.
     """
     from twostroke import planner
+    from twostroke.planner.words import verdict
 
     check_file(plot, "plot", PLOTS)
     check_file(html, "html", (".html",))
-    is_here = device == HERE
-    usual = {
+    check_effect("think_s", "users", has_effect=given["users"] is not None)
+    names = _device_names(device)
+    asked = _Asked(weights, num_threads, {k: v for k, v in given.items() if v is not None})
+    planned = planner.planned_model(model)
+    if len(names) > 1:
+        _check_for_several(plot, html, calibrate=calibrate, explained=explained)
+        _show_ranking([_plan(planned, name, asked) for name in names], as_json=as_json)
+        return
+    [name] = names
+    check_threads(name)
+    _check_calibration(server, num_threads, calibrate=calibrate, is_here=name == HERE)
+    if calibrate:
+        num_threads = _calibrate(planned, model, server, num_threads)
+        asked = _Asked(weights, num_threads, asked.question)
+    plan = _plan(planned, name, asked)
+    if plan.fits and (plot is not None or html is not None):
+        _draw(plan, plot, html)
+    if as_json:
+        click.echo(encode_json(plan).decode())
+    elif plan.fits:
+        _show(plan, _simulation(plan, model, name), explained=explained)
+    if plan.chosen is None or (plan.user_load and not plan.user_load.meets_objectives):
+        raise UnreachableError(verdict(plan))
+
+
+class _Asked(NamedTuple):
+    """What the command line asks of a device: storage, threads, and fields of the question."""
+
+    weights: str | None
+    num_threads: int | None
+    question: dict[str, Any]
+
+
+def _device_names(names: tuple[str, ...]) -> list[str]:
+    """Return each named device once; `all` stands for those of the table with a known memory."""
+    from twostroke.planner.devices import known_devices
+
+    in_table = [name for name, device in known_devices().items() if device.memory_bytes]
+    named = [known for name in names for known in (in_table if name == ALL else [name])]
+    return list(dict.fromkeys(named))
+
+
+def _plan(planned: PlannedModel, name: str, asked: _Asked) -> Plan:
+    """Return the plan for one device: this machine as measured, or one of the table or a file."""
+    from twostroke import planner
+
+    is_here = name == HERE
+    defaults: dict[str, Any] = {
         "token_budget": planner.usual_budget(is_here=is_here),
         "kv_format": planner.usual_kv_format(is_here=is_here),
     }
-    given |= {name: value for name, value in usual.items() if given[name] is None}
-    question = planner.Question(**given)
-    check_threads(device)
-    found = None if is_here else planner.find_device(device)
-    planned = planner.planned_model(model)
+    question = planner.Question(**(defaults | asked.question))
+    model = planned.as_(asked.weights) if asked.weights else planned
+    if not is_here:
+        return planner.make_plan(model, planner.find_device(name), question)
+    machine = planner.this_machine(asked.num_threads)
+    has_shares = is_given("mfu") or is_given("mbu")
+    calibration = None
+    if not has_shares:
+        calibration = _known(planned, asked.num_threads) or planner.usual(machine)
+    return planner.make_plan(model, machine, question, calibration)
+
+
+def _check_for_several(
+    plot: Path | None, html: Path | None, *, calibrate: bool, explained: bool
+) -> None:
+    """Refuse the options that are about one device."""
+    options = {
+        "plot": plot is not None,
+        "html": html is not None,
+        "calibrate": calibrate,
+        "explained": explained,
+        "usd_per_hour": is_given("usd_per_hour"),
+    }
+    for field, is_set in options.items():
+        if is_set:
+            reason = "is about one device, and {on} names several: leave one of them out."
+            raise UsageError(reason, field=field, on=Field("device"))
+
+
+def _check_calibration(
+    server: str | None, num_threads: int | None, *, calibrate: bool, is_here: bool
+) -> None:
+    """Refuse options that have no effect on measured steps, or none without them."""
     if calibrate and not is_here:
         reason = "measures this machine: leave {on} out."
         raise UsageError(reason, field="calibrate", on=Field("device"))
@@ -134,22 +227,6 @@ def command(
     if server is not None and num_threads is not None:
         reason = "has no effect with {other}, which has its own: leave it out."
         raise UsageError(reason, field="num_threads", other=Field("server"))
-    if calibrate:
-        num_threads = _calibrate(planned, model, server, num_threads)
-    known = None
-    if found is None:
-        found = planner.this_machine(num_threads)
-        known = None if shares else _known(planned, num_threads) or planner.usual(found)
-    planned = planned.as_(weights) if weights else planned
-    plan = planner.make_plan(planned, found, question, known)
-    if plan.fits and (plot is not None or html is not None):
-        _draw(plan, plot, html)
-    if as_json:
-        click.echo(encode_json(plan).decode())
-    elif plan.fits:
-        _show(plan, _simulation(plan, model, device), explained=explained)
-    if plan.chosen is None:
-        raise UnreachableError(plan.verdict)
 
 
 def _known(planned: PlannedModel, num_threads: int | None) -> Calibration | None:
@@ -211,18 +288,37 @@ def _simulation(plan: Plan, model: str, device: str) -> str:
     return " ".join(["twostroke simulate", shlex.quote(model), *words])
 
 
+def _show_ranking(plans: list[Plan], *, as_json: bool) -> None:
+    """Print the plans of several devices as one table, the best first."""
+    from twostroke.planner import words
+
+    ranking = words.rank(plans)
+    verdict = words.rank_verdict(ranking)
+    if as_json:
+        click.echo(encode_json({"verdict": verdict, "plans": ranking}).decode())
+    else:
+        click.echo(printable(verdict))
+        click.echo()
+        show_table([words.RANK_HEADINGS, *map(words.ranked, ranking)], range(1, 9))
+    if not words.is_met(ranking[0]):
+        raise UnreachableError(verdict)
+
+
 def _show(plan: Plan, simulation: str, *, explained: bool) -> None:
     from twostroke.planner import words
 
+    first, *more = words.answer(plan)
+    click.echo(printable(first if plan.chosen is not None else f"No: {first}"))
     for line in words.facts(plan):
         click.echo(printable(line))
     click.echo()
     show_table([words.HEADINGS, *map(words.cells, plan.rows)], range(10))
     click.echo()
-    if plan.chosen is not None:  # why there is no answer is an error
-        for line in words.answer(plan):
+    if plan.chosen is not None:
+        for line in more:
             click.echo(printable(line))
-        click.echo()
+        if more:
+            click.echo()
         show_table([words.LOAD_HEADINGS, *words.loads(plan)], range(5))
         click.echo()
         click.echo(printable(f"{words.ABOUT_LOADS}\n  {simulation}"))

@@ -13,7 +13,7 @@ from twostroke.planner import formulas
 from twostroke.planner.explain import explain
 from twostroke.planner.planner import Planner, last_that
 from twostroke.planner.question import MAX_DEVICES, MOST_UNASKED, context_shortfall
-from twostroke.planner.queueing import loads
+from twostroke.planner.queueing import loads, user_load
 from twostroke.planner.roofline import kv_bytes
 from twostroke.planner.usual import MEASURED, Usual
 from twostroke.planner.variants import variants
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from twostroke.planner.models import PlannedModel
     from twostroke.planner.planner import Memory, Row
     from twostroke.planner.question import Question
-    from twostroke.planner.queueing import Loaded
+    from twostroke.planner.queueing import Loaded, UserLoad
     from twostroke.planner.roofline import StepTime
 
 _MOST_STREAMS = 1 << 14  # that a plan looks at
@@ -83,7 +83,7 @@ class Plan(Frozen):
     `bound` says why there are no more streams, where their number was not asked for.
 
     `prefill` and `decode` are the steps of a prompt and of `shown` streams. `loads` are shares of
-    what the chosen streams carry.
+    what the chosen streams carry. `user_load` is None if the question names no users.
     """
 
     model: str
@@ -109,6 +109,7 @@ class Plan(Frozen):
     loads: tuple[Loaded, ...]
     what_ifs: tuple[WhatIf, ...]
     steps: tuple[str, ...]
+    user_load: UserLoad | None = None
     calibrated: Calibrated | None = None
     assumed: tuple[str, ...] = ()  # sizes that the model's configuration leaves out
     usual: str = ""  # of which model, on which machine, the steps are by which times are corrected
@@ -166,6 +167,7 @@ def make_plan(
         loads=() if chosen is None else loads(planner, chosen.streams),
         what_ifs=tuple(_what_ifs(planner, shown)),
         steps=tuple(explain(planner, memory, shown)),
+        user_load=None if chosen is None else user_load(planner, chosen.streams),
         calibrated=_calibrated(planner, shown),
         usual=MEASURED if isinstance(calibration, Usual) else "",
         assumed=model.assumed,

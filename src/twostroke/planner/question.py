@@ -17,6 +17,8 @@ MEMORY_SHARE = 0.9  # of a device's memory; the rest is for values of a step and
 MAX_DEVICES = 1024
 LEAST_SHARE = 0.001  # of arithmetic and bandwidth: any engine reaches more
 _BUDGET_ELSEWHERE = 2048  # tokens of a step on devices other than this machine
+MAX_USERS = 100_000
+DEFAULT_THINK_S = 20.0  # between an answer and the user's next request
 MOST_UNASKED = 256  # streams without an objective of TPOT: as many as an engine runs by default
 
 
@@ -37,6 +39,9 @@ class Question(Frozen):
         usd_per_hour: the price of a device, None for that of the table.
         token_budget: the most tokens that a step computes. What the streams leave of it goes to
             prompts, which are read in chunks; None reads each prompt in one step.
+        users: people or programs who each ask, wait for the answer, think, and ask again; None for
+            a plan without them.
+        think_s: seconds between a user's answer and their next request.
     """
 
     prompt: int = 1024
@@ -51,16 +56,20 @@ class Question(Frozen):
     mbu: float = 1.0
     usd_per_hour: float | None = None
     token_budget: int | None = None
+    users: int | None = None
+    think_s: float = DEFAULT_THINK_S
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        for field in ("prompt", "output", "token_budget", "count", "streams"):
+        for field in ("prompt", "output", "token_budget", "count", "streams", "users"):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise UsageError(f"must be a whole number, got {value!r}.", field=field)
         check_range(self, "prompt", "output", "token_budget", least=1, most=1 << 27)
         check_range(self, "count", least=1, most=MAX_DEVICES)
         check_range(self, "streams", least=1, most=1 << 20)
+        check_range(self, "users", least=1, most=MAX_USERS)
+        check_range(self, "think_s", least=0, most=1e6)
         if not 0 <= self.cached < 1:
             raise UsageError(f"must be at least 0 and below 1, got {self.cached}.", field="cached")
         check_range(self, "mfu", "mbu", least=LEAST_SHARE, most=1)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from twostroke.planner.plan import Plan
     from twostroke.planner.planner import Row
     from twostroke.planner.question import Question
+    from twostroke.planner.queueing import UserLoad
 
 HEADINGS: Final = (
     "STREAMS", "STEP MS", "MBU", "MFU", "TTFT MS", "MS/TOKEN", "TOKENS/S", "REQUESTS/S", "$/1M",
@@ -24,6 +25,10 @@ ABOUT_LOADS: Final = (
     "These are means of requests that come by chance, at shares of what the streams carry. Near "
     "all of it a small error of a step becomes a long queue. Percentiles and lengths that differ:"
 )
+RANK_HEADINGS: Final = (
+    "DEVICE", "STREAMS", "TTFT MS", "MS/TOKEN", "TOKENS/S", "REQUESTS/S", "REPLICAS", "$/HOUR",
+    "$/1K REQUESTS", "BOUND BY",
+)  # fmt: skip
 WHAT_IF_HEADINGS: Final = ("WHAT IF", "TTFT MS", "MS/TOKEN", "FIT", "$/1M")
 
 
@@ -148,10 +153,13 @@ def answer(plan: Plan) -> Iterator[str]:
     if row is None:
         yield plan.verdict
         return
+    if plan.user_load is not None:
+        yield _users_answer(plan, plan.user_load)
+    yes = "" if plan.user_load is not None else "Yes, "
     bound = f" (bound by {plan.bound})" if plan.bound else ""
     cost = "" if row.usd_per_1k is None else f"; 1K requests cost {_usd(row.usd_per_1k)} $"
     yield (
-        f"{num_streams(row.streams)}{bound}: {row.tokens_per_s:,.0f} tokens/s, "
+        f"{yes}{num_streams(row.streams)}{bound}: {row.tokens_per_s:,.0f} tokens/s, "
         f"{1 / row.tpot_s:.1f} for each, and {row.requests_per_s:.3g} requests/s, "
         f"while as many are always at work{cost}."
     )
@@ -164,11 +172,100 @@ def answer(plan: Plan) -> Iterator[str]:
         yield f"Prefill and decode apart: {ratio:.2g} prefill devices for each that decodes."
 
 
+def verdict(plan: Plan) -> str:
+    """Return the first sentence of the answer, as an error if it is no."""
+    return next(answer(plan)).removeprefix("No, ")
+
+
+def _users_answer(plan: Plan, load: UserLoad) -> str:
+    """Say how many replicas the users need, what they see, and what it costs."""
+    replicas = "one replica" if load.num_replicas == 1 else f"{load.num_replicas:,} replicas"
+    users = "1 user" if load.num_users == 1 else f"{load.num_users:,} users"
+    start = f"Yes, {users} on {replicas} of {title(plan)}"
+    if not load.meets_objectives:
+        start = f"No, the objectives cannot be met for {users}. On one replica of {title(plan)}"
+    cost = ""
+    if plan.roof.usd_per_hour is not None:
+        cost = f", for {plan.roof.usd_per_hour * load.num_replicas:,.4g} $ an hour"
+    return (
+        f"{start}: {milliseconds(load.ttft_s)} ms to the first token and "
+        f"{milliseconds(load.tpot_s)} ms for each further one on average, an answer after "
+        f"{digits(load.response_s)} s and the next request {load.think_s:g} s later; "
+        f"{load.requests_per_s:.3g} requests/s in all, {load.at_work:,.1f} at work on each{cost}."
+    )
+
+
 def loads(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table of loads."""
     for one in plan.loads:
         times = milliseconds(one.ttft_s), milliseconds(one.tpot_s)
         yield f"{one.share:.0%}", f"{one.requests_per_s:.3g}", f"{one.at_work:,.1f}", *times
+
+
+def ranked(plan: Plan) -> tuple[str, ...]:
+    """Return a row of the table that compares devices."""
+    count = f"{plan.question.count} x " if plan.question.count > 1 else ""
+    device, row, load = f"{count}{plan.device}", plan.chosen, plan.user_load
+    if row is None:
+        return (device, *("–",) * 8, plan.verdict.partition(":")[0])
+    seen = row if load is None else load
+    num_replicas = 1 if load is None else load.num_replicas
+    hour = None if plan.roof.usd_per_hour is None else plan.roof.usd_per_hour * num_replicas
+    return (
+        device,
+        f"{row.streams:,}",
+        milliseconds(seen.ttft_s),
+        milliseconds(seen.tpot_s),
+        f"{row.tokens_per_s:,.0f}",
+        f"{seen.requests_per_s:.3g}",
+        f"{num_replicas:,}",
+        _usd(hour),
+        _usd(cost_of(plan)),
+        plan.bound or "–",
+    )
+
+
+def cost_of(plan: Plan) -> float | None:
+    """Return $ for 1,000 requests of a plan, or for those that its users send; None if unknown."""
+    row, load = plan.chosen, plan.user_load
+    if row is None or load is None or plan.roof.usd_per_hour is None:
+        return None if row is None else row.usd_per_1k
+    return plan.roof.usd_per_hour * load.num_replicas / 3600 / load.requests_per_s * 1000
+
+
+def rank(plans: Sequence[Plan]) -> list[Plan]:
+    """Sort plans by cost, or by speed without prices; those that miss an objective are last."""
+
+    def key(plan: Plan) -> tuple[int, float, str]:
+        usd = cost_of(plan)
+        if not is_met(plan):
+            return (2, 0.0, plan.device)
+        speed = plan.chosen.requests_per_s if plan.chosen else 0.0
+        return (0, usd, "") if usd is not None else (1, -speed, "")
+
+    return sorted(plans, key=key)
+
+
+def is_met(plan: Plan) -> bool:
+    """Whether a plan does what is asked, for its users too."""
+    return plan.chosen is not None and (plan.user_load is None or plan.user_load.meets_objectives)
+
+
+def rank_verdict(plans: Sequence[Plan]) -> str:
+    """Say which device of ranked plans to take, or that none does what is asked."""
+    best = plans[0]
+    if not is_met(best):
+        return f"No: none of the {len(plans)} devices does what is asked."
+    usd = cost_of(best)
+    if usd is None:
+        return f"Yes: {title(best)} is the fastest; the prices of these devices are not known."
+    second = next((plan for plan in plans[1:] if cost_of(plan) is not None and is_met(plan)), None)
+    text = f"Yes: {title(best)} costs least, {_usd(usd)} $ for 1K requests"
+    if second is None:
+        return f"{text}."
+    ratio = (cost_of(second) or usd) / usd
+    more = f"{ratio - 1:.0%} more" if ratio < 2 else f"{ratio:.1f} times as much"
+    return f"{text}; {second.device} costs {more}."
 
 
 def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -42,6 +42,8 @@ HERE: Final = "here"
 _MAX_WAITING: Final = 16
 _MAX_TOKENS: Final = 1 << 20  # so that no plan takes long
 _MAX_STREAMS: Final = 1 << 14
+_MAX_USERS: Final = 100_000
+_DEFAULT_THINK_S: Final = 20.0  # as `planner.question` has it, which is imported when asked
 
 Tokens = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 
@@ -79,6 +81,16 @@ class PlanRequest(field.RequestObject):
         float | None,
         field.doc("Objective for each further token.", exclusiveMinimum=0, maximum=1e9),
     ] = None
+    users: Annotated[
+        Annotated[int, Meta(ge=1, le=_MAX_USERS)] | None,
+        field.doc("People or programs who each ask, wait for the answer, think, and ask again."),
+    ] = None
+    think_s: Annotated[
+        float,
+        field.doc(
+            "Seconds between a user's answer and their next request.", minimum=0, maximum=1e6
+        ),
+    ] = _DEFAULT_THINK_S
 
 
 class PlanDevice(msgspec.Struct, frozen=True):
