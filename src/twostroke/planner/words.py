@@ -247,12 +247,12 @@ def rank(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def is_met(plan: Plan) -> bool:
-    """Whether a plan does what is asked, for its users too."""
+    """Whether a plan meets all objectives, those of its users too."""
     return plan.chosen is not None and (plan.user_load is None or plan.user_load.meets_objectives)
 
 
 def rank_verdict(plans: Sequence[Plan]) -> str:
-    """Say which device of ranked plans to take, or that none does what is asked."""
+    """Return a sentence about the best of ranked plans, or about the lack of one."""
     best = plans[0]
     if not is_met(best):
         return f"No: none of the {len(plans)} devices does what is asked."
@@ -264,8 +264,8 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
     if second is None:
         return f"{text}."
     ratio = (cost_of(second) or usd) / usd
-    more = f"{ratio - 1:.0%} more" if ratio < 2 else f"{ratio:.1f} times as much"
-    return f"{text}; {second.device} costs {more}."
+    difference = f"{ratio - 1:.0%} more" if ratio < 2 else f"{ratio:.1f} times as much"
+    return f"{text}; {second.device} costs {difference}."
 
 
 def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:
