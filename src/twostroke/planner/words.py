@@ -234,7 +234,7 @@ def cost_of(plan: Plan) -> float | None:
 
 
 def rank(plans: Sequence[Plan]) -> list[Plan]:
-    """Sort plans by cost, or by speed without prices; those that miss an objective are last."""
+    """Sort plans by cost, or by speed without prices; plans that miss an objective are last."""
 
     def key(plan: Plan) -> tuple[int, float, str]:
         usd = cost_of(plan)
@@ -247,7 +247,7 @@ def rank(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def is_met(plan: Plan) -> bool:
-    """Whether a plan meets all objectives, those of its users too."""
+    """Whether a plan meets all objectives, also for its users."""
     return plan.chosen is not None and (plan.user_load is None or plan.user_load.meets_objectives)
 
 
