@@ -178,7 +178,7 @@ def verdict(plan: Plan) -> str:
 
 
 def _users_answer(plan: Plan, load: UserLoad) -> str:
-    """Say how many replicas the users need, what they see, and what it costs."""
+    """Return a sentence about the users: their replicas, latencies and costs."""
     replicas = "one replica" if load.num_replicas == 1 else f"{load.num_replicas:,} replicas"
     users = "1 user" if load.num_users == 1 else f"{load.num_users:,} users"
     start = f"Yes, {users} on {replicas} of {title(plan)}"
@@ -226,7 +226,7 @@ def ranked(plan: Plan) -> tuple[str, ...]:
 
 
 def cost_of(plan: Plan) -> float | None:
-    """Return $ for 1,000 requests of a plan, or for those that its users send; None if unknown."""
+    """Return $ for 1,000 requests of a plan, or of its users; None without a price."""
     row, load = plan.chosen, plan.user_load
     if row is None or load is None or plan.roof.usd_per_hour is None:
         return None if row is None else row.usd_per_1k
