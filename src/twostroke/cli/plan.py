@@ -133,19 +133,21 @@ def command(
     check_file(html, "html", (".html",))
     check_effect("think_s", "users", has_effect=given["users"] is not None)
     names = _device_names(device)
-    asked = _Asked(weights, num_threads, {k: v for k, v in given.items() if v is not None})
+    plan_options = _PlanOptions(
+        weights, num_threads, {k: v for k, v in given.items() if v is not None}
+    )
     planned = planner.planned_model(model)
     if len(names) > 1:
         _check_for_several(plot, html, calibrate=calibrate, explained=explained)
-        _show_ranking([_plan(planned, name, asked) for name in names], as_json=as_json)
+        _show_ranking([_plan(planned, name, plan_options) for name in names], as_json=as_json)
         return
     [name] = names
     check_threads(name)
     _check_calibration(server, num_threads, calibrate=calibrate, is_here=name == HERE)
     if calibrate:
         num_threads = _calibrate(planned, model, server, num_threads)
-        asked = _Asked(weights, num_threads, asked.question)
-    plan = _plan(planned, name, asked)
+        plan_options = _PlanOptions(weights, num_threads, plan_options.question)
+    plan = _plan(planned, name, plan_options)
     if plan.fits and (plot is not None or html is not None):
         _draw(plan, plot, html)
     if as_json:
@@ -156,8 +158,8 @@ def command(
         raise UnreachableError(verdict(plan))
 
 
-class _Asked(NamedTuple):
-    """What the command line asks of a device: storage, threads, and fields of the question."""
+class _PlanOptions(NamedTuple):
+    """Options of the command line that hold for each device."""
 
     weights: str | None
     num_threads: int | None
@@ -165,15 +167,17 @@ class _Asked(NamedTuple):
 
 
 def _device_names(names: tuple[str, ...]) -> list[str]:
-    """Return each named device once; `all` stands for those of the table with a known memory."""
+    """Return each named device once; `all` names the devices of the table with a known memory."""
     from twostroke.planner.devices import known_devices
 
     in_table = [name for name, device in known_devices().items() if device.memory_bytes]
-    named = [known for name in names for known in (in_table if name == ALL else [name])]
-    return list(dict.fromkeys(named))
+    unique: dict[str, None] = {}
+    for name in names:
+        unique |= dict.fromkeys(in_table if name == ALL else [name])
+    return list(unique)
 
 
-def _plan(planned: PlannedModel, name: str, asked: _Asked) -> Plan:
+def _plan(planned: PlannedModel, name: str, options: _PlanOptions) -> Plan:
     """Return the plan for one device: this machine as measured, or one of the table or a file."""
     from twostroke import planner
 
@@ -182,15 +186,15 @@ def _plan(planned: PlannedModel, name: str, asked: _Asked) -> Plan:
         "token_budget": planner.usual_budget(is_here=is_here),
         "kv_format": planner.usual_kv_format(is_here=is_here),
     }
-    question = planner.Question(**(defaults | asked.question))
-    model = planned.as_(asked.weights) if asked.weights else planned
+    question = planner.Question(**(defaults | options.question))
+    model = planned.as_(options.weights) if options.weights else planned
     if not is_here:
         return planner.make_plan(model, planner.find_device(name), question)
-    machine = planner.this_machine(asked.num_threads)
+    machine = planner.this_machine(options.num_threads)
     has_shares = is_given("mfu") or is_given("mbu")
     calibration = None
     if not has_shares:
-        calibration = _known(planned, asked.num_threads) or planner.usual(machine)
+        calibration = _known(planned, options.num_threads) or planner.usual(machine)
     return planner.make_plan(model, machine, question, calibration)
 
 
@@ -307,7 +311,7 @@ def _show_ranking(plans: list[Plan], *, as_json: bool) -> None:
 def _show(plan: Plan, simulation: str, *, explained: bool) -> None:
     from twostroke.planner import words
 
-    first, *more = words.answer(plan)
+    first, *details = words.answer(plan)
     click.echo(printable(first if plan.chosen is not None else f"No: {first}"))
     for line in words.facts(plan):
         click.echo(printable(line))
@@ -315,9 +319,9 @@ def _show(plan: Plan, simulation: str, *, explained: bool) -> None:
     show_table([words.HEADINGS, *map(words.cells, plan.rows)], range(10))
     click.echo()
     if plan.chosen is not None:
-        for line in more:
+        for line in details:
             click.echo(printable(line))
-        if more:
+        if details:
             click.echo()
         show_table([words.LOAD_HEADINGS, *words.loads(plan)], range(5))
         click.echo()

@@ -83,7 +83,7 @@ class Plan(Frozen):
     `bound` says why there are no more streams, where their number was not asked for.
 
     `prefill` and `decode` are the steps of a prompt and of `shown` streams. `loads` are shares of
-    what the chosen streams carry. `user_load` is None if the question names no users.
+    the load that the chosen streams carry. `user_load` is None if the question names no users.
     """
 
     model: str

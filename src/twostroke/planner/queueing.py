@@ -65,7 +65,7 @@ def loads(planner: Planner, streams: int) -> tuple[Loaded, ...]:
 
 
 def user_load(planner: Planner, streams: int) -> UserLoad | None:
-    """Return what the question's users see, on as few replicas as meet the objectives.
+    """Return the load of the question's users on the fewest replicas that meet the objectives.
 
     A replica computes at most `streams` requests at once. Without objectives, and where no number
     of replicas meets them, there is one replica. None if the question names no users.
