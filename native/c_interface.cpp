@@ -55,6 +55,24 @@ TS_EXPORT Pool* ts_pool_create(int32_t num_threads, const ts::NodeRecord* nodes,
   }
 }
 
+/// How many threads the next step will have: fewer than all while the machine is crowded.
+TS_EXPORT int32_t ts_pool_num_active(const Pool* pool) { return pool->num_active(); }
+
+/// Fixes that number; 0 lets it adapt again. Not while a step runs.
+TS_EXPORT void ts_pool_fix_num_active(Pool* pool, int32_t num_active) {
+  pool->fix_num_active(num_active);
+}
+
+/// For tests: what `Crowding` decides after each of `count` steps.
+TS_EXPORT void ts_crowding(int32_t num_threads, int64_t count, const double* elapsed_s,
+                           const double* longest_wait_s, int32_t* num_active) {
+  ts::Crowding crowding(num_threads);
+  for (int64_t i = 0; i < count; ++i) {
+    crowding.see(elapsed_s[i], longest_wait_s[i]);
+    num_active[i] = crowding.num_active();
+  }
+}
+
 TS_EXPORT void ts_pool_destroy(Pool* pool) {
   if (pool->is_ours()) delete pool;
 }

@@ -7,6 +7,7 @@
 #include <sched.h>
 #endif
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -26,6 +27,14 @@ constexpr auto kBarrierSpin = std::chrono::microseconds(60);
 /// slept meanwhile comes some 200 microseconds late (measured in a virtual machine): 3% of a step
 /// of 5 ms.
 constexpr auto kTaskSpin = std::chrono::microseconds(800);
+
+/// Time of tasks after which `Crowding` decides: some steps of a small model, one of a slow one.
+constexpr double kWindowS = 0.04;
+constexpr double kShortestRestS = 0.25;
+constexpr double kLongestRestS = 4;
+/// Shares of their time that threads may wait, beyond what they wait for each other undisturbed.
+constexpr double kLeastBearable = 0.4;
+constexpr double kMargin = 0.1;
 
 #if defined(__x86_64__)
 
@@ -109,6 +118,8 @@ bool Places::is_shared(int thread) const {
   return false;
 }
 
+void Places::leave(int thread) { places_[thread].core.store(-1, std::memory_order_relaxed); }
+
 #ifdef __linux__
 
 void Places::settle(int thread) {
@@ -147,8 +158,46 @@ void Barrier::wait(uint32_t round, int thread, const Places& places) {
   round_.wait_beyond(round, places.is_shared(thread) ? microseconds(0) : kBarrierSpin);
 }
 
+void Crowding::see(double elapsed_s, double longest_wait_s) {
+  elapsed_s_ += elapsed_s;
+  longest_wait_s_ += longest_wait_s;
+  const bool is_resting = num_active_ < num_threads_;
+  if (is_resting) rested_s_ += elapsed_s;
+  if (elapsed_s_ < kWindowS) return;
+  const bool is_crowded = loses_too_much();
+  sound_s_ = is_crowded ? 0 : sound_s_ + elapsed_s_;
+  elapsed_s_ = longest_wait_s_ = 0;
+  if (is_crowded) {
+    --num_active_;
+    rested_s_ = 0;
+    rest_s_ = std::min(std::max(kShortestRestS, 2 * rest_s_), kLongestRestS);
+  } else if (is_resting && rested_s_ >= rest_s_) {
+    ++num_active_;
+    rested_s_ = 0;
+  } else if (!is_resting && sound_s_ > kLongestRestS) {
+    rest_s_ = 0;
+  }
+}
+
+void Crowding::begin_again() {
+  num_active_ = num_threads_;
+  elapsed_s_ = longest_wait_s_ = rested_s_ = rest_s_ = sound_s_ = 0;
+}
+
+bool Crowding::loses_too_much() const {
+  // Without one of n threads, the others have 1/n more work.
+  const double bearable = std::max(kLeastBearable, 1.0 / num_active_ + kMargin);
+  return num_active_ > 1 && longest_wait_s_ > bearable * elapsed_s_;
+}
+
 Pool::Pool(int num_threads, Nodes nodes)
-    : num_threads_(num_threads), nodes_(std::move(nodes)), owner_(getpid()), places_(num_threads) {
+    : num_threads_(num_threads),
+      nodes_(std::move(nodes)),
+      owner_(getpid()),
+      places_(num_threads),
+      num_active_(num_threads),
+      few_rows_(num_threads),
+      many_rows_(num_threads) {
   try {
     for (int thread = 1; thread < num_threads; ++thread) {
       threads_.emplace_back([this, thread] { work(thread); });
@@ -166,12 +215,14 @@ Pool::~Pool() { stop(); }
 void Pool::stop() {
   stopping_ = true;
   start_.set(start_.value() + 1);
+  resumed_.set(resumed_.value() + 1);
   for (std::thread& thread : threads_) thread.join();
 }
 
 void Pool::run(Task task, void* context) {
   const FloatMode mode;
-  if (num_threads_ == 1 || !is_ours()) {
+  const int num_active = is_ours() ? num_active_.load(std::memory_order_relaxed) : 1;
+  if (num_active == 1) {
     task(context, 0, 1);
     return;
   }
@@ -180,8 +231,34 @@ void Pool::run(Task task, void* context) {
   context_ = context;
   places_.settle(0);
   start_.set(start_.value() + 1);
-  task(context, 0, num_threads_);
-  meet(0, num_threads_, [] {});
+  task(context, 0, num_active);
+  meet(0, num_active, [] {});
+}
+
+void Pool::set_num_active(int num_active) {
+  const int before = num_active_.load();
+  if (num_active == before || num_active < 1 || num_active > num_threads_) return;
+  for (int thread = num_active; thread < before; ++thread) places_.leave(thread);
+  resumed_after_.store(start_.value());
+  num_active_.store(num_active);
+  if (num_active > before) resumed_.set(resumed_.value() + 1);
+}
+
+void Pool::fix_num_active(int num_active) {
+  is_fixed_ = num_active > 0;
+  set_num_active(is_fixed_ ? num_active : num_threads_);
+  few_rows_.begin_again();
+  many_rows_.begin_again();
+}
+
+void Pool::begin_step(bool has_many_rows) {
+  has_many_rows_ = has_many_rows;
+  if (!is_fixed_) set_num_active((has_many_rows ? many_rows_ : few_rows_).num_active());
+}
+
+void Pool::end_step(double elapsed_s, double longest_wait_s) {
+  if (is_fixed_ || num_threads_ == 1) return;
+  (has_many_rows_ ? many_rows_ : few_rows_).see(elapsed_s, longest_wait_s);
 }
 
 void Pool::work(int thread) {
@@ -191,9 +268,19 @@ void Pool::work(int thread) {
     start_.wait_beyond(seen, kTaskSpin);
     seen = start_.value();
     if (stopping_) return;
+    // In this order: who sees the new number also sees after which task it holds, and whoever
+    // rests because of the old number is woken by a later signal.
+    const uint32_t resumed = resumed_.value();
+    const int num_active = num_active_.load();
+    if (thread >= num_active) {
+      resumed_.wait_beyond(resumed, std::chrono::microseconds(0));
+      continue;
+    }
+    // A thread that wakes late sees the end of a task that ran without it.
+    if (static_cast<int32_t>(seen - resumed_after_.load()) <= 0) continue;
     places_.settle(thread);
-    task_(context_, thread, num_threads_);
-    meet(thread, num_threads_, [] {});
+    task_(context_, thread, num_active);
+    meet(thread, num_active, [] {});
   }
 }
 

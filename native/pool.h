@@ -51,6 +51,9 @@ class Places {
   /// Whether another thread was last seen on the core of `thread`.
   bool is_shared(int thread) const;
 
+  /// Says that `thread` has no core, as it rests.
+  void leave(int thread);
+
  private:
   struct alignas(64) Place {
     std::atomic<int> core{-1};
@@ -86,6 +89,35 @@ class Barrier {
   Signal round_;
 };
 
+/// Decides how many threads of a team compute. Beside other programs, threads that share a core
+/// come late to every barrier, and each wait may last until the system's next turn: two threads
+/// were then ten times as slow as one. So a thread rests while the others lose too much time, and
+/// is tried again later. The number of threads changes no result.
+class Crowding {
+ public:
+  explicit Crowding(int num_threads) : num_threads_(num_threads), num_active_(num_threads) {}
+
+  /// How many threads the next task should have.
+  int num_active() const { return num_active_; }
+
+  /// Takes a task's time, and the longest of its threads' waits for others.
+  void see(double elapsed_s, double longest_wait_s);
+
+  /// Forgets what it has seen: all threads compute.
+  void begin_again();
+
+ private:
+  bool loses_too_much() const;
+
+  const int num_threads_;
+  int num_active_;
+  double elapsed_s_ = 0;       // of the window
+  double longest_wait_s_ = 0;  // in it
+  double rested_s_ = 0;        // since the number of threads changed, while one rests
+  double rest_s_ = 0;          // until it is tried again
+  double sound_s_ = 0;         // since too much was lost
+};
+
 /// A team of threads. One call of `run` at a time, from any thread.
 class Pool {
  public:
@@ -99,6 +131,15 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int num_threads() const { return num_threads_; }
+  /// How many of them a task has: the first ones.
+  int num_active() const { return num_active_.load(std::memory_order_relaxed); }
+  /// Chooses that number before a step, for how crowded steps of this kind were: threads share the
+  /// work of many rows out as they come, and lose less.
+  void begin_step(bool has_many_rows);
+  /// After a step: how long it took, and the longest of its threads' waits for others.
+  void end_step(double elapsed_s, double longest_wait_s);
+  /// Fixes the number of threads of a task; with 0 it adapts again. Not while a task runs.
+  void fix_num_active(int num_active);
   const Nodes& nodes() const { return nodes_; }
 
   using Task = void (*)(void* context, int thread, int num_threads);
@@ -116,6 +157,7 @@ class Pool {
  private:
   void work(int thread);
   void stop();
+  void set_num_active(int num_active);
 
   const int num_threads_;
   const Nodes nodes_;
@@ -123,6 +165,13 @@ class Pool {
   std::vector<std::thread> threads_;
   Places places_;
   Signal start_;
+  Signal resumed_;                          // threads that rest wait for it
+  std::atomic<uint32_t> resumed_after_{0};  // the value of start_ before the task that they join
+  std::atomic<int> num_active_;
+  Crowding few_rows_;
+  Crowding many_rows_;
+  bool has_many_rows_ = false;
+  bool is_fixed_ = false;
   Barrier barrier_;
   Task task_ = nullptr;
   void* context_ = nullptr;

@@ -370,10 +370,10 @@ void get_ready(StepState& step) {
     const bool is_apart = step.drawn.are_apart && plan.is_late[i];
     const StepRecord& own = is_apart ? step.drawn.record : record;
     const int64_t end = is_apart ? own.num_rows : step.row_end;
-    plan.schedules[i].make(own, step.row_begin, end, plan.pool.num_threads());
+    plan.schedules[i].make(own, step.row_begin, end, plan.pool.num_active());
   }
   for (PieceSchedule& schedule : plan.piece_schedules) {
-    schedule.make(record, step.row_begin, step.row_end, plan.pool.num_threads());
+    schedule.make(record, step.row_begin, step.row_end, plan.pool.num_active());
   }
 }
 
@@ -382,17 +382,23 @@ void get_ready(StepState& step) {
 void run_step(Plan& plan, StepRecord& record) {
   const Clock::time_point begin = Clock::now();
   check(plan, record);
+  plan.pool.begin_step(record.num_rows > kFewRows);
   StepState step{plan, record, {}, {}, {}, {}};
   step.row_begin = record.num_rows * plan.link.row_part / plan.link.num_row_parts;
   step.row_end = record.num_rows * (plan.link.row_part + 1) / plan.link.num_row_parts;
-  step.waiting_s.assign(static_cast<size_t>(plan.pool.num_threads()), 0);
+  step.waiting_s.assign(static_cast<size_t>(plan.pool.num_active()), 0);
   get_ready(step);
   plan.pool.run(run_thread, &step);
   record.elapsed_s = seconds_between(begin, Clock::now());
   double waiting_s = 0;
-  for (const double wait_s : step.waiting_s) waiting_s += wait_s;
+  double longest_wait_s = 0;
+  for (const double wait_s : step.waiting_s) {
+    waiting_s += wait_s;
+    longest_wait_s = std::max(longest_wait_s, wait_s);
+  }
   record.kernel_s = record.elapsed_s - waiting_s / static_cast<double>(step.waiting_s.size());
   record.collective_s = step.collective_s;
+  plan.pool.end_step(record.elapsed_s, longest_wait_s - step.collective_s);
   if (step.is_lost) throw RankLost();
 }
 

@@ -140,7 +140,8 @@ class StepResult(Frozen):
     A slice's first token follows the request's newest, the others follow its drafts. It is
     `NO_TOKEN` if none could be drawn; `logprobs[i]` is None unless the request asked for it.
     `elapsed_s` is the whole call, `kernel_s` its part inside kernels and `collective_s` its part in
-    collectives, waiting for other ranks included; they are 0.0 if not measured.
+    collectives, waiting for other ranks included; they are 0.0 if not measured. `crowded_s` is the
+    whole call if fewer threads than all computed, because other programs keep cores busy.
     `hidden` has the backend's `tapped_value` for each drawn token. `scores` are the log-
     probabilities of scored rows, None if logits are not numbers. `states` has, for each slice with
     `num_pooled` rows, their final hidden states (rows, width), which depend on these rows alone.
@@ -156,6 +157,7 @@ class StepResult(Frozen):
     states: Sequence[NDArray[np.float32]] = ()
     collective_s: float = 0.0
     num_compiled: int = 0
+    crowded_s: float = 0.0
 
 
 class Delta(Frozen):

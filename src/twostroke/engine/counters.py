@@ -38,7 +38,8 @@ _NUM_RECENT: Final = 120  # steps
 class Stroke(Frozen):
     """Sums over the steps of one kind; `rows` are tokens computed.
 
-    `collective_s` is what rank 0 spent in collectives, waiting for other ranks included.
+    `collective_s` is what rank 0 spent in collectives, waiting for other ranks included;
+    `crowded_s` are the seconds of steps with fewer threads than all.
     """
 
     steps: int = 0
@@ -48,6 +49,7 @@ class Stroke(Frozen):
     time_s: float = 0.0
     kernel_s: float = 0.0
     collective_s: float = 0.0
+    crowded_s: float = 0.0
 
     def __sub__(self, earlier: Stroke) -> Stroke:
         """Return what was added since `earlier`."""
@@ -261,6 +263,7 @@ class Counters:
             old.time_s + result.elapsed_s,
             old.kernel_s + result.kernel_s,
             old.collective_s + result.collective_s,
+            old.crowded_s + result.crowded_s,
         )
         if is_prefill:
             self._strokes = Strokes(new, strokes.decode)

@@ -16,7 +16,7 @@ from twostroke.backends.cpu.library import choose_level, load_library, usual_kv_
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.plan import NativePlan, PlanLink, PlanPages
 from twostroke.backends.cpu.steps import StepArrays, record_of
-from twostroke.backends.cpu.team import thread_pool
+from twostroke.backends.cpu.team import ActiveThreads, thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.reference.operations import rms_norm
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
@@ -103,6 +103,7 @@ class CpuBackend:
             opened.callback(self._plan.close)
             weights.pack(self._pool, release, progress)
             self._opened = opened.pop_all()
+        self._crowded = ActiveThreads(library, self._pool, num_threads)
         self.facts = BackendFacts(
             name="cpu",
             detail=_detail(choice.level, num_threads, activation_bits, kv_format),
@@ -153,6 +154,7 @@ class CpuBackend:
             with np.errstate(all="ignore"):  # readers check for numbers that are not finite
                 states = [self._norm(x=rows) for rows in states]
         elapsed_s = time.perf_counter() - self._began_s
+        is_crowded = self._crowded.after_step(elapsed_s)
         return StepResult(
             tokens,
             logprobs,
@@ -162,6 +164,7 @@ class CpuBackend:
             scores,
             states,
             collective_s=step.collective_s,
+            crowded_s=elapsed_s if is_crowded else 0.0,
         )
 
     def follow(self, frame: StepFrame) -> float:

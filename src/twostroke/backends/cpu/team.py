@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from ctypes import c_int32
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.backends.cpu.library import load_library
 from twostroke.backends.cpu.records import NodeRecord
@@ -14,6 +15,9 @@ from twostroke.core.hardware import memory_nodes, place_threads
 if TYPE_CHECKING:
     import ctypes
     from collections.abc import Iterator
+
+_TOLD_AFTER_S: Final = 2.0  # of steps with fewer threads
+_logger = logging.getLogger("twostroke.engine")
 
 
 @contextmanager
@@ -37,6 +41,37 @@ def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
         yield pool
     finally:
         library.ts_pool_destroy(pool)
+
+
+class ActiveThreads:
+    """Tells whether fewer threads than all compute, as `Crowding` of native/pool.h decides.
+
+    Beside programs that keep cores busy, threads that wait for each other take many times as long.
+    A log line says so once.
+    """
+
+    def __init__(self, library: ctypes.CDLL, pool: int, num_threads: int) -> None:
+        """Take a pool of `num_threads`."""
+        self._library, self._pool, self._num_threads = library, pool, num_threads
+        self._crowded_s = 0.0
+        self._was_told = False
+
+    def after_step(self, elapsed_s: float) -> bool:
+        """Return whether the step that took so long had fewer threads; tell it once."""
+        num_active = self._library.ts_pool_num_active(self._pool)
+        if num_active >= self._num_threads:
+            return False
+        self._crowded_s += elapsed_s
+        if self._crowded_s >= _TOLD_AFTER_S and not self._was_told:
+            self._was_told = True
+            _logger.info(
+                "Other programs keep cores busy: %d of %d threads compute, which is faster now. "
+                "More compute as soon as cores are free; --threads %d keeps it so.",
+                num_active,
+                self._num_threads,
+                num_active,
+            )
+        return True
 
 
 def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:

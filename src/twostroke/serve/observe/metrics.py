@@ -72,6 +72,7 @@ _STROKES: Final = (
     ("time_s", "time_seconds", "Seconds in steps."),
     ("kernel_s", "kernel_seconds", "Seconds inside kernels."),
     ("collective_s", "collective_seconds", "Seconds of these in which rank 0 met other ranks."),
+    ("crowded_s", "crowded_seconds", "Seconds in steps with fewer threads, beside other programs."),
 )
 _SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
     ("num_running", GaugeMetricFamily, "requests_running", "Answers that hold pages."),
