@@ -21,6 +21,18 @@ MAX_CONSTRAINT = 256 * 1024  # characters
 
 
 @dataclass(frozen=True, slots=True)
+class Excluded:
+    """A text that an answer must not begin with, or with `is_whole` must not be.
+
+    The first `start` bytes precede the value that was wrong: they are as they were.
+    """
+
+    text: str
+    start: int
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Constraint:
     """A set of texts, one of which the answer will be.
 
@@ -28,7 +40,8 @@ class Constraint:
     expression for the whole answer), "choice" (a JSON list of texts), "lark" (Lark's notation, as
     llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is the caller's
     name of it, for errors. The answer may also be one of the texts of `alternative`. A `preface`
-    may precede the text.
+    may precede the text. Answers that begin with one of the `excluded` texts, which are those of
+    whole answers with their preface, are not drawn.
 
     Raises:
         RequestError: the notation is unknown, or the text is too long or not valid Unicode.
@@ -39,6 +52,7 @@ class Constraint:
     param: str = field(default="constraint", compare=False)
     preface: Preface | None = None
     alternative: Constraint | None = None
+    excluded: tuple[Excluded, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Check the notation and the text."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
+from twostroke.sample.exclusion import Exclusions, TokenTexts
 from twostroke.sample.large_stack import on_large_stack
 from twostroke.sample.lark import NO_FORCING, after_preface, either, with_prepared_schemas
 from twostroke.schema.deadline import Deadline
@@ -224,6 +225,11 @@ class Grammars:
         return text, gaps
 
     @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The texts of the tokens, for excluded texts."""
+        return TokenTexts(self._tokenizer)
+
+    @cached_property
     def _vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
@@ -271,6 +277,7 @@ class GrammarMatcher:
         self._grammars = grammars
         self._constraint = constraint
         self._num_known = 0  # tokens of the output
+        self._exclusions: Exclusions | None = None
         self.ends = grammars.ends
         self.num_words = grammars.num_words
 
@@ -283,6 +290,9 @@ class GrammarMatcher:
         assert not self._num_known
         found = GrammarMatcher(self._matcher, self._grammars, constraint, self.gaps)
         found._is_shared = True
+        if constraint.excluded:
+            texts = self._grammars.token_texts
+            found._exclusions = Exclusions.of(constraint.excluded, texts, self.ends)
         return found
 
     def masks(
@@ -296,6 +306,8 @@ class GrammarMatcher:
         self._follow(output)
         _mask(self._matcher, out[0])
         self._check()
+        if self._exclusions:
+            self._exclusions.clear(self._matcher, out[0])
         if drafts:
             self._mask_drafts(drafts, parents, out[1:])
 
@@ -319,6 +331,9 @@ class GrammarMatcher:
                 matcher.consume_token(draft)
                 path.append(i)
                 _mask(matcher, out[i])
+                if self._exclusions:
+                    tokens = [drafts[place] for place in path if place != ROOT]
+                    self._exclusions.after(tokens).clear(matcher, out[i])
             if matcher.is_error():  # the request fails only if this draft is right
                 out[i] = 0
                 return
@@ -341,8 +356,11 @@ class GrammarMatcher:
         if self._is_shared:
             self._matcher, self._is_shared = self._matcher.deep_copy(), False
         if len(output) > self._num_known:
-            self._matcher.consume_tokens(list(output[self._num_known :]))
+            tokens = list(output[self._num_known :])
+            self._matcher.consume_tokens(tokens)
             self._num_known = len(output)
+            if self._exclusions:
+                self._exclusions = self._exclusions.after(tokens)
 
     def _check(self) -> None:
         if self._matcher.is_error():

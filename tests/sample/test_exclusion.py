@@ -1,0 +1,78 @@
+"""Answers are drawn without the texts that are excluded, and never run into a dead end."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support.byte_tokenizer import byte_tokenizer
+from twostroke.core.constraint import Constraint, Excluded
+from twostroke.core.tree import ROOT
+from twostroke.sample.grammar import Grammars
+
+if TYPE_CHECKING:
+    from twostroke.tokenize import Tokenizer
+
+NAMES = {"type": "array", "items": {"enum": ["one", "two", "onetwo"]}, "minItems": 2, "maxItems": 2}
+CASES: list[tuple[dict[str, Any], list[Excluded], list[str]]] = [
+    (
+        {"enum": ["hello", "hell", "help"]},
+        [Excluded('"hello"', 0)],
+        ['"hell"', '"help"'],
+    ),
+    ({"enum": ["hello", "hell", "help"]}, [Excluded('"hel', 0)], []),
+    ({"enum": [1, 12, 123]}, [Excluded("12", 0, is_whole=True)], ["1", "123"]),
+    ({"enum": [1, 12, 123]}, [Excluded("12", 0)], ["1"]),
+    (
+        NAMES,
+        [Excluded('["one", "one"', 8), Excluded('["two', 1)],
+        ['["one", "two"]', '["one", "onetwo"]']
+        + [f'["onetwo", "{name}"]' for name in ("one", "two", "onetwo")],
+    ),
+    ({"enum": ["wé", "wè"]}, [Excluded('"wé"', 0)], ['"wè"']),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, tokenizer.vocab_size)
+
+
+@pytest.mark.parametrize(("schema", "excluded", "others"), CASES, ids=str)
+def test_all_other_texts_and_no_others_can_be_drawn(
+    grammars: Grammars,
+    tokenizer: Tokenizer,
+    schema: dict[str, Any],
+    excluded: list[Excluded],
+    others: list[str],
+) -> None:
+    """Go through all answers, by drafts as well, and look for places without any token."""
+    constraint = Constraint("json_schema", json.dumps(schema), excluded=tuple(excluded))
+    texts: set[str] = set()
+    waiting: list[list[int]] = [[]]
+    while waiting:
+        output = waiting.pop()
+        matcher = grammars.matcher(constraint)
+        mask = np.zeros((1, matcher.num_words), np.uint32)
+        matcher.masks(output, (), (), mask)
+        if output:
+            drafted = np.zeros((1 + len(output), matcher.num_words), np.uint32)
+            parents = [ROOT, *range(len(output) - 1)]
+            grammars.matcher(constraint).masks([], output, parents, drafted)
+            assert (drafted[-1] == mask[0]).all()
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        assert allowed or not output, tokenizer.decode(output)
+        for token in allowed:
+            if token in tokenizer.eos_ids:
+                texts.add(tokenizer.decode(output))
+            else:
+                waiting.append([*output, token])
+    assert texts == set(others)
