@@ -26,10 +26,24 @@ _LIMIT_S: Final = 20.0  # of a check: the process itself ends after 2 seconds of
 
 
 class Fault(Frozen):
-    """What of a schema an answer does not keep to: a keyword, and its place as a JSON pointer."""
+    """The rule of a schema that an answer breaks.
+
+    Attributes:
+        keyword: the rule; "repeated member" for a name that occurs twice in an object.
+        place: its place in the schema, as a JSON pointer.
+        path: the names and indices that lead to the wrong value in the answer.
+        name: the name that occurs twice.
+    """
 
     keyword: str
     place: str = ""
+    path: tuple[str | int, ...] = ()
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Return the rule with its place in the schema, such as `uniqueItems (/uniqueItems)`."""
+        detail = self.place or ascii(self.name)
+        return f"{self.keyword} ({detail})"
 
 
 class UncheckedError(ValueError):
@@ -85,7 +99,9 @@ class Verifier:
             raise UncheckedError("the check took too much time or memory")
         if "error" in verdict:
             raise UncheckedError(verdict["error"])
-        return None if reason is None else Fault(**reason)
+        if reason is None:
+            return None
+        return Fault(**{**reason, "path": tuple(reason.get("path", ()))})
 
     def _running(self) -> subprocess.Popen[bytes]:
         """Return the process, or a new one if it has ended."""

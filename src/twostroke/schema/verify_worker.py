@@ -65,9 +65,9 @@ def _check(schema: str, answer: str | None) -> None:
             return
         value = _read(answer, _unique)
         is_valid = validator.is_valid(value)
-    except _RepeatedError:
+    except _RepeatedError as error:
         _write({"is_valid": False})
-        _write({"keyword": "repeated member"})
+        _write({"keyword": "repeated member", "name": error.name[:_MOST_SHOWN]})
         return
     except json.JSONDecodeError:
         _write({"is_valid": False})
@@ -80,7 +80,18 @@ def _check(schema: str, answer: str | None) -> None:
     if not is_valid:
         first = next(iter(validator.iter_errors(value)))
         place = "/".join(map(str, ["", *first.schema_path]))
-        _write({"keyword": first.kind.name, "place": place[:_MOST_SHOWN]})
+        path = list(first.instance_path)
+        if first.kind.name == "uniqueItems":
+            path = [*path, *_repeated_item(value, path)]
+        _write({"keyword": first.kind.name, "place": place[:_MOST_SHOWN], "path": path})
+
+
+def _repeated_item(value: Any, path: list[str | int]) -> list[int]:
+    """Return the index of the first item that equals an earlier one."""
+    for step in path:
+        value = value[step]
+    same = jsonschema_rs.Draft202012Validator({"uniqueItems": True}).is_valid
+    return next(([end] for end in range(len(value)) if not same(value[: end + 1])), [])
 
 
 def _validator(text: str) -> Any:
@@ -114,11 +125,17 @@ def _without_contents(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class _RepeatedError(Exception):
     """An object has a member twice."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise _RepeatedError
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _RepeatedError(name)
+        found[name] = value
     return found
 
 

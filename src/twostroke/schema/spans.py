@@ -1,0 +1,199 @@
+"""Where the values of a JSON text are: a wrong one in a whole answer, or in one that grows."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.schema.verify import Fault
+
+    Path = tuple[str | int, ...]
+    PathPattern = tuple[str | int | None, ...]  # None for any step
+
+_BLANK: Final = re.compile(r"[ \t\n\r]*")
+_DECODER: Final = json.JSONDecoder()
+_GAP: Final = re.compile(r"[^ ]+ \((/[^…]*)\)")
+_REPEATED: Final = "(names that repeat)"
+_IN_PLACE: Final = frozenset(("allOf", "anyOf", "oneOf"))  # followed by an index
+
+
+def wrong_span(text: str, fault: Fault) -> tuple[int, int]:
+    """Return where the value is that a fault is about, as offsets of its begin and its end.
+
+    For a name that occurs twice this is its second occurrence. A path that does not lead to a value
+    ends at the last value on it.
+    """
+    if fault.name:
+        return _repeated_span(text, fault.name)
+    start = _skip(text, 0)
+    for step in fault.path:
+        inner = _inner(text, start, step)
+        if inner is None:
+            break
+        start = inner
+    return start, _DECODER.raw_decode(text, start)[1]
+
+
+def _inner(text: str, start: int, step: str | int) -> int | None:
+    """Return where a member or item of the value at an offset begins."""
+    for key, begin, _ in _members(text, start):
+        if key == step:
+            return begin
+    return None
+
+
+def _members(text: str, start: int) -> list[tuple[str | int, int, int]]:
+    """Return the names or indices of what is in a value, each with where its value begins.
+
+    The last number is where the name begins.
+    """
+    members: list[tuple[str | int, int, int]] = []
+    if text[start] not in "{[":
+        return members
+    is_object, here = text[start] == "{", _skip(text, start + 1)
+    while here < len(text) and text[here] not in "}]":
+        key: str | int = len(members)
+        name_start = here
+        if is_object:
+            key, here = _DECODER.raw_decode(text, here)
+            here = _skip(text, _skip(text, here) + 1)  # the colon
+        members.append((key, here, name_start))
+        here = _skip(text, _DECODER.raw_decode(text, here)[1])
+        if text[here] == ",":
+            here = _skip(text, here + 1)
+    return members
+
+
+def _repeated_span(text: str, name: str) -> tuple[int, int]:
+    """Return where a name is that occurred before in its object."""
+    waiting = [_skip(text, 0)]
+    while waiting:
+        start = waiting.pop()
+        seen: set[str | int] = set()
+        for key, begin, name_start in _members(text, start):
+            if key in seen and str(key).startswith(name):
+                return name_start, _DECODER.raw_decode(text, name_start)[1]
+            seen.add(key)
+            waiting.append(begin)
+    return 0, len(text)
+
+
+def _skip(text: str, place: int) -> int:
+    """Return where the blanks after an offset end."""
+    match = _BLANK.match(text, place)
+    assert match
+    return match.end()
+
+
+def checked_places(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
+    """Return the places of values that only the check of the finished answer can judge.
+
+    Names that repeat are not among them: `HeldBack` finds them. An empty path is the whole answer.
+    """
+    places: dict[PathPattern, None] = {}
+    for gap in gaps:
+        if gap.endswith(_REPEATED):
+            continue
+        match = _GAP.fullmatch(gap)
+        path = _instance_path(match[1]) if match else None
+        if path is None or '"$ref"' in schema or '"$dynamicRef"' in schema:
+            return ((),)
+        places[path] = None
+    return tuple(places)
+
+
+def _instance_path(pointer: str) -> PathPattern | None:
+    """Return the places in answers of the values that a schema in a schema is about."""
+    path: list[str | int | None] = []
+    steps = pointer.split("/")[1:]
+    while steps and steps != [""]:
+        keyword = steps.pop(0)
+        if keyword == "properties" and steps:
+            path.append(steps.pop(0))
+        elif keyword in _IN_PLACE and steps:
+            steps.pop(0)
+        elif keyword in {"items", "prefixItems"}:
+            path.append(None)
+            if steps and steps[0].isdecimal():
+                steps.pop(0)
+        elif keyword == "additionalProperties":
+            path.append(None)
+        else:
+            return None
+    return tuple(path)
+
+
+class HeldBack:
+    """Reads a JSON text as it grows, up to where the check may want to change it."""
+
+    def __init__(self, places: Sequence[PathPattern]) -> None:
+        """Hold back values at these places, and names that occur twice in an object."""
+        self._places = places
+        self._path: list[str | int] = []  # of the value that is being read
+        self._names: list[set[str] | None] = []  # of the open objects; None for arrays
+        self._string: list[str] | None = None  # the string that is being read
+        self._is_escaped = False
+        self._wants_name = False
+        self.is_held = self._is_checked()
+
+    @property
+    def is_in_name(self) -> bool:
+        """Whether the text ends within a name that may have occurred before in its object."""
+        return self._string is not None and self._wants_name and bool(self._names[-1])
+
+    def feed(self, text: str) -> None:
+        """Read on; `is_held` becomes true if the text has what must be held back."""
+        for character in text:
+            if self.is_held:
+                return
+            self._read(character)
+
+    def _read(self, character: str) -> None:
+        if self._string is not None:
+            self._string.append(character)
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._end_string(json.loads("".join(self._string), strict=False))
+        elif character == '"':
+            self._string = ['"']
+        elif character in "{[":
+            self._names.append(set() if character == "{" else None)
+            self._path.append("" if character == "{" else 0)
+            self._wants_name = character == "{"
+            if character == "[":
+                self.is_held = self._is_checked()
+        elif character in "}]" and self._names:
+            self._names.pop()
+            self._path.pop()
+            self._wants_name = False
+        elif character == "," and self._names:
+            self._wants_name = self._names[-1] is not None
+            if not self._wants_name:
+                self._path[-1] = int(self._path[-1]) + 1
+                self.is_held = self._is_checked()
+
+    def _end_string(self, value: str) -> None:
+        self._string = None
+        names = self._names[-1] if self._names else None
+        if not self._wants_name or names is None:
+            return
+        self._wants_name = False
+        self.is_held = value in names
+        names.add(value)
+        self._path[-1] = value
+        self.is_held = self.is_held or self._is_checked()
+
+    def _is_checked(self) -> bool:
+        """Return whether the value that begins now is at one of the places."""
+        return any(
+            len(place) == len(self._path)
+            and all(step in (None, here) for step, here in zip(place, self._path, strict=True))
+            for place in self._places
+        )
