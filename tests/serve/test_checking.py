@@ -33,11 +33,6 @@ PROTOCOLS: dict[str, Fields] = {
         "input": "hello",
         "text": {"format": {"type": "json_schema", "name": "x", "schema": TWO}},
     },
-    "/v1/messages": {
-        "messages": TALK,
-        "output_config": {"format": {"type": "json_schema", "schema": TWO}},
-        "max_tokens": 100,
-    },
 }
 
 
@@ -68,6 +63,7 @@ def counted(server: LiveServer, path: str, answer: str, body: Fields) -> dict[st
 MISSED = {
     'twostroke_constraint_checks_total{result="invalid"}': 1,
     'twostroke_constraint_misses_total{keyword="repeated member"}': 1,
+    "twostroke_constraint_redraws_total": 2,  # which the script does not follow
 }
 KEPT = {'twostroke_constraint_checks_total{result="valid"}': 1}
 

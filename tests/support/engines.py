@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.program import Program
     from twostroke.tokenize import Tokenizer
@@ -54,6 +55,7 @@ class Backend(ReferenceBackend):
     pause_s = 0.0
     num_steps = 0
     script: tuple[int, ...] = ()  # what every answer is, if anything
+    other_scripts: tuple[tuple[int, ...], ...] = ()  # for answers whose form forbids the first
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
@@ -66,15 +68,22 @@ class Backend(ReferenceBackend):
         if not self.script:
             return super().run(plan)
         drawing = [part.request for part in plan.slices if part.samples]
-        tokens = [self.script[request.num_output] for request in drawing]
-        for request, token in zip(drawing, tokens, strict=True):
-            if request.matcher:
-                mask = np.zeros((1, request.matcher.num_words), np.uint32)
-                request.matcher.masks(request.output, (), (), mask)
-                if not mask[0, token // 32] >> token % 32 & 1:
-                    raise RequestError("The script breaks the form.")
+        tokens = [self._scripted(request) for request in drawing]
         wanted = [request.params.logprobs is not None for request in drawing]
         return StepResult(tokens, [_CERTAIN if want else None for want in wanted])
+
+    def _scripted(self, request: Request) -> int:
+        """Return the next token of the first script that goes on from a request's output."""
+        place, mask = request.num_output, None
+        if request.matcher:
+            mask = np.zeros((1, request.matcher.num_words), np.uint32)
+            request.matcher.masks(request.output, (), (), mask)
+        for script in (self.script, *self.other_scripts):
+            if list(script[:place]) == request.output and place < len(script):
+                token = script[place]
+                if mask is None or mask[0, token // 32] >> token % 32 & 1:
+                    return token
+        raise RequestError("The script breaks the form.")
 
 
 def tiny_card(

@@ -166,9 +166,14 @@ def talker(
     return live_server(folder, options, tiny=Tiny(context_length=4096), metadata=metadata)
 
 
-def say(server: LiveServer, text: str) -> list[int]:
-    """Let every answer be this text, in which control tokens are these; return its tokens."""
+def say(server: LiveServer, text: str, *others: str) -> list[int]:
+    """Let every answer be this text, in which control tokens are these; return its tokens.
+
+    Where its form forbids the text, the answer is the first of the `others` that begins alike.
+    """
     tokenizer = server.client.card.tokenizer
-    tokens = tokenizer.encode(text, parse_special=True)
-    server.backend.script = (*tokens, min(tokenizer.eos_ids))
-    return tokens
+    scripts = [tokenizer.encode(script, parse_special=True) for script in (text, *others)]
+    end = min(tokenizer.eos_ids)
+    server.backend.script = (*scripts[0], end)
+    server.backend.other_scripts = tuple((*script, end) for script in scripts[1:])
+    return scripts[0]

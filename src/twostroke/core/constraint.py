@@ -41,7 +41,8 @@ class Constraint:
     llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is the caller's
     name of it, for errors. The answer may also be one of the texts of `alternative`. A `preface`
     may precede the text. Answers that begin with one of the `excluded` texts, which are those of
-    whole answers with their preface, are not drawn.
+    whole answers with their preface, are not drawn. An answer that breaks an `is_strict` schema is
+    an error.
 
     Raises:
         RequestError: the notation is unknown, or the text is too long or not valid Unicode.
@@ -53,6 +54,7 @@ class Constraint:
     preface: Preface | None = None
     alternative: Constraint | None = None
     excluded: tuple[Excluded, ...] = field(default=(), compare=False)
+    is_strict: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the notation and the text."""

@@ -217,6 +217,12 @@ class EngineKillerError(RequestError):
     code = "engine_killer"
 
 
+class SchemaMissError(TwostrokeError):
+    """The answer breaks a strict schema, as did those that were drawn instead of it."""
+
+    code = "schema_miss"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the known word most like `word`, or an empty string.
 

@@ -18,6 +18,7 @@ from twostroke.core.errors import (
     EngineStoppedError,
     ModelNotLoadedError,
     RequestError,
+    SchemaMissError,
     TwostrokeError,
 )
 from twostroke.core.json_lines import encode_json
@@ -161,6 +162,8 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
         return one_line(error.sentence(naming))
     if isinstance(error, (BodiesError, DeadlineError, GatewayError)):
         return str(error)
+    if isinstance(error, SchemaMissError):
+        return one_line(str(error))
     if isinstance(error, RecordsError):
         return "The server's records are not available. Try again later."
     if isinstance(error, EngineStoppedError):
@@ -202,6 +205,8 @@ def report(error: Exception, scope: Scope) -> TwostrokeError:
         known, text = TwostrokeError("An unforeseen failure."), f"{type(error).__name__}: {text}"
         trace = error if _logger.isEnabledFor(logging.DEBUG) else None
     level = logging.ERROR if known.http_status >= 500 else logging.WARNING
+    if isinstance(known, SchemaMissError):
+        level = logging.WARNING
     if isinstance(known, (DeadlineError, ServerStoppingError)):
         level = logging.DEBUG  # not a fault: the request's own line says it
     message, id_ = "Request %s failed: %s", served.request_id

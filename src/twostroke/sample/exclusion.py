@@ -103,7 +103,7 @@ class Exclusions:
         """Clear the tokens in a mask that would complete a text, or could only go on to it."""
         self._clear_complete(row)
         for token in self._beginning(row, is_near=True):
-            if not self.after([token])._has_other(_copy_after(matcher, token), len(row), 0):
+            if not self.after([token]).has_other(_copy_after(matcher, token), len(row), 0):
                 row[token // 32] &= ~np.uint32(1 << (token % 32))
 
     def _clear_complete(self, row: NDArray[np.uint32]) -> None:
@@ -127,7 +127,7 @@ class Exclusions:
                     tokens |= dict.fromkeys(self._texts.equal(rest.text))
         return {token: None for token in tokens if row[token // 32] >> (token % 32) & 1}
 
-    def _has_other(self, matcher: LLMatcher, num_words: int, depth: int) -> bool:
+    def has_other(self, matcher: LLMatcher, num_words: int, depth: int) -> bool:
         """Return whether anything but the excluded texts can follow."""
         if not self._rests or depth > _MAX_DEPTH:
             return True
@@ -140,7 +140,7 @@ class Exclusions:
         if row.any():
             return True
         return any(
-            self.after([token])._has_other(_copy_after(matcher, token), num_words, depth + 1)
+            self.after([token]).has_other(_copy_after(matcher, token), num_words, depth + 1)
             for token in tokens
         )
 

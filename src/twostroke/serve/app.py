@@ -61,6 +61,7 @@ from twostroke.serve.openai.responses.routes import StoredResponses
 from twostroke.serve.openai.tokens import tokenizer_routes
 from twostroke.serve.pins import KEEPING
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.serve.redraw import AnswerGuard
 from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
 from twostroke.serve.stream import EventStream
@@ -78,10 +79,10 @@ if TYPE_CHECKING:
     from twostroke.records import Records
     from twostroke.serve.catalogue import Served
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
-    from twostroke.serve.events import EventReader
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.running import Open
+    from twostroke.serve.stream import Started
 
 T = TypeVar("T")
 
@@ -324,14 +325,13 @@ class Api:
                 )
             if job.stream:
                 return EventStream(start, encoder, self.options, dialect.framing)
-            answers, reader = await start()
-            return await respond_whole(request, answers, reader, encoder, self._readers)
+            return await respond_whole(request, await start(), encoder, self._readers)
 
         return generate
 
     async def _start(
         self, request: Request, reply: Reply, encoded: Encoded, model: Served
-    ) -> tuple[Answers, EventReader]:
+    ) -> Started:
         """Queue a job once its constraint is compiled; errors as `complete` and `Answers.start`."""
         job, served = reply.job, served_of(request.scope)
         with Accepting(job.caller.service, self._open, self._returns):
@@ -340,9 +340,13 @@ class Api:
                 async with in_time(served):  # a stream sees by itself that its client leaves
                     stays = job.stream or job.in_background
                     await (work if stays else while_connected(request.receive, work))
+            guard = None
+            if encoded.gaps:
+                encoded.fix_seed()
+                guard = AnswerGuard(self._checks, reply, encoded, served)
             args = model.engine, begun(job, served), encoded, self.metrics, self._open
             served.running = answers = await Answers.start(*args)
-        return answers, self._checks.reader(reply, encoded, served)
+        return answers, reply.reader(), guard
 
     def _embedding(self, dialect: EmbeddingDialect[Any]) -> Callable[[Request], Any]:
         limits = self.options.limits

@@ -16,7 +16,6 @@ from twostroke.serve.stream import SSE, Framing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from twostroke.serve.checking import Watch
     from twostroke.serve.events import Event
     from twostroke.serve.job import EmbeddingJob, Job
     from twostroke.serve.store import Tenant
@@ -42,10 +41,10 @@ class Reply(Frozen):
     reading: Reading = PLAIN
     as_llama_server: bool = False
 
-    def reader(self, watch: Watch | None = None) -> EventReader:
-        """Return a reader of the job's outputs, whose events `watch` takes, too."""
+    def reader(self) -> EventReader:
+        """Return a reader of the job's outputs."""
         scores = self.has_logprobs or self.job.prompt_scores
-        return EventReader(self.reading, self.tokenizer, has_logprobs=scores, watch=watch)
+        return EventReader(self.reading, self.tokenizer, has_logprobs=scores)
 
     @property
     def has_logprobs(self) -> bool:

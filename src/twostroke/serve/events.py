@@ -8,9 +8,10 @@ whole response.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta, UnsetType
 
 from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.core.errors import TwostrokeError
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
     from twostroke.chat.call_reader import Piece
     from twostroke.chat.reader import AnswerReader, Reading
     from twostroke.engine.output import Completion
-    from twostroke.serve.checking import Watch
     from twostroke.tokenize import Tokenizer
+
+
+SchemaMiss = Annotated[
+    str | UnsetType, Meta(description="The rule of its schema that the answer breaks, if any.")
+]
 
 
 class BlockKind(Enum):
@@ -122,7 +127,8 @@ class PromptScored(msgspec.Struct, frozen=True):
 class Ended(msgspec.Struct, frozen=True):
     """A choice ended; `stop` is the stop string or token id that was met.
 
-    `has_calls` says that it makes calls and that none of them was cut.
+    `has_calls` says that it makes calls and that none of them was cut. `schema_miss` names the rule
+    of its schema that it breaks, if it breaks one.
     """
 
     choice: int
@@ -131,6 +137,7 @@ class Ended(msgspec.Struct, frozen=True):
     has_calls: bool
     usage: Usage
     timings: Timings
+    schema_miss: str = ""
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -159,13 +166,8 @@ class EventReader:
         tokenizer: Tokenizer,
         *,
         has_logprobs: bool,
-        watch: Watch | None = None,
     ) -> None:
-        """Read answers as `reading` says; `has_logprobs` adds the scores of tokens.
-
-        `watch` takes the events of outputs, too.
-        """
-        self._watch = watch
+        """Read answers as `reading` says; `has_logprobs` adds the scores of tokens."""
         self._reading = reading
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
@@ -173,12 +175,6 @@ class EventReader:
 
     def read(self, output: Output | Completion) -> list[Event]:
         """Return the events of an output, or of a whole answer."""
-        events = self._read(output)
-        if self._watch is not None:
-            self._watch.take(events)
-        return events
-
-    def _read(self, output: Output | Completion) -> list[Event]:
         answer = self._answers.get(output.index)
         if answer is not None:
             return answer.read(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGES: Final = 10_000
 _INSTRUCTING: Final = frozenset(("system", "developer"))  # roles
+_SEED_BITS: Final = 62
 _ANSWER_SHARE: Final = 4  # 1/4 of the context is left for an answer without a limit
 
 
@@ -179,6 +181,11 @@ class Encoded:
     ignored: tuple[Ignored, ...] = ()
     calls: ToolForm | None = None
     gaps: tuple[str, ...] = ()
+
+    def fix_seed(self) -> None:
+        """Choose a seed if the request has none, so that an answer can be drawn again."""
+        if self.params.seed is None:
+            self.params = replace(self.params, seed=secrets.randbits(_SEED_BITS))
 
     def most_tokens(self, context_length: int) -> int:
         """Return how many tokens the prompts and all answers may have, each in its own context."""

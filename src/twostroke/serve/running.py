@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from twostroke.core.errors import (
     DeadlineError,
@@ -24,6 +25,9 @@ from twostroke.http.errors import ServerStoppingError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from twostroke.core.request import Hints
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.client import Caller
     from twostroke.engine.output import Completion, Output
     from twostroke.engine.served import ServedEngine, ServedOutputs
     from twostroke.http.waiting import Returns
@@ -107,7 +111,9 @@ class Answers:
         """Read the outputs of a job that is queued."""
         self.params = job.params
         self.num_open = job.num_choices
+        self._prompts = encoded.prompts
         self._num_prompt = sum(map(len, encoded.prompts))
+        self._again: ServedOutputs | None = None  # of an answer that is drawn again
         self._num_tokens = 0
         self._num_cached: dict[int, int] = {}  # by a prompt's first choice
         self._ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}  # by choice
@@ -148,9 +154,43 @@ class Answers:
             outputs[output.index].append(output)
         return [join(one) for one in outputs]
 
+    async def draw_again(
+        self, answer: Completion, params: SamplingParams, caller: Caller, hints: Hints
+    ) -> Completion:
+        """Return another answer to the prompt of an answer; its times include those of that one.
+
+        Raises as `start` and iterating do.
+        """
+        prompt = self._prompts[answer.index // self.params.n]
+        self._again = outputs = await self._engine.generate([prompt], params, caller, hints)
+        try:
+            other = join([output async for output in outputs])
+        finally:
+            outputs.cancel()
+        if other.finish_reason is FinishReason.CANCEL:
+            raise ServerStoppingError("The server is stopping: this answer was cut off.")
+        usage = replace(other.usage, cached_tokens=answer.usage.cached_tokens)
+        first = answer.timings
+        timings = Timings(
+            arrival_s=first.arrival_s,
+            started_s=first.started_s,
+            first_token_s=first.first_token_s,
+            last_token_s=other.timings.last_token_s,
+        )
+        scores = answer.prompt_logprobs
+        return replace(
+            other, index=answer.index, usage=usage, timings=timings, prompt_logprobs=scores
+        )
+
+    def accept(self, answer: Completion) -> None:
+        """Count an answer in place of the one that it was drawn instead of."""
+        self._ended[answer.index] = (answer.finish_reason, answer.usage, answer.timings)
+
     def cancel(self) -> None:
         """Stop the work at once; does nothing after its end."""
         self._running.discard(self)
+        if self._again is not None:
+            self._again.cancel()
         if not self.num_open:
             return
         self._outputs.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from twostroke.core.frozen import Frozen
 from twostroke.http.disconnect import drop, until_gone
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from twostroke.serve.dialect import Encoder
-    from twostroke.serve.events import EventReader
+    from twostroke.serve.events import Event, EventReader
     from twostroke.serve.options import ServeOptions
+    from twostroke.serve.redraw import AnswerGuard
     from twostroke.serve.running import Answers
 
+Started: TypeAlias = "tuple[Answers, EventReader, AnswerGuard | None]"
 _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks a proxy to pass events on as they come
@@ -41,6 +43,22 @@ SSE: Final = Framing("text/event-stream; charset=utf-8", b": keep-alive\n\n")
 NDJSON: Final = Framing("application/x-ndjson", b" ")
 
 
+async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
+    """Yield the events of answers as they come; those that a guard may change, once it is done.
+
+    Raises what iterating over the answers does, and SchemaMissError.
+    """
+    answers, reader, guard = started
+    if guard is None:
+        async for output in answers:
+            yield reader.read(output)
+        yield [reader.finish(answers.usage)]
+        return
+    async with aclosing(guard.stream(answers, reader)) as groups:
+        async for events in groups:
+            yield events
+
+
 class EventStream:
     """A response of events in the framing of its protocol.
 
@@ -51,12 +69,15 @@ class EventStream:
 
     def __init__(
         self,
-        start: Callable[[], Awaitable[tuple[Answers, EventReader]]],
+        start: Callable[[], Awaitable[Started]],
         encoder: Encoder,
         options: ServeOptions,
         framing: Framing = SSE,
     ) -> None:
-        """Stream the answers that `start` begins; its reader makes events for `encoder`."""
+        """Stream the answers that `start` begins; its reader makes events for `encoder`.
+
+        Answers with a guard are streamed as far as they cannot change.
+        """
         self._start = start
         self._answers: Answers | None = None
         self._encoder = encoder
@@ -104,12 +125,12 @@ class EventStream:
         """Yield the bytes of all events; the last one may be an error."""
         write = self._encoder.write
         try:
-            answers, reader = await self._start()
-            self._answers = answers
-            async for output in answers:
-                if data := b"".join([write(event) for event in reader.read(output)]):
-                    yield data
-            yield write(reader.finish(answers.usage))
+            started = await self._start()
+            self._answers = started[0]
+            async with aclosing(read_events(started)) as groups:
+                async for events in groups:
+                    if data := b"".join([write(event) for event in events]):
+                        yield data
         except Exception as error:  # a response that has begun can only end with an error event
             if not self._has_begun:
                 raise

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.output import Completion
     from twostroke.serve.dialect import Encoder
-    from twostroke.serve.events import EventReader
-    from twostroke.serve.running import Answers
+    from twostroke.serve.stream import Started
     from twostroke.serve.turns import Readers
 
 # More log-probabilities are written in a thread: each takes microseconds, while streams would wait.
@@ -22,19 +21,30 @@ _MANY_SCORES: Final = 4096
 
 
 async def respond_whole(
-    request: Request, answers: Answers, reader: EventReader, encoder: Encoder, readers: Readers
+    request: Request,
+    started: Started,
+    encoder: Encoder,
+    readers: Readers,
 ) -> Response:
     """Return the response to a job, once all its answers have ended; errors as `Answers.whole`.
 
+    Answers with a guard are settled by it first.
+
     Raises:
+        SchemaMissError: an answer breaks its strict schema.
         ClientGoneError: the client left before that.
     """
+    answers, reader, guard = started
 
     def written(whole: list[Completion]) -> Response:
-        return to_json(encoder.whole(reader.read_whole(whole, answers.usage)))
+        events = reader.read_whole(whole, answers.usage)
+        if guard is None:
+            return to_json(encoder.whole(events))
+        return to_json(encoder.whole(guard.marked(events)), headers=guard.headers)
 
     try:
-        whole = await while_connected(request.receive, answers.whole())
+        work = answers.whole() if guard is None else guard.whole(answers)
+        whole = await while_connected(request.receive, work)
         params = answers.params
         num_likely = 1 + max(params.logprobs or 0, params.prompt_logprobs or 0)
         num_scored = sum(len(one.logprobs) + len(one.prompt_logprobs) for one in whole)

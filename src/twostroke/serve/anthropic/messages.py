@@ -258,7 +258,7 @@ def _turns(message: AnthropicMessage) -> list[dict[str, Any]]:
 def _constraint(config: OutputConfig | None) -> Constraint | None:
     if config is None or config.format is None:
         return None
-    return to_schema(config.format.schema, "output_config.format.schema")
+    return to_schema(config.format.schema, "output_config.format.schema", is_strict=True)
 
 
 def names(_asked: CountRequest) -> Mapping[str, str]:

@@ -13,6 +13,7 @@ from twostroke.core.request import FinishReason
 from twostroke.http.forms.anthropic import ANTHROPIC
 from twostroke.serve import events
 from twostroke.serve.dialect import named_sse
+from twostroke.serve.events import SchemaMiss
 from twostroke.serve.openai.usage import TimingsBody, timings_body
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
     stop_sequence: str | None
     usage: MessageUsage
     timings: TimingsBody | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
@@ -141,6 +143,7 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
     delta: StopBody
     usage: MessageUsage
     timings: TimingsBody | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
 
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
@@ -163,6 +166,7 @@ class MessageEncoder:
         self._reply = reply
         self._stop = StopBody("end_turn", None)
         self._timings: TimingsBody | UnsetType = UNSET
+        self._schema_miss: SchemaMiss = UNSET
 
     def write(self, event: events.Event) -> bytes:
         """Return the named server-sent events of an event."""
@@ -184,7 +188,8 @@ class MessageEncoder:
             case events.Ended():
                 self._end(event, has_calls=event.has_calls)
             case events.Finished():
-                last_delta = MessageDelta(self._stop, _usage_body(event.usage), self._timings)
+                usage = _usage_body(event.usage)
+                last_delta = MessageDelta(self._stop, usage, self._timings, self._schema_miss)
                 return named_sse(last_delta) + named_sse(MessageStop())
             case events.Failed():
                 error = ANTHROPIC.body(event.error, event.request_id, str)
@@ -206,7 +211,7 @@ class MessageEncoder:
                     message = self._message(content, event.usage)
         message.stop_reason = self._stop.stop_reason
         message.stop_sequence = self._stop.stop_sequence
-        message.timings = self._timings
+        message.timings, message.schema_miss = self._timings, self._schema_miss
         return message
 
     def _message(self, content: list[BlockBody], usage: Usage) -> MessageBody:
@@ -216,6 +221,7 @@ class MessageEncoder:
 
     def _end(self, event: events.Ended, *, has_calls: bool) -> None:
         """Note why the answer ended."""
+        self._schema_miss = event.schema_miss or UNSET
         if event.reason is FinishReason.LENGTH:
             self._stop = StopBody("max_tokens", None)
         elif has_calls:

@@ -14,6 +14,7 @@ from twostroke.core.request import FinishReason
 from twostroke.http.forms.llama_server import LLAMA_SERVER
 from twostroke.serve import events
 from twostroke.serve.dialect import Reply, sse
+from twostroke.serve.events import SchemaMiss
 from twostroke.serve.llama_server.completion import LlamaJob
 from twostroke.serve.llama_server.fields import num_predict
 from twostroke.serve.llama_server.post_sampling import sampled_probabilities
@@ -93,6 +94,7 @@ class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
     tokens_cached: int
     timings: LlamaTimings
     completion_probabilities: list[ScoredToken] | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
 
 
 class _Progress:
@@ -265,6 +267,7 @@ class LlamaEncoder:
             tokens_cached=num_tokens,
             timings=final_timings(usage, event.timings),
             completion_probabilities=answer.scored or UNSET,
+            schema_miss=event.schema_miss or UNSET,
         )
 
     def _chosen(self, answer: LlamaCompletion) -> LlamaCompletion | dict[str, Any]:

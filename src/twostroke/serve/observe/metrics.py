@@ -172,6 +172,11 @@ class Metrics(Collector):
             ("keyword",),
             registry=self.registry,
         )
+        self.redraws = Counter(
+            "twostroke_constraint_redraws",
+            "Answers that were drawn again because they did not keep to their schema.",
+            registry=self.registry,
+        )
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 

@@ -13,6 +13,7 @@ from twostroke.core.json_lines import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.http.forms.ollama import OLLAMA
 from twostroke.serve import events
+from twostroke.serve.events import SchemaMiss
 from twostroke.serve.job import Conversation
 from twostroke.serve.ollama.stay import keep_s
 from twostroke.serve.openai.logprobs import TokenLogprob, chat_logprobs
@@ -72,6 +73,7 @@ class OllamaLine(msgspec.Struct, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
 
 
 class OllamaChatLine(OllamaLine, kw_only=True):
@@ -178,6 +180,7 @@ class LineEncoder:
         """Add the reason of the end and the durations."""
         usage, times = event.usage, event.timings
         line.done = True
+        line.schema_miss = event.schema_miss or UNSET
         line.done_reason = "length" if event.reason is FinishReason.LENGTH else "stop"
         line.total_duration = nanoseconds(times.e2e_s)
         line.load_duration = nanoseconds(times.queue_s)

@@ -13,6 +13,7 @@ from twostroke.core.json_lines import encode_json
 from twostroke.serve import events
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import Reply, sse
+from twostroke.serve.events import SchemaMiss
 from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.serve.openai.token_ids import PromptLogprobs, TokenIds, to_prompt_logprobs
 from twostroke.serve.openai.usage import (
@@ -79,6 +80,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: Finish
     timings: TimingsBody | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -116,6 +118,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: Finish | None = None
     timings: TimingsBody | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
 
 
 class Chunk(msgspec.Struct):
@@ -259,6 +262,7 @@ class ChatEncoder:
         choice.token_ids = self._ids.take(index)
         data = sse(encode_json(self._chunk))
         choice.logprobs, choice.finish_reason, choice.timings = None, None, UNSET
+        choice.schema_miss = UNSET
         self._chunk.timings = self._chunk.prompt_progress = UNSET
         self._chunk.prompt_token_ids = UNSET
         return data
@@ -269,6 +273,7 @@ class ChatEncoder:
 
     def _end(self, choice: ChatChoice | ChunkChoice, event: events.Ended) -> None:
         choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
+        choice.schema_miss = event.schema_miss or UNSET
         self._timings = asked_timings(self._reply.job, event)
         if isinstance(choice, ChatChoice):
             choice.token_ids = self._ids.take(event.choice)

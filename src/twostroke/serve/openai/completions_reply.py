@@ -12,6 +12,7 @@ from twostroke.core.json_lines import encode_json
 from twostroke.serve import events
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import Reply, sse
+from twostroke.serve.events import SchemaMiss
 from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
 from twostroke.serve.openai.token_ids import PromptLogprobs, TokenIds, to_prompt_logprobs
 from twostroke.serve.openai.usage import (
@@ -46,6 +47,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
 
 
 class CompletionBody(msgspec.Struct):
@@ -196,10 +198,12 @@ class CompletionEncoder:
             self._body.usage = usage_body(event.usage)
         last = sse(encode_json(self._body))
         choice.finish_reason, choice.timings, self._body.timings = None, UNSET, UNSET
+        choice.schema_miss = UNSET
         return last
 
     def _finish(self, choice: CompletionChoice, event: events.Ended) -> None:
         choice.finish_reason = finish_reason(event.reason)
+        choice.schema_miss = event.schema_miss or UNSET
         self._timings = asked_timings(self._reply.job, event)
         if self._reply.job.timings:
             choice.timings = timings_body(event.usage, event.timings)

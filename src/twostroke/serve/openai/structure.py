@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 from msgspec import Meta
@@ -53,7 +54,7 @@ class JsonObject(field.TaggedObject, tag="json_object"):
 
 
 class NamedSchema(field.RequestObject):
-    """A JSON schema; it is always enforced, whatever `strict` says."""
+    """A JSON schema; an answer that breaks one is drawn again, and of a `strict` one an error."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -101,7 +102,11 @@ def to_constraint(asked: FormFields) -> Constraint | None:
     Raises:
         RequestError: more than one field sets a form, or a form cannot be used.
     """
-    return one_constraint(_constraints(asked))
+    constraint, form = one_constraint(_constraints(asked)), asked.response_format
+    named = form.json_schema if isinstance(form, JsonSchema) else None
+    if constraint is None or named is None or not named.strict:
+        return constraint
+    return replace(constraint, is_strict=True)
 
 
 def one_constraint(forms: Iterable[Notated]) -> Constraint | None:
@@ -117,9 +122,9 @@ def one_constraint(forms: Iterable[Notated]) -> Constraint | None:
     return found[0] if found else None
 
 
-def to_schema(schema: str | dict[str, Any], param: str) -> Constraint:
+def to_schema(schema: str | dict[str, Any], param: str, *, is_strict: bool = False) -> Constraint:
     """Return the constraint of a JSON schema; `param` is the field that holds it."""
-    return _constraint("json_schema", schema, param)
+    return replace(_constraint("json_schema", schema, param), is_strict=is_strict)
 
 
 def _constraints(asked: FormFields) -> Iterator[Notated]:

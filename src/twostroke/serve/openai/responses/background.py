@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,7 +20,7 @@ from twostroke.http.served import served_of
 from twostroke.serve.dialect import to_json
 from twostroke.serve.events import Failed
 from twostroke.serve.openai.responses.body import ResponseBody, ResponseError
-from twostroke.serve.stream import EventStream
+from twostroke.serve.stream import EventStream, read_events
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from twostroke.http.served import ServedRequest
-    from twostroke.serve.events import EventReader
     from twostroke.serve.job import Job
     from twostroke.serve.openai.responses.reply import ResponsesEncoder
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.running import Answers
     from twostroke.serve.store import Kept
+    from twostroke.serve.stream import Started
 
-    Start = Callable[[], Awaitable[tuple[Answers, EventReader]]]
+    Start = Callable[[], Awaitable[Started]]
 
 MAX_LOG_BYTES: Final = 64 * 1024 * 1024  # of the events of all responses together
 _IS_OPEN: Final = re.compile(rb'^\{"id":"[^"]*","object":"response",[^{}]{0,60}"status":"queued"')
@@ -67,17 +68,15 @@ class BackgroundRun:
         """The id of the response."""
         return self.encoder.body.id
 
-    async def compute(
-        self, answers: Answers, reader: EventReader, scope: Scope, runs: BackgroundRuns
-    ) -> None:
+    async def compute(self, started: Started, scope: Scope, runs: BackgroundRuns) -> None:
         """Take all events of the answer, and store the response at the end."""
-        self._answers = answers
+        answers = self._answers = started[0]
         write = self.encoder.write_each
         try:
-            async for output in answers:
-                for event in reader.read(output):
-                    runs.log(self, write(event))
-            runs.log(self, write(reader.finish(answers.usage)))
+            async with aclosing(read_events(started)) as groups:
+                async for events in groups:
+                    for event in events:
+                        runs.log(self, write(event))
         except Exception as error:  # noqa: BLE001 only the response can report it
             if self._is_cancelled:
                 runs.log(self, self.encoder.cancel())
@@ -205,11 +204,11 @@ class BackgroundResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond. Raises what `start` raises."""
-        answers, reader = await self._start()
+        started = await self._start()
         run = BackgroundRun(self._encoder)
         self._runs.begin(run)
         queued = to_json(run.encoder.body)
-        computing = asyncio.create_task(run.compute(answers, reader, scope, self._runs))
+        computing = asyncio.create_task(run.compute(started, scope, self._runs))
         try:
             if self._is_streamed:
                 await FollowingStream(run, -1, self._options)(scope, receive, send)
@@ -268,5 +267,5 @@ def ended_by_restart(answer: bytes) -> bytes | None:
     return encode_json(body)
 
 
-async def _nothing() -> tuple[Answers, EventReader]:
+async def _nothing() -> Started:
     raise AssertionError

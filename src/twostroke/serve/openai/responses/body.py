@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from twostroke.serve.events import SchemaMiss
 from twostroke.serve.openai.logprobs import TokenLogprob
 from twostroke.serve.openai.responses.exchange import Exchange
 from twostroke.serve.openai.responses.request import conversation_id
@@ -166,6 +167,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     user: str | None
     metadata: dict[str, str]
     timings: TimingsBody | UnsetType = UNSET
+    schema_miss: SchemaMiss = UNSET
 
 
 def begun(reply: Reply) -> ResponseBody:

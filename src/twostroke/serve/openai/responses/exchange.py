@@ -243,7 +243,7 @@ def _form(asked: ResponsesRequest) -> Constraint | None:
     if isinstance(form, JsonObject):
         found = to_schema(form.schema or {"type": "object"}, "text.format")
     elif isinstance(form, TextSchema):
-        found = to_schema(form.schema, "text.format.schema")
+        found = to_schema(form.schema, "text.format.schema", is_strict=bool(form.strict))
     else:
         return other
     if other is not None:

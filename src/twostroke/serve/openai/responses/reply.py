@@ -200,6 +200,7 @@ class ResponsesEncoder:
     def _end(self, event: events.Ended) -> None:
         if event.reason is FinishReason.LENGTH:
             self._body.incomplete_details = IncompleteDetails("max_output_tokens")
+        self._body.schema_miss = event.schema_miss or UNSET
         if self._reply.job.timings:
             self._body.timings = timings_body(event.usage, event.timings)
 

@@ -1,0 +1,372 @@
+"""Draws answers again that break their schemas, from the first wrong value on, without that value.
+
+An answer that is checked is drawn again with the same seed, and with its wrong value excluded: so
+all before the value stays as it was. After several misses in one place ever shorter beginnings of
+the value are excluded. A stream holds back what may change: it goes on once the answer is settled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from twostroke.core.constraint import Excluded
+from twostroke.core.errors import (
+    DeadlineError,
+    OverloadedError,
+    RequestError,
+    SchemaMissError,
+)
+from twostroke.core.request import FinishReason
+from twostroke.engine.output import join
+from twostroke.schema.spans import HeldBack, checked_places, wrong_span
+from twostroke.schema.verify import UncheckedError
+from twostroke.serve.callers import begun
+from twostroke.serve.events import Added, Began, BlockKind, Closed, Ended, Finished, Opened
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterable, Iterator
+
+    from twostroke.engine.output import Completion, Output
+    from twostroke.http.served import ServedRequest
+    from twostroke.schema.spans import PathPattern
+    from twostroke.schema.verify import Fault
+    from twostroke.serve.checking import AnswerChecks
+    from twostroke.serve.dialect import Reply
+    from twostroke.serve.events import ContentBlock, Event, EventReader
+    from twostroke.serve.job import Encoded
+    from twostroke.serve.running import Answers
+
+HEADER: Final = "twostroke-schema-miss"
+_MAX_HEADER: Final = 1000  # characters
+MAX_REDRAWS: Final = 8  # of one answer
+MAX_REDRAW_S: Final = 60.0
+_MISSES_AT_LEVEL: Final = 2  # before a shorter beginning of the values at one place is excluded
+_MIN_TOKENS: Final = 2048  # that may be drawn again for a short answer
+_MAX_SHARE: Final = 4  # answers that may be drawn again for a long one
+_AFTER_NUMBER: Final = ",}]"
+
+
+@dataclasses.dataclass(slots=True)
+class _Miss:
+    """A rule that a block of an answer breaks; `num_before` characters precede the block."""
+
+    block: ContentBlock
+    fault: Fault
+    num_before: int
+    is_strict: bool
+
+
+@dataclasses.dataclass(slots=True)
+class _Rule:
+    """The schema of a block, and the places in it that only the check can judge."""
+
+    schema: str
+    is_strict: bool
+    places: tuple[PathPattern, ...]
+
+
+class AnswerGuard:
+    """Settles the answers of one job: checked, drawn again, and refused or marked."""
+
+    def __init__(
+        self, checks: AnswerChecks, reply: Reply, encoded: Encoded, served: ServedRequest
+    ) -> None:
+        self.faults: dict[int, Fault] = {}  # of settled answers, by choice
+        self._checks = checks
+        self._reply = reply
+        self._encoded = encoded
+        self._served = served
+        job, gaps = reply.job, encoded.gaps
+        self._calls = {}
+        for tool in job.tools.functions if job.tools is not None else ():
+            schema = json.dumps(tool.schema)
+            self._calls[tool.name] = _Rule(schema, tool.is_strict, checked_places(gaps, schema))
+        form = job.params.constraint
+        self._text: _Rule | None = None
+        if form is not None and form.notation == "json_schema":
+            places = checked_places(gaps, form.text)
+            self._text = _Rule(form.text, form.is_strict, places)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header of a whole response that has an answer which breaks its schema."""
+        faults = "; ".join(map(str, self.faults.values())).encode("ascii", "replace").decode()
+        return {HEADER: faults[:_MAX_HEADER]} if faults else {}
+
+    async def whole(self, answers: Answers) -> list[Completion]:
+        """Return all answers once they are settled; raises as `settle` and `Answers.whole`."""
+        return [await self.settle(answers, answer) for answer in await answers.whole()]
+
+    async def stream(self, answers: Answers, reader: EventReader) -> AsyncGenerator[list[Event]]:
+        """Yield the events of answers as they come, those that may change once it is settled.
+
+        Raises as `settle` and iterating over answers do.
+        """
+        sent: dict[int, _Sent] = {}
+        num_reasoning = 0
+        async for output in answers:
+            choice = sent.setdefault(output.index, _Sent(self))
+            choice.outputs.append(output)
+            if not choice.is_held:
+                yield choice.release(reader.read(output), is_last=output.finish_reason is not None)
+        for choice in sent.values():
+            settled = await self.settle(answers, join(choice.outputs), choice)
+            whole = self._reply.reader()
+            yield list(self.marked(choice.rest(whole.read(settled), settled)))
+            num_reasoning += whole.finish(answers.usage).num_reasoning
+        yield [Finished(answers.usage, num_reasoning)]
+
+    async def settle(
+        self, answers: Answers, answer: Completion, sent: _Sent | None = None
+    ) -> Completion:
+        """Return an answer that keeps to its schema, or is marked in `faults`.
+
+        `sent` is what a stream has of it, which must not change.
+
+        Raises:
+            SchemaMissError: it breaks a strict schema, as did those that were drawn again.
+        """
+        excluded: list[Excluded] = []
+        num_left = max(_MIN_TOKENS, _MAX_SHARE * len(answer.token_ids))
+        end_s = time.monotonic() + MAX_REDRAW_S
+        miss, place, num_misses, is_widened = await self._miss(answer), -1, 0, False
+        for _ in range(MAX_REDRAWS):
+            if miss is None or num_left <= 0 or time.monotonic() > end_s:
+                break
+            start, _ = wrong_span(miss.block.text, miss.fault)
+            if sent is not None and not sent.may_change(miss.block, start):
+                break
+            num_misses = num_misses + 1 if miss.num_before + start == place else 0
+            place = miss.num_before + start
+            more = list(self._exclusions(answer, miss, num_misses // _MISSES_AT_LEVEL))
+            if not more:
+                break
+            excluded += more
+            try:
+                other = await self._draw(answers, answer, excluded)
+            except RequestError:  # nothing else can be written there: change what precedes it
+                if is_widened:
+                    break
+                num_sent = 0 if sent is None else miss.num_before + sent.num_sent(miss.block)
+                num_bytes = len((self._written(answer) or "")[:num_sent].encode())
+                excluded = [dataclasses.replace(one, start=num_bytes) for one in excluded]
+                is_widened = True
+                continue
+            except (DeadlineError, OverloadedError):
+                break
+            num_left -= len(other.token_ids)
+            if sent is None or sent.goes_on(self._reply.reader().read(other)):
+                answer = other
+                answers.accept(answer)
+                miss = await self._miss(answer)
+        if miss is not None:
+            self._checks.report(miss.fault, miss.block, self._served.request_id)
+            if miss.is_strict:
+                raise SchemaMissError(
+                    f"The answer breaks the rule {miss.fault} of its schema, also after it was "
+                    f"drawn again (up to {MAX_REDRAWS} times): describe the rule in the prompt, or "
+                    "relax it."
+                )
+            self.faults[answer.index] = miss.fault
+        return answer
+
+    def marked(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield events, in which the ends of answers name the rules that they break."""
+        for event in events:
+            if isinstance(event, Ended) and (fault := self.faults.get(event.choice)):
+                yield replace(event, schema_miss=str(fault))
+            else:
+                yield event
+
+    def rule(self, block: ContentBlock) -> _Rule | None:
+        """Return the rule of a block, if it has one."""
+        if block.kind is BlockKind.CALL:
+            return None if block.is_custom else self._calls.get(block.name)
+        return self._text if block.kind is BlockKind.TEXT else None
+
+    async def _miss(self, answer: Completion) -> _Miss | None:
+        """Return the first rule that an answer breaks; none of one that was cut."""
+        if answer.finish_reason is not FinishReason.STOP or isinstance(answer.stop, str):
+            return None
+        events = self._reply.reader().read(answer)
+        blocks = [event.block for event in events if isinstance(event, Closed)]
+        has_calls = any(block.kind is BlockKind.CALL for block in blocks)
+        text, num_before = self._written(answer) or "", 0
+        for block in blocks:
+            rule = self.rule(block)
+            if rule is None or (has_calls and block.kind is BlockKind.TEXT):
+                continue
+            num_before = max(0, text.find(block.text, num_before))
+            try:
+                fault = await self._checks.fault(rule.schema, block)
+            except UncheckedError as error:
+                self._checks.report_unchecked(str(error), block, self._served.request_id)
+                fault = None
+            if fault is not None:
+                return _Miss(block, fault, num_before, rule.is_strict)
+            num_before += len(block.text)
+        return None
+
+    def _written(self, answer: Completion) -> str | None:
+        """Return the text of an answer's tokens, without special ones; None if it is not UTF-8."""
+        tokenizer = self._reply.tokenizer
+        special_ids = tokenizer.special_ids
+        tokens = [token for token in answer.token_ids if token not in special_ids]
+        try:
+            return b"".join(map(tokenizer.token_bytes, tokens)).decode()
+        except UnicodeDecodeError:
+            return None
+
+    def _exclusions(self, answer: Completion, miss: _Miss, level: int) -> Iterator[Excluded]:
+        """Yield the texts to exclude: the wrong value, or at a higher level its beginning."""
+        text, (start, end) = self._written(answer), wrong_span(miss.block.text, miss.fault)
+        begin = miss.num_before + start
+        if text is None or text[begin:].find(miss.block.text[start:end]) != 0:
+            return
+        before, value = text[:begin], miss.block.text[start:end]
+        num_bytes = len(before.encode())
+        length = max(min(2, len(value)), len(value) >> level)
+        if length < len(value):
+            yield Excluded(before + value[:length], num_bytes)
+        elif value[-1] in '"}]':
+            yield Excluded(before + value, num_bytes)
+        elif begin + len(value) == len(text):
+            yield Excluded(before + value, num_bytes, is_whole=True)
+        else:
+            for sign in _AFTER_NUMBER:
+                yield Excluded(before + value + sign, num_bytes)
+
+    async def _draw(
+        self, answers: Answers, answer: Completion, excluded: list[Excluded]
+    ) -> Completion:
+        """Draw an answer again."""
+        params, hints = self._encoded.params, self._encoded.hints
+        assert params.constraint is not None
+        assert params.seed is not None
+        params = replace(
+            params,
+            n=1,
+            seed=params.seed + answer.index % params.n,
+            prompt_logprobs=None,
+            constraint=dataclasses.replace(params.constraint, excluded=tuple(excluded)),
+        )
+        self._checks.count_redraw()
+        hints = replace(hints, prediction=answer.token_ids, shows_progress=False)
+        caller = begun(self._reply.job, self._served).caller
+        return await answers.draw_again(answer, params, caller, hints)
+
+
+class _Sent:
+    """The part of one answer that a stream has sent."""
+
+    def __init__(self, guard: AnswerGuard) -> None:
+        self.outputs: list[Output] = []
+        self.is_held = False
+        self._guard = guard
+        self._began: Began | None = None
+        self._num_scored = 0
+        self._blocks: list[ContentBlock] = []
+        self._num_closed = 0
+        self._num_sent: list[int] = []  # characters of each block
+        self._readers: list[HeldBack | None] = []
+        self._waiting: list[Event] = []  # may be a name that occurs twice
+
+    def release(self, events: list[Event], *, is_last: bool) -> list[Event]:
+        """Return the events that can be sent; from the first that may change on, all are held."""
+        ready: list[Event] = []
+        for event in events:
+            match event:
+                case Began():
+                    self._began = event
+                case Opened():
+                    self._open(event.block)
+                case Added():
+                    reader = self._readers[event.block.index]
+                    if reader is not None:
+                        reader.feed(event.text)
+                        if reader.is_held:
+                            self._hold()
+                            return ready
+                        if reader.is_in_name:
+                            self._waiting.append(event)
+                            continue
+                case Closed() | Ended() if is_last:
+                    self._hold()
+                    return ready
+            ready += [*self._waiting, event]
+            self._waiting = []
+        for event in ready:
+            self._note(event)
+        return ready
+
+    def _hold(self) -> None:
+        self.is_held = True
+
+    def _open(self, block: ContentBlock) -> None:
+        rule = self._guard.rule(block)
+        self._blocks.append(block)
+        self._num_sent.append(0)
+        self._readers.append(None if rule is None else HeldBack(rule.places))
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Added):
+            self._num_sent[event.block.index] += len(event.text)
+            self._num_scored += len(event.scored)
+        elif isinstance(event, Closed):
+            self._num_closed += 1
+
+    def may_change(self, block: ContentBlock, start: int) -> bool:
+        """Return whether nothing of a block from an offset on has been sent."""
+        if block.index >= len(self._num_sent):
+            return True
+        is_open = block.index == len(self._num_sent) - 1
+        return is_open and start >= self._num_sent[block.index]
+
+    def num_sent(self, block: ContentBlock) -> int:
+        """Return how many characters of a block have been sent."""
+        return self._num_sent[block.index] if block.index < len(self._num_sent) else 0
+
+    def goes_on(self, events: list[Event]) -> bool:
+        """Return whether another answer begins with all that was sent."""
+        blocks = [event.block for event in events if isinstance(event, Opened)]
+        if len(blocks) < len(self._blocks):
+            return False
+        return all(
+            (other.kind, other.name) == (block.kind, block.name)
+            and other.text.startswith(block.text[:num_sent])
+            for other, block, num_sent in zip(blocks, self._blocks, self._num_sent, strict=False)
+        )
+
+    def rest(self, events: list[Event], answer: Completion) -> Iterator[Event]:
+        """Yield what was not sent of the events of the whole answer."""
+        num_scored = self._num_scored
+        num_closed = self._num_closed
+        left = list(self._num_sent)
+        for event in events:
+            match event:
+                case Began() if self._began is not None:
+                    self._began.tokens[:] = answer.token_ids
+                    continue
+                case Opened() if event.block.index < len(left):
+                    event.block.id = self._blocks[event.block.index].id
+                    continue
+                case Closed() if event.block.index < num_closed:
+                    continue
+                case Added():
+                    place = event.block.index
+                    num_skipped = left[place] if place < len(left) else 0
+                    if place < len(left):
+                        left[place] = max(0, num_skipped - len(event.text))
+                    scored = event.scored[num_scored:]
+                    num_reasoning = max(0, event.num_reasoning - num_scored)
+                    num_scored = max(0, num_scored - len(event.scored))
+                    text = event.text[num_skipped:]
+                    if text or scored:
+                        yield Added(event.block, text, scored, num_reasoning)
+                    continue
+            yield event

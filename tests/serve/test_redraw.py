@@ -1,0 +1,263 @@
+"""Answers that break their schemas are drawn again, and told if that does not help."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support import talkers
+from support.talkers import say, talker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import LiveServer
+
+    Fields = dict[str, Any]
+
+TALK = [{"role": "user", "content": "hello"}]
+# What the grammar does not hold: items of any text that are distinct, in the second member.
+TAGS: Fields = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    },
+    "required": ["title", "tags"],
+    "additionalProperties": False,
+}
+WRONG = '{"title": "One", "tags": ["One", "Ones", "One"]}'
+AGAIN = '{"title": "One", "tags": ["One", "Ones", "Ones"]}'
+RIGHT = '{"title": "One", "tags": ["One", "Ones", "Onesie"]}'
+MISS = "uniqueItems (/properties/tags/uniqueItems)"
+
+
+def _named(*, strict: bool | None) -> Fields:
+    return {"name": "x", "schema": TAGS, "strict": strict}
+
+
+# For each path, a request with the schema, and the same with a strict schema where it has one.
+PROTOCOLS: dict[str, tuple[Fields | None, Fields | None]] = {
+    "/v1/chat/completions": (
+        {
+            "messages": TALK,
+            "response_format": {"type": "json_schema", "json_schema": _named(strict=None)},
+        },
+        {
+            "messages": TALK,
+            "response_format": {"type": "json_schema", "json_schema": _named(strict=True)},
+        },
+    ),
+    "/v1/completions": (
+        {"prompt": "hello", "guided_json": TAGS, "max_tokens": 200},
+        {
+            "prompt": "hello",
+            "response_format": {"type": "json_schema", "json_schema": _named(strict=True)},
+            "max_tokens": 200,
+        },
+    ),
+    "/v1/responses": (
+        {"input": "hello", "text": {"format": {"type": "json_schema", **_named(strict=False)}}},
+        {"input": "hello", "text": {"format": {"type": "json_schema", **_named(strict=True)}}},
+    ),
+    "/v1/messages": (
+        None,
+        {
+            "messages": TALK,
+            "output_config": {"format": {"type": "json_schema", "schema": TAGS}},
+            "max_tokens": 200,
+        },
+    ),
+    "/api/chat": ({"messages": TALK, "format": TAGS}, None),
+    "/api/generate": ({"prompt": "hello", "format": TAGS}, None),
+    "/completion": ({"prompt": "hello", "json_schema": TAGS, "n_predict": 200}, None),
+}
+FREE = [(path, body) for path, (body, _) in PROTOCOLS.items() if body is not None]
+STRICT = [(path, body) for path, (_, body) in PROTOCOLS.items() if body is not None]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with talker(tmp_path_factory.mktemp("redraw"), talkers.HERMES) as live:
+        yield live
+
+
+def ask(server: LiveServer, path: str, body: Fields, *, stream: bool) -> Any:
+    options = {"options": {"temperature": 0}} if path.startswith("/api") else {"temperature": 0}
+    return server.http.post(path, json=body | options | {"stream": stream})
+
+
+def documents(text: str) -> list[Any]:
+    """Return all JSON objects of a response, whole or streamed."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def texts(path: str, text: str, *, stream: bool) -> str:
+    """Return the text of an answer."""
+    found = []
+    for one in documents(text):
+        match path:
+            case "/v1/chat/completions" if one["choices"]:
+                choice = one["choices"][0]
+                found.append(choice["delta" if stream else "message"].get("content") or "")
+            case "/v1/completions" if one["choices"]:
+                found.append(one["choices"][0]["text"])
+            case "/v1/responses" if stream:
+                found.append(one["delta"] if one["type"] == "response.output_text.delta" else "")
+            case "/v1/responses":
+                found.append(one["output"][0]["content"][0]["text"])
+            case "/v1/messages" if stream:
+                found.append(one.get("delta", {}).get("text", ""))
+            case "/v1/messages":
+                found.append(one["content"][0]["text"])
+            case "/api/chat":
+                found.append(one["message"]["content"])
+            case "/api/generate":
+                found.append(one["response"])
+            case "/completion":
+                found.append(one["content"])
+    return "".join(found)
+
+
+@pytest.mark.parametrize(("path", "body"), FREE + STRICT)
+def test_a_wrong_answer_is_drawn_again_from_its_first_wrong_value_on(
+    server: LiveServer, path: str, body: Fields
+) -> None:
+    say(server, WRONG, AGAIN, RIGHT)
+    for stream in (False, True):
+        response = ask(server, path, body, stream=stream)
+        assert response.status_code == 200, response.text
+        assert json.loads(texts(path, response.text, stream=stream)) == json.loads(RIGHT)
+        assert "schema_miss" not in response.text
+        assert "twostroke-schema-miss" not in response.headers
+
+
+@pytest.mark.parametrize(("path", "body"), FREE)
+def test_an_answer_that_stays_wrong_is_marked(server: LiveServer, path: str, body: Fields) -> None:
+    say(server, WRONG, AGAIN)
+    for stream in (False, True):
+        response = ask(server, path, body, stream=stream)
+        assert response.status_code == 200, response.text
+        answer = texts(path, response.text, stream=stream)
+        assert answer == AGAIN
+        assert response.text.count(f'"schema_miss":"{MISS}"') == 1
+        assert stream or response.headers["twostroke-schema-miss"] == MISS
+
+
+@pytest.mark.parametrize(("path", "body"), STRICT)
+def test_a_strict_answer_that_stays_wrong_is_an_error(
+    server: LiveServer, path: str, body: Fields
+) -> None:
+    say(server, WRONG, AGAIN)
+    response = ask(server, path, body, stream=False)
+    assert response.status_code == 500
+    assert MISS in response.json()["error"]["message"]
+    streamed = ask(server, path, body, stream=True)
+    *earlier, last = documents(streamed.text)
+    assert MISS in json.dumps(last)
+    assert "error" in json.dumps(last)
+    assert MISS not in json.dumps(earlier)
+    sent = texts(path, "\n".join(map(json.dumps, earlier)), stream=True)
+    assert sent == WRONG[: WRONG.index('"tags"')]  # the array was never shown
+    assert "length" not in streamed.text
+    assert '"stop"' not in streamed.text
+
+
+def test_arguments_of_calls_are_drawn_again_or_told(server: LiveServer) -> None:
+    for is_strict, stream, is_mended in product((False, True), (False, True), (False, True)):
+        function = {"name": "note", "parameters": TAGS, "strict": is_strict}
+        tools = [{"type": "function", "function": function}]
+        said = [
+            f'<tool_call>\n{{"name": "note", "arguments": {{"title": "a", "tags": ["b"]}}}}\n'
+            f'</tool_call>\n<tool_call>\n{{"name": "note", "arguments": {arguments}}}\n</tool_call>'
+            for arguments in (WRONG, AGAIN, *([RIGHT] if is_mended else []))
+        ]
+        say(server, *said)
+        body = {"messages": TALK, "tools": tools}
+        response = ask(server, "/v1/chat/completions", body, stream=stream)
+        assert response.status_code == (500 if is_strict and not stream and not is_mended else 200)
+        if is_mended:
+            assert MISS not in response.text
+            calls: dict[int, str] = {}
+            for one in documents(response.text):
+                for choice in one["choices"]:
+                    for call in choice["delta" if stream else "message"].get("tool_calls", ()):
+                        index = call.get("index", len(calls))
+                        calls[index] = calls.get(index, "") + call["function"]["arguments"]
+            assert json.loads(calls[1]) == json.loads(RIGHT)
+            assert '"finish_reason":"tool_calls"' in response.text
+        else:
+            assert response.text.count(MISS) == 1
+            assert ('"schema_miss":"' in response.text) is not is_strict
+
+
+def test_a_stream_goes_on_until_the_first_value_that_may_change(server: LiveServer) -> None:
+    say(server, WRONG, AGAIN, RIGHT)
+    _, body = STRICT[0]
+    events = documents(ask(server, "/v1/chat/completions", body, stream=True).text)
+    pieces = [one["choices"][0]["delta"].get("content", "") for one in events if one["choices"]]
+    pieces = [piece for piece in pieces if piece]
+    assert len(pieces) > 10
+    first_held = RIGHT.index('"tags"')
+    assert "".join(pieces[:-1]) == RIGHT[:first_held]
+    assert pieces[-1] == RIGHT[first_held:]
+
+
+def test_names_are_streamed_unless_they_repeat(server: LiveServer) -> None:
+    repeated, other = '{"a": 1, "b": 2, "a": 3}', '{"a": 1, "b": 2, "ab": 3}'
+    schema = {"type": "object", "additionalProperties": {"type": "integer"}}
+    say(server, repeated, other)
+    body = {"messages": TALK, "guided_json": schema}
+    events = documents(ask(server, "/v1/chat/completions", body, stream=True).text)
+    pieces = [one["choices"][0]["delta"].get("content", "") for one in events if one["choices"]]
+    assert "".join(pieces) == other
+    assert "".join(pieces).startswith("".join(pieces[:6]))
+    assert len([piece for piece in pieces if piece]) > 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_and_usage_are_those_of_the_answer_that_is_shown(
+    server: LiveServer, stream: bool
+) -> None:
+    say(server, WRONG, RIGHT)
+    tokens = server.client.card.tokenizer.encode(RIGHT)
+    body = FREE[0][1] | {"logprobs": True, "stream_options": {"include_usage": True}}
+    if not stream:
+        del body["stream_options"]
+    found = documents(ask(server, "/v1/chat/completions", body, stream=stream).text)
+    scored = [
+        score["token"]
+        for one in found
+        for choice in one["choices"]
+        for score in (choice["logprobs"] or {"content": []})["content"]
+    ]
+    assert "".join(scored) == RIGHT
+    assert found[-1]["usage"]["completion_tokens"] == len(tokens) + 1
+
+
+def test_each_of_several_answers_is_settled(server: LiveServer) -> None:
+    say(server, WRONG, RIGHT)
+    for stream in (False, True):
+        body = {"messages": TALK, "guided_json": TAGS, "n": 3}
+        found = documents(ask(server, "/v1/chat/completions", body, stream=stream).text)
+        answers = ["", "", ""]
+        for one in found:
+            for choice in one["choices"]:
+                delta = choice["delta" if stream else "message"]
+                answers[choice["index"]] += delta.get("content") or ""
+        assert answers == [RIGHT] * 3
+
+
+def test_an_answer_that_was_cut_is_not_drawn_again(server: LiveServer) -> None:
+    say(server, WRONG, RIGHT)
+    for stream in (False, True):
+        body = STRICT[0][1] | {"max_tokens": len(WRONG) - 2}
+        response = ask(server, "/v1/chat/completions", body, stream=stream)
+        text = texts("/v1/chat/completions", response.text, stream=stream)
+        assert WRONG.startswith(text)
+        assert text
+        assert '"finish_reason":"length"' in response.text
