@@ -29,7 +29,7 @@ from twostroke.serve.stream import EventStream
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.serve.events import EventReader
+    from twostroke.serve.stream import Started
 
 PATH = "/v1/chat/completions"
 
@@ -152,8 +152,9 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
             engine, encoded = LocalEngine(client), Encoded([[5]], job.params, Hints())
             metrics = Metrics(Catalogue(engine, options))
 
-            async def start() -> tuple[Answers, EventReader]:
-                return await Answers.start(engine, job, encoded, metrics, set()), reply.reader()
+            async def start() -> Started:
+                answers = await Answers.start(engine, job, encoded, metrics, set())
+                return answers, reply.reader(), None
 
             stream = EventStream(start, CompletionEncoder(reply), options)
 
