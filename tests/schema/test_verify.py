@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from twostroke.schema import verify
+from twostroke.schema.spans import wrong_span
 from twostroke.schema.verify import MAX_ANSWER, Fault, UncheckedError, Verifier
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -68,7 +69,7 @@ def test_right_answer_is_not_reported(verifier: Verifier, schema: Any, answer: s
 def test_place_is_that_of_the_keyword(verifier: Verifier):
     schema = {"properties": {"tags": {"items": {"maxLength": 1}}}}
     found = verifier.fault(json.dumps(schema), '{"tags": ["a", "bc"]}')
-    assert found == Fault("maxLength", "/properties/tags/items/maxLength")
+    assert found == Fault("maxLength", "/properties/tags/items/maxLength", ("tags", 1))
 
 
 @pytest.mark.parametrize("reference", ["http://127.0.0.1:{}/x", "https://127.0.0.1:{}/x#/a"])
@@ -169,3 +170,29 @@ def test_process_that_ended_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch
         verifier.fault("{}", "1")
     monkeypatch.undo()
     assert verifier.fault("{}", "1") is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "value"),
+    [
+        ({"properties": {"tags": {"uniqueItems": True}}}, '{"a": 1, "tags": ["x", "y", "x"]}', 2),
+        ({"items": {"pattern": "^a"}}, '["a", {"b": "\\n]"}, "bc", 1]', '"bc"'),
+        ({"items": {"required": ["a"]}}, '["a", {"b": "\\n]"}, 1]', '{"b": "\\n]"}'),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "3", "3"),
+        ({}, '[{"x": [{"k": 1, "m": {"k": 2}, "k": 3}]}]', '"k"'),
+        ({"uniqueItems": True}, "[1, 2, 1.0]", "1.0"),
+    ],
+)
+def test_wrong_value_is_found_in_the_text(
+    verifier: Verifier, schema: Any, answer: str, value: Any
+) -> None:
+    fault = verifier.fault(json.dumps(schema), answer)
+    assert fault is not None
+    start, end = wrong_span(answer, fault)
+    if isinstance(value, int):
+        assert (answer[start:end], fault.path[-1]) == ('"x"', value)
+    else:
+        assert answer[start:end] == value
+    assert answer.index(answer[start:end]) <= start
+    if fault.name:
+        assert start == answer.rindex('"k"')

@@ -40,8 +40,8 @@ class Constraint:
     expression for the whole answer), "choice" (a JSON list of texts), "lark" (Lark's notation, as
     llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is the caller's
     name of it, for errors. The answer may also be one of the texts of `alternative`. A `preface`
-    may precede the text. Answers that begin with one of the `excluded` texts, which are those of
-    whole answers with their preface, are not drawn. An answer that breaks an `is_strict` schema is
+    may precede the text. No answer, its preface included, begins with one of the `excluded`
+    texts. An answer that breaks an `is_strict` schema is
     an error.
 
     Raises:

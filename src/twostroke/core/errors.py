@@ -218,7 +218,7 @@ class EngineKillerError(RequestError):
 
 
 class SchemaMissError(TwostrokeError):
-    """The answer breaks a strict schema, as did those that were drawn instead of it."""
+    """The answer breaks a strict schema, also after it was drawn again."""
 
     code = "schema_miss"
 

@@ -2,7 +2,7 @@
 
 A grammar cannot say "anything but this beginning" about the middle of an answer. A mask can: while
 an answer is the beginning of an excluded text, the tokens that would complete the text are cleared,
-and so are those after which nothing else could be written.
+and so are tokens after which nothing else could be written.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class TokenTexts:
 
     def beginning_with(self, text: bytes) -> Iterator[int]:
         """Yield the tokens that begin with a text, itself included."""
-        place = bisect_left(self._sorted, (text, -1))
-        while place < len(self._sorted) and self._sorted[place][0].startswith(text):
-            yield self._sorted[place][1]
-            place += 1
+        index = bisect_left(self._sorted, (text, -1))
+        while index < len(self._sorted) and self._sorted[index][0].startswith(text):
+            yield self._sorted[index][1]
+            index += 1
 
     def equal(self, text: bytes) -> Iterator[int]:
         """Yield the tokens that are a text."""
-        place = bisect_left(self._sorted, (text, -1))
-        while place < len(self._sorted) and self._sorted[place][0] == text:
-            yield self._sorted[place][1]
-            place += 1
+        index = bisect_left(self._sorted, (text, -1))
+        while index < len(self._sorted) and self._sorted[index][0] == text:
+            yield self._sorted[index][1]
+            index += 1
 
     def beginning(self, text: bytes) -> Iterator[int]:
-        """Yield the tokens that a text begins with, without those that are all of it."""
+        """Yield the tokens that a text begins with and goes beyond."""
         for length in range(1, min(len(text), self.longest + 1)):
             yield from self.equal(text[:length])
 
@@ -81,12 +81,12 @@ class Exclusions:
     def of(
         cls, excluded: Iterable[Excluded], texts: TokenTexts, ends: Collection[int]
     ) -> Exclusions:
-        """Return those of an answer that has not begun."""
-        rests = [_Rest(one.text.encode(), one.start, one.is_whole) for one in excluded]
+        """Return the exclusions of an answer that has not begun."""
+        rests = [_Rest(value.text.encode(), value.start, value.is_whole) for value in excluded]
         return cls(rests, texts, ends)
 
     def after(self, tokens: Iterable[int]) -> Exclusions:
-        """Return those that are left after more tokens."""
+        """Return the exclusions that are left after more tokens."""
         rests = self._rests
         for token in tokens:
             if not rests:

@@ -332,7 +332,7 @@ class GrammarMatcher:
                 path.append(i)
                 _mask(matcher, out[i])
                 if self._exclusions:
-                    tokens = [drafts[place] for place in path if place != ROOT]
+                    tokens = [drafts[index] for index in path if index != ROOT]
                     self._exclusions.after(tokens).clear(matcher, out[i])
             if matcher.is_error():  # the request fails only if this draft is right
                 out[i] = 0

@@ -1,4 +1,4 @@
-"""Where the values of a JSON text are: a wrong one in a whole answer, or in one that grows."""
+"""Finds values in a JSON text: a wrong value in a whole answer, or in an answer that grows."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ def _inner(text: str, start: int, step: str | int) -> int | None:
 
 
 def _members(text: str, start: int) -> list[tuple[str | int, int, int]]:
-    """Return the names or indices of what is in a value, each with where its value begins.
+    """Return the names of members, or indices of items, each with where its value begins.
 
     The last number is where the name begins.
     """
     members: list[tuple[str | int, int, int]] = []
     if text[start] not in "{[":
         return members
-    is_object, here = text[start] == "{", _skip(text, start + 1)
-    while here < len(text) and text[here] not in "}]":
+    is_object, offset = text[start] == "{", _skip(text, start + 1)
+    while offset < len(text) and text[offset] not in "}]":
         key: str | int = len(members)
-        name_start = here
+        name_start = offset
         if is_object:
-            key, here = _DECODER.raw_decode(text, here)
-            here = _skip(text, _skip(text, here) + 1)  # the colon
-        members.append((key, here, name_start))
-        here = _skip(text, _DECODER.raw_decode(text, here)[1])
-        if text[here] == ",":
-            here = _skip(text, here + 1)
+            key, offset = _DECODER.raw_decode(text, offset)
+            offset = _skip(text, _skip(text, offset) + 1)  # the colon
+        members.append((key, offset, name_start))
+        offset = _skip(text, _DECODER.raw_decode(text, offset)[1])
+        if text[offset] == ",":
+            offset = _skip(text, offset + 1)
     return members
 
 
@@ -82,9 +82,9 @@ def _repeated_span(text: str, name: str) -> tuple[int, int]:
     return 0, len(text)
 
 
-def _skip(text: str, place: int) -> int:
+def _skip(text: str, offset: int) -> int:
     """Return where the blanks after an offset end."""
-    match = _BLANK.match(text, place)
+    match = _BLANK.match(text, offset)
     assert match
     return match.end()
 
@@ -94,7 +94,7 @@ def checked_places(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
 
     Names that repeat are not among them: `HeldBack` finds them. An empty path is the whole answer.
     """
-    places: dict[PathPattern, None] = {}
+    patterns: dict[PathPattern, None] = {}
     for gap in gaps:
         if gap.endswith(_REPEATED):
             continue
@@ -102,8 +102,8 @@ def checked_places(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
         path = _instance_path(match[1]) if match else None
         if path is None or '"$ref"' in schema or '"$dynamicRef"' in schema:
             return ((),)
-        places[path] = None
-    return tuple(places)
+        patterns[path] = None
+    return tuple(patterns)
 
 
 def _instance_path(pointer: str) -> PathPattern | None:
@@ -130,9 +130,9 @@ def _instance_path(pointer: str) -> PathPattern | None:
 class HeldBack:
     """Reads a JSON text as it grows, up to where the check may want to change it."""
 
-    def __init__(self, places: Sequence[PathPattern]) -> None:
+    def __init__(self, patterns: Sequence[PathPattern]) -> None:
         """Hold back values at these places, and names that occur twice in an object."""
-        self._places = places
+        self._patterns = patterns
         self._path: list[str | int] = []  # of the value that is being read
         self._names: list[set[str] | None] = []  # of the open objects; None for arrays
         self._string: list[str] | None = None  # the string that is being read
@@ -193,7 +193,10 @@ class HeldBack:
     def _is_checked(self) -> bool:
         """Return whether the value that begins now is at one of the places."""
         return any(
-            len(place) == len(self._path)
-            and all(step in (None, here) for step, here in zip(place, self._path, strict=True))
-            for place in self._places
+            len(path) == len(self._path)
+            and all(
+                step in (None, known_step)
+                for step, known_step in zip(path, self._path, strict=True)
+            )
+            for path in self._patterns
         )

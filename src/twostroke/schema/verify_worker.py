@@ -131,12 +131,12 @@ class _RepeatedError(Exception):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise _RepeatedError(name)
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
 def _read(text: str, make_object: Any) -> Any:

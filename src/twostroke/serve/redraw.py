@@ -2,7 +2,7 @@
 
 An answer that is checked is drawn again with the same seed, and with its wrong value excluded: so
 all before the value stays as it was. After several misses in one place ever shorter beginnings of
-the value are excluded. A stream holds back what may change: it goes on once the answer is settled.
+the value are excluded. A stream holds back what may change until the answer is settled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from twostroke.engine.output import join
 from twostroke.schema.spans import HeldBack, checked_places, wrong_span
 from twostroke.schema.verify import UncheckedError
 from twostroke.serve.callers import begun
-from twostroke.serve.events import Added, Began, BlockKind, Closed, Ended, Finished, Opened
+from twostroke.serve.events import (
+    Added,
+    Began,
+    BlockKind,
+    Closed,
+    Ended,
+    Finished,
+    Opened,
+    PromptScored,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -63,24 +72,24 @@ class _Miss:
 
 @dataclasses.dataclass(slots=True)
 class _Rule:
-    """The schema of a block, and the places in it that only the check can judge."""
+    """The schema of a block, and the paths in it that only the check can judge."""
 
     schema: str
     is_strict: bool
-    places: tuple[PathPattern, ...]
+    paths: tuple[PathPattern, ...]
 
 
 class AnswerGuard:
     """Settles the answers of one job: checked, drawn again, and refused or marked."""
 
     def __init__(
-        self, checks: AnswerChecks, reply: Reply, encoded: Encoded, served: ServedRequest
+        self, checks: AnswerChecks, reply: Reply, encoded: Encoded, request: ServedRequest
     ) -> None:
         self.faults: dict[int, Fault] = {}  # of settled answers, by choice
         self._checks = checks
         self._reply = reply
         self._encoded = encoded
-        self._served = served
+        self._request = request
         job, gaps = reply.job, encoded.gaps
         self._calls = {}
         for tool in job.tools.functions if job.tools is not None else ():
@@ -89,8 +98,8 @@ class AnswerGuard:
         form = job.params.constraint
         self._text: _Rule | None = None
         if form is not None and form.notation == "json_schema":
-            places = checked_places(gaps, form.text)
-            self._text = _Rule(form.text, form.is_strict, places)
+            paths = checked_places(gaps, form.text)
+            self._text = _Rule(form.text, form.is_strict, paths)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -98,12 +107,12 @@ class AnswerGuard:
         faults = "; ".join(map(str, self.faults.values())).encode("ascii", "replace").decode()
         return {HEADER: faults[:_MAX_HEADER]} if faults else {}
 
-    async def whole(self, answers: Answers) -> list[Completion]:
+    async def settled(self, answers: Answers) -> list[Completion]:
         """Return all answers once they are settled; raises as `settle` and `Answers.whole`."""
         return [await self.settle(answers, answer) for answer in await answers.whole()]
 
     async def stream(self, answers: Answers, reader: EventReader) -> AsyncGenerator[list[Event]]:
-        """Yield the events of answers as they come, those that may change once it is settled.
+        """Yield the events of answers as they come; events that may change wait for the check.
 
         Raises as `settle` and iterating over answers do.
         """
@@ -116,9 +125,9 @@ class AnswerGuard:
                 yield choice.release(reader.read(output), is_last=output.finish_reason is not None)
         for choice in sent.values():
             settled = await self.settle(answers, join(choice.outputs), choice)
-            whole = self._reply.reader()
-            yield list(self.marked(choice.rest(whole.read(settled), settled)))
-            num_reasoning += whole.finish(answers.usage).num_reasoning
+            rereader = self._reply.reader()
+            yield list(self.marked(choice.rest(rereader.read(settled), settled)))
+            num_reasoning += rereader.finish(answers.usage).num_reasoning
         yield [Finished(answers.usage, num_reasoning)]
 
     async def settle(
@@ -126,27 +135,27 @@ class AnswerGuard:
     ) -> Completion:
         """Return an answer that keeps to its schema, or is marked in `faults`.
 
-        `sent` is what a stream has of it, which must not change.
+        The stream has `sent` a part of it, which must not change.
 
         Raises:
-            SchemaMissError: it breaks a strict schema, as did those that were drawn again.
+            SchemaMissError: it breaks a strict schema, also after it was drawn again.
         """
         excluded: list[Excluded] = []
         num_left = max(_MIN_TOKENS, _MAX_SHARE * len(answer.token_ids))
         end_s = time.monotonic() + MAX_REDRAW_S
-        miss, place, num_misses, is_widened = await self._miss(answer), -1, 0, False
+        miss, last_start, num_misses, is_widened = await self._miss(answer), -1, 0, False
         for _ in range(MAX_REDRAWS):
             if miss is None or num_left <= 0 or time.monotonic() > end_s:
                 break
             start, _ = wrong_span(miss.block.text, miss.fault)
             if sent is not None and not sent.may_change(miss.block, start):
                 break
-            num_misses = num_misses + 1 if miss.num_before + start == place else 0
-            place = miss.num_before + start
-            more = list(self._exclusions(answer, miss, num_misses // _MISSES_AT_LEVEL))
-            if not more:
+            num_misses = num_misses + 1 if miss.num_before + start == last_start else 0
+            last_start = miss.num_before + start
+            exclusions = list(self._exclusions(answer, miss, num_misses // _MISSES_AT_LEVEL))
+            if not exclusions:
                 break
-            excluded += more
+            excluded += exclusions
             try:
                 other = await self._draw(answers, answer, excluded)
             except RequestError:  # nothing else can be written there: change what precedes it
@@ -154,7 +163,7 @@ class AnswerGuard:
                     break
                 num_sent = 0 if sent is None else miss.num_before + sent.num_sent(miss.block)
                 num_bytes = len((self._written(answer) or "")[:num_sent].encode())
-                excluded = [dataclasses.replace(one, start=num_bytes) for one in excluded]
+                excluded = [dataclasses.replace(value, start=num_bytes) for value in excluded]
                 is_widened = True
                 continue
             except (DeadlineError, OverloadedError):
@@ -165,7 +174,7 @@ class AnswerGuard:
                 answers.accept(answer)
                 miss = await self._miss(answer)
         if miss is not None:
-            self._checks.report(miss.fault, miss.block, self._served.request_id)
+            self._checks.report(miss.fault, miss.block, self._request.request_id)
             if miss.is_strict:
                 raise SchemaMissError(
                     f"The answer breaks the rule {miss.fault} of its schema, also after it was "
@@ -190,7 +199,7 @@ class AnswerGuard:
         return self._text if block.kind is BlockKind.TEXT else None
 
     async def _miss(self, answer: Completion) -> _Miss | None:
-        """Return the first rule that an answer breaks; none of one that was cut."""
+        """Return the first rule that an answer breaks; an answer that was cut is not checked."""
         if answer.finish_reason is not FinishReason.STOP or isinstance(answer.stop, str):
             return None
         events = self._reply.reader().read(answer)
@@ -205,7 +214,7 @@ class AnswerGuard:
             try:
                 fault = await self._checks.fault(rule.schema, block)
             except UncheckedError as error:
-                self._checks.report_unchecked(str(error), block, self._served.request_id)
+                self._checks.report_unchecked(str(error), block, self._request.request_id)
                 fault = None
             if fault is not None:
                 return _Miss(block, fault, num_before, rule.is_strict)
@@ -257,7 +266,7 @@ class AnswerGuard:
         )
         self._checks.count_redraw()
         hints = replace(hints, prediction=answer.token_ids, shows_progress=False)
-        caller = begun(self._reply.job, self._served).caller
+        caller = begun(self._reply.job, self._request).caller
         return await answers.draw_again(answer, params, caller, hints)
 
 
@@ -268,8 +277,9 @@ class _Sent:
         self.outputs: list[Output] = []
         self.is_held = False
         self._guard = guard
-        self._began: Began | None = None
+        self._begin_event: Began | None = None
         self._num_scored = 0
+        self._has_prompt_scores = False
         self._blocks: list[ContentBlock] = []
         self._num_closed = 0
         self._num_sent: list[int] = []  # characters of each block
@@ -282,7 +292,9 @@ class _Sent:
         for event in events:
             match event:
                 case Began():
-                    self._began = event
+                    self._begin_event = event
+                case PromptScored():
+                    self._has_prompt_scores = True
                 case Opened():
                     self._open(event.block)
                 case Added():
@@ -311,7 +323,7 @@ class _Sent:
         rule = self._guard.rule(block)
         self._blocks.append(block)
         self._num_sent.append(0)
-        self._readers.append(None if rule is None else HeldBack(rule.places))
+        self._readers.append(None if rule is None else HeldBack(rule.paths))
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Added):
@@ -343,14 +355,16 @@ class _Sent:
         )
 
     def rest(self, events: list[Event], answer: Completion) -> Iterator[Event]:
-        """Yield what was not sent of the events of the whole answer."""
+        """Yield the events of the whole answer that were not sent."""
         num_scored = self._num_scored
         num_closed = self._num_closed
         left = list(self._num_sent)
         for event in events:
             match event:
-                case Began() if self._began is not None:
-                    self._began.tokens[:] = answer.token_ids
+                case Began() if self._begin_event is not None:
+                    self._begin_event.tokens[:] = answer.token_ids
+                    continue
+                case PromptScored() if self._has_prompt_scores:
                     continue
                 case Opened() if event.block.index < len(left):
                     event.block.id = self._blocks[event.block.index].id
@@ -358,10 +372,10 @@ class _Sent:
                 case Closed() if event.block.index < num_closed:
                     continue
                 case Added():
-                    place = event.block.index
-                    num_skipped = left[place] if place < len(left) else 0
-                    if place < len(left):
-                        left[place] = max(0, num_skipped - len(event.text))
+                    index = event.block.index
+                    num_skipped = left[index] if index < len(left) else 0
+                    if index < len(left):
+                        left[index] = max(0, num_skipped - len(event.text))
                     scored = event.scored[num_scored:]
                     num_reasoning = max(0, event.num_reasoning - num_scored)
                     num_scored = max(0, num_scored - len(event.scored))

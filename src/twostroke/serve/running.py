@@ -113,7 +113,7 @@ class Answers:
         self.num_open = job.num_choices
         self._prompts = encoded.prompts
         self._num_prompt = sum(map(len, encoded.prompts))
-        self._again: ServedOutputs | None = None  # of an answer that is drawn again
+        self._redrawn_outputs: ServedOutputs | None = None  # of an answer that is drawn again
         self._num_tokens = 0
         self._num_cached: dict[int, int] = {}  # by a prompt's first choice
         self._ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}  # by choice
@@ -157,12 +157,13 @@ class Answers:
     async def draw_again(
         self, answer: Completion, params: SamplingParams, caller: Caller, hints: Hints
     ) -> Completion:
-        """Return another answer to the prompt of an answer; its times include those of that one.
+        """Return another answer to an answer's prompt; its times begin with the first answer's.
 
         Raises as `start` and iterating do.
         """
         prompt = self._prompts[answer.index // self.params.n]
-        self._again = outputs = await self._engine.generate([prompt], params, caller, hints)
+        outputs = await self._engine.generate([prompt], params, caller, hints)
+        self._redrawn_outputs = outputs
         try:
             other = join([output async for output in outputs])
         finally:
@@ -183,14 +184,14 @@ class Answers:
         )
 
     def accept(self, answer: Completion) -> None:
-        """Count an answer in place of the one that it was drawn instead of."""
+        """Count an answer in place of the answer with its index."""
         self._ended[answer.index] = (answer.finish_reason, answer.usage, answer.timings)
 
     def cancel(self) -> None:
         """Stop the work at once; does nothing after its end."""
         self._running.discard(self)
-        if self._again is not None:
-            self._again.cancel()
+        if self._redrawn_outputs is not None:
+            self._redrawn_outputs.cancel()
         if not self.num_open:
             return
         self._outputs.cancel()

@@ -44,7 +44,7 @@ NDJSON: Final = Framing("application/x-ndjson", b" ")
 
 
 async def read_events(started: Started) -> AsyncGenerator[list[Event]]:
-    """Yield the events of answers as they come; those that a guard may change, once it is done.
+    """Yield the events of answers as they come; a guard holds back events that may change.
 
     Raises what iterating over the answers does, and SchemaMissError.
     """
@@ -76,7 +76,7 @@ class EventStream:
     ) -> None:
         """Stream the answers that `start` begins; its reader makes events for `encoder`.
 
-        Answers with a guard are streamed as far as they cannot change.
+        A guard holds back the events that may change.
         """
         self._start = start
         self._answers: Answers | None = None

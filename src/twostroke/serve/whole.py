@@ -36,20 +36,22 @@ async def respond_whole(
     """
     answers, reader, guard = started
 
-    def written(whole: list[Completion]) -> Response:
-        events = reader.read_whole(whole, answers.usage)
+    def written(completions: list[Completion]) -> Response:
+        events = reader.read_whole(completions, answers.usage)
         if guard is None:
             return to_json(encoder.whole(events))
         return to_json(encoder.whole(guard.marked(events)), headers=guard.headers)
 
     try:
-        work = answers.whole() if guard is None else guard.whole(answers)
-        whole = await while_connected(request.receive, work)
+        work = answers.whole() if guard is None else guard.settled(answers)
+        completions = await while_connected(request.receive, work)
         params = answers.params
         num_likely = 1 + max(params.logprobs or 0, params.prompt_logprobs or 0)
-        num_scored = sum(len(one.logprobs) + len(one.prompt_logprobs) for one in whole)
+        num_scored = sum(
+            len(answer.logprobs) + len(answer.prompt_logprobs) for answer in completions
+        )
         if num_likely * num_scored <= _MANY_SCORES:
-            return written(whole)
-        return await readers.run_for(request, written, whole)
+            return written(completions)
+        return await readers.run_for(request, written, completions)
     finally:
         answers.cancel()

@@ -241,12 +241,12 @@ def _form(asked: ResponsesRequest) -> Constraint | None:
     other = to_constraint(asked)
     form = asked.text.format if asked.text is not None else None
     if isinstance(form, JsonObject):
-        found = to_schema(form.schema or {"type": "object"}, "text.format")
+        constraint = to_schema(form.schema or {"type": "object"}, "text.format")
     elif isinstance(form, TextSchema):
-        found = to_schema(form.schema, "text.format.schema", is_strict=bool(form.strict))
+        constraint = to_schema(form.schema, "text.format.schema", is_strict=bool(form.strict))
     else:
         return other
     if other is not None:
         reason = "cannot be combined with text.format: leave one of them out."
         raise RequestError(reason, field=other.param)
-    return found
+    return constraint
