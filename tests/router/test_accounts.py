@@ -87,19 +87,44 @@ def test_tokens_are_taken_at_admission_and_settled_by_the_answer(
 
 
 @pytest.mark.parametrize(
-    ("body", "most"),
+    ("path", "body", "most"),
     [
-        ({"prompt": "x"}, 1000), ({"max_tokens": 7}, 7), ({"max_tokens": 9999}, 1000),
-        ({"n_predict": -1}, 1000), ({"max_output_tokens": 7, "n": 3}, 21),
-        ({"options": {"num_predict": 7}}, 7), ({"prompt": ["a", "b"], "max_tokens": 7}, 14),
-        ({"prompt": [1, 2, 3], "max_tokens": 7}, 7), ({"max_tokens": "seven"}, 1000),
-        ({"prompt": ['a "b", \\', '\\"', ""], "max_tokens": 7}, 21),
-        ({"prompt": [[1, 2], [3]], "max_tokens": 7}, 14), ({"n": 1e308}, 1 << 40),
+        (CHAT, {}, 1000), (CHAT, {"max_tokens": 7}, 7), (CHAT, {"max_tokens": 9999}, 1000),
+        (CHAT, {"max_tokens": "seven"}, 1000), (CHAT, {"n": 1e308}, 1 << 40),
+        (CHAT, {"max_tokens": 7, "n": 3, "best_of": 5}, 35),
+        ("/v1/completions", {"prompt": "x"}, 16), ("/v1/completions", {"n_predict": -1}, 1000),
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 7}, 14),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 7}, 7),
+        ("/v1/completions", {"prompt": ['a "b", \\', '\\"', ""], "max_tokens": 7}, 21),
+        ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 7}, 14),
+        ("/completion", {"prompt": ["a", [1], [2], "b"], "n_predict": 7}, 28),
+        ("/completion", {"prompt": [5, "a", 6], "n_predict": 7}, 7),
+        ("/v1/responses", {"max_output_tokens": 7, "n": 3, "max_tokens": 1}, 7),
+        ("/api/chat", {"options": {"num_predict": 7}}, 7), ("/api/chat", {"n_predict": 7}, 1000),
+        ("/v1/rerank", {"max_tokens": 7}, 1000),
     ],
 )  # fmt: skip
-def test_an_estimate_is_the_most_that_answers_may_have(body: dict[str, Any], most: int) -> None:
-    sent = json.dumps(body).encode()
-    assert read_prompt(sent, b"").most_tokens(1000) == most
+def test_an_estimate_is_the_most_that_answers_may_have(
+    path: str, body: dict[str, Any], most: int
+) -> None:
+    prompt = read_prompt(json.dumps(body).encode(), b"")
+    assert prompt.max_answer_tokens(path, 1000) == most
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "most"),
+    [
+        (CHAT, {"max_tokens": 7, "max_completion_tokens": 9}, 9), (CHAT, {"n_predict": 1}, 1000),
+        (CHAT, {"n_predict": 1, "max_tokens": 7}, 7), (CHAT, {"max_tokens": 0}, 1000),
+        ("/v1/completions", {"prompt": "x"}, 1000), ("/completion", {"n_predict": 0}, 1000),
+        ("/v1/messages", {"max_tokens": 7}, 7), ("/v1/rerank", {}, 1000),
+    ],
+)  # fmt: skip
+def test_an_estimate_for_servers_of_others_is_the_largest(
+    path: str, body: dict[str, Any], most: int
+) -> None:
+    prompt = read_prompt(json.dumps(body).encode(), b"")
+    assert prompt.max_answer_tokens(path, 1000, is_foreign=True) == most
 
 
 def test_classes_hold_for_all_servers_and_are_told_to_ours(fakes: Loop, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_text_that_is_not_utf8_is_the_replicas_to_refuse(fakes: Loop, field: s
 
 def test_bodies_that_are_not_utf8_are_not_made_to_ask_for_usage() -> None:
     assert asking(b'{"stream": true, "\xff": 1}', "/v1/chat/completions") is None
-    assert read_prompt(b'{"options": {"num_predict": "\xff", "\xff": 1}}', b"").max_tokens is None
+    assert read_prompt(b'{"options": {"num_predict": "\xff", "\xff": 1}}', b"").limits == {}
 
 
 @pytest.mark.parametrize(

@@ -207,9 +207,14 @@ class Router:
             served.key.class_of(service, priority, is_named=is_named)
         if prompt.in_background and path == "/v1/responses":
             raise RequestError(NO_BACKGROUND, field="background")
-        most = 0 if path in READ else prompt.most_tokens(self.fleet.context_length)
-        served.reserve(prompt.num_tokens + most)
-        return Meter(prompt.num_tokens, most, self._pace)
+        num_answer = 0 if path in READ else self._max_answer_tokens(prompt, path)
+        served.reserve(prompt.num_tokens + num_answer)
+        return Meter(prompt.num_tokens, num_answer, self._pace)
+
+    def _max_answer_tokens(self, prompt: Prompt, path: str) -> int:
+        """Return how many tokens the answers to a request may have at any replica."""
+        is_foreign = any(replica.is_foreign for replica in self.fleet.replicas.values())
+        return prompt.max_answer_tokens(path, self.fleet.context_length, is_foreign=is_foreign)
 
     def _home(self, salt: bytes) -> Replica:
         """Return the replica that keeps the files and batches of a tenant.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from hashlib import blake2b
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Raw
 
 from twostroke.core.frozen import Frozen
+from twostroke.http.answer_limits import ANSWER_FIELDS, AnswerFields
 from twostroke.router.dispatch import Asked
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _SHORT: Final = 512
 _LONG: Final = 2048  # after the first short ones: fewer keys for the same text
@@ -18,9 +21,12 @@ _NUM_SHORT: Final = 4
 _PARTS: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
 _TOKEN_BYTES: Final = 4  # about as many as a token of English has
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+_COUNTS: Final = ("n", "n_cmpl", "best_of")
+_UNKNOWN: Final = AnswerFields(
+    counts=_COUNTS, has_best_of=True
+)  # a path that only servers of others have
 _MOST_NAME: Final = 1024  # of a model's name, which the fleet remembers: longer ones are of none
-_MOST_TOKENS: Final = 1 << 40  # of one request: more would not fit a bucket's arithmetic
-_LIST: Final = re.compile(rb'\[\s*(["\[])')
+_MAX_TOKENS: Final = 1 << 40  # of one request: more would not fit a bucket's arithmetic
 _NONE: Final = Raw()
 UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)  # JSON of others
 FALSE: Final = frozenset((b"", b"false", b"null", b"0"))  # some servers take 1 and "true"
@@ -42,6 +48,8 @@ class _Body(msgspec.Struct):
     service_tier: Raw = _NONE
     priority: Raw = _NONE
     n: Raw = _NONE
+    n_cmpl: Raw = _NONE
+    best_of: Raw = _NONE
     max_tokens: Raw = _NONE
     max_completion_tokens: Raw = _NONE
     max_output_tokens: Raw = _NONE
@@ -55,8 +63,9 @@ class Prompt(Frozen):
 
     `previous` is the id of the stored answer or conversation that it continues.
 
-    `num_tokens` is a guess from its size; `max_tokens` are those of one of its `num_answers`. With
-    `in_background` nobody waits for the answer.
+    `num_tokens` is a guess from its size. `limits` are the whole numbers in fields that limit
+    answers or say how many there are, by the field's name. With `in_background` the response does
+    not wait for the answer.
     """
 
     asked: Asked
@@ -65,15 +74,27 @@ class Prompt(Frozen):
     previous: str = ""
     service: str = ""
     priority: int | None = None
-    num_answers: int = 1
-    max_tokens: int | None = None
+    num_prompts: int = 1
+    limits: Mapping[str, int] = {}
     in_background: bool = False
 
-    def most_tokens(self, context_length: int) -> int:
-        """Return how many tokens all answers may have."""
-        most = self.max_tokens
-        room = context_length if most is None or most < 0 else min(most, context_length)
-        return min(self.num_answers * room, _MOST_TOKENS)
+    def max_answer_tokens(self, path: str, context_length: int, *, is_foreign: bool = False) -> int:
+        """Return how many tokens all answers on a path may have.
+
+        With `is_foreign` a server of others may answer: which of several fields holds there is not
+        known, so the largest counts, and fields of llama-server alone count as no limit.
+        """
+        fields = ANSWER_FIELDS.get(path, _UNKNOWN)
+        limits = dict(self.limits)
+        if is_foreign and fields.limits:
+            if path.startswith("/v1/"):
+                limits.pop("n_predict", None)
+            own_limits = [limits[name] for name in fields.limits if name in limits]
+            is_unlimited = not own_limits or min(own_limits) <= 0
+            limits[fields.limits[0]] = -1 if is_unlimited else max(own_limits)
+        num_tokens = fields.num_tokens(limits, context_length)
+        num_prompts = self.num_prompts if fields.has_several_prompts or is_foreign else 1
+        return min(num_prompts * fields.num_answers(limits) * num_tokens, _MAX_TOKENS)
 
 
 class _Options(msgspec.Struct):
@@ -119,8 +140,8 @@ def read_prompt(body: bytes, salt: bytes) -> Prompt:
         _text(found.previous_response_id) or _conversation_id(found.conversation),
         _text(found.service_tier),
         _number(found.priority),
-        _num_prompts(found.prompt) * max(1, _number(found.n) or 1),
-        _most(found),
+        _num_prompts(found.prompt),
+        _limits_of(found),
         bytes(found.background) not in FALSE,
     )
 
@@ -171,20 +192,41 @@ def _number(raw: Raw) -> int | None:
         return None
 
 
-def _most(found: _Body) -> int | None:
-    """Return the most tokens of an answer; None if the request does not say it."""
-    given = [_number(getattr(found, name)) for name in _LIMITS]
-    if bytes(found.options)[:1] == b"{":
-        given.append(_number(_options.decode(found.options).num_predict))
-    return max((one for one in given if one is not None), default=None)
+def _limits_of(body: _Body) -> dict[str, int]:
+    """Return the fields that limit answers and have whole numbers; servers refuse other values.
+
+    Numbers of answers in quotes count, too, since some servers read them.
+    """
+    limits = {name: _whole_number(getattr(body, name)) for name in _LIMITS}
+    if bytes(body.options)[:1] == b"{":
+        limits["num_predict"] = _whole_number(_options.decode(body.options).num_predict)
+    limits |= {name: _number(getattr(body, name)) for name in _COUNTS}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _whole_number(raw: Raw) -> int | None:
+    """Return a whole number, which may be written as 5.0 or 5e0; None for anything else."""
+    try:
+        number = msgspec.json.decode(raw, type=int | float) if raw else None
+    except UNREADABLE:
+        return None
+    is_whole = isinstance(number, int) or (number is not None and number.is_integer())
+    return int(number) if number is not None and is_whole else None
 
 
 def _num_prompts(raw: Raw) -> int:
-    """Return how many prompts are in a list of texts, or of lists of tokens."""
+    """Return how many prompts there are: in a list of texts, or with lists of tokens.
+
+    A list of tokens and texts without lists inside is one prompt.
+    """
     text = bytes(raw)
-    found = _LIST.match(text)
-    if found is None:
+    if text[:1] != b"[" or (b'"' not in text and text.count(b"[") == 1):
         return 1
-    if found[1] == b"[":
-        return text.count(b"[") - 1
-    return text.replace(b"\\\\", b"").replace(b'\\"', b"").count(b'"') // 2
+    try:
+        prompts = msgspec.json.decode(raw)
+    except UNREADABLE:
+        return text.count(b",") + 1
+    is_several = any(isinstance(prompt, (list, dict)) for prompt in prompts) or all(
+        isinstance(prompt, str) for prompt in prompts
+    )
+    return max(1, len(prompts)) if is_several else 1

@@ -19,6 +19,7 @@ from twostroke.core.sampling import (
     MAX_TOKENS,
     SamplingParams,
 )
+from twostroke.http.answer_limits import LLAMA
 from twostroke.serve.describe import field
 from twostroke.serve.openai.fields import TOKEN_ID
 from twostroke.serve.openai.structure import GrammarForm, JsonForm, one_constraint
@@ -208,7 +209,7 @@ def to_params(asked: TextFields) -> SamplingParams:
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
     limit = num_predict(asked)
     more: dict[str, Any] = {
-        "max_tokens": None if limit < 0 else max(1, min(limit, MAX_TOKENS)),
+        "max_tokens": None if limit < 0 else max(LLAMA.min_tokens, min(limit, MAX_TOKENS)),
         "n": num_answers(asked),
         "seed": None if asked.seed in {-1, RANDOM_SEED} else asked.seed,
         "stop": [stop for stop in stops if stop],
@@ -230,8 +231,8 @@ def names(asked: TextFields) -> dict[str, str]:
 
 def num_predict(asked: TextFields) -> int:
     """Return the most tokens to generate; -1 for as many as fit."""
-    given = (asked.n_predict, asked.max_completion_tokens, asked.max_tokens)
-    limit = next((limit for limit in given if limit is not None), -1)
+    first_limit = LLAMA.first_limit(asked)
+    limit = -1 if first_limit is None else first_limit
     if limit < -1:
         raise RequestError(f"must be at least -1, got {limit}.", field="max_tokens")
     return limit

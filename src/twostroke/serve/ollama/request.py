@@ -14,6 +14,7 @@ from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS, SamplingParams
 from twostroke.engine.client import Caller
+from twostroke.http.answer_limits import OLLAMA
 from twostroke.schema.prepare import ANY_OBJECT
 from twostroke.serve.describe import field
 from twostroke.serve.job import MAX_MESSAGES, Conversation, Job
@@ -254,7 +255,7 @@ def _job(
 
 def _params(asked: OllamaRequest) -> SamplingParams:
     given = asked.options or OllamaOptions()
-    limit = given.num_predict or 0
+    limit = OLLAMA.first_limit(given) or 0
     values = {
         name: getattr(given, name)
         for name in OllamaOptions.__struct_fields__

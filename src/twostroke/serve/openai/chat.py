@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from twostroke.chat.messages import ROLES
 from twostroke.chat.reasoning import AS_IT_IS, EFFORTS, Thinking
 from twostroke.core.errors import RequestError
+from twostroke.http.answer_limits import CHAT
 from twostroke.http.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.http.ignored import Ignored
 from twostroke.serve.describe import field
@@ -205,17 +206,17 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
         continues=asked.continue_final_message,
         thinking=to_thinking(asked.chat_template_kwargs, asked.reasoning_effort),
     )
-    own: dict[str, Any] = {"logprobs": _num_alternatives(asked)}
     ignored = list[Ignored]()
-    if asked.max_completion_tokens is not None:
-        if asked.max_tokens not in {None, asked.max_completion_tokens}:
-            reason = "has no effect beside max_completion_tokens, its newer name."
-            ignored.append(Ignored.of(RequestError(reason, field="max_tokens")))
-        own["max_tokens"] = asked.max_completion_tokens
+    newer = asked.max_completion_tokens
+    if newer is not None and asked.max_tokens not in {None, newer}:
+        reason = "has no effect beside max_completion_tokens, its newer name."
+        ignored.append(Ignored.of(RequestError(reason, field="max_tokens")))
     job = to_job(
         asked,
         (conversation,),
-        params=to_params(asked, **own),
+        params=to_params(
+            asked, logprobs=_num_alternatives(asked), max_tokens=CHAT.first_limit(asked)
+        ),
         caller=to_caller(asked, "messages", tenant),
         tools=tools,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 from twostroke.core.errors import RequestError
+from twostroke.http.answer_limits import COMPLETIONS, DEFAULT_COMPLETION_TOKENS
 from twostroke.http.errors import UnsupportedFieldError
 from twostroke.serve.describe import field
 from twostroke.serve.openai.fields import (
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from twostroke.serve.job import Job
     from twostroke.serve.store import Tenant
 
-DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
-
 
 class CompletionRequest(CommonFields, kw_only=True):
     """The body of a request. With a `suffix` each answer fills the gap before it."""
@@ -29,7 +28,7 @@ class CompletionRequest(CommonFields, kw_only=True):
     max_tokens: Annotated[
         int | None,
         field.doc("The most tokens to generate; 0 needs `echo`, -1: as many as fit.", minimum=-1),
-    ] = DEFAULT_MAX_TOKENS
+    ] = DEFAULT_COMPLETION_TOKENS
     echo: Annotated[bool | None, field.doc("Begin the answer with its prompt.")] = None
     logprobs: Annotated[
         int | None,
@@ -69,13 +68,12 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
     prompt_logprobs = asked.logprobs if asked.echo else asked.prompt_logprobs
     if asked.echo and asked.max_tokens == 0:
         prompt_logprobs = prompt_logprobs or 0
-    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     return to_job(
         asked,
         split_prompts(asked.prompt, "prompt"),
         params=to_params(
             asked,
-            max_tokens=max_tokens,
+            max_tokens=COMPLETIONS.first_limit(asked),
             logprobs=asked.logprobs,
             prompt_logprobs=prompt_logprobs,
         ),

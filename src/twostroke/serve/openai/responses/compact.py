@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
+from twostroke.http.answer_limits import MAX_SUMMARY_TOKENS
 from twostroke.serve.describe import field
 from twostroke.serve.openai.fields import ServiceFields
 from twostroke.serve.openai.responses import exchange
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from twostroke.serve.job import Job
     from twostroke.serve.store import Tenant
 
-MAX_SUMMARY_TOKENS: Final = 1024
 _TASK: Final = (
     "Summarize the conversation so far for somebody who will continue it and has not seen it. "
     "Keep the goals, the decisions, the facts, names, numbers and file paths that matter, what was "

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
+from twostroke.http.answer_limits import RESPONSES
 from twostroke.http.errors import MissingFieldError
 from twostroke.http.ignored import Ignored
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
@@ -226,15 +227,15 @@ def _previous(request: ResponsesRequest, tenant: Tenant) -> Kept | None:
 
 
 def _params(asked: ResponsesRequest, tools: Tools | None) -> SamplingParams:
-    own: dict[str, Any] = {"max_tokens": asked.max_output_tokens}
+    values: dict[str, Any] = {"max_tokens": RESPONSES.first_limit(asked)}
     if LOGPROBS in (asked.include or ()):
-        own["logprobs"] = asked.top_logprobs or 0
+        values["logprobs"] = asked.top_logprobs or 0
     if form := _form(asked):
-        own["constraint"] = form
-    if tools is not None and "logprobs" in own:
+        values["constraint"] = form
+    if tools is not None and "logprobs" in values:
         reason = f"cannot be combined with tools where it has '{LOGPROBS}'."
         raise RequestError(reason, field="include")
-    return to_params(asked, **own)
+    return to_params(asked, **values)
 
 
 def _form(asked: ResponsesRequest) -> Constraint | None:
