@@ -337,3 +337,129 @@ def test_reasoning_is_folded_and_calls_are_shown(visit: Visiting, server: Any) -
         visit.send("And now?")
     messages = json.loads(sent.value.post_data)["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+
+
+def test_escape_stops_an_answer_to_an_example(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=900, extra='{"ignore_eos": true}')
+    visit.page.click(".welcome li button >> nth=0")
+    visit.wait_for("document.querySelector('.body > .markdown')?.textContent.length > 20")
+    visit.page.keyboard.press("Escape")
+    visit.wait_answered()
+    assert "stopped by you" in visit.page.inner_text(".figures summary")
+
+
+def test_escape_stops_wherever_the_focus_is(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=900, extra='{"ignore_eos": true}')
+    visit.send(COUNT, wait=False)
+    visit.wait_for("document.querySelector('.body > .markdown')?.textContent.length > 20")
+    visit.page.evaluate("document.activeElement.blur()")
+    visit.page.keyboard.press("Escape")
+    visit.wait_answered()
+    assert "stopped by you" in visit.page.inner_text(".figures summary")
+
+
+def test_a_message_written_during_an_answer_is_sent_after_it(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=60, temperature=0, extra='{"ignore_eos": true}')
+    visit.send(COUNT, wait=False)
+    visit.page.wait_for_selector(".send.stop")
+    visit.send("And then?", wait=False)
+    assert "Sent after this answer: And then?" in visit.page.inner_text(".waiting")
+    assert visit.page.input_value("#message") == ""
+    visit.wait_for("document.querySelectorAll('.prompt-text').length === 2")
+    visit.wait_answered()
+    assert visit.page.locator(".prompt-text").all_inner_texts() == [COUNT, "And then?"]
+    assert not visit.page.locator(".waiting").is_visible()
+
+
+def test_a_message_that_waits_is_not_sent_after_an_answer_that_was_stopped(
+    visit: Visiting, server: Any
+) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=900, extra='{"ignore_eos": true}')
+    visit.send(COUNT, wait=False)
+    visit.wait_for("document.querySelector('.body > .markdown')?.textContent.length > 5")
+    visit.send("And then?", wait=False)
+    visit.page.keyboard.press("Escape")
+    visit.wait_answered()
+    assert visit.page.input_value("#message") == "And then?"
+    assert visit.page.locator(".prompt-text").all_inner_texts() == [COUNT]
+
+
+def test_a_reload_keeps_the_open_chat_and_the_message_that_is_written(
+    visit: Visiting, server: Any
+) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=5)
+    visit.send("The first chat.")
+    visit.page.click("nav.sidebar .primary")
+    visit.set(max_tokens=900, extra='{"ignore_eos": true}')
+    visit.send("The second chat.", wait=False)
+    visit.wait_for("document.querySelector('.body > .markdown')?.textContent.length > 5")
+    visit.page.fill("#message", "Half a message")
+    visit.page.reload()
+    visit.page.wait_for_selector("#lamp[data-state=ok]")
+    assert visit.page.locator(".prompt-text").all_inner_texts() == ["The second chat."]
+    assert visit.page.input_value("#message") == "Half a message"
+    assert visit.answers() != [""]  # what had come of the answer
+    assert visit.page.locator(".conversations li").count() == 2
+
+
+def test_a_chat_is_renamed_and_found_by_its_name_and_its_words(
+    visit: Visiting, server: Any
+) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=3)
+    visit.send("Tell me of whales.")
+    visit.page.click("nav.sidebar .primary")
+    visit.send("Tell me of rockets.")
+    visit.page.hover(".conversations li >> nth=1")
+    visit.page.click("[aria-label='Rename “Tell me of whales.”']")
+    visit.page.fill(".conversations input", "Sea animals")
+    visit.page.press(".conversations input", "Enter")
+    titles = visit.page.locator(".conversations .open")
+    assert titles.all_inner_texts() == ["Tell me of rockets.", "Sea animals"]
+    for words, found in (
+        ("WHALES", ["Sea animals"]),
+        ("animals sea", ["Sea animals"]),
+        ("tell", ["Tell me of rockets.", "Sea animals"]),
+        ("nowhere", []),
+    ):
+        visit.page.fill("[aria-label='Search conversations']", words)
+        assert titles.all_inner_texts() == found
+    assert visit.page.inner_text(".conversations .none") == "Nothing is found."
+    visit.page.reload()
+    visit.page.wait_for_selector("#lamp[data-state=ok]")
+    assert titles.all_inner_texts() == ["Tell me of rockets.", "Sea animals"]
+
+
+def test_attached_files_go_along_with_the_message(
+    visit: Visiting, server: Any, tmp_path: Path
+) -> None:
+    visit = visit(server)
+    code, picture = tmp_path / "code.py", tmp_path / "picture.png"
+    code.write_text("x = '```'\n")
+    picture.write_bytes(b"\x89PNG\x00\xff")
+    sent: list[dict[str, Any]] = []
+
+    def note(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        route.continue_()
+
+    visit.page.route("**/v1/chat/completions", note)
+    visit.set(max_tokens=3)
+    visit.page.set_input_files(".composer input[type=file]", [str(code), str(picture)])
+    visit.page.wait_for_selector(".toast")
+    assert visit.page.inner_text(".toast") == "picture.png is not a text file."
+    assert visit.page.locator(".composer .file").all_inner_texts() == ["code.py\n10 characters"]
+    visit.send("What is x?")
+    message = "code.py:\n````\nx = '```'\n````\n\nWhat is x?"
+    assert sent[0]["messages"] == [{"role": "user", "content": message}]
+    assert visit.page.locator(".prompt .file span").all_inner_texts() == ["code.py"]
+    assert visit.page.locator(".prompt-text").all_inner_texts() == ["What is x?"]
+    visit.page.reload()
+    visit.page.wait_for_selector("#lamp[data-state=ok]")
+    visit.send("Are you sure?")
+    assert sent[1]["messages"][0]["content"] == message

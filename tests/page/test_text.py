@@ -143,6 +143,8 @@ def test_text_and_marks_are_kept(visit: Visiting, server: Any) -> None:
     visit.page.fill("#text", f"{_text(visit)} the end")
     before, written = _text(visit), visit.page.evaluate(WRITTEN)
     visit.page.reload()
+    assert _text(visit) == before  # what was open is open again
+    visit.page.click("[data-kind=chat]")
     assert visit.page.locator("#text").is_hidden()
     visit.page.click(".conversations .open")
     assert _text(visit) == before

@@ -17,6 +17,14 @@ export class Answering {
     return this.#running.has(reply);
   }
 
+  /** Note in answers that are being written that they end here: the page is left. */
+  noteEnd() {
+    for (const reply of this.#running.keys()) {
+      const choice = shownOf(reply);
+      if (choice && !choice.finish) choice.finish = "stopped";
+    }
+  }
+
   /** Stop every answer that is being written. */
   stop() {
     for (const controller of this.#running.values()) controller.abort();

@@ -1,5 +1,6 @@
 // Builds the request for an answer from a conversation and its settings.
 
+import { withFiles } from "./attachments.js";
 import { toFields, toolFields } from "./settings.js";
 
 const CHAT = "v1/chat/completions";
@@ -46,7 +47,7 @@ function chatFields({ settings, turns }, turn, column, reply, begun) {
   const messages = [];
   if (own.system.trim()) messages.push({ role: "system", content: own.system });
   for (const one of turns) {
-    messages.push({ role: "user", content: one.prompt });
+    messages.push({ role: "user", content: withFiles(one.prompt, one.files) });
     messages.push(...steps(one.replies[column], one === turn ? reply : null, one === turn));
     if (one === turn) break;
   }

@@ -9,16 +9,16 @@ import { whereBroken } from "../shared/json.js";
 export const FIELDS = [
   { name: "system", label: "System prompt", kind: "text", start: "", rows: 3, hint: "Instructions for the model" },
 
-  { name: "temperature", label: "Temperature", kind: "number", start: "", min: 0, max: 2, step: 0.1, hint: "the model's" },
+  { name: "temperature", label: "Temperature", kind: "number", start: "", min: 0, max: 2, step: 0.1, hint: "the model’s" },
   { name: "max_tokens", label: "Max tokens", kind: "integer", start: "1024", min: 1, step: 64, hint: "all there is" },
-  { name: "top_p", label: "Top p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "the model's" },
-  { name: "top_k", label: "Top k", kind: "integer", start: "", min: 0, step: 10, hint: "the model's" },
-  { name: "min_p", label: "Min p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "the model's" },
+  { name: "top_p", label: "Top p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "the model’s" },
+  { name: "top_k", label: "Top k", kind: "integer", start: "", min: 0, step: 10, hint: "the model’s" },
+  { name: "min_p", label: "Min p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "the model’s" },
   { name: "seed", label: "Seed", kind: "integer", start: "", step: 1, hint: "by chance" },
 
   { name: "presence_penalty", label: "Presence penalty", kind: "number", start: "", min: -2, max: 2, step: 0.1, hint: "0" },
   { name: "frequency_penalty", label: "Frequency penalty", kind: "number", start: "", min: -2, max: 2, step: 0.1, hint: "0" },
-  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", start: "", min: 0, step: 0.05, hint: "the model's" },
+  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", start: "", min: 0, step: 0.05, hint: "the model’s" },
   { name: "n", label: "Answers (n)", kind: "integer", start: "", min: 1, max: 8, step: 1, hint: "1" },
   {
     name: "speculate", label: "Guess ahead", kind: "choice", start: "",

@@ -6,6 +6,7 @@ import { defaultSettings, FIELDS } from "./settings.js";
 const KEY = "twostroke.conversations";
 const MAX_CONVERSATIONS = 60;
 const MAX_CHARACTERS = 3_000_000; // of JSON; browsers give a page some five million
+const MAX_NAME = 80;
 const MAX_STEPS = 64; // replies to results, one behind the other, in a turn that is read
 const TOO_MUCH = new Set(["tokens", "pieces"]);
 const FORMAT = "twostroke-conversations-1";
@@ -17,12 +18,16 @@ const FORMAT = "twostroke-conversations-1";
  */
 export function newConversation(kind = "chat", settings = [defaultSettings(kind), defaultSettings(kind)], isSplit = false) {
   const turns = kind === "text" ? [newTurn("")] : [];
-  return { id: newId(), kind, title: "", changed: Date.now(), isSplit, settings: structuredClone(settings), turns };
+  return { id: newId(), kind, title: "", name: "", changed: Date.now(), isSplit, settings: structuredClone(settings), turns };
 }
 
-/** A message, or a text with what stands behind it; `marks` are the parts that the model wrote. */
-export function newTurn(prompt) {
-  return { id: newId(), prompt, suffix: "", marks: [], replies: [] };
+/**
+ * A message with its attached files, or a text with what stands behind it.
+ *
+ * `marks` are the parts that the model wrote.
+ */
+export function newTurn(prompt, files = []) {
+  return { id: newId(), prompt, files, suffix: "", marks: [], replies: [] };
 }
 
 export function newId() {
@@ -42,6 +47,23 @@ export class Store {
     this.all = this.all.filter((one) => one.id !== conversation.id);
     if (!isEmpty(conversation)) this.all.unshift(conversation);
     this.#write();
+  }
+
+  /** Give a conversation a name of the user's; an empty one takes it away. */
+  rename(conversation, name) {
+    conversation.name = name.trim().slice(0, MAX_NAME);
+    conversation.title = titleOf(conversation);
+    this.#write();
+  }
+
+  /** Return the conversations in which all words of a search stand, in any case. */
+  find(search) {
+    const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+    if (!words.length) return this.all;
+    return this.all.filter((conversation) => {
+      const text = wordsOf(conversation);
+      return words.every((word) => text.includes(word));
+    });
   }
 
   has(id) {
@@ -112,6 +134,7 @@ function readConversation(found) {
   if (Number.isFinite(found?.changed)) conversation.changed = found.changed;
   conversation.isSplit = found?.isSplit === true;
   conversation.settings = [0, 1].map((place) => readSettings(found?.settings?.[place], conversation.kind));
+  conversation.name = text(found?.name).slice(0, MAX_NAME);
   const turns = list(found?.turns).map(readTurn);
   if (conversation.kind === "chat") conversation.turns = turns;
   else if (turns.length) conversation.turns = turns.slice(0, 1);
@@ -122,6 +145,7 @@ function readConversation(found) {
 function readTurn(found) {
   const turn = newTurn(text(found?.prompt));
   turn.suffix = text(found?.suffix);
+  turn.files = list(found?.files).map((file) => ({ name: text(file?.name), text: text(file?.text) }));
   turn.replies = list(found?.replies).slice(0, 2).map((reply) => readReply(reply));
   let place = 0;
   for (const { start, end } of list(found?.marks).filter(Boolean)) {
@@ -164,12 +188,29 @@ function readReply(found, step = 0) {
 }
 
 function isEmpty({ turns }) {
-  return !turns.some(({ prompt, suffix, replies }) => prompt || suffix || replies.some((reply) => reply?.choices.length));
+  return !turns.some(({ prompt, suffix, files, replies }) => prompt || suffix || files.length || replies.some((reply) => reply?.choices.length));
 }
 
-function titleOf(conversation) {
-  const first = conversation.turns[0]?.prompt.trim().split("\n")[0] ?? "";
+function titleOf({ name, turns }) {
+  if (name) return name;
+  const first = turns[0]?.prompt.trim().split("\n")[0] || turns[0]?.files[0]?.name || "";
   return first.length > 80 ? `${first.slice(0, 79)}…` : first;
+}
+
+/** Return all that was said in a conversation, and its name, in small letters. */
+function wordsOf({ title, turns }) {
+  const said = [title];
+  const read = (reply) => {
+    for (const choice of reply?.choices ?? []) {
+      said.push(choice.text);
+      read(choice.after);
+    }
+  };
+  for (const { prompt, suffix, files, replies } of turns) {
+    said.push(prompt, suffix, ...files.map((file) => file.name));
+    replies.forEach(read);
+  }
+  return said.join("\n").toLowerCase();
 }
 
 function tryToSet(value) {

@@ -3,6 +3,7 @@
 import { copy } from "../shared/clipboard.js";
 import { h, iconButton } from "../shared/dom.js";
 import { newReply } from "./answer.js";
+import { fileChip } from "./attachments.js";
 import { makeEditor, ReplyView } from "./reply.js";
 
 const NEAR_END = 80; // pixels from the end within which the view follows a growing answer
@@ -82,7 +83,8 @@ export class Transcript {
       iconButton("edit", "Edit the message and continue from there", edit),
       iconButton("trash", "Delete the message and its answer", () => this.#act.removeTurn(turn)),
     );
-    return h("article.prompt", { "aria-label": "You" }, text, tools);
+    const files = turn.files.length ? h("ul.files", { "aria-label": "Attached files" }, turn.files.map((file) => fileChip(file))) : null;
+    return h("article.prompt", { "aria-label": "You" }, files, text, tools);
   }
 
   #welcome() {

@@ -30,6 +30,7 @@ export class Playground {
     this.sidebar = new Sidebar(this.#store, {
       open: (conversation) => this.#open(conversation),
       start: () => this.#start(),
+      rename: (conversation, name) => this.#rename(conversation, name),
       remove: (conversation) => this.#removeConversation(conversation),
     });
     const replies = {
@@ -45,7 +46,10 @@ export class Playground {
       sendResults: (goal, choice, results) => this.#sendResults(goal, choice, results),
       editPrompt: (turn, text) => this.#editPrompt(turn, text),
       removeTurn: (turn) => this.#removeTurn(turn),
-      tryOut: (text) => this.#send(text),
+      tryOut: (text) => {
+        this.#send(text);
+        this.composer.area.focus(); // the button is gone
+      },
     });
     this.text = new TextView({
       ...replies,
@@ -54,7 +58,7 @@ export class Playground {
       undoable: (text, change) => this.#withUndo(text, change),
       stop: () => this.stop(),
     });
-    this.composer = new Composer((text) => this.#send(text), () => this.stop());
+    this.composer = new Composer((text, files) => this.#send(text, files), () => this.stop());
     this.panel = new Panel(() => this.#keepSoon());
     this.frame = new Frame(place, this, {
       kind: (kind) => this.#switchTo(kind),
@@ -62,10 +66,13 @@ export class Playground {
       column: (column) => this.#showColumn(column),
       request: () => this.#showRequest(),
     });
-    place.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.#answering.isBusy) this.stop();
+    // Of the whole page: what had the focus may be gone, such as an example that was chosen.
+    document.addEventListener("keydown", (event) => {
+      const isElsewhere = place.hidden || document.querySelector("dialog[open]") !== null;
+      if (event.key === "Escape" && !isElsewhere && this.#answering.isBusy) this.stop();
     });
-    window.addEventListener("pagehide", () => this.#keepNow());
+    window.addEventListener("pagehide", () => this.#leave());
+    this.#return();
     this.#show();
   }
 
@@ -80,9 +87,29 @@ export class Playground {
     if (abilities?.completion_chat === false && isNew) this.#switchTo("text");
   }
 
-  /** Stop every answer that is being written. */
+  /** Stop every answer that is being written; a message that waits for one is not sent. */
   stop() {
+    this.composer.takeBack();
     this.#answering.stop();
+  }
+
+  /** Keep what is there before the page is left, and what was open in this tab. */
+  #leave() {
+    if (this.#answering.isBusy) {
+      this.#answering.noteEnd();
+      this.#keep();
+    } else this.#keepNow();
+    this.composer.takeBack();
+    remember({ id: this.#conversation.id, kind: this.#conversation.kind, draft: this.composer.area.value });
+  }
+
+  /** Open what was open in this tab before the page was loaded again. */
+  #return() {
+    const { id, kind, draft } = recall();
+    const conversation = this.#store.all.find((one) => one.id === id);
+    if (conversation) this.#conversation = conversation;
+    else if (kind === "text") this.#conversation = newConversation("text");
+    if (draft) this.composer.put(draft);
   }
 
   /** What draws the conversation. */
@@ -162,8 +189,8 @@ export class Playground {
     this.#show();
   }
 
-  #send(text) {
-    const turn = newTurn(text);
+  #send(text, files = []) {
+    const turn = newTurn(text, files);
     this.#conversation.turns.push(turn);
     this.#keep();
     this.#showTurns();
@@ -193,11 +220,13 @@ export class Playground {
     view()?.setBusy(false);
     view()?.update(); // also if it failed before it was busy
     page.follow();
-    this.#showBusy();
+    if (choice.error || choice.finish === "stopped") this.composer.takeBack();
     if (this.#store.has(conversation.id)) this.#store.keep(conversation); // not deleted meanwhile
-    if (conversation !== this.#conversation) return;
-    this.sidebar.show(conversation);
-    this.frame.announce(spoken(choice, conversation.isSplit ? "AB"[goal.column] : ""));
+    if (conversation === this.#conversation) {
+      this.sidebar.show(conversation);
+      this.frame.announce(spoken(choice, conversation.isSplit ? "AB"[goal.column] : ""));
+    }
+    this.#showBusy(); // at last: a message that waits is sent now
   }
 
   #showBusy() {
@@ -250,7 +279,7 @@ export class Playground {
     const place = turns.indexOf(turn);
     const later = turns.length - place - 1;
     const change = () => {
-      turns.splice(place, turns.length - place, newTurn(text));
+      turns.splice(place, turns.length - place, newTurn(text, turn.files));
     };
     if (later) this.#withUndo("Later messages were removed.", change);
     else change();
@@ -265,6 +294,12 @@ export class Playground {
       const { turns } = this.#conversation;
       turns.splice(turns.indexOf(turn), 1);
     });
+  }
+
+  #rename(conversation, name) {
+    this.#store.rename(conversation, name);
+    this.sidebar.show(this.#conversation);
+    this.frame.show(this.#conversation);
   }
 
   #removeConversation(conversation) {
@@ -314,8 +349,28 @@ export class Playground {
     if (conversation.kind === "text") return [conversation, this.text.nextTurn(this.#column)];
     const typed = this.composer.area.value;
     const turns = [...conversation.turns];
-    if (typed.trim() || !turns.length) turns.push(newTurn(typed || "Why is the sky blue?"));
+    const files = this.composer.files.all;
+    if (typed.trim() || files.length || !turns.length) turns.push(newTurn(typed || (files.length ? "" : "Why is the sky blue?"), files));
     return [{ ...conversation, turns }, turns.at(-1)];
+  }
+}
+
+const OPEN = "twostroke.open"; // of this tab
+
+/** Keep a value until the tab is closed. */
+function remember(value) {
+  try {
+    sessionStorage.setItem(OPEN, JSON.stringify(value));
+  } catch {
+    // Storage is forbidden, or full.
+  }
+}
+
+function recall() {
+  try {
+    return JSON.parse(sessionStorage.getItem(OPEN)) ?? {};
+  } catch {
+    return {};
   }
 }
 
