@@ -1,7 +1,8 @@
 """lm-evaluation-harness against our server, and beside transformers on the same weights.
 
 The tasks of `tasks/` run twice: through the server, and in transformers, which reads the same GGUF
-file into float32. Each log-likelihood may differ by a hundredth a token.
+file into float32. Each log-likelihood may differ by a hundredth a token. Then all run once more
+with the server's own tokenizer, over `/tokenizer_info`, `/tokenize` and `/detokenize`.
 """
 
 from __future__ import annotations
@@ -116,4 +117,21 @@ def chat() -> None:
     assert all(sample["resps"][0][0].strip() for sample in samples)
 
 
-run(loglikelihood, rolling, generate_until, chat)
+def remote_tokenizer() -> None:
+    """All tasks with the server's tokenizer; log-likelihoods are the same as with transformers'."""
+    arguments = {"base_url": f"{BASE_URL}/completions", "model": MODEL, "num_concurrent": "4"}
+    arguments["tokenizer_backend"] = "remote"
+    for path in sorted(TASKS.glob("*.yaml")):
+        task = f"twostroke_{path.stem}"
+        samples = harness(f"remote-{task}", "local-completions", arguments, task)
+        assert samples
+        if task == "twostroke_choice":
+            assert [one["resps"] for one in samples] == [one["resps"] for one in ours(task)]
+    chat = harness(
+        *("remote-chat", "local-completions", arguments, "twostroke_answer"),
+        "--apply_chat_template",
+    )
+    assert all(sample["resps"][0][0].strip() for sample in chat)
+
+
+run(loglikelihood, rolling, generate_until, chat, remote_tokenizer)

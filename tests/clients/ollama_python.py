@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import suppress
 
 import ollama
@@ -109,4 +110,13 @@ def from_another_loop() -> None:
     assert asyncio.run(ask())
 
 
-run(chat, tools, form, generate, embed, models, from_another_loop)
+def separators() -> None:
+    """The package splits its lines with `str.splitlines`, which ends them at more than \\n."""
+    text = "".join(f"a{chr(code)}b" for code in (0x85, 0x2028, 0x2029, 0x0B, 0x0C, 0x1C, 0x1E))
+    form = {"type": "object", "properties": {"text": {"const": text}}, "required": ["text"]}
+    pieces = CLIENT.chat(MODEL, QUESTION, format=form, stream=True)
+    answer = "".join(piece.message.content or "" for piece in pieces)
+    assert json.loads(answer) == {"text": text}
+
+
+run(chat, tools, form, separators, generate, embed, models, from_another_loop)

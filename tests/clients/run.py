@@ -60,6 +60,7 @@ CLIENTS = {
     ),
     "litellm": Client("litellm_python.py", ("litellm>=1.70", "mcp")),  # which its tools need
     "ollama": Client("ollama_python.py", ("ollama>=0.6",)),
+    "ollama-js": Client("ollama_javascript.mjs", ("ollama@0",)),
     "langchain": Client(
         "langchain_python.py",
         ("langchain>=1,<2", "langchain-openai>=1,<2", "langchain-anthropic>=1,<2"),
