@@ -143,3 +143,22 @@ def test_only_a_chat_drops_the_space_that_the_tokenizer_adds(kind_server: LiveSe
     ]
     options = {"continue_final_message": True, "add_generation_prompt": False}
     assert content(kind_server, **{**fields, **options, "messages": begun}) == " Paris"
+
+
+def test_a_rendered_chat_has_the_tokens_of_the_chat(kind_server: LiveServer) -> None:
+    def post(path: str, **fields: Any) -> Any:
+        return kind_server.http.post(path, json=fields).json()
+
+    messages = [
+        {"role": "system", "content": "yes"},
+        {"role": "user", "content": " is the  caf\u00e9 no"},
+        {"role": "assistant", "content": " Paris"},
+        {"role": "user", "content": "yes\n\n"},
+    ]
+    text = post("/apply-template", messages=messages)["prompt"]
+    ids = post("/tokenize", messages=messages)["tokens"]
+    assert post("/tokenize", prompt=text, add_special_tokens=False)["tokens"] == ids
+    assert post("/tokenize", content=text)["tokens"] == ids
+    begin = kind_server.client.card.tokenizer.bos_id
+    assert post("/tokenize", prompt=text)["tokens"] == [begin, *ids]
+    assert post("/tokenize", prompt=f"<s>{text}")["tokens"] == [begin, *ids]

@@ -106,7 +106,7 @@ def test_characters_that_no_token_spells_end_the_forced_text() -> None:
     assert text_of(tokenizer, tokenizer.encode_exact("hello€lo")) == "hello"
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     assert followed(grammars, tokenizer, Constraint("choice", '["hello", "€"]'), 0) == "hello"
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError, match="no tokens for a part of the text"):
         followed(grammars, tokenizer, Constraint("choice", '["hello€"]'), 0)
 
 

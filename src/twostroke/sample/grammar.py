@@ -67,6 +67,7 @@ _NUM_WALKS: Final = 8
 _WALK_LENGTH: Final = 12  # tokens
 _MULTIPLE: Final = re.compile(r'\\?"multipleOf\\?": ?([0-9.e-]+)')
 
+_UNSPELLABLE: Final = "the model has no tokens for a part of the text."
 
 # The limits of llguidance, by a part of its words.
 _MEANINGS: Final = {
@@ -98,6 +99,8 @@ _MEANINGS: Final = {
         f"its grammar has more than {_LIMITS['max_grammar_size']:,} parts: use fewer members and "
         "alternatives, or smaller counts."
     ),
+    "NoExtensionBias": _UNSPELLABLE,
+    "forced bytes: got": _UNSPELLABLE,
 }
 
 
