@@ -22,7 +22,10 @@ CALL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "add", "arguments": '{"a": 1}'},
 }
-KINDS = ("system", "developer", "user", "assistant", "call", "text and call", "empty", "null")
+KINDS = (
+    *("system", "developer", "user", "assistant", "call", "text and call", "unanswered call"),
+    *("empty", "null"),
+)
 
 
 def chat_of(template: str, **more: str) -> Chat:
@@ -41,6 +44,8 @@ def conversation(*kinds: str) -> list[dict[str, Any]]:
         if "call" in kind:
             content = text if kind == "text and call" else ""
             messages.append({"role": "assistant", "content": content, "tool_calls": [CALL]})
+            if kind == "unanswered call":
+                continue
             result = {"role": "tool", "tool_call_id": CALL["id"], "content": f"result{place}given"}
             messages.append(result)
         elif kind in {"empty", "null"}:
@@ -74,6 +79,7 @@ def said(*turns: str) -> list[dict[str, Any]]:
             "WITH_LAST_QUESTION",
             (
                 "developer lone_system answered_system several_systems late_system lone_result"
+                " unanswered_call"
                 " user_after_result text_with_calls assistant_first same_role"
             ),
         ),

@@ -35,6 +35,7 @@ class TurnOrder(Frozen):
         several_systems: several system messages at the beginning.
         late_system: system messages after other messages.
         empty_answer: an assistant's message without text and calls.
+        unanswered_call: calls whose results are missing.
         lone_result: the result of a tool that no message has called.
         user_after_result: a user's message after the result of a tool.
         text_with_calls: an assistant's message with text and calls.
@@ -49,6 +50,7 @@ class TurnOrder(Frozen):
     several_systems: bool = True
     late_system: bool = True
     empty_answer: bool = True
+    unanswered_call: bool = True
     lone_result: bool = True
     user_after_result: bool = True
     text_with_calls: bool = True
@@ -62,6 +64,7 @@ ALTERNATING: Final = TurnOrder(
     several_systems=False,
     late_system=False,
     empty_answer=False,
+    unanswered_call=False,
     lone_result=False,
     user_after_result=False,
     text_with_calls=False,
@@ -90,6 +93,8 @@ def arranged(
         last = turns[-1:] if continues else []
         turns = [turn for turn in turns[: len(turns) - len(last)] if not _is_empty(turn)] + last
         turns = turns or [{"role": "user", "content": []}]
+    if not order.unanswered_call:
+        turns = _with_empty_results(turns)
     if not order.lone_result:
         turns = _without_lone_results(turns)
     if not order.user_after_result:
@@ -185,6 +190,8 @@ _WORDS: Final = (
     ("lone_result", "user tool"),
     ("lone_result", "user assistant tool assistant user"),
     ("user_after_result", "user assistant-call tool user"),
+    ("unanswered_call", "user assistant-call user"),
+    ("unanswered_call", "user assistant-call assistant user"),
     ("same_role", "user user"),
     ("same_role", "user assistant assistant user"),
     ("same_role", "system user user assistant user user"),
@@ -194,7 +201,9 @@ _WORDS: Final = (
     ("assistant_first", "system assistant user"),
     ("assistant_first", "assistant-call tool assistant user"),
 )
-_CONVERSATIONS: Final = tuple((kind, _probe(words), "tool" in words) for kind, words in _WORDS)
+_CONVERSATIONS: Final = tuple(
+    (kind, _probe(words), "call" in words or "tool" in words) for kind, words in _WORDS
+)
 
 
 def _with_one_leading_system(turns: list[Message]) -> list[Message]:
@@ -262,6 +271,22 @@ def _without_lone_results(turns: list[Message]) -> list[Message]:
         else:
             ordered.append(turn)
     return ordered
+
+
+def _with_empty_results(turns: list[Message]) -> list[Message]:
+    """Return turns in which calls without any result have empty ones, unless they come last."""
+    ordered: list[Message] = []
+    for turn in turns:
+        calls = ordered[-1].get("tool_calls") if ordered else None
+        if calls and turn["role"] != "tool":
+            ordered += [_empty_result(call) for call in calls]
+        ordered.append(turn)
+    return ordered
+
+
+def _empty_result(call: dict[str, Any]) -> Message:
+    name = call["function"]["name"]
+    return {"role": "tool", "tool_call_id": call.get("id"), "name": name, "content": []}
 
 
 def _joined(turns: list[Message], first: str, second: str) -> list[Message]:
