@@ -238,3 +238,17 @@ def test_many_unknown_items_take_little_time_and_a_short_header(server: LiveServ
     items = [{"type": f"kind_{number}"} for number in range(9_000)]
     response = ask(server, RESPONSES, input=[*items, USER])
     assert len(response.headers["twostroke-ignored"]) < 4_000
+
+
+def test_calls_of_other_servers_tools_are_left_out_with_their_results(server: LiveServer) -> None:
+    call = {"id": "c1", "type": "web_search", "web_search": {"query": "q"}}
+    known = {"id": "c2", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    results = [{"role": "tool", "tool_call_id": id_, "content": "found"} for id_ in ("c1", "c2")]
+    messages = [USER, {"role": "assistant", "tool_calls": [call, known]}, *results, USER]
+    plain = [USER, {"role": "assistant", "tool_calls": [known]}, results[1], USER]
+    response = ask(server, CHAT, messages=messages)
+    assert ignored(response) == {"messages[].tool_calls[].web_search"}
+    expected = num_prompt_tokens(server, CHAT, messages=plain)
+    assert response.json()["usage"]["prompt_tokens"] == expected
+    only = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, results[0], USER]
+    assert ignored(ask(server, CHAT, messages=only)) == {"messages[].tool_calls[].web_search"}

@@ -60,6 +60,7 @@ class Conversation(Frozen):
         has_turn: whether to open the assistant's turn after the messages otherwise.
         thinking: the request's options for the model's reasoning.
         drops_oldest: whether a conversation that is too long loses its oldest exchanges.
+        left_out: the reports of parts that the protocol has left out.
         room: how many tokens to leave for the answer then; None for a share of the context.
     """
 
@@ -70,6 +71,7 @@ class Conversation(Frozen):
     thinking: Thinking = AS_IT_IS
     drops_oldest: bool = False
     room: int | None = None
+    left_out: tuple[Ignored, ...] = ()
 
     def encode(self, card: ModelCard) -> list[int]:
         """Return the token ids.
@@ -127,10 +129,11 @@ class Conversation(Frozen):
         )
 
     def unfollowed(self, card: ModelCard) -> list[Ignored]:
-        """Return the fields of its reasoning that the model's template cannot follow."""
+        """Return its left-out parts, and fields of reasoning that the template cannot follow."""
         _, errors = chat_of(card).follow(self.thinking, has_tools=bool(self.tools))
         param = self.thinking.param
-        return [Ignored.of(error, is_known=error.field == param) for error in errors]
+        unfollowed = [Ignored.of(error, is_known=error.field == param) for error in errors]
+        return [*self.left_out, *unfollowed]
 
     def turn(self, card: ModelCard, tools: Tools | None, form: Constraint | None = None) -> Turn:
         """Return its prompt, and how answers are held and read.

@@ -15,6 +15,7 @@ from twostroke.core.errors import RequestError
 from twostroke.http.answer_limits import CHAT
 from twostroke.http.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.http.ignored import Ignored
+from twostroke.serve.body.lenient import left_out_item
 from twostroke.serve.describe import field
 from twostroke.serve.job import MAX_MESSAGES, Conversation
 from twostroke.serve.openai.fields import (
@@ -95,12 +96,20 @@ class CalledCustom(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A call that an answer made; it has `function`, or `custom`."""
+    """A call that an answer made; it has `function`, or `custom`.
+
+    Calls of other types, whose tools ran on another server, are left out with their results.
+    """
 
     function: CalledFunction | None = None
     id: str | None = None
-    type: Literal["function", "custom"] = "function"
+    type: Annotated[str, field.doc("", enum=["function", "custom"])] = "function"
     custom: CalledCustom | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model can see the call."""
+        return self.type in {"function", "custom"}
 
 
 class ChatMessage(field.RequestObject):
@@ -262,9 +271,25 @@ def to_conversation(
         reason = "cannot be combined with add_generation_prompt: leave one of them out."
         raise RequestError(reason, field="continue_final_message")
     _check_results(messages)
-    turns = tuple(_message(place, message) for place, message in enumerate(messages))
-    shown = tools.shown if tools is not None else ()
-    return Conversation(turns, shown, bool(continues), opens_turn is not False, thinking)
+    left_out = {
+        call.id: left_out_item(f"messages[{index}].tool_calls[{number}]", call.type)
+        for index, message in enumerate(messages)
+        for number, call in enumerate(message.tool_calls or ())
+        if not call.is_known
+    }
+    turns = tuple(
+        _message(index, message)
+        for index, message in enumerate(messages)
+        if message.role != "tool" or message.tool_call_id not in left_out
+    )
+    return Conversation(
+        turns,
+        tools.shown if tools is not None else (),
+        continues=bool(continues),
+        has_turn=opens_turn is not False,
+        thinking=thinking,
+        left_out=tuple(left_out.values()),
+    )
 
 
 def _check_results(messages: list[ChatMessage]) -> None:
@@ -305,11 +330,13 @@ def _message(place: int, message: ChatMessage) -> dict[str, Any]:
     content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     turn: dict[str, Any] = {"role": message.role, "content": text}
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            _call(call, f"{where}.tool_calls[{place}]")
-            for place, call in enumerate(message.tool_calls)
-        ]
+    calls = [
+        _call(call, f"{where}.tool_calls[{index}]")
+        for index, call in enumerate(message.tool_calls or ())
+        if call.is_known
+    ]
+    if calls:
+        turn["tool_calls"] = calls
     more = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
