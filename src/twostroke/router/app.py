@@ -40,6 +40,7 @@ from twostroke.router.meter import Meter, Pace
 from twostroke.router.metrics import Metrics
 from twostroke.router.paths import (
     COMPUTED,
+    FILE_ID,
     FREE,
     READ,
     STORED,
@@ -159,10 +160,13 @@ class Router:
             key = self.options.replica_key
             errand = Errand(scope, receive, send, data, key, meter=meter, model=prompt.model)
             errand.content = content
+            has_file_id = FILE_ID.search(data) is not None
             del data  # the errand drops it once it has an answer
             if prompt.previous:
                 place = self._storing(prompt.previous, scope)
                 work: Any = self._at(errand, place)
+            elif has_file_id and (keeper := self._file_keeper(salt)) is not None:
+                work = self._forwarder.run_at(errand, keeper)
             else:
                 work = self._forwarder.run(errand, prompt.asked)
             await self._forwarder.guard(errand, work)
@@ -223,10 +227,14 @@ class Router:
             BatchPathError: no replica keeps them apart by tenant, as a router with records needs.
             UnknownPathError: no replica keeps any.
         """
-        home = self.fleet.home(hash_of(salt.hex()), is_ours=self._keeps_usage)
+        home = self._file_keeper(salt)
         if home is not None:
             return home
         raise BatchPathError(NO_BATCHES) if self._keeps_usage else UnknownPathError(NO_RECORDS)
+
+    def _file_keeper(self, salt: bytes) -> Replica | None:
+        """Return the replica that keeps a tenant's files; None if no replica keeps any."""
+        return self.fleet.home(hash_of(salt.hex()), is_ours=self._keeps_usage)
 
     async def _at(self, errand: Errand, finding: Awaitable[Replica]) -> None:
         await self._forwarder.run_at(errand, await finding)

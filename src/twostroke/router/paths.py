@@ -21,6 +21,8 @@ COMPUTED: Final = (
 )
 # One replica keeps these for a tenant.
 TENANTS: Final = ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches")
+# In a body that names a stored file, which the tenant's replica keeps.
+FILE_ID: Final = re.compile(rb'"file_id"\s*:\s*"file-')
 _ID: Final = r"[A-Za-z0-9_-]{1,100}"
 _STORED_PATH: Final = rf"/v1/(?:responses|chat/completions|conversations)/({_ID})"
 STORED: Final = re.compile(rf"{_STORED_PATH}(?:/.*)?")

@@ -32,6 +32,7 @@ from twostroke.serve.about import VERSION, AboutBody
 from twostroke.serve.batches import messages, uploads
 from twostroke.serve.batches import openai as openai_batches
 from twostroke.serve.batches.keeping import Keeping
+from twostroke.serve.body.attached_files import has_files, with_file_texts
 from twostroke.serve.body.decode import BodyDecoder, meant
 from twostroke.serve.callers import begun, sent_by
 from twostroke.serve.catalogue import Catalogue
@@ -170,7 +171,11 @@ class Api:
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
             *StoredResponses(self._tenant, self._background, self.options).routes(),
             *Conversations(
-                self._tenant, self.options.limits, self._ignored.note, self._readers
+                self._tenant,
+                self.options.limits,
+                self._ignored.note,
+                self._readers,
+                self._with_files,
             ).routes(),
             *stored_chat.routes(
                 self._tenant, self.options.limits, self._ignored.note, self._readers
@@ -418,9 +423,19 @@ class Api:
         served = served_of(request.scope)
         served.timeout_s = timeout_of(request.scope)
         async with in_time(served), body_of(request, self.options.limits) as body:
+            if has_files(body):
+                return await self._readers.run_for(request, self._read_files, work, body, request)
             if not is_long and len(body) <= _LARGE_BODY_BYTES:
                 return work(body, request)
             return await self._readers.run_for(request, work, body, request)
+
+    def _read_files(self, work: Callable[[bytes, Request], T], body: bytes, request: Request) -> T:
+        """Return `work` of a body in which the texts of files stand in their place."""
+        return work(self._with_files(body, request), request)
+
+    def _with_files(self, body: bytes, request: Request) -> bytes:
+        read_file = self.keeping.file_reader(served_of(request.scope).tenant)
+        return with_file_texts(body, read_file) if has_files(body) else body
 
     def _room(self) -> int:
         """How many lines of batches may be in the engine: all that clients leave, and some wait."""

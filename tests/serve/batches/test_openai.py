@@ -259,8 +259,9 @@ def test_wrong_uploads_are_refused(server: LiveServer) -> None:
     assert post("/v1/files", data={"purpose": "batch"}).status_code == 415
     only = {"purpose": (None, b"batch")}
     assert post("/v1/files", files=only).json()["error"]["param"] == "file"
-    unnamed = only | {"file": (None, b"x")}
-    assert post("/v1/files", files=unnamed).json()["filename"] == "file"
+    unnamed = post("/v1/files", files=only | {"file": (None, b"x")}).json()
+    assert unnamed["filename"] == "file"
+    server.http.delete(f"/v1/files/{unnamed['id']}")
     headers = {"content-type": "multipart/form-data; boundary=x"}
     for body in (b"", b"--x\r\n", b"--x--", b"y" * 10_000, b"--x\r\n" + b"h" * 10_000):
         assert post("/v1/files", content=body, headers=headers).status_code == 400

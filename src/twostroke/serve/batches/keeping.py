@@ -7,12 +7,14 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from twostroke.http.errors import UnknownPathError
+from twostroke.http.errors import BodySizeError, UnknownPathError
 from twostroke.records import RecordsError
 from twostroke.serve.batches import files, messages, openai, uploads
 from twostroke.serve.batches.file_routes import FileRoutes
 from twostroke.serve.batches.runner import Runner
 from twostroke.serve.batches.uploads import Uploads
+from twostroke.serve.body.attached_files import AttachedFile
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from twostroke.http.limits import Limits
     from twostroke.http.served import ServedRequest
     from twostroke.records import Records
+    from twostroke.serve.body.attached_files import ReadFile
 
 _SWEEP_S: Final = 60.0
 FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
@@ -71,6 +74,34 @@ class Keeping:
             *openai.routes(both, self._limits, note),
             *messages.MessageBatches(both, rooms, self._limits).routes(),
         ]
+
+    def file_reader(self, tenant: str) -> ReadFile:
+        """Return a function that reads files of a tenant for one request, in a thread.
+
+        It raises NoSuchFileError, and BodySizeError if the files of the request are too large.
+        """
+        max_bytes = num_left = self._limits.max_body_bytes
+
+        def read(file_id: str) -> AttachedFile:
+            nonlocal num_left
+            if self._records is None:
+                reason = "This server keeps no files: start it with --records DIR."
+                raise files.NoSuchFileError(
+                    f"No such file: '{file_id[:MAX_NAME_LENGTH]}'. {reason}"
+                )
+            with self._records.alone() as db:
+                file = files.find(db, file_id, tenant)
+            if file.bytes > num_left:
+                raise BodySizeError(f"The files of a request have at most {max_bytes} bytes.")
+            num_left -= file.bytes
+            path = self._records.files.path(file.id)
+            content = path.read_bytes() if path.is_file() else b""
+            if len(content) != file.bytes:
+                reason = f"The content of '{file.id}' is missing or damaged: upload it again."
+                raise files.DamagedFileError(reason)
+            return AttachedFile(file.filename, content)
+
+        return read
 
     async def start(self, app: ASGIApp) -> None:
         """Go on with the batches that have not ended."""

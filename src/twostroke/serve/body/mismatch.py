@@ -115,6 +115,8 @@ def _find_in_object(
             return _error(f"A key of {{field}} must {limits}.", path=path)
         if mismatch := _find_mismatch(inner, value_types, join(path, "[...]")):
             return mismatch
+    if limits := _exceeded_limits(value, [*dict_types]):
+        return _error(f"must {limits}, got {len(value)}.", path=path)
     return None
 
 

@@ -102,11 +102,14 @@ class Conversations:
         limits: Limits,
         note: Callable[[Iterable[Ignored], ServedRequest], None],
         readers: Readers,
+        with_files: Callable[[bytes, Request], bytes],
     ) -> None:
         """Let `readers` do the work.
 
-        `tenant_of` returns the sender of a request, `note` takes its ignored fields.
+        `tenant_of` returns the sender of a request, `note` takes its ignored fields, `with_files`
+        returns a body in which the texts of files stand in their place.
         """
+        self._with_files = with_files
         self._tenant_of, self._limits, self._note = tenant_of, limits, note
         self._readers = readers
         self._decoders: dict[str, BodyDecoder[Any]] = {
@@ -227,7 +230,11 @@ class Conversations:
     async def _in_thread(self, request: Request, work: Callable[[bytes], Any]) -> Any:
         """Return `work` of the body: items may be many, and other streams shall not wait."""
         async with body_of(request, self._limits) as body:
-            return await self._readers.run_for(request, work, body)
+
+            def read() -> Any:
+                return work(self._with_files(body, request))
+
+            return await self._readers.run_for(request, read)
 
 
 @contextmanager

@@ -1,0 +1,153 @@
+"""Files in the messages of a request: their text takes their place before the body is decoded.
+
+Each protocol has its own shape for them: `input_file` (Responses), `file` (chat) and `document`
+(Anthropic), with the content in base64 or the id of a stored file.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
+from twostroke.core.json_lines import encode_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    # Returns a stored file by its id; raises NoSuchFileError.
+    ReadFile = Callable[[str], "AttachedFile"]
+
+# One of these is in every body with a file; most bodies have none, and are not searched.
+_MARKS: Final = (b'"file_data"', b'"file_id"', b'"base64"')
+_CONVERSATIONS: Final = ("input", "messages", "system", "items")
+_TEXT_ONLY: Final = "Models here read text only."
+
+
+class AttachedFile(Frozen):
+    """A file with its name, which may be empty."""
+
+    filename: str
+    content: bytes
+
+
+def has_files(body: bytes) -> bool:
+    """Return whether a body may have files."""
+    return any(mark in body for mark in _MARKS)
+
+
+def with_file_texts(body: bytes, read_file: ReadFile) -> bytes:
+    """Return a body in which the texts of files stand in their place.
+
+    A body without files, or with wrong JSON, is returned as it is.
+
+    Raises:
+        RequestError: a file is not text; `field` names it.
+        NoSuchFileError: as `read_file`.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return body
+    if not isinstance(fields, dict):
+        return body
+    has_changed = False
+    for part, path in _parts(fields):
+        has_changed |= _replace(part, path, read_file)
+    return encode_json(fields) if has_changed else body
+
+
+def _parts(fields: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the objects in the conversation of a request, with their paths."""
+    stack: list[tuple[Any, str]] = [(fields.get(name), name) for name in _CONVERSATIONS]
+    while stack:
+        value, path = stack.pop()
+        if isinstance(value, dict):
+            yield value, path
+            inner = ("content", "output")
+            stack += [(value[name], f"{path}.{name}") for name in inner if name in value]
+        elif isinstance(value, list):
+            stack += [(item, f"{path}[{index}]") for index, item in enumerate(value)]
+
+
+def _replace(part: dict[str, Any], path: str, read_file: ReadFile) -> bool:
+    """Turn a part of a message into a text if it has a file; return whether it has one."""
+    match part:
+        case {"type": "input_file"}:
+            text = _text_of(part, path, read_file)
+            kind = "input_text"
+        case {"type": "file", "file": dict() as file}:
+            text = _text_of(file, f"{path}.file", read_file)
+            kind = "text"
+        case {"type": "document", "source": dict() as source}:
+            return _replace_source(part, source, f"{path}.source", read_file)
+        case _:
+            return False
+    if text is None:
+        return False
+    part.clear()
+    part.update(type=kind, text=text)
+    return True
+
+
+def _replace_source(
+    document: dict[str, Any], source: dict[str, Any], path: str, read_file: ReadFile
+) -> bool:
+    """Turn the source of a document of Anthropic's protocol into a text, if it has a file."""
+    match source:
+        case {"type": "file", "file_id": str() as file_id}:
+            file = read_file(file_id)
+            text = decode_text(file.content, f"{path}.file_id")
+            if document.get("title") is None:
+                document["title"] = file.filename
+        case {"type": "base64", "data": str() as data}:
+            text = decode_text(_decode_base64(data, f"{path}.data"), f"{path}.data")
+        case _:
+            return False
+    source.clear()
+    source.update(type="text", media_type="text/plain", data=text)
+    return True
+
+
+def _text_of(file: dict[str, Any], path: str, read_file: ReadFile) -> str | None:
+    """Return the name and the text of a file of OpenAI's protocols; None if it has no content."""
+    filename = file.get("filename")
+    if isinstance(data := file.get("file_data"), str):
+        where = f"{path}.file_data"
+        text = decode_text(_decode_base64(data, where), where)
+    elif isinstance(file_id := file.get("file_id"), str):
+        stored = read_file(file_id)
+        text = decode_text(stored.content, f"{path}.file_id")
+        filename = filename or stored.filename
+    else:
+        return None
+    return f"{filename}\n{text}" if isinstance(filename, str) and filename else text
+
+
+def _decode_base64(data: str, path: str) -> bytes:
+    """Return the bytes of base64, which may be a data URL."""
+    if data.startswith("data:"):
+        _, _, data = data.partition(",")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        reason = "must be base64, as in 'data:text/plain;base64,SGVsbG8='."
+        raise RequestError(reason, field=path) from None
+
+
+def decode_text(content: bytes, path: str) -> str:
+    """Return the text of a file; raises a RequestError if it is none."""
+    if content.startswith(b"%PDF"):
+        reason = f"is a PDF document. {_TEXT_ONLY} Extract the document's text and send that."
+        raise RequestError(reason, field=path)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise RequestError(f"is not text in UTF-8. {_TEXT_ONLY}", field=path) from None
+    if "\0" in text:
+        raise RequestError(f"is not text. {_TEXT_ONLY}", field=path)
+    return text
