@@ -22,7 +22,7 @@ from support.tiny import (
 )
 from support.tiny_weights import folder_weights
 from twostroke.core import notices
-from twostroke.core.errors import ModelFormatError
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.engine.loading import build_tokenizer
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.tokenize import from_gguf
@@ -272,12 +272,9 @@ def test_an_id_that_no_token_has_is_left_out_of_a_gguf(
     names = [text for text in said if f"tokenizer.ggml.{key}_token_id is {shown}," in text]
     assert names == [
         f"tokenizer.ggml.{key}_token_id is {shown}, which is not the id of a token: left out."
-    ] * (key in READ_KEYS)
+    ]
     if key == "eos":
         assert loaded.eos_token_ids == ()
-
-
-READ_KEYS = ("bos", "eos", "eot", "eom", "padding", "unknown", "fim_pre")
 
 
 @pytest.mark.parametrize("value", [-1, "1", True, [1, -1, 999], 1.5])
@@ -341,3 +338,29 @@ def test_bytes_after_the_last_tensor_are_ignored(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a.gguf")
     path.write_bytes(path.read_bytes() + b"signature")
     load_path(path)
+
+
+def test_shards_need_no_index(tmp_path: Path) -> None:
+    expected = load_path(write_tiny_folder(tmp_path / "whole"))
+    folder = write_tiny_folder(tmp_path / "shards", num_shards=3)
+    (folder / "model.safetensors.index.json").unlink()
+    loaded = load_path(folder)
+    assert loaded.tensors.keys() == expected.tensors.keys()
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ModelNotFoundError, match="not all the shards of one model"):
+        load_path(folder)
+
+
+def test_the_only_file_of_weights_may_have_any_name(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "a")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    load_path(folder)
+    (folder / "weights.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelNotFoundError, match="only safetensors and GGUF are read"):
+        load_path(folder)
+
+
+def test_a_folder_with_an_adapter_alone_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match="is an adapter"):
+        load_path(tmp_path)

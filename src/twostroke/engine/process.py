@@ -282,6 +282,8 @@ def main(descriptor: str) -> int:
     root.addHandler(_Log(link))
     root.setLevel(load.log_level.upper())
     root.propagate = False
+    # The server reads the same files for the model's card, and logs these notices itself.
+    logging.getLogger("twostroke.weights").setLevel(logging.ERROR)
     try:
         with _build(load, link) as engine:
             desk = Desk(engine, link)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import signal
 import socket
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--channel", type=int, required=True)
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 ends the others
+    logging.getLogger("twostroke.weights").setLevel(logging.ERROR)  # rank 0 reads the same files
     return 0 if follow(Channel(socket.socket(fileno=given.channel)), given.rank) else 1
 
 

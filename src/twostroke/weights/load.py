@@ -39,7 +39,7 @@ from twostroke.weights.published import assemble_published, published_layout
 from twostroke.weights.safetensors import read_safetensors, read_sharded
 from twostroke.weights.stacks import cut_stacks, uncut_stack
 from twostroke.weights.tensor_names import is_derived
-from twostroke.weights.tensors import check_shapes, refuse_unsupported
+from twostroke.weights.tensors import check_shapes, join_files, refuse_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from twostroke.models import Family, ModelSpec
     from twostroke.quant import QuantTensor
+    from twostroke.weights.tensors import WeightFiles
 
 _INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
@@ -104,6 +105,11 @@ def _only_gguf(folder: Path) -> Path:
         raise ModelNotFoundError(
             f"{str(folder)!r} has {len(found)} GGUF files ({names}): name one of them."
         )
+    if (folder / "adapter_config.json").is_file():
+        raise ModelNotFoundError(
+            f"{str(folder)!r} is an adapter (LoRA), not a model: merge it into its model first, as "
+            "peft's merge_and_unload does."
+        )
     raise ModelNotFoundError(f"{str(folder)!r} has neither a config.json nor a .gguf file.")
 
 
@@ -156,11 +162,7 @@ def _load_folder(
         raise ModelNotFoundError(f"{str(folder)!r} has no config.json next to the weights.")
     fields = hf_fields(config.name, read_json(config))
     family = ARCHITECTURES[MODEL_TYPES[fields.text("model_type")]]
-    if weights is None and (folder / _INDEX).is_file():
-        source, files = _INDEX, read_sharded(folder / _INDEX)
-    else:
-        weights = weights or folder / "model.safetensors"
-        source, files = weights.name, read_safetensors(weights)
+    source, files = _folder_weights(folder, weights)
     spec = hf_spec(fields, name or folder.resolve().name)
     layout = published_layout(fields)
     if layout is not None:
@@ -208,6 +210,35 @@ def _load_folder(
         pooling=folder_pooling(folder),
         sampling=folder_sampling(generation_config),
     )
+
+
+def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFiles]:
+    """Return the name that errors have for a folder's weight files, and their tensors.
+
+    Without an index they are the only file, or all shards of one model.
+    """
+    if weights is None and (folder / _INDEX).is_file():
+        return _INDEX, read_sharded(folder / _INDEX)
+    weights = weights or folder / "model.safetensors"
+    candidates = sorted(path for path in folder.glob("*.safetensors") if "adapter" not in path.name)
+    if weights.exists() or not candidates:
+        if not weights.exists() and any(folder.glob("*.bin")):
+            raise ModelNotFoundError(
+                f"{str(folder)!r} has its weights in PyTorch's files (.bin), and only safetensors "
+                "and GGUF are read: convert them, or fetch the model's safetensors."
+            )
+        return weights.name, read_safetensors(weights)
+    shards = [path for path in candidates if _SHARD.fullmatch(path.name)]
+    if len(candidates) == 1 and not shards:
+        return candidates[0].name, read_safetensors(candidates[0])
+    expected = {int(path.stem.rsplit("-", 1)[1]) for path in shards}
+    if len(shards) < len(candidates) or expected != {len(shards)}:
+        names = ", ".join(path.name for path in candidates[:5])
+        raise ModelNotFoundError(
+            f"{str(folder)!r} has no {_INDEX}, and its weight files are not all the shards of one "
+            f"model: {names}."
+        )
+    return shards[0].name, join_files([read_safetensors(path) for path in shards])
 
 
 def _with_rows_of(
