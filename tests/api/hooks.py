@@ -46,6 +46,7 @@ REASONS = {
     "one of two fields": (
         r"Give one of prompt, messages and content",
         r" may only be set with (prompt|messages|content)",
+        r" may only be set where raw is true",
         r"content is missing",
         r"response_format.json_schema is missing",
     ),
@@ -222,11 +223,11 @@ def _limit(body: dict[str, Any]) -> int:
 
 def _reconcile_prompt(body: dict[str, Any]) -> None:
     if body.get("messages"):
-        gone: tuple[str, ...] = ("prompt", "add_special_tokens")
+        gone: tuple[str, ...] = ("prompt", "add_special_tokens", "parse_special")
     else:
         body["prompt"] = body.get("prompt") or "hello"
         gone = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-    for name in (*gone, "content", "add_special", "parse_special", "with_pieces"):
+    for name in (*gone, "content", "add_special", "with_pieces"):
         body.pop(name, None)
 
 

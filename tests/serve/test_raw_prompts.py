@@ -129,6 +129,11 @@ def test_the_begin_token_can_be_left_out(tmp_path: Path) -> None:
         ("/v1/completions", {"suffix": "x", "add_special_tokens": False}, "add_special_tokens"),
         ("/api/generate", {"parse_special": True}, "parse_special"),
         ("/tokenize", {"content": "x", "add_special_tokens": True}, "add_special_tokens"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "parse_special": True},
+            "parse_special",
+        ),
     ],
 )
 def test_a_field_that_would_have_no_effect_is_refused(

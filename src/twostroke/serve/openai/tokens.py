@@ -260,6 +260,9 @@ def _encode(request: TokenizeRequest, card: ModelCard, max_tokens: int) -> list[
         for name in names:
             if way not in ways and getattr(request, name):
                 raise RequestError(f"may only be set with {way}: leave it out.", field=name)
+    if request.messages is not None and request.parse_special is not None:
+        reason = "may only be set with prompt or content, as messages have no special tokens."
+        raise RequestError(reason, field="parse_special")
     tokenizer, parse_special = card.tokenizer, request.parse_special
     if parse_special is None:
         parse_special = card.parses_special
