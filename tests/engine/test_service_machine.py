@@ -9,7 +9,7 @@ import pytest
 
 from support.rounds import play_service
 
-NUM_ROUNDS = 7
+NUM_ROUNDS = 4
 
 
 @pytest.mark.slow
@@ -21,8 +21,8 @@ def test_everybody_gets_the_right_end_whenever_an_engine_dies(
     for seed in range(NUM_ROUNDS):
         play_service(seed, counts)
     print(dict(counts))
-    assert counts["operations"] >= 20_000
+    assert counts["operations"] >= 11_000
     for what in ("answered", "told", "die", "cancelled", "refused"):
-        assert counts[what] > 100, f"too few were {what}"
+        assert counts[what] > 50, f"too few were {what}"
     for what in ("preemptions", "hit tokens", "killers refused", "failed alone", "left"):
-        assert counts[what] > 20, f"too few {what}"
+        assert counts[what] > 10, f"too few {what}"

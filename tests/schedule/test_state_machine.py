@@ -8,7 +8,7 @@ import pytest
 
 from support.rounds import play_scheduler
 
-NUM_OPERATIONS = 80_000
+NUM_OPERATIONS = 40_000
 
 
 @pytest.mark.slow

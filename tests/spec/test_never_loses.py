@@ -217,7 +217,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records, "a proposer that fails is asked no more"
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.seeds(1)
 def test_no_text_is_slower_at_any_load(clock, seed):
     simulation = Simulation(clock, seed)
     for name, text in TEXTS.items():
@@ -238,7 +238,7 @@ def test_predictable_text_is_faster(clock):
     assert simulation.speedup(EDIT, 4) > 1.05
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.seeds(1)
 def test_a_draft_that_does_not_pay_costs_little(clock, seed):
     for right in (0.5, 0.6):
         for num_streams in (4, 8, 16):
