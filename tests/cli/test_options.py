@@ -97,7 +97,7 @@ def test_sampling_options_reach_their_fields() -> None:
         ("--min-tokens 9 --max-tokens 3", "--min-tokens must be at most --max-tokens (3), got 9."),
         ("--temperature -1", "--temperature must be from 0 to 100, got -1."),
         ("--temperature nan", "--temperature must be a finite number, got nan."),
-        ("--top-p 0", "--top-p must be greater than 0 and at most 1, got 0."),
+        ("--top-p 1.5", "--top-p must be from 0 to 1, got 1.5."),
         ("--top-k -1", "--top-k must be from 0 "),
         ("--min-p 2", "--min-p must be from 0 to 1, got 2."),
         ("--repetition-penalty 0", "--repetition-penalty must be greater than 0"),

@@ -132,6 +132,8 @@ def test_a_class_that_describes_itself_is_a_schema() -> None:
     for wrong in (5, None, Struct, ["x"]):
         with pytest.raises(RequestError, match="json_schema must be a JSON schema"):
             Constraint.json_schema(wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="json_schema is not JSON"):
+        Constraint.json_schema({"type": object})
     with pytest.raises(RequestError, match="choice must be a list of texts"):
         Constraint.choice("yes")
 
@@ -145,7 +147,8 @@ def test_a_class_that_describes_itself_is_a_schema() -> None:
         ({"tools": [{"name": ""}]}, "tools[0].name must be a function's name."),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name has the name of an earlier tool."),
         ({"tools": [{"name": "f", "parameters": 5}]}, "tools[0].parameters must be a JSON schema."),
-        ({"tool_choice": "required"}, "tool_choice needs tools."),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice needs tools."),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs must be an object with variables."),
         ({"tools": [WEATHER], "tool_choice": "get_wether"}, "Did you mean 'get_weather'?"),
         ({"chat_template_kwargs": {"messages": 5}}, "a name that the chat template itself uses."),
     ],

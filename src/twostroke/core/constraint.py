@@ -84,7 +84,12 @@ class Constraint:
         if not isinstance(values, Mapping):
             reason = "must be a JSON schema: an object, its text, or a Pydantic model."
             raise RequestError(reason, field="json_schema")
-        return cls("json_schema", json.dumps(dict(values)), "json_schema")
+        try:
+            text = json.dumps(dict(values))
+        except (TypeError, ValueError) as error:
+            reason = "is not JSON: {why}."
+            raise RequestError(reason, field="json_schema", why=error) from None
+        return cls("json_schema", text, "json_schema")
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:

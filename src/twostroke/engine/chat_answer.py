@@ -70,9 +70,11 @@ def encode_conversation(
             option has a wrong value.
     """
     chat = chat_of(card)
-    tools = read_tools(options.get("tools", ()), options.get("tool_choice", "auto"))
+    tools = read_tools(options.get("tools") or (), options.get("tool_choice") or "auto")
     continues = bool(options.get("continue_final_message"))
-    variables = options.get("chat_template_kwargs")
+    variables = options.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        raise RequestError("must be an object with variables.", field="chat_template_kwargs")
     prompt = chat.render(
         messages,
         () if tools is None else tools.shown,
