@@ -208,13 +208,13 @@ class _Answer:
         self._num_calls = 0
         self._scored: list[tuple[int, TokenLogprobs]] = []  # ahead of their text
         self._num_scored = 0  # up to the last piece
+        self._has_progress = False
 
     def read(self, output: Output | Completion) -> list[Event]:
         events: list[Event] = []
         self.tokens += output.token_ids
         if isinstance(output, Output) and output.num_read:
-            assert output.usage is not None
-            events.append(Read(self._choice, output.num_read, output.usage))
+            events += self._progress(output.num_read, output.usage)
         if self._has_logprobs:
             self._score(output, events)
         if self._reader is None:
@@ -228,6 +228,14 @@ class _Answer:
         if output.finish_reason is not None:
             self._end(output, output.finish_reason, events)
         return events
+
+    def _progress(self, num_read: int, usage: Usage | None) -> Iterator[Read]:
+        """Yield how much of the prompt is read; the first event has what was cached."""
+        assert usage is not None
+        if not self._has_progress and num_read > usage.cached_tokens:
+            yield Read(self._choice, usage.cached_tokens, usage)
+        self._has_progress = True
+        yield Read(self._choice, num_read, usage)
 
     def _take(self, piece: Piece, events: list[Event]) -> None:
         match piece:
