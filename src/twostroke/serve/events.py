@@ -230,7 +230,7 @@ class _Answer:
         return events
 
     def _progress(self, num_read: int, usage: Usage | None) -> Iterator[Read]:
-        """Yield how much of the prompt is read; the first event has what was cached."""
+        """Yield how much of the prompt is read; the first event has the cached tokens."""
         assert usage is not None
         if not self._has_progress and num_read > usage.cached_tokens:
             yield Read(self._choice, usage.cached_tokens, usage)
