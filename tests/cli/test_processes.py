@@ -154,6 +154,20 @@ def test_the_server_answers_and_drains(tiny: str, shared_cache: Path) -> None:
     assert "curl" in err.decode()
 
 
+def test_a_static_batch_that_does_not_fill_starts_after_its_time(
+    tiny: str, shared_cache: Path
+) -> None:
+    options = ("--policy", "static", "--batch-size", "8", "--max-wait", "0.1")
+    with started("serve", tiny, "--port", "0", *options) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline().decode()
+        assert "until 8 of them make a batch (--batch-size), or until the first has waited" in said
+        url = said.split(" at ")[1].split()[0]
+        body = {"prompt": "hello", "max_tokens": 3}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30, trust_env=False)
+        assert answer.status_code == 200
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_server_whose_log_is_on_a_full_disk_serves(tiny: str, shared_cache: Path) -> None:
     with socket.socket() as free:

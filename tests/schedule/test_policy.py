@@ -148,3 +148,5 @@ def test_policies_are_made_by_name():
     assert make_policy(BatchOptions("continuous", **options)) == Continuous()
     assert make_policy(BatchOptions("dynamic", **options)) == Batched(4, 0.5)
     assert make_policy(BatchOptions("static", **options)) == Batched(4)
+    waits = BatchOptions("static", fill_timeout_s=2.0, **options)
+    assert make_policy(waits) == Batched(4, 2.0)

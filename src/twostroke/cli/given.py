@@ -25,11 +25,15 @@ def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") ->
         raise UsageError(f"{reason}{{this}} out.", field=name, other=Field(other), this=Field(name))
 
 
-def check_batching(policy: str) -> None:
+def check_batching(policy: str, *, is_server: bool = False) -> None:
     """Refuse options of a batching policy that is not chosen.
+
+    A server starts a static batch that is not full after `--max-wait`; other commands know when no
+    more requests come.
 
     Raises:
         UsageError: one has no effect.
     """
+    has_wait = policy == "dynamic" or (is_server and policy == "static")
     check_effect("batch_size", "policy", has_effect=policy != "continuous", value="dynamic")
-    check_effect("max_wait_s", "policy", has_effect=policy == "dynamic", value="dynamic")
+    check_effect("max_wait_s", "policy", has_effect=has_wait, value="dynamic")

@@ -255,7 +255,8 @@ BATCHING: Final = [
         ["--max-wait", "max_wait_s"],
         type=float,
         default=BatchOptions().max_wait_s,
-        help="Seconds that a dynamic batch waits for more requests.",
+        help="Seconds that a dynamic batch waits for more requests; a static one of `serve` waits "
+        "10 if this is left out.",
     ),
     _batching(
         ["--max-waiting", "max_waiting_requests"],

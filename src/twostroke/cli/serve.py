@@ -7,11 +7,12 @@ import logging
 import sys
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+from msgspec.structs import replace
 
-from twostroke.cli.given import check_batching
+from twostroke.cli.given import check_batching, is_given
 from twostroke.cli.help import ByteSize, Command, Number, OneOf, option, verbose
 from twostroke.cli.listening import listening, open_records, say_stop, tell
 from twostroke.cli.options import (
@@ -34,7 +35,7 @@ from twostroke.fetch.disk import megabytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from twostroke.core.config import EngineOptions
+    from twostroke.core.config import BatchOptions, EngineOptions
     from twostroke.engine.client import ModelCard
     from twostroke.engine.launch import Launched
     from twostroke.engine.limits import Limits
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     Opened = tuple[ServedEngine, Limits | None, str | None]  # the last is the draft's name
 
+FILL_TIMEOUT_S: Final = 10.0  # after which a static batch starts with fewer requests
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -148,8 +150,8 @@ def command(**given: Any) -> int:
     from twostroke.engine.launch import Launched
 
     asked = asked_models(given["model"], given["models"])
-    check_batching(given["policy"])
-    options = engine_options(given, asked[0][1])
+    check_batching(given["policy"], is_server=True)
+    options = _with_fill_timeout(engine_options(given, asked[0][1]))
     is_alone = not given["models"]
     if not is_alone:
         check_alone(given, options)
@@ -161,7 +163,7 @@ def command(**given: Any) -> int:
         run = _prepare(given, stack)
         if not is_alone:
             roster = stack.enter_context(open_roster(asked, given, options))
-            announce = partial(_announce_several, roster=roster)
+            announce = partial(_announce_several, models=roster, batch=options.batch)
             return run(roster, None, announce)
         engine, limits, draft = stack.enter_context(_open(given, options, launched))
         if engine.card.chat_template is not None:
@@ -169,8 +171,23 @@ def command(**given: Any) -> int:
         return run(
             engine,
             limits,
-            partial(_announce, engine=engine, draft=draft, is_verbose=given["is_verbose"]),
+            partial(
+                _announce,
+                engine=engine,
+                draft=draft,
+                is_verbose=given["is_verbose"],
+                batch=options.batch,
+            ),
         )
+
+
+def _with_fill_timeout(options: EngineOptions) -> EngineOptions:
+    """Let static batches that do not fill start: the clients of a server may be fewer."""
+    batch = options.batch
+    if batch.policy != "static":
+        return options
+    timeout_s = batch.max_wait_s if is_given("max_wait_s") else FILL_TIMEOUT_S
+    return replace(options, batch=replace(batch, fill_timeout_s=timeout_s))
 
 
 def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
@@ -277,6 +294,7 @@ def _announce(
     engine: ServedEngine,
     draft: str | None,
     is_verbose: bool,
+    batch: BatchOptions,
     serving: ServeOptions,
     form: str,
 ) -> None:
@@ -286,7 +304,7 @@ def _announce(
     backend = engine.facts.backend
     used, reserved = megabytes(engine.memory_bytes), megabytes(backend.cache_bytes)
     memory = f"It uses {used} of memory; conversations may take up to {reserved} (--kv-memory)."
-    memory += _about_chat({name: engine.card})
+    memory += _about_chat({name: engine.card}) + _about_batching(batch)
     detail = backend.full_detail if is_verbose else backend.detail
     if form == "json":
         _logger.info("Serving %s at %s (%s). %s", name, url, detail, memory)
@@ -298,21 +316,34 @@ def _announce(
     )
 
 
-def _announce_several(url: str, *, roster: Roster, serving: ServeOptions, form: str) -> None:
+def _announce_several(
+    url: str, *, models: Roster, batch: BatchOptions, serving: ServeOptions, form: str
+) -> None:
     """Report where a server of several models is, as `_announce` does."""
     _warn_of_all(url, serving)
-    names, budget = ", ".join(roster.engines), megabytes(roster.budget_bytes)
-    chat = _about_chat({name: engine.card for name, engine in roster.engines.items()})
+    names, budget = ", ".join(models.engines), megabytes(models.budget_bytes)
+    chat = _about_chat({name: engine.card for name, engine in models.engines.items()})
+    chat += _about_batching(batch)
     if form == "json":
         _logger.info("Serving %s at %s on demand; %s for all.%s", names, url, budget, chat)
         return
     sizes = ", ".join(
-        f"{name} ({megabytes(one.num_bytes)})" for name, one in roster.engines.items()
+        f"{name} ({megabytes(engine.num_bytes)})" for name, engine in models.engines.items()
     )
     tell(
         f"Twostroke serves {sizes} at {url}, each when it is asked for, within {budget} of memory "
         f"(--memory). Ctrl-C stops it.{chat}\n"
-        f"{_request_to_try(url, roster.card.name, roster, serving)}"
+        f"{_request_to_try(url, models.card.name, models, serving)}"
+    )
+
+
+def _about_batching(batch: BatchOptions) -> str:
+    """Return a sentence about requests that wait for a static batch; empty for other policies."""
+    if batch.policy != "static":
+        return ""
+    return (
+        f" Requests wait until {batch.batch_size} of them make a batch (--batch-size), or until "
+        f"the first has waited {batch.fill_timeout_s:g} s (--max-wait)."
     )
 
 

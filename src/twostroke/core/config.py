@@ -127,7 +127,8 @@ class BatchOptions(Frozen):
     """How requests share steps.
 
     `policy` is "continuous" (join at any step), "dynamic" (a batch starts when `batch_size`
-    requests wait or `max_wait_s` passed) or "static" (a batch starts when `batch_size` wait).
+    requests wait or `max_wait_s` passed) or "static" (a batch starts when `batch_size` wait, or
+    `fill_timeout_s` after its first request; None never starts a batch that is not full).
     A step computes at most `token_budget` tokens, at least one for each of at most `max_running`
     requests; None is 256, or the budget if that is less.
     """
@@ -137,6 +138,7 @@ class BatchOptions(Frozen):
     token_budget: int = 256
     batch_size: int = 16
     max_wait_s: float = 0.05
+    fill_timeout_s: float | None = None
     max_waiting_requests: int = 4096
     max_waiting_tokens: int = 4_194_304
 
@@ -145,8 +147,8 @@ class BatchOptions(Frozen):
         _one_of("policy", self.policy, POLICIES)
         for name in self.__struct_fields__[1:]:
             value = getattr(self, name)
-            low, kind = (0, (int, float)) if name == "max_wait_s" else (1, int)
-            if value is None and name == "max_running":
+            low, kind = (0, (int, float)) if name.endswith("_s") else (1, int)
+            if value is None and name in {"max_running", "fill_timeout_s"}:
                 continue
             if not isinstance(value, kind) or isinstance(value, bool):
                 what = "an integer" if kind is int else "a number"

@@ -70,6 +70,6 @@ def make_policy(options: BatchOptions) -> Policy:
     policies: dict[str, Policy] = {
         "continuous": Continuous(),
         "dynamic": Batched(options.batch_size, options.max_wait_s),
-        "static": Batched(options.batch_size),
+        "static": Batched(options.batch_size, options.fill_timeout_s),
     }
     return policies[options.policy]
