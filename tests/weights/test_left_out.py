@@ -21,6 +21,8 @@ from support.tiny import (
     write_tiny_gguf,
 )
 from support.tiny_weights import folder_weights
+from twostroke.compress.hf_files import config_of
+from twostroke.compress.quantize import stored
 from twostroke.core import notices
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.engine.loading import build_tokenizer
@@ -190,6 +192,8 @@ def test_parts_of_another_model_in_a_gguf_file_are_left_out(
     with caplog.at_level(logging.WARNING):
         load_path(write_gguf(tmp_path / "a.gguf", tiny_metadata(Tiny()), tensors))
     assert "'v.blk.0.attn_q.weight', which 'llama' does not read" in caplog.text
+    _, fixed = stored(load_path(tmp_path / "a.gguf"))  # which `quantize` keeps
+    assert fixed == {}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +239,7 @@ def test_without_an_output_matrix_the_embedding_is_used(
         loaded = load_folder(tmp_path / "a", Tiny(tied=False), tensors)
     assert loaded.spec.tied_embeddings
     assert "has no 'lm_head.weight': 'model.embed_tokens.weight' is used" in caplog.text
+    assert config_of(loaded)["tie_word_embeddings"] is True  # of a folder that `quantize` writes
 
 
 @pytest.mark.parametrize("vocab_size", [200, 284, 320])

@@ -50,7 +50,11 @@ def config_of(source: LoadedModel) -> dict[str, Any]:
         config = read_json(source.path / "config.json")
         if "text_config" in config:
             raise TwostrokeError(f"{source.name} is part of a vision model, which stays as it is.")
-        return config
+        # As the tensors are, where these contradict the file.
+        return config | {
+            "tie_word_embeddings": spec.tied_embeddings,
+            "vocab_size": spec.vocab_size,
+        }
     is_scaled = spec.rope.scaled_frequencies is not None or spec.rope.dim != spec.head_dim
     has_biases = spec.qkv_bias != (spec.architecture == "qwen2") or spec.output_bias
     if spec.architecture not in _PLAIN or is_scaled or spec.window or has_biases:

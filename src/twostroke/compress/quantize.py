@@ -34,6 +34,7 @@ from twostroke.models import build_program
 from twostroke.models.rope import ROPE_TABLES
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import GgufTokenizer
+from twostroke.weights.file_names import is_needed
 from twostroke.weights.gguf import DEFAULT_ALIGNMENT, Metadata
 from twostroke.weights.gguf_split import read_gguf_parts
 from twostroke.weights.write_gguf import write_gguf
@@ -195,7 +196,8 @@ def stored(source: LoadedModel) -> tuple[dict[str, Value], dict[str, QuantTensor
     # A model in a folder is loaded from the one GGUF file there, or from the first of its parts.
     files = read_gguf_parts(source.mappings[0].path)
     fixed = {key: tensor for key, tensor in files.tensors.items() if key in ROPE_TABLES}
-    if files.tensors.keys() - fixed.keys() != source.tensors.keys():
+    needed = {key for key in files.tensors if is_needed(key)}
+    if needed - fixed.keys() != source.tensors.keys():
         raise TwostrokeError(f"{source.name} has stacked weights, which cannot be quantized yet.")
     raw: dict[str, Value] = {
         key: held.metadata.raw(key) for key in held.metadata if not key.startswith(_DROPPED)
