@@ -95,6 +95,19 @@ KEPT: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ("maxLength", {**S, "maxLength": 2}, ["ab", "éé", ""], ["abc"]),
     ("pattern", {**S, "pattern": "^a+$"}, ["aa"], ["b", "ab", ""]),
     ("pattern", {**S, "pattern": "b"}, ["abc"], ["ac"]),
+    ("pattern", {**S, "pattern": "^(?!secret).*$"}, ["", "secre", "a secret"], ["secret1"]),
+    ("pattern", {**S, "pattern": "^(?=.*[A-Z])(?=.*[0-9]).{4,}$"}, ["aB3d"], ["abcd", "aB3"]),
+    ("pattern", {**S, "pattern": r"\bcat\b"}, ["a cat!", "cat"], ["cats", "concat"]),
+    ("pattern", {**S, "pattern": "^(?:(?!foo).)*$"}, ["fo", "bar"], ["a foo"]),
+    ("pattern", {**S, "pattern": "^[a-z-]+(?<!-)$"}, ["a-b"], ["a-"]),
+    ("pattern", {**S, "pattern": "(^a|b)c"}, ["ac", "xbc"], ["xac"]),
+    ("not", {**S, "not": {"pattern": "a"}}, ["", "b"], ["a", "bab"]),
+    (
+        "oneOf",
+        {**S, "oneOf": [{"pattern": "^a"}, {"pattern": "b$"}]},
+        ["ac", "cb"],
+        ["ab", "c"],
+    ),
     ("format", {**S, "format": "date"}, ["2020-01-31"], ["2020-13-01", "x"]),
     ("format", {**S, "format": "time"}, ["10:00:00Z"], ["25:00:00Z", "x"]),
     ("format", {**S, "format": "date-time"}, ["2020-01-31T10:00:00Z"], ["2020-01-31"]),
@@ -218,10 +231,10 @@ KEPT: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
 # Schemas of which the grammar holds a part, and what it does not.
 GAPS: list[tuple[dict[str, Any], str]] = [
     ({**ARRAY, "uniqueItems": True}, "uniqueItems (/)"),
-    ({**S, "pattern": "^(?!a)b"}, "pattern (/)"),
-    ({"enum": ["ab", "b"], "pattern": "^(?!a)"}, "pattern (/)"),
+    ({**S, "pattern": r"^(a+)-\1$"}, "pattern (/)"),
+    ({"enum": ["aa", "b"], "pattern": r"^(a)\1"}, "pattern (/)"),
     ({**S, "format": "regex"}, "format (/)"),
-    ({**S, "not": {"pattern": "a"}}, "not (/not)"),
+    ({**S, "not": {"pattern": r"(a)\1"}}, "not (/not)"),
     ({"oneOf": [AB, {**AB, "title": "other"}]}, "oneOf (/)"),
     ({**OBJECT, "minProperties": 2}, "additionalProperties (names that repeat)"),
     (

@@ -15,7 +15,7 @@ from twostroke.schema.branch import (
 )
 from twostroke.schema.document import NAMED_SCHEMAS, SCHEMAS
 from twostroke.schema.limits import LIMITS, PLACED_LIMITS
-from twostroke.schema.negate import NOT_ENUM, NOT_TYPE, denials
+from twostroke.schema.negate import NOT_ENUM, NOT_PATTERN, NOT_TYPE, denials
 from twostroke.schema.overlap import exclusive
 from twostroke.schema.patterns import Pattern, translated
 
@@ -44,7 +44,7 @@ _SAYS: Final = (
     | {"$dynamicRef", "$recursiveRef", "$ref", "const", "dependentRequired", "enum", "format"}
     | {"exclusiveMaximum", "exclusiveMinimum", "maxItems", "maxLength", "maxProperties", "maximum"}
     | {"minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required"}
-    | {"type", "uniqueItems", NOT_ENUM, NOT_TYPE}
+    | {"type", "uniqueItems", NOT_ENUM, NOT_PATTERN, NOT_TYPE}
 )
 
 
@@ -362,7 +362,7 @@ class Expander:
         patterns: dict[Pattern, State | None] = {}
         for source, inner in schema.get("patternProperties", {}).items():
             pattern = translated(source)
-            if pattern is None:
+            if pattern is None or pattern.more:
                 branch.gap(node.place("patternProperties"), "object")
             else:
                 patterns[pattern] = self.one(inner, node)

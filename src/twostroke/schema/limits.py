@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.schema.automata import opposite
 from twostroke.schema.branch import Branch, kinds_of
 from twostroke.schema.formats import FORMATS
-from twostroke.schema.negate import NOT_ENUM, NOT_TYPE
+from twostroke.schema.negate import NOT_ENUM, NOT_PATTERN, NOT_TYPE
 from twostroke.schema.patterns import Pattern, relaxed, translated
 
 if TYPE_CHECKING:
@@ -82,6 +83,13 @@ def _pattern(branch: Branch, node: Node) -> None:
         branch.patterns[pattern] = None
 
 
+def _not_pattern(branch: Branch, node: Node) -> None:
+    source = node.schema[NOT_PATTERN]
+    text = opposite(source)
+    assert text is not None
+    branch.patterns[Pattern(text, text)] = None
+
+
 def _format(branch: Branch, node: Node) -> None:
     name = node.schema["format"]
     known = FORMATS.get(name) if isinstance(name, str) else None
@@ -101,6 +109,7 @@ PLACED_LIMITS: Final[dict[str, Callable[[Branch, Node], None]]] = {
     "minimum": _low,
     "maximum": _high,
     "pattern": _pattern,
+    NOT_PATTERN: _not_pattern,
     "format": _format,
     "uniqueItems": _unique,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from twostroke.schema.automata import opposite
 from twostroke.schema.branch import Item
 from twostroke.schema.document import SCHEMAS
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # Keywords for use in here: values that are not allowed, and types.
 NOT_ENUM: Final = "not enum"
 NOT_TYPE: Final = "not type"
+NOT_PATTERN: Final = "not pattern"
 
 
 class Denial(NamedTuple):
@@ -47,6 +49,10 @@ def denials(document: Document, node: Node) -> Iterator[Denial]:
 
 def _limits(value: Any, typ: str, keyword: str) -> list[dict[str, Any]] | None:
     return None if isinstance(value, bool) else [{"type": typ, keyword: value}]
+
+
+def _unmatched(value: str) -> list[dict[str, Any]] | None:
+    return None if opposite(value) is None else [{"type": "string", NOT_PATTERN: value}]
 
 
 def _absent(names: Any) -> list[dict[str, Any]]:
@@ -94,6 +100,8 @@ _WAYS: Final[dict[str, Callable[[Any], list[dict[str, Any]] | None]]] = {
     "maxItems": _counts("array", "minItems", 1),
     "minProperties": _counts("object", "maxProperties", -1),
     "maxProperties": _counts("object", "minProperties", 1),
+    "pattern": _unmatched,
+    NOT_PATTERN: lambda value: [{"type": "string", "pattern": value}],
     "required": _absent,
     "dependentRequired": _undepended,
     "properties": _unfit_members,

@@ -221,7 +221,8 @@ class _Names:
 
 
 def _num_limits(names: Branch) -> int:
-    return len(names.patterns) + (names.lengths != Range()) + bool(names.excluded)
+    num_patterns = sum(1 + len(pattern.more) for pattern in names.patterns)
+    return num_patterns + (names.lengths != Range()) + bool(names.excluded)
 
 
 def _pattern(names: Branch) -> str | None:

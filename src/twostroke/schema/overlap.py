@@ -21,7 +21,7 @@ _PLAIN: Final = frozenset(
     (
         *("$comment", "const", "default", "description", "enum", "examples", "exclusiveMaximum"),
         *("exclusiveMinimum", "maxItems", "maxLength", "maxProperties", "maximum", "minItems"),
-        *("minLength", "minProperties", "minimum", "not", "required", "title", "type"),
+        *("minLength", "minProperties", "minimum", "not", "pattern", "required", "title", "type"),
     )
 )
 

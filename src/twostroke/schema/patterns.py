@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import jsonschema_rs
 
 from twostroke.core.frozen import Frozen
+from twostroke.schema.automata import without_look_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,10 +54,14 @@ _MOST_MATCHERS: Final = 32  # one of a hostile pattern takes up to half a megaby
 
 
 class Pattern(Frozen):
-    """A regular expression: as it was written, and as llguidance reads it."""
+    """A regular expression: as it was written, and as llguidance reads it.
+
+    A text must match `more` expressions, too, if there are any.
+    """
 
     source: str
     text: str
+    more: tuple[str, ...] = ()
 
 
 @lru_cache(_MOST_KNOWN)
@@ -65,6 +70,15 @@ def translated(source: str) -> Pattern | None:
 
     Text in front of its first match, and after it, is free, as JSON Schema has it.
     """
+    pattern = _spelled_alike(source)
+    if pattern is not None:
+        return pattern
+    texts = without_look_around(source)
+    return Pattern(source, texts[0], texts[1:]) if texts else None
+
+
+def _spelled_alike(source: str) -> Pattern | None:
+    """Return a pattern whose parts llguidance knows, or None if it has others."""
     parts: list[str] = []
     place, was_count = 0, False
     while place < len(source):

@@ -1,0 +1,619 @@
+r"""Patterns with look-around, `\b` and anchors anywhere, as patterns without them.
+
+A pattern becomes an alternating automaton: a state is a formula of positions that a text must
+match (and, or, not). What a pattern says of the text before a place (`^`, `\b`, look-behind) is
+followed by automata that run beside it. Formulas after each class of characters are the states of
+a deterministic automaton, which is small for the patterns that people write; it is minimized and
+written as a regular expression again by elimination of its states.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_LAST: Final = 0x10FFFF
+_MAX_STATES: Final = 400
+_MAX_CLASSES: Final = 64
+_MAX_TEXT: Final = 6000  # characters of the expression
+_MAX_POSITIONS: Final = 3000
+_MAX_STEPS: Final = 100_000  # parts of formulas that are looked at
+_MAX_COUNT: Final = 100
+_MAX_KNOWN: Final = 512
+_WORD: Final = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+_SPACE: Final = (
+    *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
+    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+)
+_SETS: Final = {"d": ((0x30, 0x39),), "w": _WORD, "s": _SPACE}
+_NOT_IN_DOT: Final = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+# Control characters that are not written unless a pattern names them.
+_UNWRITTEN: Final = ((0, 7), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F))
+_ANY: Final = ((0, _LAST),)
+_CONTROLS: Final = {"f": 0x0C, "n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B, "0": 0}
+_COUNT: Final = re.compile(r"\{(\d{1,4})(,(\d{0,4}))?\}")
+_HEX: Final = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
+
+_LOW_HALF: Final = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class UnsupportedError(ValueError):
+    """The pattern has a part that is not regular, or its automaton is too large."""
+
+
+class Node(NamedTuple):
+    """A part of a pattern: its kind and what it consists of."""
+
+    kind: str
+    parts: tuple[Any, ...] = ()
+
+
+_ANYTHING: Final = Node("repeat", (Node("set", (_ANY,)), 0, None))
+
+
+class _Parser:
+    """Reads a pattern of ECMA-262."""
+
+    def __init__(self, source: str) -> None:
+        self._source, self._place = source, 0
+
+    def pattern(self) -> Node:
+        """Return the whole pattern."""
+        node = self._alternatives()
+        if self._place < len(self._source):
+            raise UnsupportedError("a bracket is closed that was not opened")
+        return node
+
+    def _alternatives(self) -> Node:
+        parts = [self._sequence()]
+        while self._take("|"):
+            parts.append(self._sequence())
+        return parts[0] if len(parts) == 1 else Node("either", tuple(parts))
+
+    def _sequence(self) -> Node:
+        parts: list[Node] = []
+        while self._place < len(self._source) and self._source[self._place] not in "|)":
+            parts.append(self._counted(self._atom()))
+        return parts[0] if len(parts) == 1 else Node("sequence", tuple(parts))
+
+    def _counted(self, atom: Node) -> Node:
+        source = self._source
+        while self._place < len(source):
+            sign, match = source[self._place], _COUNT.match(source, self._place)
+            if sign in "*+?":
+                low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
+                self._place += 1
+            elif match:
+                low = int(match[1])
+                high = low if match[2] is None else int(match[3]) if match[3] else None
+                self._place = match.end()
+            else:
+                return atom
+            if max(low, high or 0) > _MAX_COUNT:
+                raise UnsupportedError("a count is too large")
+            self._take("?")
+            atom = Node("repeat", (atom, low, high))
+        return atom
+
+    def _atom(self) -> Node:
+        character = self._source[self._place]
+        self._place += 1
+        match character:
+            case "(":
+                return self._group()
+            case "[":
+                return Node("set", (self._set(),))
+            case ".":
+                return Node("set", (without(_ANY, (*_NOT_IN_DOT, *_UNWRITTEN)),))
+            case "^":
+                return Node("begin")
+            case "$":
+                return Node("end")
+            case "\\":
+                return self._escape()
+            case "*" | "+" | "?":
+                raise UnsupportedError("nothing is repeated")
+        return Node("set", (((ord(character), ord(character)),),))
+
+    def _group(self) -> Node:
+        kind = "group"
+        for mark, name in (("?:", "group"), ("?=", "ahead"), ("?!", "not ahead")):
+            if self._take(mark):
+                kind = name
+                break
+        else:
+            if self._take("?<="):
+                kind = "behind"
+            elif self._take("?<!"):
+                kind = "not behind"
+            elif match := re.compile(r"\?<[A-Za-z_$][\w$]*>").match(self._source, self._place):
+                self._place = match.end()
+            elif self._source.startswith("?", self._place):
+                raise UnsupportedError("a group of an unknown kind")
+        inner = self._alternatives()
+        if not self._take(")"):
+            raise UnsupportedError("a group is not closed")
+        return inner if kind == "group" else Node(kind, (inner,))
+
+    def _escape(self) -> Node:
+        if self._place >= len(self._source):
+            raise UnsupportedError("nothing is escaped")
+        letter = self._source[self._place]
+        if letter in "bB":
+            self._place += 1
+            return Node("edge" if letter == "b" else "not edge")
+        return Node("set", (self._escaped(),))
+
+    def _escaped(self) -> Ranges:
+        """Return the characters of an escape, whose backslash has been read."""
+        source, letter = self._source, self._source[self._place]
+        if letter.lower() in _SETS:
+            self._place += 1
+            ranges = _SETS[letter.lower()]
+            return without(_ANY, (*ranges, *_UNWRITTEN)) if letter.isupper() else ranges
+        if letter == "0" and source[self._place + 1 : self._place + 2].isdecimal():
+            raise UnsupportedError("an octal escape")
+        if letter in _CONTROLS:
+            self._place += 1
+            return ((_CONTROLS[letter],) * 2,)
+        if letter == "c" and (name := source[self._place + 1 : self._place + 2]).isalpha():
+            self._place += 2
+            return ((ord(name.upper()) - 64,) * 2,)
+        if match := _HEX.match(source, self._place):
+            self._place = match.end()
+            code = int(match[1] or match[2] or match[3], 16)
+            low = _LOW_HALF.match(source, self._place)
+            if 0xD800 <= code < 0xDC00 and low:
+                self._place = low.end()
+                code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
+            return ((code, code),)
+        if letter.isalnum():
+            raise UnsupportedError("a back-reference, a property or an unknown escape")
+        self._place += 1
+        return ((ord(letter), ord(letter)),)
+
+    def _set(self) -> Ranges:
+        is_negated = self._take("^")
+        ranges: list[tuple[int, int]] = []
+        source = self._source
+        while True:
+            if self._place >= len(source):
+                raise UnsupportedError("a set is not closed")
+            if self._take("]"):
+                break
+            first = self._member()
+            if source.startswith("-", self._place) and not source.startswith("-]", self._place):
+                self._place += 1
+                last = self._member()
+                if len(first) > 1 or len(last) > 1 or first[0][0] > last[0][1]:
+                    raise UnsupportedError("a range of sets")
+                first = ((first[0][0], last[0][1]),)
+            ranges += first
+        return without(_ANY, (*ranges, *_UNWRITTEN)) if is_negated else merged(ranges)
+
+    def _member(self) -> Ranges:
+        if self._take("\\b"):
+            return ((8, 8),)
+        if self._take("\\"):
+            if self._place >= len(self._source):
+                raise UnsupportedError("nothing is escaped")
+            return self._escaped()
+        code = ord(self._source[self._place])
+        self._place += 1
+        return ((code, code),)
+
+    def _take(self, text: str) -> bool:
+        is_there = self._source.startswith(text, self._place)
+        self._place += len(text) if is_there else 0
+        return is_there
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges in order, none of which touch."""
+    result: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if result and low <= result[-1][1] + 1:
+            result[-1] = (result[-1][0], max(high, result[-1][1]))
+        else:
+            result.append((low, high))
+    return tuple(result)
+
+
+def without(ranges: Ranges, others: Ranges) -> Ranges:
+    """Return the characters of ranges that are in none of the others."""
+    result, start = [], 0
+    for low, high in merged(others):
+        if start < low:
+            result.append((start, low - 1))
+        start = high + 1
+    if start <= _LAST:
+        result.append((start, _LAST))
+    return merged(
+        (max(low, first), min(high, last))
+        for low, high in ranges
+        for first, last in result
+        if first <= high and low <= last
+    )
+
+
+# Formulas: TRUE and FALSE, ("end",) for the end of the text, ("at", position), ("not", formula),
+# ("and", formulas) and ("or", formulas); ("behind", tracker, formula, formula) until it is known
+# what precedes.
+Formula = Any
+TRUE: Final = ("true",)
+FALSE: Final = ("false",)
+END: Final = ("end",)
+
+
+def negated(formula: Formula) -> Formula:
+    """Return the opposite of a formula."""
+    if formula == TRUE:
+        return FALSE
+    if formula == FALSE:
+        return TRUE
+    return formula[1] if formula[0] == "not" else ("not", formula)
+
+
+def joined(kind: str, formulas: Iterable[Formula]) -> Formula:
+    """Return the conjunction ("and") or disjunction ("or") of formulas."""
+    neutral, absorbing = (TRUE, FALSE) if kind == "and" else (FALSE, TRUE)
+    parts: set[Formula] = set()
+    for formula in formulas:
+        parts |= set(formula[1]) if formula[0] == kind else {formula}
+    parts.discard(neutral)
+    if absorbing in parts or any(negated(part) in parts for part in parts):
+        return absorbing
+    if not parts:
+        return neutral
+    return parts.pop() if len(parts) == 1 else (kind, frozenset(parts))
+
+
+class _Automaton:
+    """The positions of a pattern, with what may follow each, and trackers of what precedes."""
+
+    def __init__(self, node: Node) -> None:
+        self._next: list[tuple[Ranges, Formula]] = []  # for each position
+        self._loops: list[Callable[[], Formula]] = []
+        self._trackers: dict[Node, int] = {}
+        self._is_tracking = False
+        self.tracked: list[Formula] = []  # the formulas of trackers at the begin of a text
+        self.num_steps = 0
+        # Text before the first match, and after it, is free.
+        self.start = self.formula(Node("sequence", (_ANYTHING, node)), TRUE)
+
+    def formula(self, node: Node, after: Formula) -> Formula:
+        """Return the formula of texts that begin with a match of a part, if `after` holds then."""
+        kind, parts = node
+        self.num_steps += 1
+        if self.num_steps > _MAX_POSITIONS:
+            raise UnsupportedError("it has too many parts")
+        match kind:
+            case "set":
+                self._next.append((parts[0], after))
+                return ("at", len(self._next) - 1) if parts[0] else FALSE
+            case "sequence":
+                for part in reversed(parts):
+                    after = self.formula(part, after)
+                return after
+            case "either":
+                return joined("or", [self.formula(part, after) for part in parts])
+            case "repeat":
+                part, low, high = parts
+                return self._repeated(part, low, high, after)
+        return self._assertion(kind, parts, after)
+
+    def _assertion(self, kind: str, parts: tuple[Any, ...], after: Formula) -> Formula:
+        """Return the formula of a part that takes no character."""
+        if kind in {"edge", "not edge"}:
+            word = Node("set", (_WORD,))
+            is_next = self.formula(word, TRUE)
+            inside = joined("and", (is_next, after))
+            outside = joined("and", (negated(is_next), after))
+            choice = (outside, inside) if kind == "edge" else (inside, outside)
+            return self._behind(word, *choice)
+        if kind in {"ahead", "not ahead", "end"}:
+            rule = END if kind == "end" else self.formula(parts[0], TRUE)
+            return joined("and", (negated(rule) if kind == "not ahead" else rule, after))
+        if kind == "begin":
+            return self._behind(Node("set", (_ANY,)), FALSE, after)
+        choice = (after, FALSE) if kind == "behind" else (FALSE, after)
+        return self._behind(parts[0], *choice)
+
+    def _repeated(self, part: Node, low: int, high: int | None, after: Formula) -> Formula:
+        if high is None:
+            place = len(self._loops)
+            self._loops.append(lambda: FALSE)
+            loop: Formula = ("loop", place)
+            inner = self.formula(part, loop)
+            whole = joined("or", (inner, after))
+            self._loops[place] = lambda: whole
+            after = loop
+        else:
+            for _ in range(high - low):
+                after = joined("or", (self.formula(part, after), after))
+        for _ in range(low):
+            after = self.formula(part, after)
+        return after
+
+    def _behind(self, node: Node, if_so: Formula, if_not: Formula) -> Formula:
+        """Return one of two formulas, by whether the text before ends with a match of a part."""
+        if self._is_tracking:
+            raise UnsupportedError("it looks behind within a look behind")
+        if node not in self._trackers:
+            self._trackers[node] = len(self.tracked)
+            self.tracked.append(FALSE)
+            self._is_tracking = True
+            number = self._trackers[node]
+            self.tracked[number] = self.formula(Node("sequence", (_ANYTHING, node)), END)
+            self._is_tracking = False
+        return ("behind", self._trackers[node], if_so, if_not)
+
+    def resolved(
+        self, formula: Formula, flags: tuple[bool, ...], open_loops: frozenset[int] = frozenset()
+    ) -> Formula:
+        """Return a formula of positions, where what precedes is known; `flags` are of trackers."""
+        self.num_steps += 1
+        if self.num_steps > _MAX_STEPS:
+            raise UnsupportedError("it has too many combinations")
+        match formula[0]:
+            case "behind":
+                chosen = formula[2] if flags[formula[1]] else formula[3]
+                return self.resolved(chosen, flags, open_loops)
+            case "loop":
+                if formula[1] in open_loops:  # without a character between
+                    return FALSE
+                return self.resolved(self._loops[formula[1]](), flags, open_loops | {formula[1]})
+            case "not":
+                return negated(self.resolved(formula[1], flags, open_loops))
+            case "and" | "or":
+                parts = [self.resolved(part, flags, open_loops) for part in formula[1]]
+                return joined(formula[0], parts)
+        return formula
+
+    def after(self, formula: Formula, code: int) -> Formula:
+        """Return what must hold after a character, of a resolved formula."""
+        self.num_steps += 1
+        match formula[0]:
+            case "at":
+                ranges, after = self._next[formula[1]]
+                return after if any(low <= code <= high for low, high in ranges) else FALSE
+            case "end":
+                return FALSE
+            case "not":
+                return negated(self.after(formula[1], code))
+            case "and" | "or":
+                return joined(formula[0], [self.after(part, code) for part in formula[1]])
+        return formula
+
+    def classes(self) -> list[Ranges]:
+        """Return the characters, divided by whether any position tells them apart."""
+        edges = {0, _LAST + 1}
+        for ranges, _ in self._next:
+            edges |= {edge for low, high in ranges for edge in (low, high + 1)}
+        groups: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
+        marks = sorted(edges)
+        for low, end in pairwise(marks):
+            key = tuple(
+                any(first <= low <= last for first, last in ranges) for ranges, _ in self._next
+            )
+            groups.setdefault(key, []).append((low, end - 1))
+        if len(groups) > _MAX_CLASSES:
+            raise UnsupportedError("it tells too many characters apart")
+        return [merged(ranges) for ranges in groups.values()]
+
+
+def accepts_end(formula: Formula) -> bool:
+    """Return whether a resolved formula holds for the empty text."""
+    match formula[0]:
+        case "true" | "end":
+            return True
+        case "not":
+            return not accepts_end(formula[1])
+        case "and":
+            return all(map(accepts_end, formula[1]))
+        case "or":
+            return any(map(accepts_end, formula[1]))
+    return False
+
+
+class Table(NamedTuple):
+    """A deterministic automaton: the classes of characters, and for each state where they lead."""
+
+    classes: list[Ranges]
+    moves: list[list[int]]
+    final: list[bool]
+
+
+def table_of(node: Node, *, is_negated: bool = False) -> Table:
+    """Return the automaton of texts in which a pattern matches, or of all others."""
+    automaton = _Automaton(node)
+    classes = automaton.classes()
+    trackers = automaton.tracked
+
+    def settled(formula: Formula, tracked: tuple[Formula, ...]) -> tuple[Formula, ...]:
+        """Return a state: its formula and those of the trackers, resolved."""
+        nothing = (False,) * len(trackers)
+        known = tuple(automaton.resolved(formula, nothing) for formula in tracked)
+        flags = tuple(map(accepts_end, known))
+        return (automaton.resolved(formula, flags), *known)
+
+    states = {settled(automaton.start, tuple(trackers)): 0}
+    moves: list[list[int]] = []
+    final: list[bool] = []
+    waiting = list(states)
+    while len(moves) < len(states):
+        state = waiting[len(moves)]
+        final.append(accepts_end(state[0]) is not is_negated)
+        row = []
+        for ranges in classes:
+            formulas = [automaton.after(formula, ranges[0][0]) for formula in state]
+            other = settled(formulas[0], tuple(formulas[1:]))
+            if other not in states:
+                states[other] = len(states)
+                waiting.append(other)
+                if len(states) > _MAX_STATES:
+                    raise UnsupportedError("its automaton is too large")
+            row.append(states[other])
+        moves.append(row)
+    return _minimal(Table(classes, moves, final))
+
+
+def _minimal(table: Table) -> Table:
+    """Return the smallest automaton of the same texts."""
+    block = [int(is_final is not table.final[0]) for is_final in table.final]
+    while True:
+        keys: dict[tuple[int, ...], int] = {}
+        refined = [
+            keys.setdefault((block[state], *(block[to] for to in row)), len(keys))
+            for state, row in enumerate(table.moves)
+        ]
+        if len(keys) == len(set(block)):
+            break
+        block = refined
+    first = [block.index(number) for number in range(max(block) + 1)]
+    order = {block[0]: 0}
+    for number in range(len(first)):
+        order.setdefault(number, len(order))
+    by_order = sorted(order, key=order.__getitem__)
+    moves = [[order[block[to]] for to in table.moves[first[number]]] for number in by_order]
+    return Table(table.classes, moves, [table.final[first[number]] for number in by_order])
+
+
+def expression(table: Table) -> str:
+    """Return a regular expression of the whole texts that an automaton accepts.
+
+    Raises:
+        UnsupportedError: it would be too long.
+    """
+    num_states = len(table.moves)
+    start, end = num_states, num_states + 1
+    edges: dict[int, dict[int, str]] = {state: {} for state in range(num_states + 2)}
+    for state, row in enumerate(table.moves):
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for ranges, to in zip(table.classes, row, strict=True):
+            groups.setdefault(to, []).extend(ranges)
+        for to, characters in groups.items():
+            written = without(merged(characters), _UNWRITTEN)
+            if written:
+                edges[state][to] = _set_text(written)
+        if table.final[state]:
+            edges[state][end] = ""
+    edges[start][0] = ""
+    left = set(range(num_states))
+    while left:
+        into = {
+            state: [one for one in edges if state in edges[one] and one != state] for state in left
+        }
+        state = min(left, key=lambda state: (_cost(edges, state, into[state]), state))
+        left.discard(state)
+        loop = edges[state].pop(state, None)
+        star = "" if not loop else f"{_grouped(loop)}*"
+        outward = edges.pop(state)
+        for source in into[state]:
+            before = edges[source].pop(state)
+            for to, after in outward.items():
+                path = _wrapped(before) + star + _wrapped(after)
+                old = edges[source].get(to)
+                edges[source][to] = path if old is None else _either(old, path)
+        if sum(len(text) for row in edges.values() for text in row.values()) > 4 * _MAX_TEXT:
+            raise UnsupportedError("it would be too long")
+    text = edges[start].get(end)
+    if text is None:
+        raise UnsupportedError("nothing matches it")
+    if len(text) > _MAX_TEXT:
+        raise UnsupportedError("it would be too long")
+    return text
+
+
+def _cost(edges: dict[int, dict[int, str]], state: int, sources: list[int]) -> int:
+    outward = [text for to, text in edges[state].items() if to != state]
+    loop = len(edges[state].get(state, ""))
+    num_in, num_out = len(sources), len(outward)
+    before = sum(len(edges[source][state]) for source in sources)
+    return before * num_out + (sum(map(len, outward)) + loop * num_out) * num_in
+
+
+def _either(one: str, other: str) -> str:
+    """Return an expression of the texts of two expressions."""
+    if one == "":
+        return f"{_grouped(other)}?"
+    if other == "":
+        return f"{_grouped(one)}?"
+    return f"{one}|{other}"
+
+
+def _wrapped(text: str) -> str:
+    """Return an expression as a part of a sequence."""
+    depth, is_escaped, in_set = 0, False, False
+    for character in text:
+        if is_escaped:
+            is_escaped = False
+        elif character == "\\":
+            is_escaped = True
+        elif in_set:
+            in_set = character != "]"
+        elif character == "[":
+            in_set = True
+        elif character == "(":
+            depth += 1
+        elif character == ")":
+            depth -= 1
+        elif character == "|" and not depth:
+            return f"(?:{text})"
+    return text
+
+
+def _grouped(text: str) -> str:
+    return text if re.fullmatch(r"\[[^\]\[]*\]", text) else f"(?:{text})"
+
+
+def _set_text(ranges: Ranges) -> str:
+    """Return a set of characters."""
+    if ranges == without(_ANY, _UNWRITTEN):
+        return r"[^\x{0}-\x{7}\x{b}\x{e}-\x{1f}\x{7f}]"
+    parts = []
+    for low, high in ranges:
+        parts.append(f"\\x{{{low:x}}}")
+        if low < high:
+            parts.append(f"-\\x{{{high:x}}}")
+    return f"[{''.join(parts)}]"
+
+
+def without_look_around(source: str) -> tuple[str, ...] | None:
+    """Return expressions of the whole texts in which a pattern matches: each text matches them all.
+
+    None if the pattern is not regular, or too large.
+    """
+    try:
+        conjuncts = _conjuncts(_Parser(source).pattern())
+        return tuple(f"^(?:{expression(table_of(node))})$" for node in conjuncts)
+    except (UnsupportedError, RecursionError):
+        return None
+
+
+@lru_cache(_MAX_KNOWN)
+def opposite(source: str) -> str | None:
+    """Return an expression of the whole texts in which a pattern does not match, or None."""
+    try:
+        table = table_of(_Parser(source).pattern(), is_negated=True)
+        return f"^(?:{expression(table)})$"
+    except (UnsupportedError, RecursionError):
+        return None
+
+
+def _conjuncts(node: Node) -> list[Node]:
+    """Return patterns that match together where a pattern does: looks at both ends stand alone."""
+    parts = list(node.parts) if node.kind == "sequence" else [node]
+    conjuncts: list[Node] = []
+    while len(parts) > 2 and parts[0].kind == "begin" and parts[1].kind in {"ahead", "not ahead"}:
+        conjuncts.append(Node("sequence", (parts[0], parts.pop(1))))
+    while len(parts) > 2 and parts[-1].kind == "end" and parts[-2].kind in {"behind", "not behind"}:
+        conjuncts.append(Node("sequence", (parts.pop(-2), parts[-1])))
+    return [*conjuncts, Node("sequence", tuple(parts))]
