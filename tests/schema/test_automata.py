@@ -66,6 +66,20 @@ def test_a_text_matches_as_before(pattern: str) -> None:
     assert 0 < matched < 400 or pattern in {"(?=a)b", "^$", "^(?!a)b"}
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_text_that_engines_read_in_several_ways_is_not_written(pattern: str) -> None:
+    random_texts = random.Random(pattern)
+    texts, other = without_look_around(pattern), opposite(pattern)
+    validator = jsonschema_rs.validator_for({"pattern": pattern})
+    for _ in range(400):
+        words = random_texts.choices([*WORDS, *"é\r\u2028\u2029ß"], k=random_texts.randint(1, 5))
+        text = "".join(words)
+        if texts is not None and all(_compiled(part).fullmatch(text) for part in texts):
+            assert validator.is_valid(text), ascii(text)
+        if other is not None and _compiled(other).fullmatch(text):
+            assert not validator.is_valid(text), ascii(text)
+
+
 def _compiled(text: str) -> regex.Pattern[str]:
     """Return an expression in the notation of this module."""
     return regex.compile(

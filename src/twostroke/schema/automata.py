@@ -1,7 +1,7 @@
 r"""Patterns with look-around, `\b` and anchors anywhere, as patterns without them.
 
 A pattern becomes an alternating automaton: a state is a formula of positions that a text must
-match (and, or, not). What a pattern says of the text before a place (`^`, `\b`, look-behind) is
+match (and, or, not). Assertions about the text before a place (`^`, `\b`, look-behind) is
 followed by automata that run beside it. Formulas after each class of characters are the states of
 a deterministic automaton, which is small for the patterns that people write; it is minimized and
 written as a regular expression again by elimination of its states.
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-_LAST: Final = 0x10FFFF
+LAST_CODE: Final = 0x10FFFF
 _MAX_STATES: Final = 400
 _MAX_CLASSES: Final = 64
 _MAX_TEXT: Final = 6000  # characters of the expression
 _MAX_POSITIONS: Final = 3000
 _MAX_STEPS: Final = 100_000  # parts of formulas that are looked at
 _MAX_COUNT: Final = 100
-_MAX_KNOWN: Final = 512
+MAX_CACHED: Final = 512
 _WORD: Final = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _SPACE: Final = (
     *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
@@ -34,7 +34,9 @@ _SETS: Final = {"d": ((0x30, 0x39),), "w": _WORD, "s": _SPACE}
 _NOT_IN_DOT: Final = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 # Control characters that are not written unless a pattern names them.
 _UNWRITTEN: Final = ((0, 7), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F))
-_ANY: Final = ((0, _LAST),)
+_ANY: Final = ((0, LAST_CODE),)
+_NOT_ASCII: Final = ((0x80, LAST_CODE),)
+_LINE_ENDS: Final = ((0x0D, 0x0D), (0x2028, 0x2029))
 _CONTROLS: Final = {"f": 0x0C, "n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B, "0": 0}
 _COUNT: Final = re.compile(r"\{(\d{1,4})(,(\d{0,4}))?\}")
 _HEX: Final = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
@@ -48,81 +50,81 @@ class UnsupportedError(ValueError):
     """The pattern has a part that is not regular, or its automaton is too large."""
 
 
-class Node(NamedTuple):
-    """A part of a pattern: its kind and what it consists of."""
+class PatternNode(NamedTuple):
+    """A part of a pattern: its kind and its parts."""
 
     kind: str
     parts: tuple[Any, ...] = ()
 
 
-_ANYTHING: Final = Node("repeat", (Node("set", (_ANY,)), 0, None))
+_ANYTHING: Final = PatternNode("repeat", (PatternNode("set", (_ANY,)), 0, None))
 
 
 class _Parser:
     """Reads a pattern of ECMA-262."""
 
     def __init__(self, source: str) -> None:
-        self._source, self._place = source, 0
+        self._source, self._offset = source, 0
 
-    def pattern(self) -> Node:
+    def pattern(self) -> PatternNode:
         """Return the whole pattern."""
         node = self._alternatives()
-        if self._place < len(self._source):
+        if self._offset < len(self._source):
             raise UnsupportedError("a bracket is closed that was not opened")
         return node
 
-    def _alternatives(self) -> Node:
+    def _alternatives(self) -> PatternNode:
         parts = [self._sequence()]
         while self._take("|"):
             parts.append(self._sequence())
-        return parts[0] if len(parts) == 1 else Node("either", tuple(parts))
+        return parts[0] if len(parts) == 1 else PatternNode("either", tuple(parts))
 
-    def _sequence(self) -> Node:
-        parts: list[Node] = []
-        while self._place < len(self._source) and self._source[self._place] not in "|)":
-            parts.append(self._counted(self._atom()))
-        return parts[0] if len(parts) == 1 else Node("sequence", tuple(parts))
+    def _sequence(self) -> PatternNode:
+        parts: list[PatternNode] = []
+        while self._offset < len(self._source) and self._source[self._offset] not in "|)":
+            parts.append(self._with_count(self._atom()))
+        return parts[0] if len(parts) == 1 else PatternNode("sequence", tuple(parts))
 
-    def _counted(self, atom: Node) -> Node:
+    def _with_count(self, atom: PatternNode) -> PatternNode:
         source = self._source
-        while self._place < len(source):
-            sign, match = source[self._place], _COUNT.match(source, self._place)
+        while self._offset < len(source):
+            sign, match = source[self._offset], _COUNT.match(source, self._offset)
             if sign in "*+?":
                 low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
-                self._place += 1
+                self._offset += 1
             elif match:
                 low = int(match[1])
                 high = low if match[2] is None else int(match[3]) if match[3] else None
-                self._place = match.end()
+                self._offset = match.end()
             else:
                 return atom
             if max(low, high or 0) > _MAX_COUNT:
                 raise UnsupportedError("a count is too large")
             self._take("?")
-            atom = Node("repeat", (atom, low, high))
+            atom = PatternNode("repeat", (atom, low, high))
         return atom
 
-    def _atom(self) -> Node:
-        character = self._source[self._place]
-        self._place += 1
+    def _atom(self) -> PatternNode:
+        character = self._source[self._offset]
+        self._offset += 1
         match character:
             case "(":
                 return self._group()
             case "[":
-                return Node("set", (self._set(),))
+                return PatternNode("set", (self._set(),))
             case ".":
-                return Node("set", (without(_ANY, (*_NOT_IN_DOT, *_UNWRITTEN)),))
+                return PatternNode("set", (without(_ANY, (*_NOT_IN_DOT, *_UNWRITTEN)),))
             case "^":
-                return Node("begin")
+                return PatternNode("begin")
             case "$":
-                return Node("end")
+                return PatternNode("end")
             case "\\":
                 return self._escape()
             case "*" | "+" | "?":
                 raise UnsupportedError("nothing is repeated")
-        return Node("set", (((ord(character), ord(character)),),))
+        return PatternNode("set", (((ord(character), ord(character)),),))
 
-    def _group(self) -> Node:
+    def _group(self) -> PatternNode:
         kind = "group"
         for mark, name in (("?:", "group"), ("?=", "ahead"), ("?!", "not ahead")):
             if self._take(mark):
@@ -133,50 +135,50 @@ class _Parser:
                 kind = "behind"
             elif self._take("?<!"):
                 kind = "not behind"
-            elif match := re.compile(r"\?<[A-Za-z_$][\w$]*>").match(self._source, self._place):
-                self._place = match.end()
-            elif self._source.startswith("?", self._place):
+            elif match := re.compile(r"\?<[A-Za-z_$][\w$]*>").match(self._source, self._offset):
+                self._offset = match.end()
+            elif self._source.startswith("?", self._offset):
                 raise UnsupportedError("a group of an unknown kind")
         inner = self._alternatives()
         if not self._take(")"):
             raise UnsupportedError("a group is not closed")
-        return inner if kind == "group" else Node(kind, (inner,))
+        return inner if kind == "group" else PatternNode(kind, (inner,))
 
-    def _escape(self) -> Node:
-        if self._place >= len(self._source):
+    def _escape(self) -> PatternNode:
+        if self._offset >= len(self._source):
             raise UnsupportedError("nothing is escaped")
-        letter = self._source[self._place]
+        letter = self._source[self._offset]
         if letter in "bB":
-            self._place += 1
-            return Node("edge" if letter == "b" else "not edge")
-        return Node("set", (self._escaped(),))
+            self._offset += 1
+            return PatternNode("edge" if letter == "b" else "not edge")
+        return PatternNode("set", (self._escaped(),))
 
     def _escaped(self) -> Ranges:
         """Return the characters of an escape, whose backslash has been read."""
-        source, letter = self._source, self._source[self._place]
+        source, letter = self._source, self._source[self._offset]
         if letter.lower() in _SETS:
-            self._place += 1
+            self._offset += 1
             ranges = _SETS[letter.lower()]
             return without(_ANY, (*ranges, *_UNWRITTEN)) if letter.isupper() else ranges
-        if letter == "0" and source[self._place + 1 : self._place + 2].isdecimal():
+        if letter == "0" and source[self._offset + 1 : self._offset + 2].isdecimal():
             raise UnsupportedError("an octal escape")
         if letter in _CONTROLS:
-            self._place += 1
+            self._offset += 1
             return ((_CONTROLS[letter],) * 2,)
-        if letter == "c" and (name := source[self._place + 1 : self._place + 2]).isalpha():
-            self._place += 2
+        if letter == "c" and (name := source[self._offset + 1 : self._offset + 2]).isalpha():
+            self._offset += 2
             return ((ord(name.upper()) - 64,) * 2,)
-        if match := _HEX.match(source, self._place):
-            self._place = match.end()
+        if match := _HEX.match(source, self._offset):
+            self._offset = match.end()
             code = int(match[1] or match[2] or match[3], 16)
-            low = _LOW_HALF.match(source, self._place)
+            low = _LOW_HALF.match(source, self._offset)
             if 0xD800 <= code < 0xDC00 and low:
-                self._place = low.end()
+                self._offset = low.end()
                 code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
             return ((code, code),)
         if letter.isalnum():
             raise UnsupportedError("a back-reference, a property or an unknown escape")
-        self._place += 1
+        self._offset += 1
         return ((ord(letter), ord(letter)),)
 
     def _set(self) -> Ranges:
@@ -184,13 +186,13 @@ class _Parser:
         ranges: list[tuple[int, int]] = []
         source = self._source
         while True:
-            if self._place >= len(source):
+            if self._offset >= len(source):
                 raise UnsupportedError("a set is not closed")
             if self._take("]"):
                 break
             first = self._member()
-            if source.startswith("-", self._place) and not source.startswith("-]", self._place):
-                self._place += 1
+            if source.startswith("-", self._offset) and not source.startswith("-]", self._offset):
+                self._offset += 1
                 last = self._member()
                 if len(first) > 1 or len(last) > 1 or first[0][0] > last[0][1]:
                     raise UnsupportedError("a range of sets")
@@ -202,21 +204,21 @@ class _Parser:
         if self._take("\\b"):
             return ((8, 8),)
         if self._take("\\"):
-            if self._place >= len(self._source):
+            if self._offset >= len(self._source):
                 raise UnsupportedError("nothing is escaped")
             return self._escaped()
-        code = ord(self._source[self._place])
-        self._place += 1
+        code = ord(self._source[self._offset])
+        self._offset += 1
         return ((code, code),)
 
     def _take(self, text: str) -> bool:
-        is_there = self._source.startswith(text, self._place)
-        self._place += len(text) if is_there else 0
+        is_there = self._source.startswith(text, self._offset)
+        self._offset += len(text) if is_there else 0
         return is_there
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return ranges in order, none of which touch."""
+    """Return ranges in order, without overlaps or neighbours."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -233,8 +235,8 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
         if start < low:
             result.append((start, low - 1))
         start = high + 1
-    if start <= _LAST:
-        result.append((start, _LAST))
+    if start <= LAST_CODE:
+        result.append((start, LAST_CODE))
     return merged(
         (max(low, first), min(high, last))
         for low, high in ranges
@@ -278,17 +280,21 @@ def joined(kind: str, formulas: Iterable[Formula]) -> Formula:
 class _Automaton:
     """The positions of a pattern, with what may follow each, and trackers of what precedes."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: PatternNode, *, is_negated: bool = False) -> None:
         self._next: list[tuple[Ranges, Formula]] = []  # for each position
         self._loops: list[Callable[[], Formula]] = []
-        self._trackers: dict[Node, int] = {}
+        self._trackers: dict[PatternNode, int] = {}
         self._is_tracking = False
+        # Engines differ about `.` and line ends, and about words that are not ASCII: texts that one
+        # of them could take for a match of a part that must not match are not written.
+        self.unwritten: Ranges = (*_UNWRITTEN, *_LINE_ENDS) if is_negated else _UNWRITTEN
+        self._is_denied = is_negated
         self.tracked: list[Formula] = []  # the formulas of trackers at the begin of a text
         self.num_steps = 0
         # Text before the first match, and after it, is free.
-        self.start = self.formula(Node("sequence", (_ANYTHING, node)), TRUE)
+        self.start = self.formula(PatternNode("sequence", (_ANYTHING, node)), TRUE)
 
-    def formula(self, node: Node, after: Formula) -> Formula:
+    def formula(self, node: PatternNode, after: Formula) -> Formula:
         """Return the formula of texts that begin with a match of a part, if `after` holds then."""
         kind, parts = node
         self.num_steps += 1
@@ -312,28 +318,48 @@ class _Automaton:
     def _assertion(self, kind: str, parts: tuple[Any, ...], after: Formula) -> Formula:
         """Return the formula of a part that takes no character."""
         if kind in {"edge", "not edge"}:
-            word = Node("set", (_WORD,))
-            is_next = self.formula(word, TRUE)
-            inside = joined("and", (is_next, after))
-            outside = joined("and", (negated(is_next), after))
-            choice = (outside, inside) if kind == "edge" else (inside, outside)
-            return self._behind(word, *choice)
-        if kind in {"ahead", "not ahead", "end"}:
-            rule = END if kind == "end" else self.formula(parts[0], TRUE)
+            return self._edge(after, is_edge=kind == "edge")
+        if kind in {"ahead", "not ahead"}:
+            was_denied = self._is_denied
+            if kind == "not ahead":
+                self._deny()
+            rule = self.formula(parts[0], TRUE)
+            self._is_denied = was_denied
             return joined("and", (negated(rule) if kind == "not ahead" else rule, after))
+        if kind == "end":
+            return joined("and", (END, after))
+        if kind == "not behind":
+            self._deny()
         if kind == "begin":
-            return self._behind(Node("set", (_ANY,)), FALSE, after)
+            return self._look_behind(PatternNode("set", (_ANY,)), FALSE, after)
         choice = (after, FALSE) if kind == "behind" else (FALSE, after)
-        return self._behind(parts[0], *choice)
+        return self._look_behind(parts[0], if_so=choice[0], if_not=choice[1])
 
-    def _repeated(self, part: Node, low: int, high: int | None, after: Formula) -> Formula:
+    def _deny(self) -> None:
+        """Begin a part that must not match."""
+        self._is_denied = True
+        self.unwritten = merged((*self.unwritten, *_LINE_ENDS))
+
+    def _edge(self, after: Formula, *, is_edge: bool) -> Formula:
+        """Return the formula of an edge of a word, or of its opposite, beside ASCII only."""
+        word, other = PatternNode("set", (_WORD,)), PatternNode("set", (_NOT_ASCII,))
+        if self._is_denied:
+            self.unwritten = merged((*self.unwritten, *_NOT_ASCII))
+        is_word, is_other = self.formula(word, TRUE), self.formula(other, TRUE)
+        inside = joined("and", (is_word, after))
+        outside = joined("and", (negated(is_word), negated(is_other), after))
+        after_word, after_rest = (outside, inside) if is_edge else (inside, outside)
+        after_rest = self._look_behind(other, if_so=FALSE, if_not=after_rest)
+        return self._look_behind(word, if_so=after_word, if_not=after_rest)
+
+    def _repeated(self, part: PatternNode, low: int, high: int | None, after: Formula) -> Formula:
         if high is None:
-            place = len(self._loops)
+            number = len(self._loops)
             self._loops.append(lambda: FALSE)
-            loop: Formula = ("loop", place)
+            loop: Formula = ("loop", number)
             inner = self.formula(part, loop)
-            whole = joined("or", (inner, after))
-            self._loops[place] = lambda: whole
+            repeated = joined("or", (inner, after))
+            self._loops[number] = lambda: repeated
             after = loop
         else:
             for _ in range(high - low):
@@ -342,7 +368,7 @@ class _Automaton:
             after = self.formula(part, after)
         return after
 
-    def _behind(self, node: Node, if_so: Formula, if_not: Formula) -> Formula:
+    def _look_behind(self, node: PatternNode, if_so: Formula, if_not: Formula) -> Formula:
         """Return one of two formulas, by whether the text before ends with a match of a part."""
         if self._is_tracking:
             raise UnsupportedError("it looks behind within a look behind")
@@ -351,7 +377,7 @@ class _Automaton:
             self.tracked.append(FALSE)
             self._is_tracking = True
             number = self._trackers[node]
-            self.tracked[number] = self.formula(Node("sequence", (_ANYTHING, node)), END)
+            self.tracked[number] = self.formula(PatternNode("sequence", (_ANYTHING, node)), END)
             self._is_tracking = False
         return ("behind", self._trackers[node], if_so, if_not)
 
@@ -364,8 +390,8 @@ class _Automaton:
             raise UnsupportedError("it has too many combinations")
         match formula[0]:
             case "behind":
-                chosen = formula[2] if flags[formula[1]] else formula[3]
-                return self.resolved(chosen, flags, open_loops)
+                branch = formula[2] if flags[formula[1]] else formula[3]
+                return self.resolved(branch, flags, open_loops)
             case "loop":
                 if formula[1] in open_loops:  # without a character between
                     return FALSE
@@ -378,7 +404,7 @@ class _Automaton:
         return formula
 
     def after(self, formula: Formula, code: int) -> Formula:
-        """Return what must hold after a character, of a resolved formula."""
+        """Return the formula that must hold after a character, from a resolved formula."""
         self.num_steps += 1
         match formula[0]:
             case "at":
@@ -394,7 +420,7 @@ class _Automaton:
 
     def classes(self) -> list[Ranges]:
         """Return the characters, divided by whether any position tells them apart."""
-        edges = {0, _LAST + 1}
+        edges = {0, LAST_CODE + 1}
         for ranges, _ in self._next:
             edges |= {edge for low, high in ranges for edge in (low, high + 1)}
         groups: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
@@ -429,20 +455,21 @@ class Table(NamedTuple):
     classes: list[Ranges]
     moves: list[list[int]]
     final: list[bool]
+    unwritten: Ranges
 
 
-def table_of(node: Node, *, is_negated: bool = False) -> Table:
+def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
     """Return the automaton of texts in which a pattern matches, or of all others."""
-    automaton = _Automaton(node)
+    automaton = _Automaton(node, is_negated=is_negated)
     classes = automaton.classes()
     trackers = automaton.tracked
 
     def settled(formula: Formula, tracked: tuple[Formula, ...]) -> tuple[Formula, ...]:
-        """Return a state: its formula and those of the trackers, resolved."""
+        """Return a state: its formula and the formulas of the trackers, resolved."""
         nothing = (False,) * len(trackers)
-        known = tuple(automaton.resolved(formula, nothing) for formula in tracked)
-        flags = tuple(map(accepts_end, known))
-        return (automaton.resolved(formula, flags), *known)
+        resolved_trackers = tuple(automaton.resolved(formula, nothing) for formula in tracked)
+        flags = tuple(map(accepts_end, resolved_trackers))
+        return (automaton.resolved(formula, flags), *resolved_trackers)
 
     states = {settled(automaton.start, tuple(trackers)): 0}
     moves: list[list[int]] = []
@@ -462,7 +489,7 @@ def table_of(node: Node, *, is_negated: bool = False) -> Table:
                     raise UnsupportedError("its automaton is too large")
             row.append(states[other])
         moves.append(row)
-    return _minimal(Table(classes, moves, final))
+    return _minimal(Table(classes, moves, final, automaton.unwritten))
 
 
 def _minimal(table: Table) -> Table:
@@ -483,7 +510,8 @@ def _minimal(table: Table) -> Table:
         order.setdefault(number, len(order))
     by_order = sorted(order, key=order.__getitem__)
     moves = [[order[block[to]] for to in table.moves[first[number]]] for number in by_order]
-    return Table(table.classes, moves, [table.final[first[number]] for number in by_order])
+    final = [table.final[first[number]] for number in by_order]
+    return Table(table.classes, moves, final, table.unwritten)
 
 
 def expression(table: Table) -> str:
@@ -500,7 +528,7 @@ def expression(table: Table) -> str:
         for ranges, to in zip(table.classes, row, strict=True):
             groups.setdefault(to, []).extend(ranges)
         for to, characters in groups.items():
-            written = without(merged(characters), _UNWRITTEN)
+            written = without(merged(characters), table.unwritten)
             if written:
                 edges[state][to] = _set_text(written)
         if table.final[state]:
@@ -509,7 +537,8 @@ def expression(table: Table) -> str:
     left = set(range(num_states))
     while left:
         into = {
-            state: [one for one in edges if state in edges[one] and one != state] for state in left
+            state: [other for other in edges if state in edges[other] and other != state]
+            for state in left
         }
         state = min(left, key=lambda state: (_cost(edges, state, into[state]), state))
         left.discard(state)
@@ -540,13 +569,13 @@ def _cost(edges: dict[int, dict[int, str]], state: int, sources: list[int]) -> i
     return before * num_out + (sum(map(len, outward)) + loop * num_out) * num_in
 
 
-def _either(one: str, other: str) -> str:
+def _either(first: str, second: str) -> str:
     """Return an expression of the texts of two expressions."""
-    if one == "":
-        return f"{_grouped(other)}?"
-    if other == "":
-        return f"{_grouped(one)}?"
-    return f"{one}|{other}"
+    if first == "":
+        return f"{_grouped(second)}?"
+    if second == "":
+        return f"{_grouped(first)}?"
+    return f"{first}|{second}"
 
 
 def _wrapped(text: str) -> str:
@@ -598,7 +627,7 @@ def without_look_around(source: str) -> tuple[str, ...] | None:
         return None
 
 
-@lru_cache(_MAX_KNOWN)
+@lru_cache(MAX_CACHED)
 def opposite(source: str) -> str | None:
     """Return an expression of the whole texts in which a pattern does not match, or None."""
     try:
@@ -608,12 +637,12 @@ def opposite(source: str) -> str | None:
         return None
 
 
-def _conjuncts(node: Node) -> list[Node]:
+def _conjuncts(node: PatternNode) -> list[PatternNode]:
     """Return patterns that match together where a pattern does: looks at both ends stand alone."""
     parts = list(node.parts) if node.kind == "sequence" else [node]
-    conjuncts: list[Node] = []
+    conjuncts: list[PatternNode] = []
     while len(parts) > 2 and parts[0].kind == "begin" and parts[1].kind in {"ahead", "not ahead"}:
-        conjuncts.append(Node("sequence", (parts[0], parts.pop(1))))
+        conjuncts.append(PatternNode("sequence", (parts[0], parts.pop(1))))
     while len(parts) > 2 and parts[-1].kind == "end" and parts[-2].kind in {"behind", "not behind"}:
-        conjuncts.append(Node("sequence", (parts.pop(-2), parts[-1])))
-    return [*conjuncts, Node("sequence", tuple(parts))]
+        conjuncts.append(PatternNode("sequence", (parts.pop(-2), parts[-1])))
+    return [*conjuncts, PatternNode("sequence", tuple(parts))]

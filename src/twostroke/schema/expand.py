@@ -362,7 +362,7 @@ class Expander:
         patterns: dict[Pattern, State | None] = {}
         for source, inner in schema.get("patternProperties", {}).items():
             pattern = translated(source)
-            if pattern is None or pattern.more:
+            if pattern is None or pattern.other_texts:
                 branch.gap(node.place("patternProperties"), "object")
             else:
                 patterns[pattern] = self.one(inner, node)

@@ -221,7 +221,7 @@ class _Names:
 
 
 def _num_limits(names: Branch) -> int:
-    num_patterns = sum(1 + len(pattern.more) for pattern in names.patterns)
+    num_patterns = sum(1 + len(pattern.other_texts) for pattern in names.patterns)
     return num_patterns + (names.lengths != Range()) + bool(names.excluded)
 
 

@@ -56,12 +56,12 @@ _MOST_MATCHERS: Final = 32  # one of a hostile pattern takes up to half a megaby
 class Pattern(Frozen):
     """A regular expression: as it was written, and as llguidance reads it.
 
-    A text must match `more` expressions, too, if there are any.
+    A text must match the `other_texts`, too, if there are any.
     """
 
     source: str
     text: str
-    more: tuple[str, ...] = ()
+    other_texts: tuple[str, ...] = ()
 
 
 @lru_cache(_MOST_KNOWN)

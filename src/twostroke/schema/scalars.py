@@ -156,7 +156,7 @@ def _strings(branch: Branch) -> Iterator[Schema]:
 
 
 def _patterns(branch: Branch, more: Sequence[str]) -> Schema:
-    texts = [text for pattern in branch.patterns for text in (pattern.text, *pattern.more)]
+    texts = [text for pattern in branch.patterns for text in (pattern.text, *pattern.other_texts)]
     texts += more
     if len(texts) < 2:
         return {"pattern": texts[0]} if texts else {}
