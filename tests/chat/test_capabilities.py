@@ -220,3 +220,28 @@ def test_conversations_of_all_kinds_are_rendered() -> None:
             chat = Chat(tokenizer_of(template))
             for messages in TOOL_CHATS:
                 assert chat.render(messages, TOOLS).text
+
+
+@pytest.mark.parametrize("template", [talkers.MISTRAL, talkers.MISTRAL_LIST, talkers.MISTRAL_IDS])
+def test_calls_and_results_without_ids_get_ids_that_belong_together(template: str) -> None:
+    calls = [{"function": {"name": name, "arguments": "{}"}} for name in ("f", "g", "f")]
+    results = [
+        {"role": "tool", "content": content, "name": name}
+        for name, content in (("g", "of g"), ("f", "of first f"), ("f", "of second f"))
+    ]
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    text = Chat(tokenizer_of(template)).render(messages).text
+    for id_, content in (
+        ("call00002", "of g"),
+        ("call00001", "of first f"),
+        ("call00003", "of second f"),
+    ):
+        assert f"[TOOL_RESULTS]{id_}:{content}" in text
+
+
+def test_results_without_ids_or_names_answer_calls_in_their_order() -> None:
+    calls = [{"function": {"name": name, "arguments": "{}"}} for name in ("f", "g")]
+    results = [{"role": "tool", "content": content} for content in ("first", "second", "third")]
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    text = Chat(tokenizer_of(talkers.LLAMA)).render(messages).text  # one call at a time
+    assert text.index('"f"') < text.index("first") < text.index('"g"') < text.index("second")

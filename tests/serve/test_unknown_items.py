@@ -252,3 +252,19 @@ def test_calls_of_other_servers_tools_are_left_out_with_their_results(server: Li
     assert response.json()["usage"]["prompt_tokens"] == expected
     only = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, results[0], USER]
     assert ignored(ask(server, CHAT, messages=only)) == {"messages[].tool_calls[].web_search"}
+
+
+def test_functions_of_older_clients_are_tools(server: LiveServer) -> None:
+    function = {"name": "f", "arguments": "{}"}
+    older = [
+        USER,
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "name": "f", "content": "found"},
+    ]
+    newer = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [{"function": function}]},
+        {"role": "tool", "name": "f", "content": "found"},
+    ]
+    expected = num_prompt_tokens(server, CHAT, messages=newer)
+    assert num_prompt_tokens(server, CHAT, messages=older) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -33,7 +34,7 @@ def fitted(
 
     The system message describes `tools` where the template does not show them.
     """
-    shown = [dict(message) for message in messages]
+    shown = [*_with_ids(messages)]
     if capabilities.writes_calls and not capabilities.takes_several:
         shown = list(_one_by_one(shown))
     shown = [_fitted(message, capabilities) for message in shown]
@@ -44,6 +45,41 @@ def fitted(
     elif tools and not capabilities.shows_tools:
         _instruct(shown, tools, capabilities)
     return shown if capabilities.writes_results else _joined(shown)
+
+
+def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages in which calls and results without ids have some.
+
+    A result without an id answers the first open call of its name in the last answer, or else the
+    first open call.
+    """
+    num_calls = 0
+    open_ids: dict[str, deque[str]] = {}  # by name; an id may be answered already
+    order: deque[str] = deque()
+    answered = set[str]()
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            open_ids, order = {}, deque()
+            calls_with_ids = []
+            for call in calls:
+                num_calls += 1
+                id_ = call.get("id") or f"call{num_calls:05}"
+                calls_with_ids.append(call | {"id": id_})
+                open_ids.setdefault(call["function"]["name"], deque()).append(id_)
+                order.append(id_)
+            yield {**message, "tool_calls": calls_with_ids}
+            continue
+        id_ = message.get("tool_call_id")
+        if message["role"] == "tool" and id_ is None:
+            for ids in (open_ids.get(str(message.get("name")), order), order):
+                while id_ is None and ids:
+                    candidate = ids.popleft()
+                    id_ = None if candidate in answered else candidate
+        if id_ is None:
+            yield dict(message)
+            continue
+        answered.add(id_)
+        yield {**message, "tool_call_id": id_}
 
 
 def _instruct(

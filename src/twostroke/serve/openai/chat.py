@@ -135,7 +135,11 @@ class ChatMessage(field.RequestObject):
     ] = None
     annotations: field.SentBack = None
     audio: Annotated[Any, field.unsupported(*_EMPTY)] = None
-    function_call: Annotated[Any, field.unsupported(*_EMPTY)] = None
+    function_call: Annotated[
+        CalledFunction | None,
+        field.doc("An assistant's call, as it was before `tool_calls`."),
+        field.DROPPABLE,
+    ] = None
 
 
 ReasoningEffort = Annotated[
@@ -270,6 +274,7 @@ def to_conversation(
     if opens_turn and continues:
         reason = "cannot be combined with add_generation_prompt: leave one of them out."
         raise RequestError(reason, field="continue_final_message")
+    messages = [_with_newer_names(message) for message in messages]
     _check_results(messages)
     left_out = {
         call.id: left_out_item(f"messages[{index}].tool_calls[{number}]", call.type)
@@ -290,6 +295,14 @@ def to_conversation(
         thinking=thinking,
         left_out=tuple(left_out.values()),
     )
+
+
+def _with_newer_names(message: ChatMessage) -> ChatMessage:
+    """Return a message with `tool_calls` and the role tool in place of their older names."""
+    if message.function_call is not None and not message.tool_calls:
+        calls = [ToolCall(message.function_call)]
+        return replace(message, function_call=None, tool_calls=calls)
+    return replace(message, role="tool") if message.role == "function" else message
 
 
 def _check_results(messages: list[ChatMessage]) -> None:
