@@ -34,17 +34,19 @@ def fitted(
 
     The system message describes `tools` where the template does not show them.
     """
-    shown = [*_with_ids(messages)]
+    fitted_messages = [*_with_ids(messages)]
     if capabilities.writes_calls and not capabilities.takes_several:
-        shown = list(_one_by_one(shown))
-    shown = [_fitted(message, capabilities) for message in shown]
+        fitted_messages = list(_one_by_one(fitted_messages))
+    fitted_messages = [_fitted(message, capabilities) for message in fitted_messages]
     if capabilities.shows_tools_of_system and tools:
-        if shown[0]["role"] != "system":
-            shown.insert(0, {"role": "system", "content": ""})
-        shown[0]["tools"] = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        if fitted_messages[0]["role"] != "system":
+            fitted_messages.insert(0, {"role": "system", "content": ""})
+        fitted_messages[0]["tools"] = json.dumps(
+            [tool["function"] for tool in tools], ensure_ascii=False
+        )
     elif tools and not capabilities.shows_tools:
-        _instruct(shown, tools, capabilities)
-    return shown if capabilities.writes_results else _joined(shown)
+        _instruct(fitted_messages, tools, capabilities)
+    return fitted_messages if capabilities.writes_results else _joined(fitted_messages)
 
 
 def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
