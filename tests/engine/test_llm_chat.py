@@ -74,6 +74,14 @@ def test_a_streamed_answer_is_the_whole_answer(llm: LLM) -> None:
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens == 8
 
 
+def test_a_stream_has_the_scores_of_its_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, prompt_logprobs=0)
+    chunks = list(llm.chat(HELLO, params, stream=True))
+    num_scored = sum(len(chunk.prompt_logprobs) for chunk in chunks)
+    assert num_scored == chunks[-1].usage.prompt_tokens - 1
+    assert all(logprob is not None for chunk in chunks for logprob in chunk.logprobs)
+
+
 def test_leaving_a_stream_cancels_the_answer(llm: LLM) -> None:
     stream = llm.chat(HELLO, SamplingParams(ignore_eos=True), stream=True)
     next(stream)

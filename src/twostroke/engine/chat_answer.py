@@ -172,6 +172,7 @@ class ChunkReader:
             tool_calls=calls,
             token_ids=output.token_ids,
             logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
             finish_reason=output.finish_reason,
             stop=output.stop,
             usage=output.usage,

@@ -116,6 +116,7 @@ class AnswerChunk(Frozen, repr_omit_defaults=True):
     tool_calls: tuple[AnswerCall, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     usage: Usage | None = None
