@@ -16,6 +16,7 @@ from twostroke.core.errors import UsageError
 from twostroke.http.inside import Answer
 from twostroke.http.limits import Limits
 from twostroke.records import Records
+from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files, messages, openai
 from twostroke.serve.batches.offline import Files, Progress, Results, run
 
@@ -223,3 +224,26 @@ def test_a_command_whose_input_changes_keeps_its_results(tmp_path: Path) -> None
     kept = [json.loads(line)["custom_id"] for line in results.partial.read_text().splitlines()]
     assert {f"{number}" for number in range(9)} < set(kept)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"id": 3}', b"\xff", 7])
+def test_a_damaged_record_of_a_batch_holds_up_no_other(records: Records, body: object) -> None:
+    first_app, next_app = App(), App()
+    first_app.is_open.clear()
+
+    async def go() -> Batch:
+        bench = Bench(records, first_app)
+        await bench.begin(3)
+        await bench.add(3, id_="spoiled")
+        await until(lambda: len(first_app.sent) == 3)
+        await bench.runner.stop()
+        spoil = "UPDATE batches SET body = ? WHERE id = 'spoiled'"
+        await records.write(lambda db: db.execute(spoil, (body,)) and None)
+        last = Bench(records, next_app)
+        await last.runner.start(next_app)
+        listed = await records.read(lambda db: kept.page(db, "anna", openai.PROTOCOL, None, 10))
+        assert listed is not None
+        assert [batch.id for batch in listed] == ["b"]
+        return await last.ended()
+
+    assert asyncio.run(go()).completed == 3

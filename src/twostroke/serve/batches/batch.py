@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -10,7 +11,7 @@ from msgspec import field
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from sqlite3 import Connection
 
 Status = Literal[
@@ -114,6 +115,7 @@ class Batch(Frozen, kw_only=True):
 
 
 _decoder: Final = msgspec.json.Decoder(Batch)  # made before threads use it
+_logger = logging.getLogger("twostroke.serve")
 
 
 def insert(db: Connection, batch: Batch) -> None:
@@ -143,9 +145,11 @@ def find(db: Connection, id_: str, tenant: str, protocol: str) -> Batch | None:
 
 
 def open_batches(db: Connection) -> list[Batch]:
-    """Return the batches of all tenants that have not ended, the oldest first."""
-    rows = db.execute("SELECT body FROM batches WHERE is_open ORDER BY seq")
-    return [_decode(body) for (body,) in rows]
+    """Return the batches of all tenants that have not ended, the oldest first.
+
+    A batch whose record is damaged is left out, so that the others run.
+    """
+    return _readable(db.execute("SELECT id, body FROM batches WHERE is_open ORDER BY seq"))
 
 
 def count_open(db: Connection, tenant: str) -> int:
@@ -167,18 +171,19 @@ def page(
     """Return up to `count` of a tenant's batches next to `cursor`, the newest first.
 
     They are the older ones or the newer ones; without a cursor, the newest. None if the cursor is
-    not the id of such a batch.
+    not the id of such a batch. A batch whose record is damaged is left out.
     """
     order, than = ("DESC", "<") if is_older else ("ASC", ">")
-    query, values = "SELECT body FROM batches WHERE tenant = ? AND protocol = ?", [tenant, protocol]
+    query = "SELECT id, body FROM batches WHERE tenant = ? AND protocol = ?"
+    values = [tenant, protocol]
     if cursor is not None:
         one = "SELECT seq FROM batches WHERE id = ? AND tenant = ? AND protocol = ?"
         found = db.execute(one, (cursor, tenant, protocol)).fetchone()
         if found is None:
             return None
         query, values = f"{query} AND seq {than} ?", [*values, found[0]]
-    rows = db.execute(f"{query} ORDER BY seq {order} LIMIT ?", (*values, count)).fetchall()
-    batches = [_decode(body) for (body,) in rows]
+    rows = db.execute(f"{query} ORDER BY seq {order} LIMIT ?", (*values, count))
+    batches = _readable(rows)
     return batches if is_older else batches[::-1]
 
 
@@ -256,6 +261,17 @@ def drop_results(db: Connection) -> bool:
         if (num_bytes := num_bytes + size) >= _MOST_DROPPED_BYTES:
             break
     return True
+
+
+def _readable(rows: Iterable[tuple[str, bytes]]) -> list[Batch]:
+    """Return the batches of rows whose records are not damaged; the log names the others."""
+    batches = []
+    for id_, body in rows:
+        try:
+            batches.append(_decode(body))
+        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
+            _logger.error("The record of batch %s is damaged: restore a backup.", id_)  # noqa: TRY400
+    return batches
 
 
 def _decode(body: bytes) -> Batch:
