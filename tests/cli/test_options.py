@@ -55,7 +55,7 @@ def test_engine_options_reach_their_fields() -> None:
     assert engine_options(given(serve.command, *line.split()), "tiny") == EngineOptions(
         ComputeOptions("cpu", 3, "avx2", activation_bits=8),
         CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True, kv_format="int8"),
-        BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
+        BatchOptions("dynamic", 7, 64, 5, 0.5, max_waiting_requests=9),
         SpeculationOptions("draft", "small", 4),
         ParallelOptions(2, 3, 1, 4, (3, 2), "gather", "heads", "ray", (1, 0)),
     )
