@@ -22,6 +22,7 @@ from twostroke.serve.app import Api
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.openai.responses.background import ended_by_restart
 from twostroke.serve.options import ServeOptions
+from twostroke.serve.other_apis import reason_unserved
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 
 if TYPE_CHECKING:
@@ -70,10 +71,14 @@ def build_app(api: Api) -> ASGIApp:
         if error.status_code == 405:
             allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
             message = f"{path} does not accept {method}, only {allowed}."
+            if method == "DELETE" and path.startswith("/v1/models/"):
+                message += " Models are removed with `twostroke rm`, not over HTTP."
             response = await respond(request, errors.MethodError(message))
             response.headers["allow"] = allowed
             return response
-        message = f"The path {path} does not exist.{nearest(path[:MAX_NAME_LENGTH], paths)}"
+        message = reason_unserved(path[:MAX_NAME_LENGTH])
+        if message is None:
+            message = f"The path {path} does not exist.{nearest(path[:MAX_NAME_LENGTH], paths)}"
         return await respond(request, errors.UnknownPathError(message))
 
     handlers: dict[Any, Any] = {

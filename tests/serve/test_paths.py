@@ -1,0 +1,85 @@
+"""The paths of OpenAI's and Anthropic's APIs: those of text are served, others say why not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.servers import LiveServer
+
+# Each path of chat, completions, responses, conversations, embeddings, files, uploads, batches and
+# models in OpenAI's and Anthropic's SDKs, with its methods.
+SERVED = """
+POST GET /v1/chat/completions
+GET POST DELETE /v1/chat/completions/x
+GET /v1/chat/completions/x/messages
+POST /v1/completions
+POST /v1/embeddings
+POST /v1/responses
+GET DELETE /v1/responses/x
+POST /v1/responses/x/cancel
+GET /v1/responses/x/input_items
+POST /v1/responses/input_tokens
+POST /v1/responses/compact
+POST /v1/conversations
+GET POST DELETE /v1/conversations/x
+GET POST /v1/conversations/x/items
+GET DELETE /v1/conversations/x/items/y
+GET POST /v1/files
+GET DELETE /v1/files/x
+GET /v1/files/x/content
+POST /v1/uploads
+POST /v1/uploads/x/parts
+POST /v1/uploads/x/complete
+POST /v1/uploads/x/cancel
+GET POST /v1/batches
+GET /v1/batches/x
+POST /v1/batches/x/cancel
+GET /v1/models
+GET /v1/models/x
+POST /v1/messages
+POST /v1/messages/count_tokens
+GET POST /v1/messages/batches
+GET DELETE /v1/messages/batches/x
+POST /v1/messages/batches/x/cancel
+GET /v1/messages/batches/x/results
+"""
+
+
+def test_every_path_of_the_protocols_is_served(server: LiveServer) -> None:
+    for line in SERVED.split("\n"):
+        *methods, path = line.split() or [""]
+        for method in methods:
+            response = server.http.request(method, path)
+            assert response.status_code != 405, (method, path)
+            error = response.json().get("error", {})
+            assert error.get("code") != "unknown_url" or "--records" in error["message"], path
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/v1/moderations", "no model for moderation"),
+        ("/v1/audio/speech", "text only"),
+        ("/v1/images/generations", "text only"),
+        ("/v1/assistants/x/y", "provider's own service"),
+        ("/v1/vector_stores", "provider's own service"),
+        ("/v1/complete", "/v1/messages"),
+    ],
+)
+def test_other_paths_of_the_providers_say_why_and_what_is_served(
+    server: LiveServer, path: str, reason: str
+) -> None:
+    response = server.http.post(path, json={})
+    message = response.json()["error"]["message"]
+    assert response.status_code == 404
+    assert reason in message
+    assert "Served are chat completions" in message
+
+
+def test_models_are_not_deleted_over_http(server: LiveServer) -> None:
+    response = server.http.delete("/v1/models/tiny")
+    assert response.status_code == 405
+    assert "twostroke rm" in response.json()["error"]["message"]
