@@ -71,7 +71,9 @@ def test_text_of_a_file_is_read_in_each_protocol(server: LiveServer) -> None:
     for path, part in parts_with(server, b"hello world"):
         found = server.http.post(path, json=with_part(path, part))
         assert found.status_code == 200, found.text
-        plain = with_part(path, text_part(path, "notes.txt\nhello world"))
+        plain = with_part(
+            path, text_part(path, "notes.txt\nhello world" + ("" if path == MESSAGES else "\n"))
+        )
         expected = server.http.post(path, json=plain)
         assert said(found.json()) == said(expected.json()), (path, part)
         bodies = [with_part(path, part), plain]
@@ -154,7 +156,7 @@ def test_files_in_conversations_and_results_of_tools_are_read(server: LiveServer
     ]
     made = server.http.post("/v1/conversations", json={"items": items}).json()
     listed = server.http.get(f"/v1/conversations/{made['id']}/items").json()["data"]
-    text = {"type": "input_text", "text": "notes.txt\nhello"}
+    text = {"type": "input_text", "text": "notes.txt\nhello\n"}
     assert listed[0]["output"] == [text]
     assert listed[2]["content"] == [text]
 

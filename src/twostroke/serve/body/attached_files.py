@@ -125,6 +125,7 @@ def _text_of(file: dict[str, Any], path: str, read_file: ReadFile) -> str | None
         filename = filename or stored.filename
     else:
         return None
+    text = text if text.endswith("\n") else f"{text}\n"  # another part may follow
     return f"{filename}\n{text}" if isinstance(filename, str) and filename else text
 
 
