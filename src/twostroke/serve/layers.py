@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from twostroke.core.errors import TwostrokeError, nearest
+from twostroke.core.errors import TwostrokeError
 from twostroke.engine.served import LocalEngine
 from twostroke.http import errors
 from twostroke.http.boundary import Boundary
@@ -19,10 +19,9 @@ from twostroke.http.served import LATER, served_of
 from twostroke.http.tenants.limits import LimitCheck
 from twostroke.http.tenants.telling import UsageTeller
 from twostroke.serve.app import Api
-from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.openai.responses.background import ended_by_restart
 from twostroke.serve.options import ServeOptions
-from twostroke.serve.other_apis import reason_unserved
+from twostroke.serve.other_apis import unknown_path
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 
 if TYPE_CHECKING:
@@ -76,10 +75,7 @@ def build_app(api: Api) -> ASGIApp:
             response = await respond(request, errors.MethodError(message))
             response.headers["allow"] = allowed
             return response
-        message = reason_unserved(path[:MAX_NAME_LENGTH])
-        if message is None:
-            message = f"The path {path} does not exist.{nearest(path[:MAX_NAME_LENGTH], paths)}"
-        return await respond(request, errors.UnknownPathError(message))
+        return await respond(request, errors.UnknownPathError(unknown_path(path, paths)))
 
     handlers: dict[Any, Any] = {
         TwostrokeError: respond,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from twostroke.core.errors import nearest
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
+
 _TEXT_MODELS: Final = "models here read and write text only"
 _PROVIDER: Final = "it belongs to the provider's own service"
-_SERVED: Final = (
+_SERVED_APIS: Final = (
     "Served are chat completions, completions, responses, conversations, embeddings, files, "
     "uploads, batches, messages and models: see /openapi.json."
 )
@@ -31,9 +34,10 @@ _REASONS: Final = {
 }
 
 
-def reason_unserved(path: str) -> str | None:
-    """Return a sentence about a path of OpenAI's or Anthropic's that is not served, else None."""
+def unknown_path(path: str, known_paths: list[str]) -> str:
+    """Return the message about a path without a route: why it is not served, or the nearest one."""
+    word = path[:MAX_NAME_LENGTH]
     for start, reason in _REASONS.items():
         if path == start or path.startswith(f"{start}/"):
-            return f"The path {path} is not served: {reason}. {_SERVED}"
-    return None
+            return f"The path {word} is not served: {reason}. {_SERVED_APIS}"
+    return f"The path {path} does not exist.{nearest(word, known_paths)}"
