@@ -182,7 +182,7 @@ def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, l
         (("-p", "a", "--stop", "\udcff"), b"", 2, "--stop is not UTF-8 text"),
         (("-f", "/nowhere/x"), b"", 2, "'/nowhere/x' cannot be read: No such file"),
         (("-p", "a", "--json-schema", '{"type": 1}'), b"", 2, "A file's name or - is expected"),
-        (("-f", "/"), b"", 2, "cannot be read: Is a directory"),
+        (("-f", "/"), b"", 2, "cannot be read: it is a folder"),
         (("-p", "a", "--context-length", "513"), b"", 2, "at most 512 tokens of context, not 513"),
         (("-p", "a", "--kv-memory", "1k"), b"", 6, "--kv-memory allows 1 KB"),
         (("-p", "a", "--level", "portabel"), b"", 2, "Did you mean 'portable'?"),
