@@ -10,22 +10,22 @@ import msgspec
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_small_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.mismatch import find_mismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from twostroke.core.mismatch import Mismatch
 
     Steps = Sequence[str | int]  # from the root of the file to a value
 
 T = TypeVar("T", bound=Frozen)
 
-_UNKNOWN = re.compile(r"unknown field `(?P<field>.*?)`")
-_WHERE = re.compile(r" - at `\$(?P<path>.*?)`$")
 _STEP = re.compile(r"[^.\[\]]+")
-_TYPES = re.compile(r"Expected `(?P<wanted>\w+)(?: \| null)?`, got `(?P<got>\w+)`")
 _KINDS = {
     "str": "a text", "int": "a number", "float": "a fraction", "bool": "yes or no",
-    "array": "a list", "object": "fields (name: value)", "null": "nothing",
+    "list": "a list", "dict": "fields (name: value)", "null": "nothing",
 }  # fmt: skip
 _WANTED = _KINDS | {"int": "a whole number such as 2048", "float": "a number such as 2.5 or 1e3"}
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -66,8 +66,8 @@ class YamlFile:
             problem = str(getattr(error, "problem", None) or error)
             raise UsageError(f"{path.name}{line}: this is not YAML: {problem}.") from None
 
-    def read(self, kind: type[T], owner: Callable[[Steps], type[Frozen]]) -> T:
-        """Return the values as `kind`; `owner` tells whose fields are at a place in it.
+    def read(self, kind: type[T]) -> T:
+        """Return the values as `kind`.
 
         Raises:
             UsageError: a value is wrong, or a field is not known.
@@ -77,7 +77,10 @@ class YamlFile:
         except UsageError as error:  # of __post_init__
             raise self.at(steps(error.field or ""), str(error)) from None
         except msgspec.ValidationError as error:
-            raise self._explained(str(error), owner) from None
+            mismatch = find_mismatch(kind, self._values)
+            if mismatch is None:
+                raise UsageError(f"{self._name}: {error}.") from None
+            raise self._explained(mismatch) from None
 
     def at(self, path: Steps, text: str) -> UsageError:
         """Return an error with the line of the node at `path`, or of its nearest parent."""
@@ -96,21 +99,29 @@ class YamlFile:
             line = mark.start_mark.line + 1
         return UsageError(f"{self._name}, line {line}: {text}")
 
-    def _explained(self, message: str, owner: Callable[[Steps], type[Frozen]]) -> UsageError:
-        """Return msgspec's message with the line of the value, and the nearest field."""
-        found = _WHERE.search(message)
-        path = found["path"] if found else ""
-        place = steps(path)
-        if unknown := _UNKNOWN.search(message):
-            field, known = unknown["field"], owner(place).__struct_fields__
-            hint = f"there is no field '{field}'.{nearest(field, known)}"
-            return self.at([*place, field], f"{hint} Fields: {', '.join(known)}.")
-        text = _WHERE.sub("", message)
-        where = f" ({path.lstrip('.')})" if path else ""
-        if types := _TYPES.match(text):
-            wanted, got = types["wanted"], types["got"]
-            text = f"must be {_WANTED.get(wanted, wanted)}, got {_KINDS.get(got, got)}"
-        return self.at(place, f"{text[0].lower()}{text[1:]}{where}.")
+    def _explained(self, mismatch: Mismatch) -> UsageError:
+        """Return the error about a value that does not fit, with its line."""
+        where = f" ({mismatch.path})" if mismatch.path else ""
+        actual = mismatch.actual
+        match mismatch.problem:
+            case "missing":
+                reason = f"{mismatch.path} is missing."
+            case "unknown":
+                hint = nearest(str(actual), mismatch.expected)
+                known = ", ".join(mismatch.expected)
+                reason = f"there is no field '{actual}'.{hint} Fields: {known}."
+            case "word":
+                hint = nearest(str(actual), mismatch.expected)
+                words = ", ".join(mismatch.expected)
+                reason = f"{mismatch.path} must be one of {words}, got '{actual}'.{hint}"
+            case "type":
+                wanted = [_WANTED[name] for name in mismatch.expected if name != "null"]
+                kind = "float" if isinstance(actual, float) else str(actual)
+                expected = " or ".join(wanted) or "nothing"
+                reason = f"must be {expected}, got {_KINDS.get(kind, kind)}{where}."
+            case _:
+                reason = f"must {mismatch.limits}, got {actual}{where}."
+        return self.at(steps(mismatch.path), reason)
 
 
 def steps(path: str) -> list[str | int]:

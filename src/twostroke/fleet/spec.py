@@ -206,12 +206,7 @@ def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
     """
     needs = f"Fleets need the packages ray and pyyaml: run {install_command('cluster')}."
     file = YamlFile(path, needs)
-
-    def owner(place: Sequence[str | int]) -> type[Frozen]:
-        kinds: dict[str | int, type[Frozen]] = {"models": Pool, "router": RouterSpec}
-        return kinds.get([*place, ""][0], FleetSpec)
-
-    spec = file.read(FleetSpec, owner)
+    spec = file.read(FleetSpec)
     parts: list[tuple[list[str | int], Pool | RouterSpec]] = [(["router"], spec.router)]
     parts += [(["models", index], pool) for index, pool in enumerate(spec.models)]
     for place, part in parts:

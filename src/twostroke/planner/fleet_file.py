@@ -139,7 +139,7 @@ def read_fleet(path: Path) -> FleetQuestion:
         ModelFormatError: it cannot be read.
     """
     file = YamlFile(path, _needs())
-    question = file.read(FleetQuestion, lambda steps: FleetModel if steps else FleetQuestion)
+    question = file.read(FleetQuestion)
     for index, one in enumerate(question.models):
         try:
             one.question(question.mfu, question.mbu, question.token_budget)

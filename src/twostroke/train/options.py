@@ -98,7 +98,7 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
             ModelFormatError: it cannot be read.
         """
         needs = f"Shapes of students need the package pyyaml: run {install_command('train')}."
-        return YamlFile(path, needs).read(cls, lambda _: cls)
+        return YamlFile(path, needs).read(cls)
 
     @property
     def is_narrower(self) -> bool:

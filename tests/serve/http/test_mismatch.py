@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from twostroke.serve.body.mismatch import explain
+from twostroke.serve.body.explain import explain
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 
 FALLBACK = "is not valid: "

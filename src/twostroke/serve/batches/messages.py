@@ -26,7 +26,7 @@ from twostroke.serve.batches.lines import WrongLineError, parse
 from twostroke.serve.batches.openai import find
 from twostroke.serve.batches.results import Form
 from twostroke.serve.body.decode import not_json
-from twostroke.serve.body.mismatch import explain
+from twostroke.serve.body.explain import explain
 from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.responses.routes import query_of
 

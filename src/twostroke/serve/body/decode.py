@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 from msgspec import inspect
 
+from twostroke.core.mismatch import extra_of, join, parts, type_of
 from twostroke.http.errors import (
     BodySyntaxError,
     MissingFieldError,
@@ -18,9 +19,8 @@ from twostroke.http.errors import (
     UnsupportedFieldError,
 )
 from twostroke.http.ignored import MAX_IGNORED, Ignored
-from twostroke.serve.body.explain import extra_of, join, parts, type_of
+from twostroke.serve.body.explain import explain
 from twostroke.serve.body.lenient import drop_unknown
-from twostroke.serve.body.mismatch import explain
 from twostroke.serve.describe.field import Effect
 
 if TYPE_CHECKING:

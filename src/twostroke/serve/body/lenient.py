@@ -11,17 +11,10 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
+from twostroke.core.mismatch import extra_of, join, parts, type_of
 from twostroke.http.errors import UnknownFieldError
 from twostroke.http.ignored import MAX_IGNORED, Ignored
-from twostroke.serve.body.explain import (
-    MAX_NAME_LENGTH,
-    extra_of,
-    join,
-    parts,
-    type_of,
-    unknown_field,
-)
-from twostroke.serve.body.mismatch import explain
+from twostroke.serve.body.explain import MAX_NAME_LENGTH, explain, unknown_field
 from twostroke.serve.well_known import KNOWN_HINTS, has_meaning
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from msgspec import inspect
 
 from twostroke.core.errors import DeadlineError
 from twostroke.core.frozen import Frozen
+from twostroke.core.mismatch import parts
 from twostroke.http.error_forms import FORMS, error_form
 from twostroke.http.errors import OPENAI, RETRY_STATUSES
 from twostroke.http.ignored import HEADER
 from twostroke.http.keys import OPEN_PATHS, KeyMissingError
 from twostroke.http.tenants.limits import RateLimitError
 from twostroke.http.waiting import RETRY_AFTER_S, TIMEOUT_FORM, TIMEOUT_HEADER
-from twostroke.serve.body.explain import parts
 from twostroke.serve.describe.field import NEUTRAL, WRONG_IS_IGNORED, Fact, reference
 from twostroke.serve.describe.operation import ANYWHERE, BODY, parameter
 from twostroke.serve.describe.operations import OPERATIONS

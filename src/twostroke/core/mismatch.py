@@ -1,0 +1,286 @@
+"""Finds the first value that does not fit its type, in decoded data or in JSON.
+
+msgspec checks data quickly, but its errors are sentences for developers, whose wording changes
+between its versions. So data that msgspec refuses is compared with msgspec's description of the
+expected type once more. Callers write their own sentences about the mismatch.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from mmap import mmap
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+from msgspec import inspect
+
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+JSON_TYPES: Final = ("null", "bool", "int", "float", "str", "list", "dict")
+_ACCEPTED_JSON_TYPES: Final[dict[type[inspect.Type], tuple[str, ...]]] = {
+    inspect.NoneType: ("null",),
+    inspect.BoolType: ("bool",),
+    inspect.IntType: ("int",),
+    inspect.FloatType: ("float",),
+    inspect.StrType: ("str",),
+    inspect.LiteralType: ("str",),
+    inspect.ListType: ("list",),
+    inspect.VarTupleType: ("list",),
+    inspect.DictType: ("dict",),
+    inspect.StructType: ("dict",),
+}
+_LIST_TYPES: Final = (inspect.ListType, inspect.VarTupleType)
+# Every value fits these types here: it is decoded later, or checked by the type itself.
+_UNCHECKED: Final = (inspect.AnyType, inspect.RawType, inspect.CustomType)
+_FIRST_CHARACTER: Final = re.compile(rb"[ \t\r\n]*+(.)", re.DOTALL)
+
+Problem = Literal["missing", "unknown", "type", "word", "limits", "key limits"]
+
+
+class Mismatch(Frozen):
+    """A value that does not fit.
+
+    Attributes:
+        path: where the value is, such as `models[2].name`; for a missing or unknown field, where
+            the field would be.
+        problem: "missing" for a required field, "unknown" for a field that the type does not have,
+            "type" for a value of another JSON type, "word" for a text that is not one of a few,
+            "limits" for a number or a length, and "key limits" for the length of a key.
+        expected: the accepted JSON types, the accepted words, or the known fields.
+        actual: the JSON type, the word, or the name of the field. For "limits" the number or the
+            length, and for a fraction in place of an integer the fraction; None if unknown.
+        limits: the limits in words, such as `be from 0 to 2`.
+        advice: what to do instead, by word; `*` is for any other word.
+    """
+
+    path: str
+    problem: Problem
+    expected: tuple[str, ...] = ()
+    actual: str | float | None = None
+    limits: str = ""
+    advice: dict[str, str] = {}
+
+
+def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
+    """Return the first value of some data that does not fit a type; None if none is found.
+
+    Args:
+        kind: the type.
+        data: decoded data, or JSON as bytes, a mapped file or `msgspec.Raw`. JSON is decoded no
+            deeper than needed.
+        path: where the data is inside something larger.
+    """
+    try:
+        return _find(data, [type_of(kind)], path)
+    except (msgspec.DecodeError, RecursionError):  # not JSON after the value that msgspec refused
+        return None
+
+
+def _find(data: Any, kinds: list[inspect.Type], path: str) -> Mismatch | None:
+    """Return a value that does not fit, or the first such value inside it."""
+    kinds = list(parts(kinds))
+    if any(isinstance(kind, _UNCHECKED) for kind in kinds):
+        return None
+    try:
+        value = _decode_one_level(data)
+    except msgspec.ValidationError:  # msgspec holds no number above 1e308
+        limit = next(filter(None, map(_limits, kinds)), "be a smaller number")
+        return Mismatch(path=path, problem="limits", limits=limit)
+    fitting = [kind for kind in kinds if _accepts(kind, value)]
+    if not fitting:
+        return _type_mismatch(value, kinds, path)
+    if isinstance(value, dict):
+        return _find_in_object(value, fitting, path)
+    if isinstance(value, str) and not any(isinstance(kind, inspect.StrType) for kind in fitting):
+        return _word_mismatch(value, kinds, path)
+    if limits := _exceeded_limits(value, fitting):
+        return Mismatch(path=path, problem="limits", limits=limits, actual=_size(value))
+    return _find_in_list(value, fitting, path) if isinstance(value, list) else None
+
+
+def _find_in_list(value: list[Any], kinds: list[inspect.Type], path: str) -> Mismatch | None:
+    """Return the mismatch of the first wrong item of a list."""
+    item_types = [kind.item_type for kind in kinds if isinstance(kind, _LIST_TYPES)]
+    for index, item in enumerate(value):
+        if mismatch := _find(item, item_types, join(path, f"[{index}]")):
+            return mismatch
+    return None
+
+
+def _find_in_object(value: dict[str, Any], kinds: list[inspect.Type], path: str) -> Mismatch | None:
+    """Return the mismatch of the first wrong key or value of a JSON object, or a missing field."""
+    structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
+    if structs:
+        struct, mismatch = _choose_struct(value, structs, path)
+        return mismatch if struct is None else _find_in_struct(value, struct, path)
+    dict_types = [kind for kind in kinds if isinstance(kind, inspect.DictType)]
+    value_types = [kind.value_type for kind in dict_types]
+    key_types = list(parts(kind.key_type for kind in dict_types))
+    for key, inner in value.items():
+        if limits := _exceeded_limits(key, key_types):
+            return Mismatch(path=path, problem="key limits", limits=limits, actual=len(key))
+        if mismatch := _find(inner, value_types, join(path, "[...]")):
+            return mismatch
+    if limits := _exceeded_limits(value, [*dict_types]):
+        return _error(f"must {limits}, got {len(value)}.", path=path)
+    return None
+
+
+def _choose_struct(
+    value: dict[str, Any], structs: list[inspect.StructType], path: str
+) -> tuple[inspect.StructType | None, Mismatch | None]:
+    """Return the struct that an object's tag names, or the mismatch of a missing or unknown tag."""
+    tag_field = structs[0].tag_field
+    if tag_field is None or (len(structs) == 1 and tag_field not in value):
+        return structs[0], None
+    tag_path = join(path, tag_field)
+    if tag_field not in value:
+        return None, Mismatch(path=tag_path, problem="missing")
+    tag = _decode_one_level(value[tag_field])
+    for struct in structs:
+        if tag == struct.tag:
+            return struct, None
+    tags: list[inspect.Type] = []
+    for struct in structs:
+        advice = getattr(struct.cls, "other_types", {})
+        literal = inspect.LiteralType((str(struct.tag),))
+        tags.append(inspect.Metadata(literal, extra={"advice": advice}))
+    return None, _find(tag, tags, tag_path)
+
+
+def _find_in_struct(
+    value: dict[str, Any], struct: inspect.StructType, path: str
+) -> Mismatch | None:
+    types = {field.encode_name: field.type for field in struct.fields}
+    for name, inner in value.items():
+        if name not in types and name != struct.tag_field and struct.forbid_unknown_fields:
+            return Mismatch(
+                path=join(path, name), problem="unknown", expected=tuple(types), actual=name
+            )
+        if name in types and (mismatch := _find(inner, [types[name]], join(path, name))):
+            return mismatch
+    for field in struct.fields:
+        if field.required and field.encode_name not in value:
+            return Mismatch(path=join(path, field.encode_name), problem="missing")
+    return None
+
+
+def _decode_one_level(data: Any) -> Any:
+    """Decode a JSON text; items of lists and objects stay JSON. Other values return unchanged."""
+    if not isinstance(data, bytes | mmap | msgspec.Raw):
+        return data
+    start = _FIRST_CHARACTER.match(memoryview(data))
+    levels = {b"{": dict[str, msgspec.Raw], b"[": list[msgspec.Raw]}
+    return msgspec.json.decode(data, type=levels.get(start[1], Any) if start else Any)
+
+
+def _accepts(kind: inspect.Type, value: Any) -> bool:
+    """Whether a type accepts values of this JSON type; limits and contents may not fit."""
+    name = _json_type(value)
+    if isinstance(kind, inspect.FloatType) and name == "int":
+        return True
+    if isinstance(kind, inspect.LiteralType):
+        return name in {type(known_value).__name__ for known_value in kind.values}
+    return name in _ACCEPTED_JSON_TYPES.get(type(kind), ())
+
+
+def _json_type(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _type_mismatch(value: Any, kinds: list[inspect.Type], path: str) -> Mismatch:
+    """Return the mismatch of a value of a JSON type that is not accepted."""
+    if value is None and path and not path.endswith("]"):
+        return Mismatch(path=path, problem="missing")
+    accepted = {name for kind in kinds for name in _ACCEPTED_JSON_TYPES.get(type(kind), ())}
+    expected = tuple(name for name in JSON_TYPES if name in accepted)
+    actual = value if isinstance(value, float) else _json_type(value)
+    return Mismatch(path=path, problem="type", expected=expected, actual=actual)
+
+
+def _word_mismatch(word: str, kinds: list[inspect.Type], path: str) -> Mismatch | None:
+    """Return the mismatch of a word where certain words only are accepted."""
+    literals = [kind for kind in kinds if isinstance(kind, inspect.LiteralType)]
+    words = tuple(dict.fromkeys(str(value) for literal in literals for value in literal.values))
+    if word in words:
+        return None
+    advice: dict[str, str] = {}
+    for kind in kinds:
+        advice |= extra_of(kind).get("advice", {})
+    return Mismatch(path=path, problem="word", expected=words, actual=word, advice=advice)
+
+
+def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
+    """Return in words the limits that a number or a length exceeds; empty if all are kept."""
+    if value is None or isinstance(value, bool):
+        return ""
+    size = _size(value)
+    limits = ""
+    for kind in kinds:
+        low, high = _range(kind)
+        if (low is None or size >= low) and (high is None or size <= high):
+            return ""
+        limits = limits or _limits(kind)
+    return limits
+
+
+def _size(value: Any) -> Any:
+    """Return a number itself, and the length of anything else."""
+    return value if isinstance(value, int | float) else len(value)
+
+
+def _range(kind: inspect.Type) -> tuple[float | None, float | None]:
+    """Return the least and the greatest number or length that a type accepts."""
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        return kind.ge, kind.le
+    if isinstance(
+        kind, inspect.StrType | inspect.DictType | inspect.ListType | inspect.VarTupleType
+    ):
+        return kind.min_length, kind.max_length
+    return None, None
+
+
+def _limits(kind: inspect.Type) -> str:
+    """Return the limits of a type in words; empty without limits."""
+    low, high = _range(kind)
+    is_number = isinstance(kind, inspect.IntType | inspect.FloatType)
+    unit = "" if is_number else " characters" if isinstance(kind, inspect.StrType) else " items"
+    verb = "be" if is_number else "have"
+    if low is not None and high is not None:
+        return f"{verb} from {low} to {high}{unit}"
+    if high is not None:
+        return f"{verb} at most {high}{unit}"
+    unit = unit.rstrip("s") if low == 1 else unit
+    return f"{verb} at least {low}{unit}" if low is not None else ""
+
+
+@cache
+def type_of(kind: Any) -> inspect.Type:
+    """Return msgspec's description of a type, which takes a millisecond to make."""
+    return inspect.type_info(kind)
+
+
+def parts(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
+    """Yield annotations, and the alternatives of unions instead of these."""
+    for kind in kinds:
+        if isinstance(kind, inspect.Metadata):
+            yield kind
+            yield from parts([kind.type])
+        elif isinstance(kind, inspect.UnionType):
+            yield from parts(kind.types)
+        else:
+            yield kind
+
+
+def extra_of(kind: inspect.Type) -> dict[str, Any]:
+    """Return the marks of an annotation; empty for a type without them."""
+    return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
+
+
+def join(path: str, name: str) -> str:
+    """Return the place of a field, or of an item such as `[3]`, inside another place."""
+    return f"{path}.{name}" if path and name and not name.startswith("[") else path + name
