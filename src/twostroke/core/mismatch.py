@@ -62,7 +62,7 @@ class Mismatch(Frozen):
     expected: tuple[str, ...] = ()
     actual: str | float | None = None
     limits: str = ""
-    advice: dict[str, str] = {}
+    advice: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
@@ -126,7 +126,7 @@ def _find_in_object(value: dict[str, Any], kinds: list[inspect.Type], path: str)
         if mismatch := _find(inner, value_types, join(path, "[...]")):
             return mismatch
     if limits := _exceeded_limits(value, [*dict_types]):
-        return _error(f"must {limits}, got {len(value)}.", path=path)
+        return Mismatch(path=path, problem="limits", limits=limits, actual=len(value))
     return None
 
 
