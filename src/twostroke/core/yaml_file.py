@@ -108,16 +108,16 @@ class YamlFile:
                 reason = f"{mismatch.path} is missing."
             case "unknown":
                 hint = nearest(str(actual), mismatch.expected)
-                known = ", ".join(mismatch.expected)
-                reason = f"there is no field '{actual}'.{hint} Fields: {known}."
+                fields = ", ".join(mismatch.expected)
+                reason = f"there is no field '{actual}'.{hint} Fields: {fields}."
             case "word":
                 hint = nearest(str(actual), mismatch.expected)
                 words = ", ".join(mismatch.expected)
                 reason = f"{mismatch.path} must be one of {words}, got '{actual}'.{hint}"
             case "type":
-                wanted = [_WANTED[name] for name in mismatch.expected if name != "null"]
+                types = [_WANTED[name] for name in mismatch.expected if name != "null"]
                 kind = "float" if isinstance(actual, float) else str(actual)
-                expected = " or ".join(wanted) or "nothing"
+                expected = " or ".join(types) or "nothing"
                 reason = f"must be {expected}, got {_KINDS.get(kind, kind)}{where}."
             case _:
                 reason = f"must {mismatch.limits}, got {actual}{where}."
