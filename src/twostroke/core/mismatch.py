@@ -66,7 +66,7 @@ class Mismatch(Frozen):
 
 
 def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
-    """Return the first value of some data that does not fit a type; None if none is found.
+    """Return the first value of some data that does not fit a type; None without such a value.
 
     Args:
         kind: the type.
