@@ -201,7 +201,7 @@ def _inner(form: Fields) -> Fields:
     [
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name", "must be unique"),
         (
-            {"tools": [{**TOOLS[1], "format": REGEX | {"definition": "(?!x)"}}]},
+            {"tools": [{**TOOLS[1], "format": REGEX | {"definition": r"(a)\1"}}]},
             "tools[0].format.definition",
             "look-around",
         ),
