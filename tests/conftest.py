@@ -14,11 +14,13 @@ from twostroke.fetch import resolve
 
 pytest.register_assert_rewrite("support")  # so that its failures say what was found
 
-from support import native  # noqa: E402 only now
+from support import authorities, native  # noqa: E402 only now
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+authorities.share()
 
 # Two busy cores make any deadline a coin toss.
 hypothesis.settings.register_profile("house", deadline=None, print_blob=True)

@@ -95,7 +95,7 @@ def num_seen(replicas: list[FakeReplica], word: bytes) -> int:
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
     body = {"model": "tiny", **body}
     # Certificates, which take long to load, are not needed.
-    return httpx.post(url + path, json=body, timeout=20, trust_env=False, verify=False)
+    return httpx.post(url + path, json=body, timeout=20, trust_env=False)
 
 
 def test_a_killer_ends_three_engines_on_any_path_and_none_afterwards(fakes: Loop) -> None:

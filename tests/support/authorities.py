@@ -1,0 +1,28 @@
+"""Certificate authorities, read once for all HTTP clients of a test process."""
+
+from __future__ import annotations
+
+import ssl
+from functools import cache, wraps
+from typing import Any
+
+import certifi
+
+_create = ssl.create_default_context
+
+
+@cache
+def _shared() -> ssl.SSLContext:
+    return _create(cafile=certifi.where())
+
+
+@wraps(_create)
+def _create_or_share(*args: Any, **options: Any) -> ssl.SSLContext:
+    if not args and options == {"cafile": certifi.where()}:
+        return _shared()
+    return _create(*args, **options)
+
+
+def share() -> None:
+    """Let clients of httpx share a context: to read all authorities takes each some 20 ms."""
+    ssl.create_default_context = _create_or_share
