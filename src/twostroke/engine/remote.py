@@ -195,7 +195,8 @@ class RemoteEngine:
         if self._life.is_up:
             message = wire.Read(next(self._ids), list(spans))
             try:
-                found: Reading | None = await asyncio.wait_for(self._inquire(message), _READ_S)
+                async with asyncio.timeout(_READ_S):
+                    found: Reading | None = await self._inquire(message)
             except TimeoutError:
                 _logger.debug("The engine took long to say what it does.")
             else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.hardware import memory_used
+from twostroke.core.waiting import wait_until_set
 from twostroke.engine.health import Health, Progress
 from twostroke.schedule.residence import Residence, decide, worth_of
 
@@ -115,9 +115,7 @@ class Roster:
                 engine.residence in {Residence.OUT, Residence.IN} and not engine.num_waiting
                 for engine in self.engines.values()
             )
-            with suppress(TimeoutError):
-                tick_s = _QUIET_TICK_S if is_quiet else _TICK_S
-                await asyncio.wait_for(self._changed.wait(), tick_s)
+            await wait_until_set(self._changed, _QUIET_TICK_S if is_quiet else _TICK_S)
 
     def _decide(self) -> None:
         """Do what `decide` says now."""

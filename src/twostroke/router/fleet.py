@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import secrets
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.waiting import wait_until_set
 from twostroke.http.errors import GatewayError
 from twostroke.http.names import bare_name, unknown_model
 from twostroke.router.dispatch import Dispatcher
@@ -134,9 +134,7 @@ class Replica:
         """Ask it at once; return whether it gets requests."""
         self.was_asked.clear()
         self.look.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ASK_S):
-                await self.was_asked.wait()
+        await wait_until_set(self.was_asked, _ASK_S)
         return self.state is State.READY
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from twostroke.core.errors import UsageError
 from twostroke.core.files import read_regular_file
 from twostroke.core.frozen import Frozen
+from twostroke.core.waiting import wait_until_set
 from twostroke.router.fleet import Facts, State
 from twostroke.router.prompt import UNREADABLE
 from twostroke.router.response import CutOffError, ReplicaError
@@ -92,9 +93,7 @@ class Watch:
                 del self._tasks[replica.url]
                 return
             pause_s = max(_EVERY_S, _PER_REPLICA_S * len(fleet.replicas))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await replica.look.wait()
+            await wait_until_set(replica.look, pause_s)
 
     async def _look(self, replica: Replica) -> None:
         """Ask a replica once, and note what follows."""

@@ -104,7 +104,8 @@ class Compiler:
         while not (was_ready and self._is_ready()):
             was_ready = self._is_ready()
             with suppress(TimeoutError):
-                return await asyncio.wait_for(asyncio.shield(work), self._limit_s)
+                async with asyncio.timeout(self._limit_s):
+                    return await asyncio.shield(work)
         reason = f"took longer than {self._limit_s:g} s to compile: simplify it."
         raise RequestError(reason, field=constraint.param)
 

@@ -46,6 +46,7 @@ class Accepting:
         self.service, self._returns = service, returns
         self._running, self._task = running, asyncio.current_task()
         self._is_cut = False
+        self._num_cancellations = 0 if self._task is None else self._task.cancelling()
 
     def cancel(self) -> None:
         """End the block with a ServerStoppingError."""
@@ -64,8 +65,10 @@ class Accepting:
         self._running.discard(self)
         if isinstance(error, OverloadedError):
             self._returns.put_off(error, self.service)
-        if self._is_cut and self._task is not None and kind is asyncio.CancelledError:
-            self._task.uncancel()
+        if self._is_cut and self._task is not None:
+            is_left = self._task.uncancel() > self._num_cancellations  # somebody else's
+            if is_left or kind is not asyncio.CancelledError:
+                return
             raise ServerStoppingError("The server is stopping: this request has not begun.")
 
 

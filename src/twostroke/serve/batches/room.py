@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core.waiting import wait_until_set
 from twostroke.serve.turns import Turns
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ class Room:
         try:
             while self._num_lines >= self._size():
                 self._left.clear()
-                with suppress(TimeoutError):  # `wait_for` would lose a cancellation
-                    async with asyncio.timeout(_LOOK_S):
-                        await self._left.wait()
+                await wait_until_set(self._left, _LOOK_S)
             self._num_lines += 1
         finally:
             self._turns.end(turn)

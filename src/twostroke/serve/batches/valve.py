@@ -6,8 +6,9 @@ import asyncio
 import logging
 import random
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
+
+from twostroke.core.waiting import wait_until_set
 
 if TYPE_CHECKING:
     from twostroke.http.inside import Answer
@@ -42,9 +43,7 @@ class Valve:
         while not self.is_open:
             left_s = self._until_s - time.monotonic()
             self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s if left_s > 0 else None):
-                    await self._changed.wait()
+            await wait_until_set(self._changed, left_s if left_s > 0 else None)
 
     def send(self) -> float:
         """Note that a line is sent, and return the time for `leave`."""
