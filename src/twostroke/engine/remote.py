@@ -196,13 +196,13 @@ class RemoteEngine:
             message = wire.Read(next(self._ids), list(spans))
             try:
                 async with asyncio.timeout(_READ_S):
-                    found: Reading | None = await self._inquire(message)
+                    reading: Reading | None = await self._inquire(message)
             except TimeoutError:
                 _logger.debug("The engine took long to say what it does.")
             else:
-                if found is not None:
-                    self._last, self._spans = found, message.spans
-                    return found
+                if reading is not None:
+                    self._last, self._spans = reading, message.spans
+                    return reading
         if self._spans == list(spans):
             return self._last
         nothing = Span(self._last.snapshot, self._last.snapshot, 0)

@@ -66,7 +66,7 @@ class Accepting:
         if isinstance(error, OverloadedError):
             self._returns.put_off(error, self.service)
         if self._is_cut and self._task is not None:
-            is_left = self._task.uncancel() > self._num_cancellations  # somebody else's
+            is_left = self._task.uncancel() > self._num_cancellations  # another caller's
             if is_left or kind is not asyncio.CancelledError:
                 return
             raise ServerStoppingError("The server is stopping: this request has not begun.")
