@@ -135,7 +135,7 @@ clean: ## Remove build outputs; keep virtual environments and fetched models.
 ##@ Longer tests, each with its own environment where it needs one
 
 test-long: build pull ## Run the tests with random cases ten times as long (TESTS=).
-	@$(BIN)/python -m pytest --require-model -m 'seeds and not oracle' --rounds 10 $(PYTEST_ARGS) $(TESTS)
+	@$(BIN)/python -m pytest --require-model -m '(seeds or rounds) and not oracle' --rounds 10 $(PYTEST_ARGS) $(TESTS)
 
 test-mutants: build pull ## Plant faults in the sources; the tests must catch each (MUTANTS="cache top-k").
 	@$(BIN)/python -m pytest --require-model -m mutants $(PYTEST_ARGS) tests/canary

@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rounds",
         type=int,
         default=1,
-        help="how many times as many seeds a test with random cases gets (`make test-long`: 10)",
+        help="how many times as many cases a test with random cases gets (`make test-long`: 10)",
     )
 
 
@@ -69,6 +69,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("seeds")
     if marker is not None:
         metafunc.parametrize("seed", range(marker.args[0] * metafunc.config.getoption("--rounds")))
+
+
+@pytest.fixture(scope="session")
+def rounds(request: pytest.FixtureRequest) -> int:
+    """How many times as long a test marked `rounds` plays (`make test-long`: 10)."""
+    count: int = request.config.getoption("--rounds")
+    return count
 
 
 @pytest.fixture(scope="session")

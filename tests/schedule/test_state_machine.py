@@ -8,14 +8,15 @@ import pytest
 
 from support.rounds import play_scheduler
 
-NUM_OPERATIONS = 40_000
+NUM_OPERATIONS = 15_000
 
 
 @pytest.mark.slow
-def test_any_order_of_operations_keeps_pages_tokens_and_progress():
+@pytest.mark.rounds
+def test_any_order_of_operations_keeps_pages_tokens_and_progress(rounds):
     counts: Counter[str] = Counter()
     seed = 0
-    while counts["operations"] < NUM_OPERATIONS:
+    while counts["operations"] < rounds * NUM_OPERATIONS:
         play_scheduler(seed, counts)
         seed += 1
     print(dict(counts))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 6
 LENGTH = 3
-COUNT = 4_000
+COUNT = 1_500  # answers, or 6,000 with more than one round
 PROMPT = (0, 3)
 LOGITS = (np.random.default_rng(8).normal(size=(VOCAB_SIZE, VOCAB_SIZE)) * 1.2).astype(np.float32)
 LIKELIEST = np.argsort(-LOGITS).tolist()  # tokens after each token
@@ -70,6 +70,7 @@ class Table:
 
     library: ctypes.CDLL
     rows: RowTable = field(default_factory=RowTable)
+    num_answers: int = COUNT
 
     def run(self, plan: StepPlan) -> StepResult:
         sampling = [part for part in plan.slices if part.samples]
@@ -82,8 +83,8 @@ class Table:
 
 
 @pytest.fixture(scope="module")
-def table() -> Table:
-    return Table(load_level("portable"))
+def table(rounds: int) -> Table:
+    return Table(load_level("portable"), num_answers=COUNT * min(rounds, 4))
 
 
 def answers(table: Table, params: SamplingParams, how: str) -> NDArray[np.int64]:
@@ -91,10 +92,11 @@ def answers(table: Table, params: SamplingParams, how: str) -> NDArray[np.int64]
     params, ends = replace(params, max_tokens=LENGTH), frozenset(params.stop_token_ids)
     requests = [
         Request(f"r{seed}", list(PROMPT), len(PROMPT), params, seed, end_ids=ends)
-        for seed in range(COUNT)
+        for seed in range(table.num_answers)
     ]
-    pool = PagePool(4 * COUNT, 2)
-    config = SchedulerConfig(64, COUNT, 10 * COUNT, COUNT, 10 * COUNT)
+    count = table.num_answers
+    pool = PagePool(4 * count, 2)
+    config = SchedulerConfig(64, count, 10 * count, count, 10 * count)
     line = Scheduler(config, pool, None, Continuous())
     for request in requests:
         line.add(request)
@@ -169,6 +171,9 @@ def exact(params: SamplingParams) -> NDArray[np.float64]:
 
     go_on([], 1.0)
     return chances
+
+
+pytestmark = pytest.mark.rounds
 
 
 @pytest.mark.parametrize("params", CASES, ids=str)
@@ -273,8 +278,8 @@ def trusts_a_sibling(drafts, branches, drawn):
 @pytest.mark.parametrize("fault", [trusts_the_first, trusts_what_is_likely])
 def test_a_wrongly_accepted_draft_changes_the_distribution(table, monkeypatch, fault):
     monkeypatch.setattr("twostroke.core.tree.num_accepted", fault)
-    params = CASES[0]
-    assert deviate(answers(table, params, "other model"), exact(params)) > DIFFERS
+    params, many = CASES[0], Table(table.library, num_answers=4_000)
+    assert deviate(answers(many, params, "other model"), exact(params)) > DIFFERS
 
 
 def test_a_wrongly_accepted_branch_changes_the_distribution(table, monkeypatch):
@@ -301,7 +306,7 @@ def test_a_needlessly_dropped_draft_does_not_change_the_distribution(table, monk
     ids=str,
 )
 def test_rows_with_the_wrong_place_change_the_distribution(table, rows, params, how):
-    faulty = Table(table.library, rows())
+    faulty = Table(table.library, rows(), num_answers=3_000)
     assert deviate(answers(faulty, params, how), exact(params)) > DIFFERS
 
 
