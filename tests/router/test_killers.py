@@ -13,6 +13,7 @@ import pytest
 from support.replicas import Exchange, FakeReplica, Loop, live_router
 from twostroke.core.errors import EngineDiedError, EngineKillerError
 from twostroke.http.error_forms import error_form
+from twostroke.router import content
 from twostroke.router.content import content_hash
 from twostroke.router.killers import FORGET_DEATHS_S, FORGET_LOSSES_S, MAX_TRIES, Killers
 
@@ -259,6 +260,13 @@ def test_another_content_has_another_hash(one: dict[str, Any], other: dict[str, 
 
 def hash_of(body: dict[str, Any]) -> bytes:
     return content_hash(json.dumps(body).encode(), "tiny")
+
+
+def test_texts_inside_deep_lists_are_read_one_by_one() -> None:
+    nested: Any = ["a", {"role": "user", "content": "b"}]
+    for _ in range(100_000):
+        nested = [nested]
+    assert list(content._texts(nested)) == ["a", "b"]
 
 
 def test_a_schema_and_tools_have_one_hash_in_all_protocols() -> None:

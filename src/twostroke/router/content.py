@@ -52,16 +52,19 @@ def content_hash(body: bytes, model: str) -> bytes:
 
 
 def _texts(value: Any) -> Iterator[str | int | float]:
-    """Yield the texts and token ids inside a value, in their order."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            if name not in _LABELS:
-                yield from _texts(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _texts(part)
-    elif isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != "":
-        yield value
+    """Yield the texts and token ids inside a value, in their order.
+
+    Takes time in proportion to the value, however deep its lists and objects are nested.
+    """
+    stack = [value]  # the next value last
+    while stack:
+        part = stack.pop()
+        if isinstance(part, dict):
+            stack += [inner for name, inner in reversed(part.items()) if name not in _LABELS]
+        elif isinstance(part, list):
+            stack += reversed(part)
+        elif isinstance(part, (str, int, float)) and not isinstance(part, bool) and part != "":
+            yield part
 
 
 def _unwrapped(form: Any) -> Any:
