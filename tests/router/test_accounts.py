@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from functools import partial
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
@@ -265,3 +266,28 @@ def test_a_router_without_replicas_charges_nothing(tmp_path: Path) -> None:
         after = post(router, text, max_tokens=1)
         assert int(after.headers["x-ratelimit-remaining-tokens"]) > 99_900
     assert used(tmp_path) == []
+
+
+def test_requests_that_compute_nothing_take_no_tokens(fakes: Loop, tmp_path: Path) -> None:
+    replica = fakes.start(FakeReplica())
+    replica.load = {"version": "1"}
+    codes: list[int] = []
+
+    async def answer(exchange: Exchange) -> None:
+        if (
+            exchange.method == "POST" and exchange.path != CHAT
+        ):  # while this one runs, another needs its tokens
+            request = partial(post, router, text, max_tokens=1)
+            codes.append((await asyncio.to_thread(request)).status_code)
+        await exchange.answer({"id": "conv_1", "usage": USAGE})
+
+    replica.behaviour = answer
+    _, text = add(tmp_path, limits=KeyLimits(tokens_per_minute=1000))
+    with accounting(tmp_path, replica.url) as router:
+        for path in (
+            "/v1/conversations",
+            "/v1/conversations/conv_1/items",
+            "/v1/responses/resp_1/cancel",
+        ):
+            assert post(router, text, path, items=["x" * 10_000]).status_code == 200, path
+    assert codes == [200, 200, 200]

@@ -204,6 +204,8 @@ class Router:
         served, path = served_of(scope), scope["path"]
         if path in FREE or not self._keeps_usage:
             return None
+        if path not in COMPUTED and not self._has_foreign:  # ours compute nothing there
+            return None
         if served.key is not None:
             service = prompt.service if prompt.service in CLASSES else DEFAULT_SERVICE
             priority = SERVICES[service] if prompt.priority is None else prompt.priority
@@ -217,8 +219,13 @@ class Router:
 
     def _max_answer_tokens(self, prompt: Prompt, path: str) -> int:
         """Return how many tokens the answers to a request may have at any replica."""
-        is_foreign = any(replica.is_foreign for replica in self.fleet.replicas.values())
-        return prompt.max_answer_tokens(path, self.fleet.context_length, is_foreign=is_foreign)
+        length = self.fleet.context_length
+        return prompt.max_answer_tokens(path, length, is_foreign=self._has_foreign)
+
+    @property
+    def _has_foreign(self) -> bool:
+        """Whether a server of others is among the replicas."""
+        return any(replica.is_foreign for replica in self.fleet.replicas.values())
 
     def _home(self, salt: bytes) -> Replica:
         """Return the replica that keeps the files and batches of a tenant.
