@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import base64
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from twostroke.serve.body.attached_files import with_file_texts
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from support.servers import LiveServer
     from twostroke.records import Records
+    from twostroke.serve.body.attached_files import AttachedFile
 
 Fields = dict[str, Any]
 
@@ -165,3 +172,23 @@ def test_files_in_conversations_and_results_of_tools_are_read(server: LiveServer
 def test_body_that_is_not_valid_gets_the_usual_error(server: LiveServer, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     assert server.http.post(RESPONSES, content=body, headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("depth", [1, 60])
+def test_looking_for_files_takes_little_memory(depth: int) -> None:
+    lists = b"[" * depth + b",".join([b"[]"] * 50_000) + b"]" * depth
+    body = b'{"file_data": 1, "input": ' + lists + b"}"
+
+    def peak_of(work: Callable[[], object]) -> int:
+        tracemalloc.start()
+        work()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    decoding = peak_of(lambda: msgspec.json.decode(body))
+    assert peak_of(lambda: with_file_texts(body, no_file)) < 1.5 * decoding
+
+
+def no_file(_id: str) -> AttachedFile:
+    raise AssertionError

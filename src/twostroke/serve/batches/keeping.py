@@ -95,8 +95,11 @@ class Keeping:
                 raise BodySizeError(f"The files of a request have at most {max_bytes} bytes.")
             num_left -= file.bytes
             path = self._records.files.path(file.id)
-            content = path.read_bytes() if path.is_file() else b""
-            if len(content) != file.bytes:
+            try:
+                content = path.read_bytes() if path.is_file() else None
+            except OSError:  # also where another request has just deleted it
+                content = None
+            if content is None or len(content) != file.bytes:
                 reason = f"The content of '{file.id}' is missing or damaged: upload it again."
                 raise files.DamagedFileError(reason)
             return AttachedFile(file.filename, content)

@@ -17,7 +17,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     # Returns a stored file by its id; raises NoSuchFileError.
     ReadFile = Callable[[str], "AttachedFile"]
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # One of these is in every body with a file; most bodies have none, and are not searched.
 _MARKS: Final = (b'"file_data"', b'"file_id"', b'"base64"')
 _CONVERSATIONS: Final = ("input", "messages", "system", "items")
+_INNER_FIELDS: Final = ("content", "output")
+_MAX_DEPTH: Final = 16  # of lists and objects around a file: more than any protocol has
 _TEXT_ONLY: Final = "Models here read text only."
 
 
@@ -56,22 +58,26 @@ def with_file_texts(body: bytes, read_file: ReadFile) -> bytes:
     if not isinstance(fields, dict):
         return body
     has_changed = False
-    for part, path in _parts(fields):
-        has_changed |= _replace(part, path, read_file)
+    for name in _CONVERSATIONS:
+        has_changed |= _replace_all(fields.get(name), name, read_file)
     return encode_json(fields) if has_changed else body
 
 
-def _parts(fields: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the objects in the conversation of a request, with their paths."""
-    stack: list[tuple[Any, str]] = [(fields.get(name), name) for name in _CONVERSATIONS]
-    while stack:
-        value, path = stack.pop()
-        if isinstance(value, dict):
-            yield value, path
-            inner = ("content", "output")
-            stack += [(value[name], f"{path}.{name}") for name in inner if name in value]
-        elif isinstance(value, list):
-            stack += [(item, f"{path}[{index}]") for index, item in enumerate(value)]
+def _replace_all(value: Any, path: str, read_file: ReadFile, depth: int = 0) -> bool:
+    """Turn the files inside a value into texts; return whether it has any."""
+    if depth > _MAX_DEPTH:
+        return False
+    has_changed = False
+    if isinstance(value, dict):
+        has_changed |= _replace(value, path, read_file)
+        for name in _INNER_FIELDS:
+            if isinstance(inner := value.get(name), (dict, list)):
+                has_changed |= _replace_all(inner, f"{path}.{name}", read_file, depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, (dict, list)):
+                has_changed |= _replace_all(item, f"{path}[{index}]", read_file, depth + 1)
+    return has_changed
 
 
 def _replace(part: dict[str, Any], path: str, read_file: ReadFile) -> bool:
