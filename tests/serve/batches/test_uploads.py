@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support.servers import live_server
+from twostroke.http.limits import Limits
+from twostroke.records import Records
+from twostroke.serve.batches import uploads
 from twostroke.serve.batches.keeping import sweep
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from support.servers import LiveServer
-    from twostroke.records import Records
 
 Fields = dict[str, Any]
 
@@ -96,6 +105,28 @@ def test_wrong_parts_are_named_and_can_be_mended(server: LiveServer) -> None:
     assert "completed" in complete(server, id_, first, last)["error"]["message"]
 
 
+def test_upload_is_completed_by_one_request_at_a_time(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, has_begun, may_go_on = uploads.join, Event(), Event()
+
+    def held(*args: Any) -> str:
+        has_begun.set()
+        assert may_go_on.wait(30)
+        return join(*args)
+
+    monkeypatch.setattr(uploads, "join", held)
+    id_ = begin(server)["id"]
+    parts = part(server, id_, b"hello"), part(server, id_, b"world")
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(complete, server, id_, *parts)
+        assert has_begun.wait(30)
+        second = complete(server, id_, *parts)
+        may_go_on.set()
+    assert "another request" in second["error"]["message"]
+    assert first.result()["status"] == "completed"
+
+
 def test_cancelled_upload_takes_nothing_more(server: LiveServer, records: Records) -> None:
     id_ = begin(server)["id"]
     part(server, id_, b"hello")
@@ -106,6 +137,24 @@ def test_cancelled_upload_takes_nothing_more(server: LiveServer, records: Record
     assert refused.status_code == 400
     assert "cancelled" in refused.json()["error"]["message"]
     assert list(records.files.path("x").parent.iterdir()) == []
+
+
+def test_uploads_are_as_many_as_files_may_be(tmp_path: Path) -> None:
+    options = ServeOptions(limits=Limits(max_files=2))
+    with (
+        closing(Records(tmp_path / "records")) as records,
+        live_server(tmp_path, options, records=records) as server,
+    ):
+        first = begin(server, bytes=0)["id"]
+        begin(server, bytes=0)
+        body = {"filename": "a.txt", "purpose": "user_data", "bytes": 0}
+        refused = server.http.post(UPLOADS, json=body)
+        assert refused.status_code == 413
+        assert "2 uploads" in refused.json()["error"]["message"]
+        for _ in range(2):
+            store(server, b"x")
+        assert "2 files" in complete(server, first)["error"]["message"]
+        assert len(server.http.get(FILES).json()["data"]) == 2
 
 
 def test_damaged_part_is_told_and_no_file_is_made(server: LiveServer, records: Records) -> None:

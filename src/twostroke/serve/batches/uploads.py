@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_lines import encode_json
+from twostroke.http.errors import BodySizeError
 from twostroke.http.limits import read_json
 from twostroke.http.multipart import read_form
 from twostroke.http.served import served_of
@@ -145,6 +146,7 @@ class Uploads:
     ) -> None:
         """Keep them in `records`, which raises if the server keeps none."""
         self._records, self._rooms, self._limits, self._note = records, rooms, limits, note
+        self._joining_ids: set[str] = set()  # uploads whose parts are being written into a file
         self._decoders: dict[str, BodyDecoder[Any]] = {
             path: BodyDecoder(kind, limits.max_json_depth) for path, kind in BODIES.items()
         }
@@ -182,6 +184,7 @@ class Uploads:
 
         def insert(db: Connection) -> None:
             files.check_room(db, tenant, self._limits)
+            check_count(db, tenant, self._limits)
             db.execute(
                 "INSERT INTO uploads (id, tenant, expires_at, body) VALUES (?, ?, ?, ?)",
                 (upload.id, tenant, upload.expires_at, encode_json(stored)),
@@ -227,6 +230,21 @@ class Uploads:
         stored = await records.read(partial(find_pending, id_=id_, tenant=tenant))
         parts = await records.read(partial(parts_of, id_=id_, tenant=tenant))
         check_parts(fields.part_ids, parts, stored.body)
+        if id_ in self._joining_ids:  # a copy for each request could fill the disk
+            reason = "is being completed by another request: wait for its answer."
+            raise RequestError(reason, field="upload_id")
+        self._joining_ids.add(id_)
+        try:
+            completed = await self._join(records, tenant, fields, stored)
+        finally:
+            self._joining_ids.discard(id_)
+        return to_json(completed)
+
+    async def _join(
+        self, records: Records, tenant: str, fields: CompleteRequest, stored: StoredUpload
+    ) -> UploadBody:
+        """Make a file of the parts that a request names, and return the completed upload."""
+        id_ = stored.body.id
         file_id, now_s = files.new_id(), int(time.time())
         expiry_s = stored.expires_after_s
         with records.files.begin() as file:
@@ -246,15 +264,17 @@ class Uploads:
             )
             completed = replace(stored.body, status="completed", file=body)
 
+            part_ids: list[str] = []  # with parts that came meanwhile
+
             def insert(db: Connection) -> None:
                 find_pending(db, id_, tenant)
-                remove_parts(db, id_, tenant)
-                files.insert(db, body, tenant)
+                part_ids[:] = remove_parts(db, id_, tenant)
+                files.insert_new(db, body, tenant, self._limits)
                 update(db, replace(stored, body=completed))
 
             await files.keep(records, file, file_id, lambda: records.write(insert))
-        await asyncio.to_thread(remove_files, records, list(parts))
-        return to_json(completed)
+        await asyncio.to_thread(remove_files, records, part_ids)
+        return completed
 
     async def cancel(self, request: Request) -> Response:
         """Cancel an upload, and delete its parts."""
@@ -301,6 +321,13 @@ def find_pending(db: Connection, id_: str, tenant: str) -> StoredUpload:
     return stored
 
 
+def check_count(db: Connection, tenant: str, limits: Limits) -> None:
+    """Raise BodySizeError if a tenant has as many uploads as it may have files."""
+    [count] = db.execute("SELECT count(*) FROM uploads WHERE tenant = ?", (tenant,)).fetchone()
+    if count >= limits.max_files:
+        raise BodySizeError(f"You began {count} uploads in the last two hours, the limit.")
+
+
 def parts_of(db: Connection, id_: str, tenant: str) -> dict[str, int]:
     """Return the sizes of the parts of an upload, by their ids."""
     query = "SELECT id, bytes FROM files WHERE tenant = ? AND purpose = ? AND filename = ?"
@@ -309,11 +336,13 @@ def parts_of(db: Connection, id_: str, tenant: str) -> dict[str, int]:
 
 def check_parts(part_ids: Sequence[str], parts: dict[str, int], upload: UploadBody) -> None:
     """Raise a RequestError unless these parts are the whole file."""
+    seen_ids: set[str] = set()
     for index, part_id in enumerate(part_ids):
         if part_id not in parts:
-            raise RequestError("is no part of this upload.", field=f"part_ids[{index}]")
-        if part_id in part_ids[:index]:
+            raise RequestError("is not a part of this upload.", field=f"part_ids[{index}]")
+        if part_id in seen_ids:
             raise RequestError("is there twice.", field=f"part_ids[{index}]")
+        seen_ids.add(part_id)
     total = sum(parts[part_id] for part_id in part_ids)
     if total != upload.bytes:
         reason = f"have {total} bytes together, and the upload was announced with {upload.bytes}."
