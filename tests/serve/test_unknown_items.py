@@ -72,6 +72,25 @@ def test_results_of_calls_that_were_left_out_are_left_out(server: LiveServer) ->
     refused(ask(server, RESPONSES, input=[call, other, USER]), 400, "input[0].call_id")
 
 
+@pytest.mark.parametrize("path", [RESPONSES, f"{RESPONSES}/input_tokens", "/v1/conversations"])
+@pytest.mark.parametrize("value", [["x"], {"a": 1}, 5, True])
+def test_items_whose_type_or_call_is_not_a_text_are_refused(
+    server: LiveServer, path: str, value: Any
+) -> None:
+    name = "items" if path == "/v1/conversations" else "input"
+    result = {"type": "function_call_output", "call_id": value, "output": "a"}
+    for items, place in (
+        ([USER, {"type": value}], f"{name}[1].type"),
+        ([{"type": "new_one", "call_id": "a"}, USER, result], ".call_id"),
+    ):
+        response = server.http.post(path, json={name: items})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"].endswith(place)
+    unknown = {"type": "new_one", "call_id": value}
+    response = server.http.post(path, json={name: [unknown, USER]})
+    assert response.status_code == 200, response.text
+
+
 def test_references_to_unknown_items_are_left_out(server: LiveServer) -> None:
     items = [
         {"type": "item_reference", "id": "msg_none"},

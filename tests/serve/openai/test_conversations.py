@@ -215,3 +215,18 @@ def test_conversations_survive_a_restart_and_belong_to_their_key(tmp_path: Path)
             records.read(lambda db: db.execute("SELECT kind FROM answers").fetchall())
         )
         assert {kind for (kind,) in rows} == {"response"}
+
+
+def test_result_whose_call_was_deleted_is_named(server: LiveServer) -> None:
+    result = {"type": "function_call_output", "call_id": "c1", "output": "a"}
+    conversation = begin(server, items=[USER, CALL, result])
+    call, stored_result = items_of(server, conversation)[1:]
+    server.http.delete(f"{PATH}/{conversation}/items/{call['id']}")
+    body = {"input": "hello", "conversation": conversation, "max_output_tokens": 1}
+    refused = server.http.post("/v1/responses", json=body)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "conversation"
+    assert stored_result["id"] in error["message"]
+    server.http.delete(f"{PATH}/{conversation}/items/{stored_result['id']}")
+    assert server.http.post("/v1/responses", json=body).status_code == 200

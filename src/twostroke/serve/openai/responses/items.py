@@ -12,6 +12,7 @@ import msgspec
 from twostroke.core.errors import RequestError
 from twostroke.http.ignored import MAX_IGNORED, Ignored
 from twostroke.serve.body.decode import convert
+from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.body.lenient import left_out_item
 from twostroke.serve.describe import field
 from twostroke.serve.openai.chat import RefusalPart
@@ -267,24 +268,35 @@ def tools_in(items: Iterable[RawItem]) -> list[ResponsesTool]:
 
 def _without_unknown(raws: list[RawItem]) -> tuple[list[RawItem], list[Ignored]]:
     """Return items of known types; others, and the results of calls among them, are left out."""
-    call_ids = {raw.get("call_id") for raw in raws if raw["type"] not in _KINDS} - {None}
+    call_ids = {_call_id(raw) for raw in raws if _has_unknown_type(raw)} - {None}
     known_items: list[RawItem] = []
     ignored: dict[str, Ignored] = {}  # by type
     for index, raw in enumerate(raws):
         tag = str(raw["type"])
-        is_result = tag in _RESULTS and raw.get("call_id") in call_ids
-        if tag in _KINDS and not is_result:
+        is_result = tag in _RESULTS and _call_id(raw) in call_ids
+        if not (is_result or _has_unknown_type(raw)):
             known_items.append(raw)
         elif len(ignored) < MAX_IGNORED:
             ignored.setdefault(tag, left_out_item(f"input[{index}]", tag))
     return known_items, [*ignored.values()]
 
 
+def _has_unknown_type(raw: RawItem) -> bool:
+    """Return whether an item's type is an unknown text; a type that is not a text is an error."""
+    return isinstance(raw["type"], str) and raw["type"] not in _KINDS
+
+
+def _call_id(raw: RawItem) -> str | None:
+    """Return the id of an item's call; None if it has none, or a wrong one."""
+    call_id = raw.get("call_id")
+    return call_id if isinstance(call_id, str) else None
+
+
 def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, Any]]:
     """Return items as messages for a chat template.
 
     The reasoning, text and calls of an answer become one message. The first `num_earlier` items
-    are not the request's own, so the places in errors start after them.
+    are stored and not the request's own, so the places in errors start after them.
 
     Raises:
         RequestError: the result of a call that was not made.
@@ -307,6 +319,9 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
         if isinstance(item, FunctionCall | CustomToolCall):
             calls.add(item.call_id)
         elif isinstance(item, _OUTPUTS) and item.call_id not in calls:
+            if place < 0:  # a client has deleted the call, or never added it
+                reason = "has the result '{id}' of a call that it does not have: delete that item."
+                raise RequestError(reason, field="conversation", id=raw["id"][:MAX_NAME_LENGTH])
             reason = f"is not the id of an earlier {raw['type'].removesuffix('_output')}."
             raise RequestError(reason, field=f"input[{place}].call_id")
         message = _add(item, messages)
