@@ -1,8 +1,7 @@
-r"""Allows escaped control characters, such as `\u0007`, only in strings whose schema needs them.
+r"""Control characters in strings: written as escapes where a schema asks for them, and only there.
 
-llguidance has one switch for a whole grammar: escapes of control characters are allowed in all
-strings, or in none. They are allowed if the schema of one string needs them. The other strings then
-get a pattern without control characters.
+llguidance allows `\u0007` for each control character that a string may have, or for none. It has
+them allowed only if a schema needs them; the other strings then get a pattern without them.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     Schema = dict[str, Any]
 
 _WITHOUT: Final = r"^[^\x00-\x07\x0b\x0e-\x1f\x7f]*$"
-# Names get no control characters at all: a tab has two spellings, which would count as two names.
-_EACH: Final = r"\x00-\x1f\x7f"
+_EACH: Final = r"\x00-\x1f\x7f"  # of names all: a tab could be written in two ways, as two names
 _CONTROLS: Final = frozenset(map(chr, (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)))
 _ESCAPE: Final = re.compile(r"\\u\{[0-9a-f]+\}")  # the spelling of control characters in `patterns`
 
@@ -30,9 +28,9 @@ def needs_escapes(schema: Schema) -> bool:
 
 
 def with_plain_strings(schema: Schema) -> bool:
-    """Exclude control characters from strings and names whose schemas do not name them.
+    """Keep control characters out of the strings and names that do not ask for them.
 
-    Return whether this also excludes some members whose names the schema does not list.
+    Return whether some members that have no name in the schema are left out because of that.
     """
     is_less = False
     for part in _schemas(schema):
@@ -48,7 +46,7 @@ def with_plain_strings(schema: Schema) -> bool:
 
 
 def _but(names: Iterable[str]) -> str | None:
-    """Return a pattern for all other names, without control characters; None if too large."""
+    """Return a pattern of other names without control characters; None if it would be too large."""
     pattern = without(list(names))
     return pattern and pattern.replace(ANY_ONE, f"[^{_EACH}]").replace(UNWRITTEN, _EACH)
 
@@ -62,7 +60,7 @@ def _asks(schema: Schema) -> bool:
 
 
 def _schemas(schema: Any) -> Iterator[Schema]:
-    """Yield a prepared schema and all schemas inside it."""
+    """Yield all schemas in a prepared one."""
     if isinstance(schema, dict):
         yield schema
         for keyword in ("anyOf", "allOf", "prefixItems"):

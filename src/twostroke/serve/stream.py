@@ -70,13 +70,13 @@ class EventStream:
     def __init__(
         self,
         start: Callable[[], Awaitable[Started]],
-        encoder: Encoder,
+        encoder: Encoder | None,
         options: ServeOptions,
         framing: Framing = SSE,
     ) -> None:
         """Stream the answers that `start` begins; its reader makes events for `encoder`.
 
-        A guard holds back the events that may change.
+        A guard holds back the events that may change. A subclass with other events has no encoder.
         """
         self._start = start
         self._answers: Answers | None = None
@@ -123,6 +123,7 @@ class EventStream:
 
     async def _events(self, scope: Scope) -> AsyncGenerator[bytes]:
         """Yield the bytes of all events; the last one may be an error."""
+        assert self._encoder is not None
         write = self._encoder.write
         try:
             started = await self._start()

@@ -13,6 +13,7 @@ from support.response_events import events_of, kinds_of, plain
 from support.servers import live_server, wait_for
 from twostroke.http.keys import ApiKeys
 from twostroke.records import Records
+from twostroke.serve import store
 from twostroke.serve.openai.responses import background
 from twostroke.serve.options import ServeOptions
 
@@ -138,6 +139,35 @@ def test_response_joins_its_conversation_when_it_has_ended(gated: LiveServer) ->
     assert len(gated.http.get(items).json()["data"]) == 2
     body = {"input": "a", "previous_response_id": id_, "max_output_tokens": 1}
     assert gated.http.post(PATH, json=body).status_code == 200
+
+
+def test_response_that_is_too_large_with_its_conversation_is_kept_without_it(
+    gated: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated.backend.gate.set()
+    first = ended(gated, ask(gated)["id"])
+    gated.backend.gate.clear()
+    second = ask(gated, previous_response_id=first["id"])
+    monkeypatch.setattr(store, "MAX_CONVERSATION_ITEMS", 3)  # there are four with the answer
+    gated.backend.gate.set()
+    found = ended(gated, second["id"])
+    assert found["status"] == "incomplete"
+    assert found["store"] is False
+    assert found["output"][0]["content"][0]["text"]
+    body = {"input": "a", "previous_response_id": second["id"], "max_output_tokens": 1}
+    refused = gated.http.post(PATH, json=body)
+    assert refused.status_code == 400
+    assert "begin another one" in refused.json()["error"]["message"]
+
+
+def test_responses_that_have_ended_do_not_hold_their_prompts(server: LiveServer) -> None:
+    id_ = ask(server)["id"]
+    ended(server, id_)
+    run = server.api._background.find(id_)
+    assert run is not None
+    wait_for(lambda: run.is_over)
+    assert run.encoder is None
+    assert events_from(server, id_)
 
 
 def test_stored_response_without_events_is_streamed_as_a_whole(server: LiveServer) -> None:

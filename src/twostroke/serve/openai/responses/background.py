@@ -53,7 +53,8 @@ class BackgroundRun:
 
     def __init__(self, encoder: ResponsesEncoder) -> None:
         """Begin without events; `encoder` writes them."""
-        self.encoder = encoder
+        self.id = encoder.body.id
+        self.encoder: ResponsesEncoder | None = encoder  # None after the end, since it is large
         self.first_number = 0
         self.num_bytes = 0
         self.is_over = False
@@ -63,29 +64,26 @@ class BackgroundRun:
         self._end_event = asyncio.Event()
         self._answers: Answers | None = None
 
-    @property
-    def id(self) -> str:
-        """The id of the response."""
-        return self.encoder.body.id
-
     async def compute(self, started: Started, scope: Scope, runs: BackgroundRuns) -> None:
         """Take all events of the answer, and store the response at the end."""
         answers = self._answers = started[0]
-        write = self.encoder.write_each
+        encoder = self.encoder
+        assert encoder is not None
         try:
             async with aclosing(read_events(started)) as groups:
                 async for events in groups:
                     for event in events:
-                        runs.log(self, write(event))
+                        runs.log(self, encoder.write_each(event))
         except Exception as error:  # noqa: BLE001 only the response can report it
             if self._is_cancelled:
-                runs.log(self, self.encoder.cancel())
+                runs.log(self, encoder.cancel())
             else:
                 failed = Failed(report(error, scope), served_of(scope).request_id)
-                runs.log(self, write(failed))
+                runs.log(self, encoder.write_each(failed))
         finally:
             answers.cancel()
             self.is_over = True
+            self.encoder = self._answers = None  # they hold the prompt and the conversation
             self._announce()
             self._end_event.set()
 
@@ -152,6 +150,7 @@ class BackgroundRuns:
     def begin(self, run: BackgroundRun) -> None:
         """Add a response that is queued."""
         self._runs[run.id] = run
+        assert run.encoder is not None
         self.log(run, run.encoder.queue())
 
     def find(self, id_: str) -> BackgroundRun | None:
@@ -207,7 +206,7 @@ class BackgroundResponse:
         started = await self._start()
         run = BackgroundRun(self._encoder)
         self._runs.begin(run)
-        queued = to_json(run.encoder.body)
+        queued = to_json(self._encoder.body)
         computing = asyncio.create_task(run.compute(started, scope, self._runs))
         try:
             if self._is_streamed:
@@ -223,7 +222,7 @@ class FollowingStream(EventStream):
 
     def __init__(self, run: BackgroundRun, after: int, options: ServeOptions) -> None:
         """Send the events after number `after`."""
-        super().__init__(_nothing, run.encoder, options)
+        super().__init__(_nothing, None, options)
         self._run, self._after = run, after
 
     async def _events(self, _scope: Scope) -> AsyncGenerator[bytes]:

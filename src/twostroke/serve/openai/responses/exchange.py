@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -49,6 +49,15 @@ if TYPE_CHECKING:
     from twostroke.serve.store import Tenant
 
 
+class _StoredFlag(msgspec.Struct):
+    """Whether a response is stored with its conversation."""
+
+    store: bool = True
+
+
+_stored_flags: Final = msgspec.json.Decoder(_StoredFlag)
+
+
 class PreviousNotFoundError(RequestError):
     """The response to continue is not stored."""
 
@@ -88,6 +97,16 @@ class Exchange(Conversation, kw_only=True):
         if queued is not None:
             return self.tenant.supersede(queued, response)
         return self.tenant.put(response)
+
+    def keep_alone(self, queued: Kept, answer: bytes, item_ids: Sequence[str]) -> None:
+        """Store an answer in the background that is too large with its conversation, without it.
+
+        Clients can read it, and no request can continue it.
+        """
+        ids = (*self.draft.item_ids, *item_ids)
+        alone = Kept(queued.id, self.draft.asked, answer, ids)
+        if not self.tenant.supersede(queued, alone):
+            self.tenant.remove(queued.id)
 
     def join_conversation(self, response: Kept) -> None:
         """Add the answer to the stored conversation that it continues, if there is one."""
@@ -222,6 +241,9 @@ def _previous(request: ResponsesRequest, tenant: Tenant) -> Kept | None:
         raise PreviousNotFoundError(reason, field=field, id=id_[:MAX_NAME_LENGTH])
     if found is not None and found.is_open:
         reason = "has not ended: wait until its status is completed."
+        raise RequestError(reason, field="previous_response_id")
+    if found is not None and not _stored_flags.decode(found.answer).store:
+        reason = "is stored without its conversation, which is too large: begin another one."
         raise RequestError(reason, field="previous_response_id")
     return found
 

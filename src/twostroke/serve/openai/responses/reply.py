@@ -233,6 +233,8 @@ class ResponsesEncoder:
         ids = [item.id for item in body.output]
         response = exchange.response(body.id, encode_json(body), ids)
         body.store = exchange.keep(response, self._queued)
+        if self._queued is not None and not body.store:
+            exchange.keep_alone(self._queued, encode_json(body), ids)
         if body.status not in {"failed", "cancelled"}:
             exchange.join_conversation(response)
 

@@ -98,7 +98,7 @@ class StoredResponses:
             if run is not None:
                 return FollowingStream(run, -1 if after is None else after, self._options)
             return Response(replayed(stored, after), media_type="text/event-stream; charset=utf-8")
-        if stored.is_open and run is not None:
+        if stored.is_open and run is not None and run.encoder is not None:
             return to_json(run.encoder.body)
         return Response(stored.answer, media_type="application/json")
 
