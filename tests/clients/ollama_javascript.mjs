@@ -32,7 +32,7 @@ const checks = {
   async logprobs() {
     const request = { model: MODEL, messages, options, logprobs: true, top_logprobs: 3 };
     const answer = await client.chat(request);
-    assert.equal(answer.logprobs.length, answer.eval_count);
+    assert([0, 1].includes(answer.eval_count - answer.logprobs.length)); // the end token has none
     assert.equal(answer.logprobs[0].top_logprobs.length, 3);
   },
   async separators() {

@@ -56,7 +56,8 @@ def tools() -> None:
         "content": get_weather(**call.function.arguments),
     }
     talk = [*messages, first.message, result]
-    assert CLIENT.chat(MODEL, talk, tools=[get_weather], options=SHORT).message.content
+    again = CLIENT.chat(MODEL, talk, tools=[get_weather], options=SHORT).message
+    assert again.content or again.tool_calls  # a small model may call again
 
 
 def form() -> None:

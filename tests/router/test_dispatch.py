@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 
@@ -251,3 +252,17 @@ def test_a_body_that_is_wrong_is_the_replicas_to_refuse(body: bytes) -> None:
 
 def test_a_models_name_that_is_remembered_is_short() -> None:
     assert len(read_prompt(b'{"model":"%s"}' % (b"x" * 1_000_000), b"").model) == 1024
+
+
+def test_requests_to_fill_in_go_where_their_files_are() -> None:
+    files = [{"filename": "a.py", "text": "x = 1\n" * 2000}]
+
+    def asked(prefix: str, files: list[dict[str, str]]) -> Asked:
+        body = {"input_suffix": "\n", "input_prefix": prefix, "input_extra": files}
+        return read_prompt(json.dumps(body).encode(), b"").asked
+
+    first, second = asked("def f(", files), asked("def f(a", files)
+    assert len(first.keys) > 4
+    assert first.keys == second.keys[: len(first.keys)]
+    assert first.affinity == second.affinity
+    assert asked("def f(", []) != first

@@ -79,3 +79,12 @@ def test_a_name_that_no_replica_lists_goes_to_who_may_take_it(
         for _ in range(3):
             assert post(router.url, _BODY | {"model": "gpt-4o"}).status_code == 200
     assert (len(strict.seen), len(free.seen)) == (0, 3)
+
+
+@pytest.mark.parametrize("path", ["/props", "/tokenizer_info", "/slots"])
+def test_a_model_in_the_query_is_asked_of_its_replica(fakes: Loop, path: str) -> None:
+    one, other = fakes.start(FakeReplica("a")), fakes.start(FakeReplica("c", "org/D"))
+    with live_router(one.url, other.url) as router:
+        for name in ("c", "c", "org%2FD"):
+            httpx.get(f"{router.url}{path}?model={name}", trust_env=False)
+    assert (len(one.seen), len(other.seen)) == (0, 3)

@@ -93,7 +93,7 @@ def test_reasoning_comes_while_it_is_written(thinking: LiveServer) -> None:
     say(thinking, SAID)
     chunks = events(thinking.chat(stream=True).text)[:-1]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[0] == {"role": "assistant"}
     kinds = ["".join(sorted(delta)) for delta in deltas[1:-1]]
     assert set(kinds) == {"content", "reasoningreasoning_content"}
     assert kinds == sorted(kinds, reverse=True)
@@ -275,6 +275,19 @@ def test_begun_answers_go_on_where_they_are(thinking: LiveServer) -> None:
         assert message["content"] == ("x</think>y" if thought is None else "y")
 
 
+def test_a_request_may_leave_reasoning_in_the_text(thinking: LiveServer) -> None:
+    say(thinking, SAID)
+    for name in ("auto", "deepseek"):
+        message = answer(thinking, reasoning_format=name)["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == (THOUGHT, "It is so.\n")
+    for message in (
+        answer(thinking, reasoning_format="none")["choices"][0]["message"],
+        streamed(thinking, reasoning_format="none")[0],
+    ):
+        assert message["content"] == SAID
+        assert "reasoning_content" not in message
+
+
 def test_reasoning_may_be_left_in_the_text(tmp_path: Any) -> None:
     options = ServeOptions(drain_s=1, splits_reasoning=False)
     with talker(tmp_path, talkers.THINKS, options=options) as server:
@@ -286,6 +299,8 @@ def test_reasoning_may_be_left_in_the_text(tmp_path: Any) -> None:
         say(server, '<think>a</think>{"a": 1}')
         text = answer(server, response_format=FORM)["choices"][0]["message"]["content"]
         assert json.loads(text.partition("</think>")[2]) == {"a": 1}
+        apart = answer(server, reasoning_format="deepseek")["choices"][0]["message"]
+        assert apart["reasoning_content"] == "a"
 
 
 def test_marks_that_are_control_tokens_are_seen(tmp_path: Any) -> None:

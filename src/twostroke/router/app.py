@@ -176,6 +176,7 @@ class Router:
         prompt = read_prompt(body if isinstance(body, bytes) else b"", salt)
         meter = self._admit(prompt, scope) if method == "POST" else None
         key, (_, _, model) = self.options.replica_key, path.partition("/v1/models/")
+        model = model or request.query_params.get("model", "")
         errand = Errand(scope, receive, send, body, key, meter=meter, model=model)
         del body
         errand.is_safe = method in {"GET", "HEAD"}

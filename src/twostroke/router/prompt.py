@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 _SHORT: Final = 512
 _LONG: Final = 2048  # after the first short ones: fewer keys for the same text
 _NUM_SHORT: Final = 4
-_PARTS: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
+_PARTS: Final = (
+    *("tools", "system", "instructions", "messages", "input_extra", "input_prefix", "prompt"),
+    "input",
+)
 _TOKEN_BYTES: Final = 4  # about as many as a token of English has
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 _COUNTS: Final = ("n", "n_cmpl", "best_of")
@@ -40,6 +43,8 @@ class _Body(msgspec.Struct):
     system: Raw = _NONE
     instructions: Raw = _NONE
     messages: Raw = _NONE
+    input_extra: Raw = _NONE
+    input_prefix: Raw = _NONE
     prompt: Raw = _NONE
     input: Raw = _NONE
     prompt_cache_key: Raw = _NONE

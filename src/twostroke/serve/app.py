@@ -288,7 +288,9 @@ class Api:
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
             try:
-                job = dialect.read(asked, self._tenant(request))
+                is_llama_path = not served.path.startswith("/v1/")
+                reader = dialect.read_as_llama_server if is_llama_path else None
+                job = (reader or dialect.read)(asked, self._tenant(request))
             except errors.MissingFieldError as error:
                 raise meant(error, ignored) from None
             self._ignored.note(job.ignored, served)

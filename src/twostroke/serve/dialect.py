@@ -77,6 +77,8 @@ class Dialect(Frozen, Generic[T]):
             model's name; None for other requests.
         keep_s: returns how long the model shall stay loaded after the request; None if it does not
             say; raises RequestError.
+        read_as_llama_server: takes the place of `read` where the client asks by one of
+            llama-server's paths, which have no /v1; None for `read`.
     """
 
     prefix: str
@@ -88,6 +90,7 @@ class Dialect(Frozen, Generic[T]):
     framing: Framing = SSE
     empty: Callable[[T, str], msgspec.Struct | None] = lambda _asked, _name: None
     keep_s: Callable[[T], float | None] = lambda _asked: None
+    read_as_llama_server: Callable[[T, Tenant], Job] | None = None
 
 
 class EmbeddingDialect(Frozen, Generic[T]):

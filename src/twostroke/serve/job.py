@@ -220,6 +220,9 @@ class Job(Frozen):
             leaves that to the server.
         timings: whether to report durations.
         llama_timings: whether to report them in llama-server's form.
+        is_verbose: whether to report each answer in llama-server's form, too.
+        splits_reasoning: whether reasoning is separated from the answers; None leaves that to the
+            server.
         tools: the tools that answers to a conversation may call.
         tier: the class of service to report; None reports nothing.
         keep: stores the whole response when it has ended, if the request says so.
@@ -250,6 +253,8 @@ class Job(Frozen):
     parse_special: bool | None = None
     timings: bool = False
     llama_timings: bool = False
+    is_verbose: bool = False
+    splits_reasoning: bool | None = None
     tools: Tools | None = None
     tier: str | None = None
     keep: Callable[[Any], None] | None = None
@@ -283,6 +288,8 @@ class Job(Frozen):
             turn = first.turn(card, self.tools, self.params.constraint)
             tokens = encode_rendered(card, turn.prompt, self.caller.prompt_field)
             ignored += first.unfollowed(card)
+            if self.splits_reasoning is not None:
+                splits_reasoning = self.splits_reasoning
             reading = turn.reading(splits_reasoning=splits_reasoning)
             if self.context:
                 tokens = [*self.context, *_without_begin(tokens, card)]

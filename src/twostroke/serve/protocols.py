@@ -27,7 +27,12 @@ from twostroke.serve.stream import NDJSON
 
 DIALECTS: Final[dict[str, Dialect[Any]]] = {
     "/v1/chat/completions": Dialect(
-        "chatcmpl-", chat.ChatRequest, stored_chat.read, stored_chat.encoder, chat.names
+        "chatcmpl-",
+        chat.ChatRequest,
+        stored_chat.read,
+        stored_chat.encoder,
+        chat.names,
+        read_as_llama_server=stored_chat.read_as_llama_server,
     ),
     "/v1/completions": Dialect(
         "cmpl-",

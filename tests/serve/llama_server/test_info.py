@@ -67,7 +67,7 @@ def test_a_running_request_keeps_its_slot() -> None:
 def test_slots_are_shown_where_the_dashboard_is(tmp_path: Path) -> None:
     with live_server(tmp_path, ServeOptions(dashboard=False)) as server:
         error = server.http.get("/slots").json()["error"]
-        assert (error["code"], error["type"]) == (404, "not_found_error")
+        assert (error["code"], error["type"]) == (501, "not_supported_error")
         assert server.http.get("/props").json()["endpoint_slots"] is False
 
 
@@ -107,6 +107,11 @@ def test_templates_are_applied(server: LiveServer) -> None:
     assert body == {"prompt": f"{turn}<|im_start|>assistant\n"}
     body = post(server, "/apply-template", messages=messages, add_generation_prompt=False)
     assert body == {"prompt": turn}
+    begun = [*messages, {"role": "assistant", "content": "I am"}]
+    body = post(server, "/apply-template", messages=begun)
+    assert body == {"prompt": f"{turn}<|im_start|>assistant\nI am"}
+    body = post(server, "/apply-template", messages=begun, add_generation_prompt=True)
+    assert body["prompt"].endswith("I am<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_embeddings_are_lists_of_vectors(server: LiveServer) -> None:

@@ -21,6 +21,7 @@ _KINDS: Final = {
     404: "not_found_error",
     405: "not_supported_error",
     429: "unavailable_error",
+    501: "not_supported_error",
     503: "unavailable_error",
 }
 _TYPES: Final = sorted({"invalid_request_error", "server_error", _TOO_LONG, *_KINDS.values()})

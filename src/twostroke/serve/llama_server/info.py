@@ -11,8 +11,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from starlette.routing import Route
 
-from twostroke.core.errors import OverloadedError
-from twostroke.http.errors import UnknownPathError
+from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.schedule.residence import Residence
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import to_json
@@ -84,8 +83,11 @@ class Slot(msgspec.Struct, kw_only=True, frozen=True):
     next_token: list[NextToken] | UnsetType = UNSET
 
 
-class SlotsOffError(UnknownPathError):
+class SlotsOffError(TwostrokeError):
     """The server does not show what it does."""
+
+    http_status = 501
+    code = "slots_not_shown"
 
 
 def info_routes(models: Catalogue, options: ServeOptions) -> list[Route]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from twostroke.serve.store import Tenant
 
 _EMPTY: Final[tuple[object, ...]] = (False, 0, "", [], {})
+_SPLITS_REASONING: Final = {"none": False, "deepseek": True}
 TOOL_NAMES: Final = {
     "tool_choice.name": "tool_choice.function.name",
     "tools[].name": "tools[].function.name",
@@ -171,6 +172,14 @@ class ChatRequest(CommonFields, kw_only=True):
 
     chat_template_kwargs: TemplateVariables = None
     reasoning_effort: ReasoningEffort = None
+    reasoning_format: Annotated[
+        Literal["none", "auto", "deepseek"] | None,
+        field.doc(
+            "llama-server's: `none` leaves reasoning in the content, `deepseek` sends it apart; "
+            "`auto` leaves that to the server."
+        ),
+        field.DROPPABLE,
+    ] = None
 
     store: Annotated[
         bool | None, field.doc("Keep the answer, to list and read it later."), field.DROPPABLE
@@ -233,7 +242,35 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
         caller=to_caller(asked, "messages", tenant),
         tools=tools,
     )
-    return replace(job, ignored=(*job.ignored, *ignored))
+    return replace(
+        job,
+        ignored=(*job.ignored, *ignored),
+        splits_reasoning=_SPLITS_REASONING.get(asked.reasoning_format or ""),
+    )
+
+
+class Conversing(Protocol):
+    """A request with a conversation."""
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def continues_in_llama_server(request: Conversing) -> bool | None:
+    """Return whether llama-server continues the last message: if it is an assistant's text.
+
+    Raises:
+        RequestError: two assistant's messages are the last ones.
+    """
+    is_open = request.add_generation_prompt is None and request.continue_final_message is None
+    last = request.messages[-1]
+    if not is_open or last.role != "assistant":
+        return request.continue_final_message
+    if len(request.messages) > 1 and request.messages[-2].role == "assistant":
+        reason = "must not end with two messages of the role assistant: join them."
+        raise RequestError(reason, field="messages")
+    return not last.tool_calls and not last.function_call
 
 
 class ChatInputTokens(msgspec.Struct, frozen=True):

@@ -14,6 +14,8 @@ from twostroke.serve import events
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.events import SchemaMiss
+from twostroke.serve.llama_server.reply import LlamaCompletion
+from twostroke.serve.llama_server.verbose import Verbose
 from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.serve.openai.token_ids import PromptLogprobs, TokenIds, to_prompt_logprobs
 from twostroke.serve.openai.usage import (
@@ -97,6 +99,7 @@ class ChatCompletion(msgspec.Struct):
     timings: LlamaTimings | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    verbose: LlamaCompletion | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class Delta(msgspec.Struct):
@@ -135,6 +138,7 @@ class Chunk(msgspec.Struct):
     timings: LlamaTimings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    verbose: LlamaCompletion | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class ChatEncoder:
@@ -158,6 +162,7 @@ class ChatEncoder:
         self._ids = TokenIds(reply.job)
         self._prompt_scores: list[TokenLogprobs | None] = []  # of the first choice
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
+        self._verbose = Verbose(reply)
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice
 
     def write(self, event: events.Event) -> bytes:
@@ -176,6 +181,7 @@ class ChatEncoder:
             case events.Ended():
                 self._end(self._choice, event)
                 self._chunk.timings = self._timings
+                self._chunk.verbose = self._verbose.body(event)
                 return self._write(event.choice, Delta())
             case events.Finished():
                 self._chunk.timings = self._timings
@@ -188,10 +194,12 @@ class ChatEncoder:
         """Return the response that is not streamed."""
         reply = self._reply
         choices: list[ChatChoice] = []
+        verbose: LlamaCompletion | UnsetType = UNSET  # of the first answer
         for event in stream:
             match event:
                 case events.Began():
                     self._ids.begin(event)
+                    self._verbose.begin(event)
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
                     message = AnswerMessage("assistant", "")
                     choices.append(ChatChoice(event.choice, message, logprobs, "stop"))
@@ -207,6 +215,7 @@ class ChatEncoder:
                     if message.tool_calls is not UNSET or reply.reading.is_forced:
                         message.content = message.content or None
                     self._end(choices[-1], event)
+                    verbose = verbose or self._verbose.body(event)
                 case events.Finished():
                     usage = usage_body(event.usage, event.num_reasoning)
         return ChatCompletion(
@@ -220,6 +229,7 @@ class ChatEncoder:
             timings=self._timings,
             prompt_logprobs=self._prompt_logprobs(),
             prompt_token_ids=list(reply.prompts[0]) if self._ids.is_reported else UNSET,
+            verbose=verbose,
         )
 
     def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
@@ -238,6 +248,7 @@ class ChatEncoder:
         if isinstance(event, events.Began):
             self._usage.begin(event)
             self._ids.begin(event)
+            self._verbose.begin(event)
             if self._ids.is_reported:
                 self._chunk.prompt_token_ids = list(self._reply.prompts[0])
             content = None if self._reply.as_llama_server else UNSET
@@ -264,7 +275,7 @@ class ChatEncoder:
         choice.logprobs, choice.finish_reason, choice.timings = None, None, UNSET
         choice.schema_miss = UNSET
         self._chunk.timings = self._chunk.prompt_progress = UNSET
-        self._chunk.prompt_token_ids = UNSET
+        self._chunk.prompt_token_ids = self._chunk.verbose = UNSET
         return data
 
     def _logprobs(self, event: events.Added) -> ChatLogprobs:

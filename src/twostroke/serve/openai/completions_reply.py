@@ -13,6 +13,8 @@ from twostroke.serve import events
 from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.events import SchemaMiss
+from twostroke.serve.llama_server.reply import LlamaCompletion
+from twostroke.serve.llama_server.verbose import Verbose
 from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
 from twostroke.serve.openai.token_ids import PromptLogprobs, TokenIds, to_prompt_logprobs
 from twostroke.serve.openai.usage import (
@@ -63,6 +65,7 @@ class CompletionBody(msgspec.Struct):
     system_fingerprint: str = FINGERPRINT
     timings: LlamaTimings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
+    verbose: LlamaCompletion | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class CompletionEncoder:
@@ -86,6 +89,7 @@ class CompletionEncoder:
         self._ids = TokenIds(reply.job)
         self._prompt_scores: dict[int, list[TokenLogprobs | None]] = {}  # by choice
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
+        self._verbose = Verbose(reply)
         self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
 
     def write(self, event: events.Event) -> bytes:
@@ -137,6 +141,7 @@ class CompletionEncoder:
                         choices[-1].logprobs = scorer.take()
                     self._add_reports(choices[-1])
                     self._finish(choices[-1], event)
+                    self._body.verbose = self._body.verbose or self._verbose.body(event)
                 case events.Finished():
                     self._body.usage = usage_body(event.usage)
         self._body.choices, self._body.timings = choices, self._timings
@@ -146,6 +151,7 @@ class CompletionEncoder:
         """Begin a choice; return the prompt to echo before its answer, or an empty string."""
         reply, tokens, text, choice = self._reply, list[int](), "", event.choice
         self._ids.begin(event)
+        self._verbose.begin(event)
         if reply.job.echo:
             place = choice // reply.job.params.n
             prompt, tokens = reply.job.prompts[place], list(reply.prompts[place])
@@ -194,11 +200,12 @@ class CompletionEncoder:
         choice.token_ids = self._ids.take(event.choice)
         self._finish(choice, event)
         self._body.timings = self._timings
+        self._body.verbose = self._verbose.body(event)
         if self._usage.is_reported:
             self._body.usage = usage_body(event.usage)
         last = sse(encode_json(self._body))
         choice.finish_reason, choice.timings, self._body.timings = None, UNSET, UNSET
-        choice.schema_miss = UNSET
+        choice.schema_miss = self._body.verbose = UNSET
         return last
 
     def _finish(self, choice: CompletionChoice, event: events.Ended) -> None:

@@ -201,6 +201,10 @@ class CommonFields(ServiceFields):
     return_progress: Annotated[
         bool | None, field.doc("Report in a stream how much of the prompt is read.")
     ] = None
+    verbose: Annotated[
+        bool | None,
+        field.doc("Add `__verbose`: the prompt and the answer in the form of `/completion`."),
+    ] = None
     id_slot: field.Ignored = None
     cache_prompt: field.IgnoredOn = None
 
@@ -317,6 +321,7 @@ def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
         timings=bool(asked.return_timings),
         shows_progress=bool(asked.stream and asked.return_progress),
         llama_timings=bool(asked.timings_per_token),
+        is_verbose=bool(asked.verbose),
         tier=None if asked.service_tier is None else TIERS[asked.service_tier],
         ignored=ignored_in(asked),
         keep_s=retained_s(asked.prompt_cache_retention),

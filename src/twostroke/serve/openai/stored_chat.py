@@ -91,6 +91,15 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
     return replace(job, keep=_keeper(asked, tenant)) if asked.store else job
 
 
+def read_as_llama_server(request: ChatRequest, tenant: Tenant) -> Job:
+    """Translate a request by llama-server's path, which continues a last answer.
+
+    Raises as `read` does.
+    """
+    continues = chat.continues_in_llama_server(request)
+    return read(replace(request, continue_final_message=continues), tenant)
+
+
 def _keeper(asked: ChatRequest, tenant: Tenant) -> Callable[[ChatCompletion], None]:
     """Return a function that stores the answer to a request, if it fits."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 from starlette.routing import Route
 
 from twostroke.core.errors import ContextLengthError, RequestError
@@ -19,6 +20,7 @@ from twostroke.serve.openai.chat import (
     ContinuesLast,
     Messages,
     OpensTurn,
+    continues_in_llama_server,
     to_conversation,
     to_thinking,
 )
@@ -232,7 +234,9 @@ def apply_template(asked: TemplateRequest, card: ModelCard) -> TemplateBody:
     Raises:
         RequestError: the chat template is missing, or refuses the messages.
     """
-    return TemplateBody(_conversation(asked, asked.messages).render(card).text)
+    conversation = _conversation(asked, asked.messages)
+    continues = bool(continues_in_llama_server(asked))
+    return TemplateBody(replace(conversation, continues=continues).render(card).text)
 
 
 def _too_many(
