@@ -22,9 +22,9 @@ MAX_CONSTRAINT = 256 * 1024  # characters
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """A text that an answer must not begin with, or with `is_whole` must not be.
+    """A text that an answer must not begin with; with `is_whole`, that must not be all of it.
 
-    The first `start` bytes precede the value that was wrong: they are as they were.
+    The first `start` bytes come before the wrong value. They are unchanged from the earlier answer.
     """
 
     text: str
@@ -40,9 +40,8 @@ class Constraint:
     expression for the whole answer), "choice" (a JSON list of texts), "lark" (Lark's notation, as
     llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is the caller's
     name of it, for errors. The answer may also be one of the texts of `alternative`. A `preface`
-    may precede the text. No answer, its preface included, begins with one of the `excluded`
-    texts. An answer that breaks an `is_strict` schema is
-    an error.
+    may precede the text. An answer with its preface never begins with one of the `excluded`
+    texts. If the schema `is_strict`, an answer that breaks it is an error.
 
     Raises:
         RequestError: the notation is unknown, or the text is too long or not valid Unicode.
@@ -72,7 +71,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, object] | type | str) -> Constraint:
-        """Return the constraint to JSON that a schema allows.
+        """Return a constraint to JSON that matches a schema.
 
         `schema` is a dictionary, its JSON text, or a class with `model_json_schema()`, such as a
         Pydantic model.
@@ -93,19 +92,19 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """Return the constraint to texts that a regular expression matches as a whole."""
+        """Return a constraint to texts that a regular expression matches from start to end."""
         return cls("regex", pattern, "regex")
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Constraint:
-        """Return the constraint to one of some texts."""
+        """Return a constraint to one of the given texts."""
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise RequestError("must be a list of texts.", field="choice")
         return cls("choice", json.dumps(list(texts), ensure_ascii=False), "choice")
 
     @classmethod
     def grammar(cls, text: str) -> Constraint:
-        """Return the constraint to texts of a grammar, in Lark's notation or in GBNF."""
+        """Return a constraint to texts of a grammar, in Lark's notation or in GBNF."""
         return cls("grammar", text, "grammar")
 
     def after(self, preface: Preface) -> Constraint:

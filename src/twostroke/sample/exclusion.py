@@ -1,8 +1,8 @@
-"""Excluded texts: an answer that failed its check is drawn again without its wrong value.
+"""Masks out texts that an answer must not begin with, such as a value that failed its check.
 
-A grammar cannot say "anything but this beginning" about the middle of an answer. A mask can: while
-an answer is the beginning of an excluded text, the tokens that would complete the text are cleared,
-and so are tokens after which nothing else could be written.
+A grammar cannot say "anything but this prefix" about the middle of an answer, but a mask can. While
+the answer so far is a prefix of an excluded text, two kinds of tokens are cleared: tokens that
+complete the excluded text, and tokens after which the answer could only continue to it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from twostroke.core.constraint import Excluded
     from twostroke.tokenize import Tokenizer
 
-_MAX_DEPTH: Final = 32  # tokens that are looked ahead
+_MAX_DEPTH: Final = 32  # tokens of look-ahead
 
 
 class TokenTexts:
-    """The bytes of a vocabulary's tokens, and the tokens that begin with some bytes."""
+    """The bytes of each token in a vocabulary, and searches for tokens by their bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special_ids = frozenset(tokenizer.special_ids)
@@ -38,31 +38,34 @@ class TokenTexts:
         self.longest = max(map(len, self._texts))
 
     def text(self, token: int) -> bytes:
-        """Return a token's bytes; none of a special token."""
+        """Return a token's bytes; empty for a special token."""
         return self._texts[token] if token < len(self._texts) else b""
 
-    def beginning_with(self, text: bytes) -> Iterator[int]:
-        """Yield the tokens that begin with a text, itself included."""
+    def tokens_starting_with(self, text: bytes) -> Iterator[int]:
+        """Yield the tokens that are equal to a text or longer and begin with it."""
         index = bisect_left(self._sorted, (text, -1))
         while index < len(self._sorted) and self._sorted[index][0].startswith(text):
             yield self._sorted[index][1]
             index += 1
 
-    def equal(self, text: bytes) -> Iterator[int]:
-        """Yield the tokens that are a text."""
+    def tokens_equal_to(self, text: bytes) -> Iterator[int]:
+        """Yield the tokens with exactly these bytes."""
         index = bisect_left(self._sorted, (text, -1))
         while index < len(self._sorted) and self._sorted[index][0] == text:
             yield self._sorted[index][1]
             index += 1
 
-    def beginning(self, text: bytes) -> Iterator[int]:
-        """Yield the tokens that a text begins with and goes beyond."""
+    def proper_prefixes_of(self, text: bytes) -> Iterator[int]:
+        """Yield the tokens that are shorter than a text and with which the text begins."""
         for length in range(1, min(len(text), self.longest + 1)):
-            yield from self.equal(text[:length])
+            yield from self.tokens_equal_to(text[:length])
 
 
 class _Rest(NamedTuple):
-    """The bytes that would complete an excluded text, and how many of them precede the value."""
+    """The end of an excluded text that the answer does not have yet.
+
+    `num_before` of its bytes come before the wrong value. `is_whole` is as in `Excluded`.
+    """
 
     text: bytes
     num_before: int
@@ -70,7 +73,7 @@ class _Rest(NamedTuple):
 
 
 class Exclusions:
-    """The excluded texts that the answer so far begins."""
+    """The excluded texts that an answer can still become."""
 
     def __init__(self, rests: Sequence[_Rest], texts: TokenTexts, ends: Collection[int]) -> None:
         self._rests = rests
@@ -81,12 +84,12 @@ class Exclusions:
     def of(
         cls, excluded: Iterable[Excluded], texts: TokenTexts, ends: Collection[int]
     ) -> Exclusions:
-        """Return the exclusions of an answer that has not begun."""
+        """Return the exclusions of an answer without tokens."""
         rests = [_Rest(value.text.encode(), value.start, value.is_whole) for value in excluded]
         return cls(rests, texts, ends)
 
     def after(self, tokens: Iterable[int]) -> Exclusions:
-        """Return the exclusions that are left after more tokens."""
+        """Return the exclusions that still apply after more tokens of the answer."""
         rests = self._rests
         for token in tokens:
             if not rests:
@@ -100,10 +103,10 @@ class Exclusions:
         return Exclusions(rests, self._texts, self._ends)
 
     def clear(self, matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
-        """Clear the tokens in a mask that would complete a text, or could only go on to it."""
+        """Clear the tokens in a mask that complete an excluded text or inevitably lead to one."""
         self._clear_complete(row)
-        for token in self._beginning(row, is_near=True):
-            if not self.after([token]).has_other(_copy_after(matcher, token), len(row), 0):
+        for token in self._partial_tokens(row, is_near=True):
+            if not self.after([token]).has_alternative(_copy_after(matcher, token), len(row), 0):
                 row[token // 32] &= ~np.uint32(1 << (token % 32))
 
     def _clear_complete(self, row: NDArray[np.uint32]) -> None:
@@ -112,45 +115,48 @@ class Exclusions:
             if not rest.text:
                 tokens = self._ends if rest.is_whole else ()
             elif not rest.is_whole:
-                tokens = self._texts.beginning_with(rest.text)
+                tokens = self._texts.tokens_starting_with(rest.text)
             for token in tokens:
                 row[token // 32] &= ~np.uint32(1 << (token % 32))
 
-    def _beginning(self, row: NDArray[np.uint32], *, is_near: bool = False) -> dict[int, None]:
-        """Return the allowed tokens that go on to an excluded text; `is_near` only into a value."""
+    def _partial_tokens(self, row: NDArray[np.uint32], *, is_near: bool = False) -> dict[int, None]:
+        """Return the allowed tokens after which the answer is still a prefix of an excluded text.
+
+        With `is_near`, texts whose wrong value is further away than one token are left out.
+        """
         tokens: dict[int, None] = {}
         for rest in self._rests:
             is_far = is_near and rest.num_before > self._texts.longest
             if rest.text and not is_far:
-                tokens |= dict.fromkeys(self._texts.beginning(rest.text))
+                tokens |= dict.fromkeys(self._texts.proper_prefixes_of(rest.text))
                 if rest.is_whole:
-                    tokens |= dict.fromkeys(self._texts.equal(rest.text))
+                    tokens |= dict.fromkeys(self._texts.tokens_equal_to(rest.text))
         return {token: None for token in tokens if row[token // 32] >> (token % 32) & 1}
 
-    def has_other(self, matcher: LLMatcher, num_words: int, depth: int) -> bool:
-        """Return whether anything but the excluded texts can follow."""
+    def has_alternative(self, matcher: LLMatcher, num_words: int, depth: int) -> bool:
+        """Return whether the answer can continue to anything other than an excluded text."""
         if not self._rests or depth > _MAX_DEPTH:
             return True
         row = np.zeros(num_words, np.uint32)
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._clear_complete(row)
-        tokens = self._beginning(row)
+        tokens = self._partial_tokens(row)
         for token in tokens:
             row[token // 32] &= ~np.uint32(1 << (token % 32))
         if row.any():
             return True
         return any(
-            self.after([token]).has_other(_copy_after(matcher, token), num_words, depth + 1)
+            self.after([token]).has_alternative(_copy_after(matcher, token), num_words, depth + 1)
             for token in tokens
         )
 
     def __bool__(self) -> bool:
-        """Whether any text can still be completed."""
+        """Whether the answer can still become an excluded text."""
         return bool(self._rests)
 
 
 def _copy_after(matcher: LLMatcher, token: int) -> LLMatcher:
-    """Return a copy of a matcher that has taken in a token."""
+    """Return a copy of a matcher, with one more token consumed."""
     copy = matcher.deep_copy()
     copy.consume_token(token)
     return copy

@@ -1,10 +1,10 @@
-r"""Patterns with look-around, `\b` and anchors anywhere, as patterns without them.
+r"""Rewrites patterns with look-around, `\b` or inner anchors as patterns without them.
 
-A pattern becomes an alternating automaton: a state is a formula of positions that a text must
-match (and, or, not). Assertions about the text before a place (`^`, `\b`, look-behind) is
-followed by automata that run beside it. Formulas after each class of characters are the states of
-a deterministic automaton, which is small for the patterns that people write; it is minimized and
-written as a regular expression again by elimination of its states.
+A pattern becomes an alternating automaton: each state is a formula (and, or, not) over positions of
+the pattern, from which the remaining text must match. Assertions about earlier text (`^`, `\b`,
+look-behind) are decided by tracker automata, which read the same text in parallel. The formulas
+that can arise are the states of a deterministic automaton, which is small for the patterns that
+people write. It is minimized, and turned back into a regular expression by state elimination.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 LAST_CODE: Final = 0x10FFFF
 _MAX_STATES: Final = 400
 _MAX_CLASSES: Final = 64
-_MAX_TEXT: Final = 6000  # characters of the expression
+_MAX_TEXT: Final = 6000  # characters of the resulting expression
 _MAX_POSITIONS: Final = 3000
-_MAX_STEPS: Final = 100_000  # parts of formulas that are looked at
+_MAX_STEPS: Final = 100_000  # visited parts of formulas
 _MAX_COUNT: Final = 100
 MAX_CACHED: Final = 512
 _WORD: Final = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -32,7 +32,7 @@ _SPACE: Final = (
 )
 _SETS: Final = {"d": ((0x30, 0x39),), "w": _WORD, "s": _SPACE}
 _NOT_IN_DOT: Final = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
-# Control characters that are not written unless a pattern names them.
+# Control characters that an answer has only if a pattern names them.
 _UNWRITTEN: Final = ((0, 7), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F))
 _ANY: Final = ((0, LAST_CODE),)
 _NOT_ASCII: Final = ((0x80, LAST_CODE),)
@@ -67,10 +67,10 @@ class _Parser:
         self._source, self._offset = source, 0
 
     def pattern(self) -> PatternNode:
-        """Return the whole pattern."""
+        """Return the tree of the whole pattern."""
         node = self._alternatives()
         if self._offset < len(self._source):
-            raise UnsupportedError("a bracket is closed that was not opened")
+            raise UnsupportedError("a bracket is closed without being opened")
         return node
 
     def _alternatives(self) -> PatternNode:
@@ -154,7 +154,7 @@ class _Parser:
         return PatternNode("set", (self._escaped(),))
 
     def _escaped(self) -> Ranges:
-        """Return the characters of an escape, whose backslash has been read."""
+        """Return the characters of an escape; its backslash has been read."""
         source, letter = self._source, self._source[self._offset]
         if letter.lower() in _SETS:
             self._offset += 1
@@ -218,7 +218,7 @@ class _Parser:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return ranges in order, without overlaps or neighbours."""
+    """Return sorted ranges, with overlapping and adjacent ones merged."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -229,7 +229,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """Return the characters of ranges that are in none of the others."""
+    """Return the characters of `ranges` that are not in `others`."""
     result, start = [], 0
     for low, high in merged(others):
         if start < low:
@@ -246,8 +246,8 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 # Formulas: TRUE and FALSE, ("end",) for the end of the text, ("at", position), ("not", formula),
-# ("and", formulas) and ("or", formulas); ("behind", tracker, formula, formula) until it is known
-# what precedes.
+# ("and", formulas) and ("or", formulas). ("behind", tracker, if_match, if_no_match) stands for one
+# of two formulas, until the text before is known.
 Formula = Any
 TRUE: Final = ("true",)
 FALSE: Final = ("false",)
@@ -278,24 +278,25 @@ def joined(kind: str, formulas: Iterable[Formula]) -> Formula:
 
 
 class _Automaton:
-    """The positions of a pattern, with what may follow each, and trackers of what precedes."""
+    """The alternating automaton of a pattern: its positions, and trackers of earlier text."""
 
     def __init__(self, node: PatternNode, *, is_negated: bool = False) -> None:
-        self._next: list[tuple[Ranges, Formula]] = []  # for each position
+        # For each position: its characters, and the formula of the text after one of them.
+        self._next: list[tuple[Ranges, Formula]] = []
         self._loops: list[Callable[[], Formula]] = []
         self._trackers: dict[PatternNode, int] = {}
         self._is_tracking = False
-        # Engines differ about `.` and line ends, and about words that are not ASCII: texts that one
-        # of them could take for a match of a part that must not match are not written.
+        # Regular expression engines disagree about `.` and line ends, and about words that are not
+        # ASCII. Where a part must not match, the characters in question are avoided.
         self.unwritten: Ranges = (*_UNWRITTEN, *_LINE_ENDS) if is_negated else _UNWRITTEN
         self._is_denied = is_negated
-        self.tracked: list[Formula] = []  # the formulas of trackers at the begin of a text
+        self.tracked: list[Formula] = []  # each tracker's formula at the start of a text
         self.num_steps = 0
-        # Text before the first match, and after it, is free.
+        # Any text may stand before the match and after it.
         self.start = self.formula(PatternNode("sequence", (_ANYTHING, node)), TRUE)
 
     def formula(self, node: PatternNode, after: Formula) -> Formula:
-        """Return the formula of texts that begin with a match of a part, if `after` holds then."""
+        """Return the formula of texts that match a part and after it the formula `after`."""
         kind, parts = node
         self.num_steps += 1
         if self.num_steps > _MAX_POSITIONS:
@@ -316,7 +317,7 @@ class _Automaton:
         return self._assertion(kind, parts, after)
 
     def _assertion(self, kind: str, parts: tuple[Any, ...], after: Formula) -> Formula:
-        """Return the formula of a part that takes no character."""
+        """Return the formula of an assertion, which consumes no character."""
         if kind in {"edge", "not edge"}:
             return self._edge(after, is_edge=kind == "edge")
         if kind in {"ahead", "not ahead"}:
@@ -336,12 +337,12 @@ class _Automaton:
         return self._look_behind(parts[0], if_so=choice[0], if_not=choice[1])
 
     def _deny(self) -> None:
-        """Begin a part that must not match."""
+        """Enter a part that must not match."""
         self._is_denied = True
         self.unwritten = merged((*self.unwritten, *_LINE_ENDS))
 
     def _edge(self, after: Formula, *, is_edge: bool) -> Formula:
-        """Return the formula of an edge of a word, or of its opposite, beside ASCII only."""
+        """Return the formula of a word boundary, or of its absence, between ASCII characters."""
         word, other = PatternNode("set", (_WORD,)), PatternNode("set", (_NOT_ASCII,))
         if self._is_denied:
             self.unwritten = merged((*self.unwritten, *_NOT_ASCII))
@@ -369,9 +370,9 @@ class _Automaton:
         return after
 
     def _look_behind(self, node: PatternNode, if_so: Formula, if_not: Formula) -> Formula:
-        """Return one of two formulas, by whether the text before ends with a match of a part."""
+        """Return `if_so` where the text before ends with a match of a part, else `if_not`."""
         if self._is_tracking:
-            raise UnsupportedError("it looks behind within a look behind")
+            raise UnsupportedError("it has a look-behind inside a look-behind")
         if node not in self._trackers:
             self._trackers[node] = len(self.tracked)
             self.tracked.append(FALSE)
@@ -384,7 +385,7 @@ class _Automaton:
     def resolved(
         self, formula: Formula, flags: tuple[bool, ...], open_loops: frozenset[int] = frozenset()
     ) -> Formula:
-        """Return a formula of positions, where what precedes is known; `flags` are of trackers."""
+        """Return a formula with each "behind" decided; `flags` are the trackers' results."""
         self.num_steps += 1
         if self.num_steps > _MAX_STEPS:
             raise UnsupportedError("it has too many combinations")
@@ -393,7 +394,7 @@ class _Automaton:
                 branch = formula[2] if flags[formula[1]] else formula[3]
                 return self.resolved(branch, flags, open_loops)
             case "loop":
-                if formula[1] in open_loops:  # without a character between
+                if formula[1] in open_loops:  # the loop was entered again without a character
                     return FALSE
                 return self.resolved(self._loops[formula[1]](), flags, open_loops | {formula[1]})
             case "not":
@@ -404,7 +405,7 @@ class _Automaton:
         return formula
 
     def after(self, formula: Formula, code: int) -> Formula:
-        """Return the formula that must hold after a character, from a resolved formula."""
+        """Return the formula for the text after one character; `formula` is resolved."""
         self.num_steps += 1
         match formula[0]:
             case "at":
@@ -419,7 +420,7 @@ class _Automaton:
         return formula
 
     def classes(self) -> list[Ranges]:
-        """Return the characters, divided by whether any position tells them apart."""
+        """Return classes of characters; no position distinguishes two characters of one class."""
         edges = {0, LAST_CODE + 1}
         for ranges, _ in self._next:
             edges |= {edge for low, high in ranges for edge in (low, high + 1)}
@@ -431,7 +432,7 @@ class _Automaton:
             )
             groups.setdefault(key, []).append((low, end - 1))
         if len(groups) > _MAX_CLASSES:
-            raise UnsupportedError("it tells too many characters apart")
+            raise UnsupportedError("it distinguishes too many classes of characters")
         return [merged(ranges) for ranges in groups.values()]
 
 
@@ -450,16 +451,23 @@ def accepts_end(formula: Formula) -> bool:
 
 
 class Table(NamedTuple):
-    """A deterministic automaton: the classes of characters, and for each state where they lead."""
+    """A deterministic automaton.
+
+    Attributes:
+        classes: the classes of characters.
+        transitions: the next state, by state and class.
+        final: whether a state accepts the text so far.
+        unwritten: characters that the resulting expression leaves out.
+    """
 
     classes: list[Ranges]
-    moves: list[list[int]]
+    transitions: list[list[int]]
     final: list[bool]
     unwritten: Ranges
 
 
 def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
-    """Return the automaton of texts in which a pattern matches, or of all others."""
+    """Return the automaton of texts in which a pattern matches; `is_negated`, of the others."""
     automaton = _Automaton(node, is_negated=is_negated)
     classes = automaton.classes()
     trackers = automaton.tracked
@@ -472,11 +480,11 @@ def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
         return (automaton.resolved(formula, flags), *resolved_trackers)
 
     states = {settled(automaton.start, tuple(trackers)): 0}
-    moves: list[list[int]] = []
+    transitions: list[list[int]] = []
     final: list[bool] = []
     waiting = list(states)
-    while len(moves) < len(states):
-        state = waiting[len(moves)]
+    while len(transitions) < len(states):
+        state = waiting[len(transitions)]
         final.append(accepts_end(state[0]) is not is_negated)
         row = []
         for ranges in classes:
@@ -488,18 +496,18 @@ def table_of(node: PatternNode, *, is_negated: bool = False) -> Table:
                 if len(states) > _MAX_STATES:
                     raise UnsupportedError("its automaton is too large")
             row.append(states[other])
-        moves.append(row)
-    return _minimal(Table(classes, moves, final, automaton.unwritten))
+        transitions.append(row)
+    return _minimal(Table(classes, transitions, final, automaton.unwritten))
 
 
 def _minimal(table: Table) -> Table:
-    """Return the smallest automaton of the same texts."""
+    """Return the smallest automaton that accepts the same texts."""
     block = [int(is_final is not table.final[0]) for is_final in table.final]
     while True:
         keys: dict[tuple[int, ...], int] = {}
         refined = [
             keys.setdefault((block[state], *(block[to] for to in row)), len(keys))
-            for state, row in enumerate(table.moves)
+            for state, row in enumerate(table.transitions)
         ]
         if len(keys) == len(set(block)):
             break
@@ -509,21 +517,23 @@ def _minimal(table: Table) -> Table:
     for number in range(len(first)):
         order.setdefault(number, len(order))
     by_order = sorted(order, key=order.__getitem__)
-    moves = [[order[block[to]] for to in table.moves[first[number]]] for number in by_order]
+    transitions = [
+        [order[block[to]] for to in table.transitions[first[number]]] for number in by_order
+    ]
     final = [table.final[first[number]] for number in by_order]
-    return Table(table.classes, moves, final, table.unwritten)
+    return Table(table.classes, transitions, final, table.unwritten)
 
 
 def expression(table: Table) -> str:
-    """Return a regular expression of the whole texts that an automaton accepts.
+    """Return a regular expression that matches the texts that an automaton accepts.
 
     Raises:
-        UnsupportedError: it would be too long.
+        UnsupportedError: the expression would be too long, or no text is accepted.
     """
-    num_states = len(table.moves)
+    num_states = len(table.transitions)
     start, end = num_states, num_states + 1
     edges: dict[int, dict[int, str]] = {state: {} for state in range(num_states + 2)}
-    for state, row in enumerate(table.moves):
+    for state, row in enumerate(table.transitions):
         groups: dict[int, list[tuple[int, int]]] = {}
         for ranges, to in zip(table.classes, row, strict=True):
             groups.setdefault(to, []).extend(ranges)
@@ -570,7 +580,7 @@ def _cost(edges: dict[int, dict[int, str]], state: int, sources: list[int]) -> i
 
 
 def _either(first: str, second: str) -> str:
-    """Return an expression of the texts of two expressions."""
+    """Return an expression that matches what either of two expressions matches."""
     if first == "":
         return f"{_grouped(second)}?"
     if second == "":
@@ -579,7 +589,7 @@ def _either(first: str, second: str) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Return an expression as a part of a sequence."""
+    """Return an expression that can stand in a sequence, in a group if it has alternatives."""
     depth, is_escaped, in_set = 0, False, False
     for character in text:
         if is_escaped:
@@ -604,7 +614,7 @@ def _grouped(text: str) -> str:
 
 
 def _set_text(ranges: Ranges) -> str:
-    """Return a set of characters."""
+    """Return the regular expression of a set of characters."""
     if ranges == without(_ANY, _UNWRITTEN):
         return r"[^\x{0}-\x{7}\x{b}\x{e}-\x{1f}\x{7f}]"
     parts = []
@@ -616,9 +626,9 @@ def _set_text(ranges: Ranges) -> str:
 
 
 def without_look_around(source: str) -> tuple[str, ...] | None:
-    """Return expressions of the whole texts in which a pattern matches: each text matches them all.
+    """Return expressions without look-around; a pattern matches in the texts that match them all.
 
-    None if the pattern is not regular, or too large.
+    Each expression matches whole texts. None if the pattern is not regular, or too large.
     """
     try:
         conjuncts = _conjuncts(_Parser(source).pattern())
@@ -629,7 +639,10 @@ def without_look_around(source: str) -> tuple[str, ...] | None:
 
 @lru_cache(MAX_CACHED)
 def opposite(source: str) -> str | None:
-    """Return an expression of the whole texts in which a pattern does not match, or None."""
+    """Return an expression that matches the texts in which a pattern does not match.
+
+    None if the pattern is not regular, or too large.
+    """
     try:
         table = table_of(_Parser(source).pattern(), is_negated=True)
         return f"^(?:{expression(table)})$"
@@ -638,7 +651,7 @@ def opposite(source: str) -> str | None:
 
 
 def _conjuncts(node: PatternNode) -> list[PatternNode]:
-    """Return patterns that match together where a pattern does: looks at both ends stand alone."""
+    """Split look-arounds at both ends off a pattern; together the patterns mean the same."""
     parts = list(node.parts) if node.kind == "sequence" else [node]
     conjuncts: list[PatternNode] = []
     while len(parts) > 2 and parts[0].kind == "begin" and parts[1].kind in {"ahead", "not ahead"}:

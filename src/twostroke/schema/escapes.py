@@ -1,7 +1,8 @@
-r"""Control characters in strings: written as escapes where a schema asks for them, and only there.
+r"""Allows escaped control characters, such as `\u0007`, only in strings whose schema needs them.
 
-llguidance allows `\u0007` for each control character that a string may have, or for none. It has
-them allowed only if a schema needs them; the other strings then get a pattern without them.
+llguidance has one switch for a whole grammar: escapes of control characters are allowed in all
+strings, or in none. They are allowed if the schema of one string needs them. The other strings then
+get a pattern without control characters.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     Schema = dict[str, Any]
 
 _WITHOUT: Final = r"^[^\x00-\x07\x0b\x0e-\x1f\x7f]*$"
-_EACH: Final = r"\x00-\x1f\x7f"  # of names all: a tab could be written in two ways, as two names
+# Names get no control characters at all: a tab has two spellings, which would count as two names.
+_EACH: Final = r"\x00-\x1f\x7f"
 _CONTROLS: Final = frozenset(map(chr, (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)))
 _ESCAPE: Final = re.compile(r"\\u\{[0-9a-f]+\}")  # the spelling of control characters in `patterns`
 
@@ -28,9 +30,9 @@ def needs_escapes(schema: Schema) -> bool:
 
 
 def with_plain_strings(schema: Schema) -> bool:
-    """Keep control characters out of the strings and names that do not ask for them.
+    """Exclude control characters from strings and names whose schemas do not name them.
 
-    Return whether some members that have no name in the schema are left out because of that.
+    Return whether this also excludes some members whose names the schema does not list.
     """
     is_less = False
     for part in _schemas(schema):
@@ -46,7 +48,7 @@ def with_plain_strings(schema: Schema) -> bool:
 
 
 def _but(names: Iterable[str]) -> str | None:
-    """Return a pattern of other names without control characters; None if it would be too large."""
+    """Return a pattern for all other names, without control characters; None if too large."""
     pattern = without(list(names))
     return pattern and pattern.replace(ANY_ONE, f"[^{_EACH}]").replace(UNWRITTEN, _EACH)
 
@@ -60,7 +62,7 @@ def _asks(schema: Schema) -> bool:
 
 
 def _schemas(schema: Any) -> Iterator[Schema]:
-    """Yield all schemas in a prepared one."""
+    """Yield a prepared schema and all schemas inside it."""
     if isinstance(schema, dict):
         yield schema
         for keyword in ("anyOf", "allOf", "prefixItems"):

@@ -1,4 +1,4 @@
-"""Finds values in a JSON text: a wrong value in a whole answer, or in an answer that grows."""
+"""Finds the wrong value in a complete JSON answer, and values to hold back in a streamed one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from twostroke.schema.verify import Fault
 
     Path = tuple[str | int, ...]
-    PathPattern = tuple[str | int | None, ...]  # None for any step
+    PathPattern = tuple[str | int | None, ...]  # None matches any name or index
 
 _BLANK: Final = re.compile(r"[ \t\n\r]*")
 _DECODER: Final = json.JSONDecoder()
@@ -22,10 +22,10 @@ _IN_PLACE: Final = frozenset(("allOf", "anyOf", "oneOf"))  # followed by an inde
 
 
 def wrong_span(text: str, fault: Fault) -> tuple[int, int]:
-    """Return where the value is that a fault is about, as offsets of its begin and its end.
+    """Return the start and end offsets of the wrong value that a fault is about.
 
-    For a name that occurs twice this is its second occurrence. A path that does not lead to a value
-    ends at the last value on it.
+    For a name that occurs twice, these are the offsets of its second occurrence. If the fault's
+    path leads to no value, they are the offsets of the last value on the path.
     """
     if fault.name:
         return _repeated_span(text, fault.name)
@@ -39,7 +39,7 @@ def wrong_span(text: str, fault: Fault) -> tuple[int, int]:
 
 
 def _inner(text: str, start: int, step: str | int) -> int | None:
-    """Return where a member or item of the value at an offset begins."""
+    """Return the start offset of a member or item of the value at an offset; None if missing."""
     for key, begin, _ in _members(text, start):
         if key == step:
             return begin
@@ -47,10 +47,7 @@ def _inner(text: str, start: int, step: str | int) -> int | None:
 
 
 def _members(text: str, start: int) -> list[tuple[str | int, int, int]]:
-    """Return the names of members, or indices of items, each with where its value begins.
-
-    The last number is where the name begins.
-    """
+    """Return each member or item: name or index, offset of its value, and offset of its name."""
     members: list[tuple[str | int, int, int]] = []
     if text[start] not in "{[":
         return members
@@ -69,7 +66,7 @@ def _members(text: str, start: int) -> list[tuple[str | int, int, int]]:
 
 
 def _repeated_span(text: str, name: str) -> tuple[int, int]:
-    """Return where a name is that occurred before in its object."""
+    """Return the start and end offsets of a name that occurred before in its object."""
     waiting = [_skip(text, 0)]
     while waiting:
         start = waiting.pop()
@@ -83,16 +80,17 @@ def _repeated_span(text: str, name: str) -> tuple[int, int]:
 
 
 def _skip(text: str, offset: int) -> int:
-    """Return where the blanks after an offset end."""
+    """Return the offset of the first character that is not white space."""
     match = _BLANK.match(text, offset)
     assert match
     return match.end()
 
 
 def checked_places(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
-    """Return the places of values that only the check of the finished answer can judge.
+    """Return the paths of values that the grammar cannot check, only the check of the answer.
 
-    Names that repeat are not among them: `HeldBack` finds them. An empty path is the whole answer.
+    An empty path stands for the whole answer. Repeated names have no path here, since `HeldBack`
+    finds them.
     """
     patterns: dict[PathPattern, None] = {}
     for gap in gaps:
@@ -107,7 +105,10 @@ def checked_places(gaps: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
 
 
 def _instance_path(pointer: str) -> PathPattern | None:
-    """Return the places in answers of the values that a schema in a schema is about."""
+    """Return the path in answers of the values that the subschema at `pointer` describes.
+
+    None if the pointer does not determine the path.
+    """
     path: list[str | int | None] = []
     steps = pointer.split("/")[1:]
     while steps and steps != [""]:
@@ -128,13 +129,13 @@ def _instance_path(pointer: str) -> PathPattern | None:
 
 
 class HeldBack:
-    """Reads a JSON text as it grows, up to where the check may want to change it."""
+    """Reads a streamed JSON text up to the first value or name that may still change."""
 
     def __init__(self, patterns: Sequence[PathPattern]) -> None:
-        """Hold back values at these places, and names that occur twice in an object."""
+        """Hold back values at these paths, and names that occur twice in an object."""
         self._patterns = patterns
-        self._path: list[str | int] = []  # of the value that is being read
-        self._names: list[set[str] | None] = []  # of the open objects; None for arrays
+        self._path: list[str | int] = []  # path of the value that is being read
+        self._names: list[set[str] | None] = []  # names in each open object; None for an array
         self._string: list[str] | None = None  # the string that is being read
         self._is_escaped = False
         self._wants_name = False
@@ -142,11 +143,11 @@ class HeldBack:
 
     @property
     def is_in_name(self) -> bool:
-        """Whether the text ends within a name that may have occurred before in its object."""
+        """Whether the text ends inside a name, which may repeat an earlier name of its object."""
         return self._string is not None and self._wants_name and bool(self._names[-1])
 
     def feed(self, text: str) -> None:
-        """Read on; `is_held` becomes true if the text has what must be held back."""
+        """Read more text; `is_held` is true from the first value or name to hold back."""
         for character in text:
             if self.is_held:
                 return
@@ -191,7 +192,7 @@ class HeldBack:
         self.is_held = self.is_held or self._is_checked()
 
     def _is_checked(self) -> bool:
-        """Return whether the value that begins now is at one of the places."""
+        """Return whether the value that begins now has one of the checked paths."""
         return any(
             len(path) == len(self._path)
             and all(

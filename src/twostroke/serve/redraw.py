@@ -1,8 +1,9 @@
-"""Draws answers again that break their schemas, from the first wrong value on, without that value.
+"""Generates an answer again if it breaks its JSON schema, without its wrong value.
 
-An answer that is checked is drawn again with the same seed, and with its wrong value excluded: so
-all before the value stays as it was. After several misses in one place ever shorter beginnings of
-the value are excluded. A stream holds back what may change until the answer is settled.
+The new answer has the same seed, and the wrong value is excluded from it, so the text before the
+value does not change. If new answers break the schema at the same offset several times, shorter and
+shorter prefixes of the value are excluded. A stream holds back events that may still change, until
+the answer is final.
 """
 
 from __future__ import annotations
@@ -52,17 +53,19 @@ if TYPE_CHECKING:
 
 HEADER: Final = "twostroke-schema-miss"
 _MAX_HEADER: Final = 1000  # characters
-MAX_REDRAWS: Final = 8  # of one answer
+MAX_REDRAWS: Final = 8  # new answers in place of one answer
 MAX_REDRAW_S: Final = 60.0
-_MISSES_AT_LEVEL: Final = 2  # before a shorter beginning of the values at one place is excluded
-_MIN_TOKENS: Final = 2048  # that may be drawn again for a short answer
-_MAX_SHARE: Final = 4  # answers that may be drawn again for a long one
+_MISSES_AT_LEVEL: Final = 2  # misses at one offset before a prefix of half the length is excluded
+# The new answers may have this many tokens together, or this many times the first answer's tokens
+# if that is more.
+_MIN_TOKENS: Final = 2048
+_MAX_SHARE: Final = 4
 _AFTER_NUMBER: Final = ",}]"
 
 
 @dataclasses.dataclass(slots=True)
 class _Miss:
-    """A rule that a block of an answer breaks; `num_before` characters precede the block."""
+    """A schema rule that a block of an answer breaks; the block begins after `num_before` chars."""
 
     block: ContentBlock
     fault: Fault
@@ -72,7 +75,7 @@ class _Miss:
 
 @dataclasses.dataclass(slots=True)
 class _Rule:
-    """The schema of a block, and the paths in it that only the check can judge."""
+    """The schema of a block, and the paths whose values only the final check can judge."""
 
     schema: str
     is_strict: bool
@@ -80,12 +83,16 @@ class _Rule:
 
 
 class AnswerGuard:
-    """Settles the answers of one job: checked, drawn again, and refused or marked."""
+    """Checks the answers of one job against their schemas, and generates wrong ones again.
+
+    An answer that is still wrong after that is an error if its schema is strict; otherwise the
+    response names the rule that it breaks.
+    """
 
     def __init__(
         self, checks: AnswerChecks, reply: Reply, encoded: Encoded, request: ServedRequest
     ) -> None:
-        self.faults: dict[int, Fault] = {}  # of settled answers, by choice
+        self.faults: dict[int, Fault] = {}  # rules that the final answers break, by choice
         self._checks = checks
         self._reply = reply
         self._encoded = encoded
@@ -103,16 +110,16 @@ class AnswerGuard:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The header of a whole response that has an answer which breaks its schema."""
+        """The response header that names the rules that the answers break; empty if none."""
         faults = "; ".join(map(str, self.faults.values())).encode("ascii", "replace").decode()
         return {HEADER: faults[:_MAX_HEADER]} if faults else {}
 
     async def settled(self, answers: Answers) -> list[Completion]:
-        """Return all answers once they are settled; raises as `settle` and `Answers.whole`."""
+        """Return all answers when they are final; raises as `settle` and `Answers.whole`."""
         return [await self.settle(answers, answer) for answer in await answers.whole()]
 
     async def stream(self, answers: Answers, reader: EventReader) -> AsyncGenerator[list[Event]]:
-        """Yield the events of answers as they come; events that may change wait for the check.
+        """Yield the events of answers as they arrive; events that may change wait for the check.
 
         Raises as `settle` and iterating over answers do.
         """
@@ -133,12 +140,13 @@ class AnswerGuard:
     async def settle(
         self, answers: Answers, answer: Completion, sent: _Sent | None = None
     ) -> Completion:
-        """Return an answer that keeps to its schema, or is marked in `faults`.
+        """Return the final answer: the given one if it matches its schema, else a new one.
 
-        The stream has `sent` a part of it, which must not change.
+        If all new answers break the schema, too, `faults` has the rule that the last one breaks.
+        `sent` is the part of the answer that the stream has sent: a new answer begins with it.
 
         Raises:
-            SchemaMissError: it breaks a strict schema, also after it was drawn again.
+            SchemaMissError: the answer and all new answers break a strict schema.
         """
         excluded: list[Excluded] = []
         num_left = max(_MIN_TOKENS, _MAX_SHARE * len(answer.token_ids))
@@ -158,7 +166,7 @@ class AnswerGuard:
             excluded += exclusions
             try:
                 other = await self._draw(answers, answer, excluded)
-            except RequestError:  # nothing else can be written there: change what precedes it
+            except RequestError:  # no other value fits there: let the text before it change, too
                 if is_widened:
                     break
                 num_sent = 0 if sent is None else miss.num_before + sent.num_sent(miss.block)
@@ -177,15 +185,15 @@ class AnswerGuard:
             self._checks.report(miss.fault, miss.block, self._request.request_id)
             if miss.is_strict:
                 raise SchemaMissError(
-                    f"The answer breaks the rule {miss.fault} of its schema, also after it was "
-                    f"drawn again (up to {MAX_REDRAWS} times): describe the rule in the prompt, or "
-                    "relax it."
+                    f"The answer breaks the rule {miss.fault} of its schema, even after it was "
+                    f"generated again (up to {MAX_REDRAWS} times). Describe the rule in the "
+                    "prompt, or relax it."
                 )
             self.faults[answer.index] = miss.fault
         return answer
 
     def marked(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield events, in which the ends of answers name the rules that they break."""
+        """Yield the events, with the broken rule added to each event that ends a wrong answer."""
         for event in events:
             if isinstance(event, Ended) and (fault := self.faults.get(event.choice)):
                 yield replace(event, schema_miss=str(fault))
@@ -193,13 +201,13 @@ class AnswerGuard:
                 yield event
 
     def rule(self, block: ContentBlock) -> _Rule | None:
-        """Return the rule of a block, if it has one."""
+        """Return the schema of a block with its checked paths; None for a block without one."""
         if block.kind is BlockKind.CALL:
             return None if block.is_custom else self._calls.get(block.name)
         return self._text if block.kind is BlockKind.TEXT else None
 
     async def _miss(self, answer: Completion) -> _Miss | None:
-        """Return the first rule that an answer breaks; an answer that was cut is not checked."""
+        """Return the first rule that an answer breaks; None if it breaks none or was cut off."""
         if answer.finish_reason is not FinishReason.STOP or isinstance(answer.stop, str):
             return None
         events = self._reply.reader().read(answer)
@@ -232,7 +240,7 @@ class AnswerGuard:
             return None
 
     def _exclusions(self, answer: Completion, miss: _Miss, level: int) -> Iterator[Excluded]:
-        """Yield the texts to exclude: the wrong value, or at a higher level its beginning."""
+        """Yield the texts to exclude: the wrong value at level 0, its prefixes at higher levels."""
         text, (start, end) = self._written(answer), wrong_span(miss.block.text, miss.fault)
         begin = miss.num_before + start
         if text is None or text[begin:].find(miss.block.text[start:end]) != 0:
@@ -253,7 +261,7 @@ class AnswerGuard:
     async def _draw(
         self, answers: Answers, answer: Completion, excluded: list[Excluded]
     ) -> Completion:
-        """Draw an answer again."""
+        """Generate an answer again, without the excluded texts."""
         params, hints = self._encoded.params, self._encoded.hints
         assert params.constraint is not None
         assert params.seed is not None
@@ -282,12 +290,15 @@ class _Sent:
         self._has_prompt_scores = False
         self._blocks: list[ContentBlock] = []
         self._num_closed = 0
-        self._num_sent: list[int] = []  # characters of each block
+        self._num_sent: list[int] = []  # characters sent of each block
         self._readers: list[HeldBack | None] = []
-        self._waiting: list[Event] = []  # may be a name that occurs twice
+        self._waiting: list[Event] = []  # their text may be a name that occurs twice
 
     def release(self, events: list[Event], *, is_last: bool) -> list[Event]:
-        """Return the events that can be sent; from the first that may change on, all are held."""
+        """Return the events that can be sent now.
+
+        After the first event that may change, all events are held back.
+        """
         ready: list[Event] = []
         for event in events:
             match event:
@@ -333,7 +344,7 @@ class _Sent:
             self._num_closed += 1
 
     def may_change(self, block: ContentBlock, start: int) -> bool:
-        """Return whether nothing of a block from an offset on has been sent."""
+        """Return whether the text of a block after an offset, and all later blocks, are unsent."""
         if block.index >= len(self._num_sent):
             return True
         is_open = block.index == len(self._num_sent) - 1
@@ -344,7 +355,7 @@ class _Sent:
         return self._num_sent[block.index] if block.index < len(self._num_sent) else 0
 
     def goes_on(self, events: list[Event]) -> bool:
-        """Return whether another answer begins with all that was sent."""
+        """Return whether a new answer begins with the text that the stream has sent."""
         blocks = [event.block for event in events if isinstance(event, Opened)]
         if len(blocks) < len(self._blocks):
             return False
@@ -355,7 +366,7 @@ class _Sent:
         )
 
     def rest(self, events: list[Event], answer: Completion) -> Iterator[Event]:
-        """Yield the events of the whole answer that were not sent."""
+        """Yield the events of the final answer that the stream has not sent."""
         num_scored = self._num_scored
         num_closed = self._num_closed
         left = list(self._num_sent)
