@@ -11,7 +11,9 @@ import pytest
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint, Excluded
 from twostroke.core.tree import ROOT
+from twostroke.sample import exclusion
 from twostroke.sample.grammar import Grammars
+from twostroke.schema.size import MOST_FORCED
 
 if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
@@ -76,3 +78,27 @@ def test_all_other_texts_and_no_others_can_be_drawn(
             else:
                 waiting.append([*output, token])
     assert texts == set(others)
+
+
+def test_texts_with_many_spellings_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of 64 letters has more spellings in tokens than a program can look at."""
+    tokenizer = byte_tokenizer(more_merges=("a a", "a aa", "aa aa"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    run, forced = "a" * 64, "b" * 2 * MOST_FORCED  # so much that grammars force no token
+    rules = f'start: "{run}" | "{run}b" | "{forced}"'
+    excluded = (Excluded(run + "b", 0), Excluded(run, 0, is_whole=True), Excluded("bb", 0))
+    constraint = Constraint("lark", rules, excluded=excluded)
+    num_copies = 0
+    copy_after = exclusion._copy_after
+
+    def count_copies(matcher: Any, token: int) -> Any:
+        nonlocal num_copies
+        num_copies += 1
+        return copy_after(matcher, token)
+
+    monkeypatch.setattr(exclusion, "_copy_after", count_copies)
+    matcher = grammars.matcher(constraint)
+    mask = np.zeros((1, matcher.num_words), np.uint32)
+    matcher.masks([], (), (), mask)
+    assert not mask.any()
+    assert 1 < num_copies < 2 * len(run)

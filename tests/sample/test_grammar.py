@@ -374,3 +374,17 @@ def test_the_reason_of_a_refusal_is_remembered(tokenizer: Tokenizer) -> None:
 def test_objects_are_refused_as_grammars(grammars: Grammars, notation: str, text: str) -> None:
     with pytest.raises(RequestError, match="The grammar cannot be used: no rule begins with"):
         grammars.compile(Constraint(notation, text))
+
+
+@pytest.mark.parametrize("number", ["1..2", "-", "e", "1e999", "1e99999", "0.07"])
+def test_the_text_of_a_grammar_may_mention_multiples(grammars: Grammars, number: str) -> None:
+    """The limits of a grammar depend on `multipleOf`, wherever in it that is found."""
+    mention = f'"multipleOf": {number}'
+    rules = f'start: "a" // {mention}'
+    for constraint in (
+        Constraint("lark", rules),
+        Constraint("json_schema", json.dumps({"enum": [mention, "b"]})),
+        Constraint("choice", json.dumps([mention, "b"])),
+    ):
+        size = 32 * grammars.num_words
+        assert allowed_after(grammars.matcher(constraint), [], size).any()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from twostroke.core.constraint import Excluded
     from twostroke.tokenize import Tokenizer
 
-_MAX_DEPTH: Final = 32  # tokens of look-ahead
+_MAX_LOOKAHEAD: Final = 256  # texts that a step looks at
 
 
 class TokenTexts:
@@ -105,8 +105,9 @@ class Exclusions:
     def clear(self, matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
         """Clear the tokens in a mask that complete an excluded text or inevitably lead to one."""
         self._clear_complete(row)
+        dead_ends: set[bytes] = set()
         for token in self._partial_tokens(row, is_near=True):
-            if not self.after([token]).has_alternative(_copy_after(matcher, token), len(row), 0):
+            if not self._has_alternative(matcher, token, len(row), dead_ends):
                 row[token // 32] &= ~np.uint32(1 << (token % 32))
 
     def _clear_complete(self, row: NDArray[np.uint32]) -> None:
@@ -133,22 +134,45 @@ class Exclusions:
                     tokens |= dict.fromkeys(self._texts.tokens_equal_to(rest.text))
         return {token: None for token in tokens if row[token // 32] >> (token % 32) & 1}
 
-    def has_alternative(self, matcher: LLMatcher, num_words: int, depth: int) -> bool:
-        """Return whether the answer can continue to anything other than an excluded text."""
-        if not self._rests or depth > _MAX_DEPTH:
-            return True
-        row = np.zeros(num_words, np.uint32)
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    def _has_alternative(
+        self, matcher: LLMatcher, token: int, num_words: int, dead_ends: set[bytes]
+    ) -> bool:
+        """Return whether the answer can become anything other than an excluded text after a token.
+
+        Many sequences of tokens spell the same text, which can continue in the same ways: each
+        text is looked at once. `dead_ends` are texts that inevitably lead to an excluded text; the
+        method adds the dead ends that it finds.
+        """
+        seen = set(dead_ends)
+        waiting = [(self, matcher, b"", token)]
+        while waiting:
+            exclusions, matcher, text, token = waiting.pop()
+            text += self._texts.text(token)
+            if text in seen:
+                continue
+            seen.add(text)
+            exclusions, matcher = exclusions.after([token]), _copy_after(matcher, token)
+            if not exclusions or len(seen) > _MAX_LOOKAHEAD:
+                return True
+            row = np.zeros(num_words, np.uint32)
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            partial_tokens = exclusions.take_partial_tokens(row)
+            if row.any():
+                return True
+            waiting += [(exclusions, matcher, text, token) for token in partial_tokens]
+        dead_ends |= seen
+        return False
+
+    def take_partial_tokens(self, row: NDArray[np.uint32]) -> list[int]:
+        """Clear the tokens in a mask that complete an excluded text or may lead to one.
+
+        Returns the tokens that may lead to one.
+        """
         self._clear_complete(row)
-        tokens = self._partial_tokens(row)
+        tokens = [*self._partial_tokens(row)]
         for token in tokens:
             row[token // 32] &= ~np.uint32(1 << (token % 32))
-        if row.any():
-            return True
-        return any(
-            self.after([token]).has_alternative(_copy_after(matcher, token), num_words, depth + 1)
-            for token in tokens
-        )
+        return tokens
 
     def __bool__(self) -> bool:
         """Whether the answer can still become an excluded text."""

@@ -12,6 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from contextlib import suppress
+from decimal import Decimal
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -65,7 +66,8 @@ _SMALL_MULTIPLE: Final = 1000
 _MORE_LIMITS: Final = _LIMITS | {"step_lexer_fuel": 5_000_000, "max_lexer_states": 500_000}
 _NUM_WALKS: Final = 8
 _WALK_LENGTH: Final = 12  # tokens
-_MULTIPLE: Final = re.compile(r'\\?"multipleOf\\?": ?([0-9.e-]+)')
+# Also found in a text or a comment of a grammar, where it does no harm.
+_MULTIPLE: Final = re.compile(r'\\?"multipleOf\\?": ?(\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4})?)')
 
 _UNSPELLABLE: Final = "the model has no tokens for a part of the text."
 
@@ -205,8 +207,8 @@ class Grammars:
         if constraint.preface is not None:
             text = after_preface(constraint.preface, text, self._tokenizer)
         deadline.check()
-        multiples = [float(number) for number in _MULTIPLE.findall(text)]
-        is_large = max(map(_num_remainders, multiples), default=0) > _SMALL_MULTIPLE
+        multiples = [Decimal(number) for number in _MULTIPLE.findall(text)]
+        is_large = max(map(_num_remainders, multiples), default=Decimal()) > _SMALL_MULTIPLE
         limits = LLParserLimits(**(_MORE_LIMITS if is_large else _LIMITS))
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         matcher = GrammarMatcher(compiled, self, constraint, gaps)
@@ -370,11 +372,10 @@ class GrammarMatcher:
             raise _refusal(self._constraint, self._matcher.get_error())
 
 
-def _num_remainders(multiple: float) -> float:
+def _num_remainders(multiple: Decimal) -> Decimal:
     """Return how many remainders there are beside a number."""
-    while multiple % 1:
-        multiple *= 10
-    return multiple
+    _, digits, exponent = multiple.normalize().as_tuple()
+    return Decimal((0, digits, max(int(exponent), 0)))
 
 
 def _walk(matcher: GrammarMatcher, rng: np.random.Generator, deadline: Deadline) -> None:

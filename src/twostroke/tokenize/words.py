@@ -50,7 +50,7 @@ def unicode_form(form: Form) -> Normalize:
 
 
 def replacing(pattern: str, content: str) -> Normalize:
-    """Return a function that reoffsets every match of `pattern` by `content`."""
+    """Return a function that replaces every match of `pattern` by `content`."""
     compiled = _compile(pattern)
     return lambda text: compiled.sub(lambda _match: content, text)
 
