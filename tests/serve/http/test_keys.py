@@ -191,7 +191,7 @@ def test_malformed_key_file_is_refused_without_showing_a_key(
 def test_unreadable_files_and_malformed_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         ApiKeys.read(tmp_path / "none", None)
-    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+    with pytest.raises(UsageError, match="cannot be read: it is a folder, not a file"):
         ApiKeys.read(tmp_path, None)
     for key in ("two words", "", "é", "x" * (MAX_LENGTH + 1)):
         with pytest.raises(UsageError, match=r"TWOSTROKE_API_KEY must be .* printable ASCII"):
