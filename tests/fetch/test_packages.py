@@ -9,7 +9,6 @@ import re
 import shutil
 import threading
 import zipfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +23,7 @@ from twostroke.fetch.records import record_of_package
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 CONTENT = bytes(range(256)) * 20_000  # some 5 MB: several chunks
 HALVES = (CONTENT[: len(CONTENT) // 2], CONTENT[len(CONTENT) // 2 :])
