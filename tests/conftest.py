@@ -11,13 +11,14 @@ import pytest
 
 from twostroke.core.errors import ModelNotFoundError
 from twostroke.fetch import resolve
+from twostroke.measure import questions
 
 pytest.register_assert_rewrite("support")  # so that its failures say what was found
 
 from support import authorities, native  # noqa: E402 only now
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 authorities.share()
@@ -76,6 +77,15 @@ def rounds(request: pytest.FixtureRequest) -> int:
     """How many times as long a test marked `rounds` plays (`make test-long`: 10)."""
     count: int = request.config.getoption("--rounds")
     return count
+
+
+@pytest.fixture(scope="module")
+def few_questions() -> Iterator[int]:
+    """Reports of rounded models ask every sixth question only; returns how many that are."""
+    asked = questions.questions()[::6]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(questions, "questions", lambda: asked)
+        yield len(asked)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ def test_no_source_runs_code_from_data() -> None:
     faults = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCES
-        for line, name in _names_used(ast.parse(path.read_text()))
+        for line, name in _names_used(_tree(path))
         if name.split(".")[0] in FORBIDDEN_MODULES
         or name in FORBIDDEN_BUILTINS
         or name in FORBIDDEN_CALLS
@@ -81,7 +82,7 @@ def test_threads_share_decoders_that_are_made_at_import() -> None:
     found = {
         f"{path}:{node.lineno}"
         for path in sources
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.keyword) and node.arg == "type"
         if isinstance(node.value, ast.Name) and node.value.id.lstrip("_")[:1].isupper()
     }
@@ -94,7 +95,7 @@ def test_environment_is_read_in_one_place() -> None:
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCES
         if path != PACKAGE / "core" / "env.py"
-        for line, name in _names_used(ast.parse(path.read_text()))
+        for line, name in _names_used(_tree(path))
         if name in ENVIRONMENT
     ]
     assert not faults
@@ -119,9 +120,7 @@ def test_no_test_sets_the_clock_of_other_threads() -> None:
 
 def test_every_source_file_states_its_job() -> None:
     silent = [
-        path.relative_to(ROOT).as_posix()
-        for path in SOURCES
-        if not ast.get_docstring(ast.parse(path.read_text()))
+        path.relative_to(ROOT).as_posix() for path in SOURCES if not ast.get_docstring(_tree(path))
     ]
     assert not silent
 
@@ -249,6 +248,11 @@ def test_files_and_functions_over_their_limits_are_reported() -> None:
     sizes = [("a.py", 800), ("b.py", 801), ("a.py::f", 60), ("a.py::g", 61)]
     reported = [sentence.partition(": ")[0] for sentence in tool.find_oversized(sizes)]
     assert reported == ["b.py", "a.py::g"]
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:

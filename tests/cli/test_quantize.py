@@ -21,7 +21,6 @@ from twostroke.compress.unfinished import unfinished
 from twostroke.core.errors import TwostrokeError
 from twostroke.engine.loading import load
 from twostroke.measure.compare import held_out_text
-from twostroke.measure.questions import questions
 from twostroke.weights.gguf import read_gguf
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 LAYER = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 TEXT = "Water runs down hills, and stones stay. " * 200
 NUM_TOKENS = 1024
+
+pytestmark = pytest.mark.usefixtures("few_questions")
 
 
 @pytest.fixture
@@ -51,7 +52,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(tiny: str, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(
+    tiny: str, shared_cache: Path, few_questions: int, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A tiny model in 4 bits, calibrated on `TEXT`."""
     out = tmp_path_factory.mktemp("small") / "small.gguf"
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +65,7 @@ def small(tiny: str, shared_cache: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_report_has_what_was_measured_and_from_what(
-    cli: Callable[..., Ran], tiny: str, small: Path
+    cli: Callable[..., Ran], tiny: str, small: Path, few_questions: int
 ) -> None:
     report = json.loads(cli("report", str(small), "--json").out)
     assert report["source_sha256"] == hashlib.sha256(Path(tiny).read_bytes()).hexdigest()
@@ -79,7 +82,7 @@ def test_a_report_has_what_was_measured_and_from_what(
     printed = cli("report", str(small)).out
     flips = report["flips"]
     assert 0 <= flips["num_flipped"] < flips["num_questions"] // 2
-    asked = f"{flips['num_flipped']} of {len(questions())}; right {flips['num_right']}, source "
+    asked = f"{flips['num_flipped']} of {few_questions}; right {flips['num_right']}, source "
     for shown in (
         asked,
         "q4_0, 4.50 bits",

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TEXT = "Water runs down hills, and stones stay. " * 200
 
+pytestmark = pytest.mark.usefixtures("few_questions")
+
 
 def folder_of(source: Path, target: str, out: Path) -> FileReport:
     return quantize(str(source), target, out, TEXT, 1024, lambda _: None)

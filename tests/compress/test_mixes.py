@@ -64,6 +64,8 @@ def test_each_matrix_has_a_format_that_holds_it(tiny: str) -> None:
 
 
 TEXT = "Water runs down hills, and stones stay. " * 200
+
+pytestmark = pytest.mark.usefixtures("few_questions")
 ODD = {"ffn_size": 172}  # rows that fill no blocks of 32
 
 

@@ -165,7 +165,7 @@ print("whole")
     assert done.stdout == b"whole\n", done.stderr
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(2)
 def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
     """Chunks, prefix hits, preemption, drafts, and more drawn rows than logits are held at once."""
     chance = random.Random(seed)
@@ -187,7 +187,7 @@ def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
             assert found == known, (mesh, family)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(2)
 def test_pieces_on_several_ranks_give_the_answers_of_one_process(seed, monkeypatch):
     """Shares or keys and values go around, in one tile or in many, in any schedule."""
     chance = random.Random(seed)
