@@ -74,6 +74,7 @@ class _Route:
         self.path = path
 
 
+_LARGE_BODY_BYTES: Final = 64 * 1024
 _OTHER: Final = _Route("other")
 _ROUTES: Final = {path: _Route(path) for path in (*COMPUTED, *TENANTS)}
 
@@ -154,7 +155,7 @@ class Router:
         if path in COMPUTED and method == "POST":
             data = await read_json(request, self.options.limits)
             prompt = read_prompt(data, salt)
-            content = b"" if path in FREE else self._content(data, prompt.model)
+            content = b"" if path in FREE else await self._content(data, prompt.model)
             self._forwarder.killers.check(content)
             meter = self._admit(prompt, scope)
             key = self.options.replica_key
@@ -188,11 +189,13 @@ class Router:
             work = self._forwarder.run(errand, read_prompt(b"", salt).asked)
         await self._forwarder.guard(errand, work)
 
-    def _content(self, body: bytes, model: str) -> bytes:
+    async def _content(self, body: bytes, model: str) -> bytes:
         """Return the hash of a request's content, which is the same for all names of its model."""
         replicas = self.fleet.replicas.values()
         name = next((name for replica in replicas if (name := replica.facts.find(model))), "")
-        return content_hash(body, name)
+        if len(body) <= _LARGE_BODY_BYTES:
+            return content_hash(body, name)
+        return await asyncio.to_thread(content_hash, body, name)  # streams do not wait for it
 
     def _admit(self, prompt: Prompt, scope: Scope) -> Meter | None:
         """Hold a request to what its key allows; return what measures it, if usage is kept.
