@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -9,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support import talkers
+from support.servers import wait_for
 from support.talkers import say, talker
+from twostroke.serve.checking import AnswerChecks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from support.servers import LiveServer
+    from twostroke.schema.verify import Fault
+    from twostroke.serve.events import ContentBlock
 
     Fields = dict[str, Any]
 
@@ -261,3 +266,27 @@ def test_an_answer_that_was_cut_is_not_drawn_again(server: LiveServer) -> None:
         assert WRONG.startswith(text)
         assert text
         assert '"finish_reason":"length"' in response.text
+
+
+def test_a_cancelled_answer_is_not_drawn_again(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(server, WRONG, RIGHT)
+    path, check_fault = "/v1/responses", AnswerChecks.fault
+    runs = server.api._background
+
+    async def fault(checks: AnswerChecks, schema: str, block: ContentBlock) -> Fault | None:
+        found = await check_fault(checks, schema, block)
+        [run] = (run for run in runs._runs.values() if not run.is_over)
+        cancelling.append(asyncio.create_task(run.cancel()))
+        await asyncio.sleep(0)
+        return found
+
+    cancelling: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(AnswerChecks, "fault", fault)
+    body, _ = PROTOCOLS[path]
+    assert body is not None
+    id_ = ask(server, path, {**body, "background": True}, stream=False).json()["id"]
+    server.wait_idle()
+    wait_for(lambda: server.http.get(f"{path}/{id_}").json()["status"] == "cancelled")
+    assert len(cancelling) == 1

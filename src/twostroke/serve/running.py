@@ -162,8 +162,10 @@ class Answers:
     ) -> Completion:
         """Return another answer to an answer's prompt; its times begin with the first answer's.
 
-        Raises as `start` and iterating do.
+        Raises as `start` and iterating do, also if the job was cancelled meanwhile.
         """
+        if self not in self._running:
+            raise ServerStoppingError("This answer was cancelled.")
         prompt = self._prompts[answer.index // self.params.n]
         outputs = await self._engine.generate([prompt], params, caller, hints)
         self._redrawn_outputs = outputs
