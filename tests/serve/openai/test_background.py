@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -217,6 +218,25 @@ def test_events_are_bounded_and_the_oldest_are_missed_first(
     second = ask(server, max_output_tokens=40)["id"]
     wait_for(lambda: read(server, second)["status"] == "incomplete")
     assert sum(run.num_bytes for run in runs._runs.values()) <= 8000
+
+
+def test_client_that_reads_too_slowly_is_told_where_to_go_on(gated: LiveServer) -> None:
+    id_ = ask(gated, max_output_tokens=40)["id"]
+    run = gated.api._background.find(id_)
+    assert run is not None
+    with gated.http.stream("GET", f"{PATH}/{id_}", params={"stream": "true"}) as response:
+        chunks = response.iter_text()
+        next(chunks)
+        run.first_number += 100  # as if 100 events had come and were dropped
+        gated.backend.gate.set()
+        text = "".join(chunks)
+    *_, last = text.strip().split("\n\n")
+    error = json.loads(last.removeprefix("event: error\ndata: "))
+    assert error["param"] == "starting_after"
+    query: Fields = {"stream": "true", "starting_after": error["sequence_number"]}
+    assert gated.http.get(f"{PATH}/{id_}", params=query).status_code == 200
+    query["starting_after"] -= 1
+    assert gated.http.get(f"{PATH}/{id_}", params=query).status_code == 400
 
 
 def test_background_survives_a_restart_and_belongs_to_its_key(tmp_path: Path) -> None:

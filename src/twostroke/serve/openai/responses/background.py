@@ -15,11 +15,12 @@ import msgspec
 
 from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
-from twostroke.http.errors import report
+from twostroke.http.errors import report, to_message
 from twostroke.http.served import served_of
-from twostroke.serve.dialect import to_json
+from twostroke.serve.dialect import named_sse, to_json
 from twostroke.serve.events import Failed
 from twostroke.serve.openai.responses.body import ResponseBody, ResponseError
+from twostroke.serve.openai.responses.stream_events import StreamError
 from twostroke.serve.stream import EventStream, read_events
 
 if TYPE_CHECKING:
@@ -226,9 +227,16 @@ class FollowingStream(EventStream):
         self._run, self._after = run, after
 
     async def _events(self, _scope: Scope) -> AsyncGenerator[bytes]:
-        """Yield events as they come."""
-        async for data in self._run.follow(self._after):
-            yield data
+        """Yield events as they come; the last one may be an error."""
+        try:
+            async for data in self._run.follow(self._after):
+                yield data
+        except RequestError as error:  # the client reads too slowly
+            if not self._has_begun:
+                raise
+            event = StreamError(error.code, to_message(error), error.field)
+            event.sequence_number = self._run.first_number - 1  # to go on after
+            yield named_sse(event)
 
 
 def replayed(response: Kept, after: int | None) -> bytes:

@@ -155,6 +155,14 @@ class ResponseFailed(StreamEvent, tag="response.failed"):
     response: ResponseBody
 
 
+class StreamError(StreamEvent, tag="error"):
+    """The stream ends, and its response does not: retrieve the response."""
+
+    code: str | None
+    message: str
+    param: str | None
+
+
 EVENTS: Final = (
     ResponseCreated,
     ResponseQueued,
@@ -174,4 +182,5 @@ EVENTS: Final = (
     ResponseCompleted,
     ResponseIncomplete,
     ResponseFailed,
+    StreamError,
 )
