@@ -82,7 +82,9 @@ CLIENTS = {
         "llama_server_python.py", ("langchain-llama-cpp>=0.1", "llamastat", "swaag")
     ),
     "lm-eval": Client(  # and transformers beside it, which reads the same file (some 2 GB)
-        "lm_eval_harness.py", ("lm-eval[api,hf]>=0.4.13", "gguf", "torch==2.13.0")
+        "lm_eval_harness.py",
+        ("lm-eval[api,hf]>=0.4.13", "gguf", "torch==2.13.0"),
+        serve=("--activation-bits", "15"),  # as near to transformers as can be
     ),
 }
 
