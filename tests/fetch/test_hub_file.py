@@ -194,3 +194,16 @@ def test_the_page_lists_the_catalogue() -> None:
         end = f", {model.number_format} | {size} | {model.good_for} |"
         lines = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
         assert any(line.endswith(end) for line in lines), name
+
+
+def test_a_file_that_is_longer_than_announced_is_not_read_to_its_end(
+    target: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_file, "CHUNK_BYTES", 64 * 1024)
+    hub.repos["owner/repo"] = Repo({"a folder/small.gguf": CONTENT * 4})
+    sizes = list[int]()
+    partial = target.parent.parent / "partial"
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    assert MODEL.hub is not None
+    hub_file.receive(MODEL.hub, partial, len(CONTENT), sizes.append)
+    assert len(CONTENT) < sizes[-1] <= len(CONTENT) + 64 * 1024

@@ -48,6 +48,8 @@ def receive(file: HubFile, partial: Path, num_bytes: int, grew: Callable[[int], 
             for received in _append(file, partial, size):
                 size = received
                 grew(size)
+                if size > num_bytes:  # its checksum will be wrong: do not fill the disk with it
+                    break
         except HubUnavailableError as error:
             problem = error
         if size > before:
@@ -61,6 +63,7 @@ def receive(file: HubFile, partial: Path, num_bytes: int, grew: Callable[[int], 
 def _append(file: HubFile, partial: Path, size: int) -> Iterator[int]:
     """Append the answer to one request, and yield the partial file's size after each piece."""
     import http.client  # commands that fetch nothing start without it
+    import ssl
     import urllib.error
     import urllib.request
 
@@ -80,7 +83,13 @@ def _append(file: HubFile, partial: Path, size: int) -> Iterator[int]:
         error.close()
         reason = f"answered {file} with status {error.code}"
         raise HubUnavailableError(f"The hub at {env.hub_endpoint()} {reason}.") from None
-    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError):
+    except (
+        urllib.error.URLError,
+        http.client.HTTPException,
+        ConnectionError,
+        TimeoutError,
+        ssl.SSLError,  # while reading; before, it is inside an URLError
+    ):
         raise HubUnavailableError(
             f"The hub at {env.hub_endpoint()} could not be reached for {file.repository!r}: check "
             "the network, the proxy settings or HF_ENDPOINT."
