@@ -1,4 +1,4 @@
-"""Chat templates that have names, for models whose files have none, or a wrong one."""
+"""Built-in chat templates with names, for models whose files have no template or a wrong one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SYSTEM_FIRST: Final = (
     "else '' %}{% set turns = messages[1:] if system else messages %}"
 )
 
-# By name, as llama.cpp calls them. Marks that the vocabulary lacks are plain text.
+# The names are llama.cpp's. Marks that a vocabulary does not have become plain text.
 BUILT_IN: Final = {
     "chatml": (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') "
@@ -44,7 +44,7 @@ BUILT_IN: Final = {
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + (m.content or '') + '\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
     ),
-    # Gemma has no system's turn: its text begins the first turn of the user.
+    # Gemma has no system role: the system text stands at the start of the first user turn.
     "gemma": (
         _SYSTEM_FIRST + "{% for m in turns %}<start_of_turn>"
         "{{ ('model' if m.role == 'assistant' else 'user') + '\n' }}"
@@ -110,10 +110,10 @@ BUILT_IN: Final = {
 
 
 def check_template(template: str) -> None:
-    """Refuse a single word that is not the name of a built-in template.
+    """Check that a template is Jinja source or the name of a built-in template.
 
     Raises:
-        UsageError: it is one.
+        UsageError: the template is a single word that is not such a name.
     """
     if template in BUILT_IN or "{" in template or len(template.split()) > 1:
         return
@@ -124,9 +124,9 @@ def check_template(template: str) -> None:
 
 
 def template_source(template: str, tokenizer: Tokenizer) -> str:
-    """Return the Jinja source of a built-in template's name; another text is a source itself.
+    """Return the Jinja source of a built-in template by its name; return other texts unchanged.
 
-    A built-in template begins with the tokens that begin every text of the model.
+    The source of a built-in template starts with the tokens that the tokenizer puts before a text.
     """
     check_template(template)
     if template not in BUILT_IN:

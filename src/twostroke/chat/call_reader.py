@@ -126,9 +126,9 @@ class CallReader:
         return pieces
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """Return the text that was held back, at the end of the answer.
+        """Return the text that is still held back when the answer ends.
 
-        The beginning of a call is dropped if the answer `is_cut`, by its limit or a stop string.
+        If the answer `is_cut` (by its token limit or a stop string), an incomplete call is dropped.
         """
         held, self._held = self._held, ""
         if is_cut and self._is_begun_call(held):
@@ -143,7 +143,7 @@ class CallReader:
         return [TextPiece(rest)] if rest else []
 
     def _is_begun_call(self, text: str) -> bool:
-        """Return whether a text begins a call, or its mark."""
+        """Return whether a text is the start of a call, or of the mark before a call."""
         if self._state == self._head or self.num_calls > 0:
             return True
         if text.lstrip() and self._form.mark.startswith(text.lstrip()):

@@ -82,9 +82,9 @@ class Turn(Frozen):
         return replace(params, constraint=constraint, preface=self.preface, shown_ids=shown_ids)
 
     def _drops_space(self, params: SamplingParams) -> bool:
-        """Whether a space at the beginning of the answer is the tokenizer's, and not its text's.
+        """Whether to drop a space at the start of the answer, since the tokenizer added it.
 
-        An answer whose form the client gives has exactly that form.
+        If the client gives a constraint, the answer has exactly the text that it allows.
         """
         if self.continues or not self.tokenizer.strip_space:
             return False
@@ -109,7 +109,7 @@ class Turn(Frozen):
 
 
 class TriedTemplate:
-    """A compiled chat template, and what trying it has shown; each is found when first used."""
+    """A compiled chat template and its properties, found by trial renderings on first use."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.template = template
@@ -127,7 +127,7 @@ class TriedTemplate:
 
     @cached_property
     def turn_order(self) -> TurnOrder:
-        """The orders of turns that the template accepts."""
+        """The message orders that the template accepts."""
         capabilities = self.capabilities
         return find_turn_order(
             self._shows,
@@ -150,7 +150,7 @@ class TriedTemplate:
 
     @cached_property
     def _needs_parts(self) -> bool:
-        """Whether the template drops or refuses a text, and shows a list with the text."""
+        """Whether message content must be a list of parts, since the template fails on a text."""
         text = "probed text"
         parts = [{"type": "text", "text": text}]
         return not self._shows_content(text) and self._shows_content(parts)
@@ -163,7 +163,7 @@ class TriedTemplate:
             return False
 
     def _shows(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether the template accepts a conversation and shows all of it."""
+        """Whether the template accepts a conversation and writes all of its texts."""
         try:
             rendered = self.template.render(
                 self._in_parts(fitted(messages, (), self.capabilities)),
@@ -210,7 +210,7 @@ class TriedTemplate:
         )
 
     def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with lists of parts in place of texts, if the template needs them."""
+        """Return messages whose content is a list of parts, if the template needs such lists."""
         if not self._needs_parts:
             return messages
         return [
@@ -223,9 +223,9 @@ class TriedTemplate:
     def _render_in_order(
         self, messages: list[dict[str, Any]], *, continues: bool, **options: Any
     ) -> Prompt:
-        """Render messages in the order that the template accepts.
+        """Render messages in an order that the template accepts.
 
-        Where it refuses the messages all the same, stricter orders are tried.
+        If the template refuses that order, too, stricter orders are tried.
         """
         refusal = None
         for order in (self.turn_order, ALTERNATING, STRICTEST):
@@ -243,9 +243,9 @@ class TriedTemplate:
 
 
 class Chat:
-    """A model's chat templates, compiled when first used, as the compiler is slow to import.
+    """A model's chat templates, compiled on first use because the compiler is slow to import.
 
-    The model's own template for tools serves the requests that have tools.
+    If the model has a separate template for tools, requests with tools use that template.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -258,7 +258,7 @@ class Chat:
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why the model cannot chat, as its template cannot be compiled; None if it can."""
+        """Why the model's chat template cannot be compiled; None if the model can chat."""
         try:
             self._plain  # noqa: B018 - compiles the template
         except ModelFormatError as error:
@@ -267,11 +267,11 @@ class Chat:
 
     @cached_property
     def tool_refusal(self) -> str | None:
-        """Why the model's template for tools is not used; None if it is, or if there is none."""
+        """Why the model's template for tools cannot be compiled; None if it can, or is missing."""
         return self._for_tools[1]
 
     def prepare(self) -> None:
-        """Compile and try the templates now, so that no request has to wait for it."""
+        """Compile and try the templates now, so that the first request does not wait for that."""
         if self.refusal is None:
             for tried in (self._plain, self._for_tools[0]):
                 tried.turn_order  # noqa: B018 - found when first used
@@ -282,7 +282,10 @@ class Chat:
 
     @cached_property
     def _for_tools(self) -> tuple[TriedTemplate, str | None]:
-        """The template of conversations with tools, and why it is not the model's own."""
+        """The template for conversations with tools, and why it is not the model's tool template.
+
+        The reason is None if the tool template is used, or if the model has none.
+        """
         if find_source(self._tokenizer, FOR_TOOLS) is None:
             return self._plain, None
         try:
@@ -298,10 +301,10 @@ class Chat:
         )
 
     def _tried_for(self, *, has_tools: bool) -> TriedTemplate:
-        """Return the template of a request.
+        """Return the template for a request with or without tools.
 
         Raises:
-            RequestError: it cannot be compiled.
+            RequestError: the template cannot be compiled.
         """
         if self.refusal is not None:
             reason = "cannot be answered: {why} Use plain completions instead."
@@ -359,13 +362,14 @@ class Chat:
     ) -> Prompt:
         """Return the prompt of a conversation, in which `tools` may be called.
 
-        Where the template does not support tools, text describes them and their calls. Turns that
-        it refuses or drops are rearranged (`turn_order.py`). The answer may continue the last
-        message. `thinking` is the request for reasoning.
+        If the template does not support tools, the prompt describes tools and calls as text.
+        Messages that the template refuses or drops are rearranged (`turn_order.py`). With
+        `continue_final_message` the answer continues the last message. `thinking` says how much
+        the model is to reason.
 
         Raises:
-            RequestError: the messages are malformed, or the template refuses them, lacks what
-                the request asks for, or cannot be compiled.
+            RequestError: the messages are malformed; or the template refuses them, lacks a
+                feature that the request needs, or cannot be compiled.
         """
         check_are_messages(messages)
         return self._tried_for(has_tools=bool(tools)).render(
@@ -378,5 +382,5 @@ class Chat:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error's text with a full stop."""
+    """Return an error's text as a sentence that ends with a full stop."""
     return f"{str(error).rstrip('.')}."

@@ -123,9 +123,9 @@ class AnswerReader:
         return self._pieces_of(self._cutter.feed(text))
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """Return the pieces that were held back, at the end of the answer.
+        """Return the pieces that are still held back when the answer ends.
 
-        If it `is_cut`, by its limit or by a stop string, the beginning of a call is dropped.
+        If the answer `is_cut` (by its token limit or a stop string), an incomplete call is dropped.
         """
         pieces = [] if self._cutter is None else self._pieces_of(self._cutter.finish())
         rest = self._calls.finish(is_cut=is_cut) if self._calls else []

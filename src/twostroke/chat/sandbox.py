@@ -337,12 +337,12 @@ def _sum(
     if all(isinstance(item, list) for item in (*items, start)):
         return [inner for item in (start, *items) for inner in item]
     if not all(isinstance(item, (int, float)) for item in (*items, start)):
-        raise SecurityError("sum adds numbers or lists in a chat template")
+        raise SecurityError("the filter sum of a chat template adds only numbers or lists")
     return sum(items, start)
 
 
 def _first_drawn(items: Sequence[Any]) -> Any:
-    """Jinja's `random` filter, which draws the first item: a prompt must not change by itself."""
+    """Return the first item, for Jinja's `random` filter: the same request has one prompt."""
     return items[0] if items else ""
 
 

@@ -1,4 +1,4 @@
-"""Finds the source of a model's chat template among its files."""
+"""Finds the source of a model's chat template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
 
-DEFAULT: Final = "default"  # names of templates, as transformers has them
+DEFAULT: Final = "default"  # transformers' name for the usual template
 FOR_TOOLS: Final = "tool_use"
 
 _CHATML_MARKS: Final = frozenset(("<|im_start|>", "<|im_end|>"))
@@ -19,10 +19,10 @@ _CHATML: Final = (
 
 
 def find_source(tokenizer: Tokenizer, name: str = DEFAULT) -> str | None:
-    """Return the template of that name, or None if the model has none.
+    """Return the source of the model's template with this name; None if there is none.
 
-    A model whose templates all have other names chats with the first of them; one without any
-    gets ChatML if its vocabulary has the marks of ChatML.
+    If the model has no default template, its first template replaces it. If the model has no
+    template at all, but its vocabulary has the marks of ChatML, the default is ChatML.
     """
     sources = {key: text for key, text in tokenizer.chat_templates.items() if text.strip()}
     if name in sources or name != DEFAULT:

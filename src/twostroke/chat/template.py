@@ -33,9 +33,9 @@ class ChatTemplate:
     they are, so its questions about a message get the usual answers. A special token made from a
     role (`'<|' + message['role'] + '|>'`) works too: roles have marks of their own.
 
-    `variables` are the names of variables that the template reads, `keys` those that it looks up
-    in objects such as messages. `reads_parts` is whether it takes lists of parts as content,
-    `names_developer` whether it has a case for the role developer.
+    `variables` are the names of variables that the template reads, `keys` the names that it looks
+    up in objects such as messages. `reads_parts` says whether the template reads content that is
+    a list of parts, `names_developer` whether it has a case for the role developer.
     """
 
     def __init__(

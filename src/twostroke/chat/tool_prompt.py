@@ -50,10 +50,10 @@ def fitted(
 
 
 def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages in which calls and results without ids have some.
+    """Yield messages in which every call and every result has an id.
 
-    A result without an id answers the first open call of its name in the last answer, or else the
-    first open call.
+    A result without an id gets the id of the first unanswered call with its name in the last
+    answer, or else of the first unanswered call.
     """
     num_calls = 0
     open_ids: dict[str, deque[str]] = {}  # by name; an id may be answered already

@@ -12,7 +12,7 @@ from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.schema.prepare import ANY_OBJECT
 
-# With one of these, `properties` need not list all arguments.
+# A schema with one of these keywords may allow arguments that `properties` does not list.
 _MORE_ARGUMENTS: Final = frozenset(
     ("$ref", "additionalProperties", "allOf", "anyOf", "minProperties", "oneOf")
 ) | {"patternProperties"}
@@ -37,21 +37,21 @@ class Function(Frozen):
     def described(
         cls, name: str, parameters: dict[str, Any] | None, param: str, *, is_strict: bool = False
     ) -> Function:
-        """Return a function whose arguments follow a JSON schema, None for any object.
+        """Return a function whose arguments follow the JSON schema `parameters`.
 
-        Many tools have schemas written for other readers: where one cannot be followed, only an
-        `is_strict` function is refused, and the arguments of others are any object. Whether a
-        schema can be followed shows when it is compiled.
+        Many tools have schemas that no grammar can enforce. Such a schema is an error only if the
+        function `is_strict`; otherwise its arguments may be any object. A schema that is not for
+        an object is found here, all others when the schema is compiled.
 
         Raises:
-            RequestError: the arguments of an `is_strict` function are no object.
+            RequestError: the schema of an `is_strict` function is not for an object.
         """
         schema = _closed(parameters or {})
         function = cls(name, schema, param, is_strict)
         if schema.get("type", "object") == "object":
             return function
         if is_strict:
-            raise RequestError("cannot be followed: arguments are an object.", field=param)
+            raise RequestError("cannot be followed: its type must be object.", field=param)
         return function.freed()
 
     def constraint(self) -> Constraint:
@@ -82,10 +82,11 @@ class Tools(Frozen):
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that allows only the arguments in its `properties`, if it lists them there.
+    """Return a schema that allows no arguments besides those in its `properties`.
 
-    Other arguments would make most functions fail, although JSON Schema allows them by default.
-    A schema that does not mention arguments means a function without any.
+    JSON Schema allows other arguments by default, but most functions would fail with them. If a
+    schema mentions no arguments, the function has none. If a schema can describe arguments outside
+    `properties`, it is returned unchanged.
     """
     if schema.keys() <= _SAY_NOTHING and schema.get("type", "object") == "object":
         return {"type": "object", "properties": {}, "additionalProperties": False}

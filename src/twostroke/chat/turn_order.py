@@ -1,8 +1,9 @@
-"""Puts the turns of a conversation into an order that the model's chat template accepts.
+"""Puts the messages of a conversation into an order that the model's chat template accepts.
 
-Many templates refuse a second system message, two turns of one role in a row or a role that they do
-not know, and some drop such messages silently. A template is tried once with small conversations;
-where one fails, conversations of that kind are rearranged, and all others are rendered unchanged.
+Many templates refuse a second system message, two messages of one role in a row, or a role that
+they do not know. Some drop such messages silently. Each template is tried once with small
+conversations of several kinds. If the template fails on a kind, conversations of that kind are
+rearranged before they are rendered. All other conversations are rendered unchanged.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ if TYPE_CHECKING:
     Message = dict[str, Any]
 
 _TEXT: Final = re.compile(r"probed\d+text")
-_SEPARATOR: Final = "\n\n"  # between texts that become one message
+_SEPARATOR: Final = "\n\n"  # between texts that are joined into one message
 TOOL_RESULT: Final = "<tool_response>\n{}\n</tool_response>"
 
 
 class TurnOrder(Frozen):
-    """The orders of turns that a chat template accepts, and shows whole.
+    """The kinds of conversations that a chat template accepts and writes in full.
 
     Attributes:
         developer: messages of the role developer.
         system: a system message at the beginning.
-        lone_system: the same without a message of the user.
-        answered_system: the same where the last message is not the user's.
+        lone_system: a system message at the beginning, without any message of the user.
+        answered_system: a system message at the beginning, and a last message that is not the
+            user's.
         several_systems: several system messages at the beginning.
         late_system: system messages after other messages.
         empty_answer: an assistant's message without text and calls.
@@ -77,11 +79,12 @@ STRICTEST: Final = replace(ALTERNATING, system=False)
 def arranged(
     messages: Sequence[Message], order: TurnOrder, *, continues: bool = False
 ) -> list[Message]:
-    """Return messages in an order that a template accepts; their text is kept.
+    """Return the messages in an order that a template accepts, with all of their text.
 
-    Leading system messages are joined, later ones become text of the user's message beside them,
-    and so do all where the template has no system message. Neighbours of one role are joined.
-    `continues` is whether the answer continues the last message.
+    Each rule applies only if the template needs it. System messages at the beginning are joined.
+    Later system messages become text of the next user message; so do all system messages if the
+    template has no system role. Neighbouring messages of one role are joined. `continues` says
+    whether the answer continues the last message.
     """
     turns = [_with_lists(message) for message in messages]
     if not order.developer:
@@ -111,7 +114,7 @@ def arranged(
 
 
 def with_system_role(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the role system in index of developer, its newer name."""
+    """Return messages in which the role developer is replaced by system, its older name."""
     return [
         message | {"role": "system"} if message["role"] == "developer" else message
         for message in messages
@@ -121,11 +124,12 @@ def with_system_role(messages: Sequence[Message]) -> list[Message]:
 def find_turn_order(
     shows: Callable[[list[Message]], bool], *, names_developer: bool, writes_tools: bool
 ) -> TurnOrder:
-    """Return the orders of turns that a template accepts.
+    """Return the kinds of conversations that a template accepts.
 
-    `shows` renders a conversation, and is false if the template refuses it or drops a text.
-    `names_developer` is whether the template has a case for the role developer, `writes_tools`
-    whether it shows calls and their results. A kind of order is only given up if rearranging helps.
+    `shows` renders a conversation; it returns false if the template refuses the conversation or
+    drops a text. `names_developer` says whether the template has a case for the role developer,
+    `writes_tools` whether it writes calls and their results. A kind counts as not accepted only if
+    rearranged messages are accepted.
     """
     order = replace(ANY_ORDER, developer=names_developer)
     for kind, conversation, has_tools in _CONVERSATIONS:
@@ -138,7 +142,7 @@ def find_turn_order(
 
 
 def is_shown(messages: Sequence[Message], rendered: str) -> bool:
-    """Whether a rendered conversation has all texts that `find_turn_order` wrote."""
+    """Whether a rendered conversation has all texts of the messages from `find_turn_order`."""
     texts = (text for message in messages for text in _TEXT.findall(message["content"] or ""))
     return all(text in rendered for text in texts)
 
@@ -151,7 +155,7 @@ _PROBE_CALL: Final = {
 
 
 def _probe(turns: str) -> list[Message]:
-    """Return a conversation from words such as `system user assistant`, each with its own text."""
+    """Return a test conversation from words such as `system user assistant`, one per message."""
     messages: list[Message] = []
     for index, word in enumerate(turns.split()):
         role, _, kind = word.partition("-")
@@ -212,7 +216,7 @@ def _with_one_leading_system(turns: list[Message]) -> list[Message]:
 
 
 def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Message]:
-    """Return turns with the user's text in index of system messages that are not shown."""
+    """Return turns in which system messages that the template drops are text of the user."""
     has_user = any(turn["role"] == "user" for turn in turns)
     keeps_leading = (
         order.system
@@ -221,7 +225,7 @@ def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Messag
     )
     num_leading = _num_leading_systems(turns)
     ordered: list[Message] = []
-    pending: Message | None = None  # text that waits for the user's next message
+    pending: Message | None = None  # system text for the user's next message
     for index, turn in enumerate(turns):
         keeps = keeps_leading if index < num_leading else order.late_system
         if turn["role"] == "system" and not keeps:
@@ -242,7 +246,10 @@ def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Messag
 
 
 def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
-    """Whether the last turn will be the user's, and not a tool's that takes in the user's text."""
+    """Whether the rearranged conversation ends with a user turn.
+
+    It does not if a template joins the user's text to the tool result before it.
+    """
     roles = [turn["role"] for turn in turns]
     while roles and roles[-1] in {"user", "system"}:
         roles.pop()
@@ -251,7 +258,7 @@ def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
 
 
 def _append_user(turns: list[Message], turn: Message) -> None:
-    """Add the user's text to the last message if that is the user's, else as a new one."""
+    """Join a user turn to the last turn if that is the user's, too; else append it."""
     if turns and turns[-1]["role"] == "user":
         turns[-1] = _both(turns[-1], turn)
     else:
@@ -259,7 +266,7 @@ def _append_user(turns: list[Message], turn: Message) -> None:
 
 
 def _without_lone_results(turns: list[Message]) -> list[Message]:
-    """Return turns in which the results of tools without a call are text of the user."""
+    """Return turns in which tool results without a call become user turns."""
     ordered: list[Message] = []
     is_called = False
     for turn in turns:
@@ -274,7 +281,7 @@ def _without_lone_results(turns: list[Message]) -> list[Message]:
 
 
 def _with_empty_results(turns: list[Message]) -> list[Message]:
-    """Return turns in which calls without any result have empty ones, unless they come last."""
+    """Return turns with an empty result after each unanswered call, except in the last turn."""
     ordered: list[Message] = []
     for turn in turns:
         calls = ordered[-1].get("tool_calls") if ordered else None
@@ -290,9 +297,9 @@ def _empty_result(call: dict[str, Any]) -> Message:
 
 
 def _joined(turns: list[Message], first: str, second: str) -> list[Message]:
-    """Return turns in which a turn of one role takes in the next if that has the other role.
+    """Join each turn of the role `first` with the next turn if that has the role `second`.
 
-    Two answers with calls stay apart, as each has results of its own.
+    Two assistant turns with calls are not joined, since each has its own results.
     """
     ordered: list[Message] = []
     for turn in turns:
@@ -306,7 +313,7 @@ def _joined(turns: list[Message], first: str, second: str) -> list[Message]:
 
 
 def _with_text_before_calls(turns: list[Message], order: TurnOrder) -> list[Message]:
-    """Return turns in which the text of an answer with calls is an answer of its own before it."""
+    """Split each assistant turn that has text and calls: first the text, then the calls."""
     ordered: list[Message] = []
     for turn in turns:
         if turn["role"] != "assistant" or not any(turn["content"]) or not turn.get("tool_calls"):
@@ -320,10 +327,10 @@ def _with_text_before_calls(turns: list[Message], order: TurnOrder) -> list[Mess
 
 
 def _both(first: Message, second: Message) -> Message:
-    """Return two turns as one, which has the role and the names of the first."""
+    """Return two turns joined into one, with the role and other fields of the first."""
     joined = second | first
     for name in ("content", "reasoning_content"):
-        if name in joined:  # in index, so that joining many turns takes linear time
+        if name in joined:  # the list is extended in place: joining many turns takes linear time
             joined[name] = first.get(name, [])
             joined[name] += second.get(name, [])
     if calls := first.get("tool_calls") or second.get("tool_calls"):
@@ -332,13 +339,13 @@ def _both(first: Message, second: Message) -> Message:
 
 
 def _with_lists(message: Message) -> Message:
-    """Return a message whose content and reasoning are lists, to be joined at the end."""
+    """Return a message whose content and reasoning are lists, which `_with_texts` joins."""
     lists = {name: [message[name]] for name in ("content", "reasoning_content") if name in message}
     return message | lists
 
 
 def _with_texts(turn: Message) -> Message:
-    """Return a turn whose content is one text, or one list of parts, and its reasoning a text."""
+    """Return a turn with its content joined into a text or list of parts, its reasoning a text."""
     contents = [content for content in turn["content"] if content]
     content: Any = (
         _SEPARATOR.join(contents)

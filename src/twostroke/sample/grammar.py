@@ -60,8 +60,8 @@ _LIMITS: Final[dict[str, Any]] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-# The largest `multipleOf` that needs no more. llguidance looks at each remainder once for all
-# requests: walks through a new grammar meet most of them before a step does.
+# A larger `multipleOf` gets `_MORE_LIMITS`. llguidance computes each remainder once for all
+# requests. `_walk` makes it compute most of them before the first step needs them.
 _SMALL_MULTIPLE: Final = 1000
 _MORE_LIMITS: Final = _LIMITS | {"step_lexer_fuel": 5_000_000, "max_lexer_states": 500_000}
 _NUM_WALKS: Final = 8
@@ -71,7 +71,7 @@ _MULTIPLE: Final = re.compile(r'\\?"multipleOf\\?": ?(\d+(?:\.\d+)?(?:[eE][+-]?\
 
 _UNSPELLABLE: Final = "the model has no tokens for a part of the text."
 
-# The limits of llguidance, by a part of its words.
+# Our sentences about llguidance's limits, by a part of llguidance's error message.
 _MEANINGS: Final = {
     "too many expressions constructed": (
         f"one token needs more than {_LIMITS['step_lexer_fuel']:,} steps of its regular "
@@ -231,7 +231,7 @@ class Grammars:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """The texts of the tokens, for excluded texts."""
+        """The bytes of the tokens, which excluded texts are compared with."""
         return TokenTexts(self._tokenizer)
 
     @cached_property
@@ -373,13 +373,13 @@ class GrammarMatcher:
 
 
 def _num_remainders(multiple: Decimal) -> Decimal:
-    """Return how many remainders there are beside a number."""
+    """Return how many remainders a `multipleOf` has, with a fraction scaled to an integer."""
     _, digits, exponent = multiple.normalize().as_tuple()
     return Decimal((0, digits, max(int(exponent), 0)))
 
 
 def _walk(matcher: GrammarMatcher, rng: np.random.Generator, deadline: Deadline) -> None:
-    """Write the beginning of a random answer, so that llguidance knows what comes in its steps."""
+    """Compute the masks of a random answer's first tokens, so that llguidance caches its states."""
     output: list[int] = []
     mask = np.zeros((1, matcher.num_words), np.uint32)
     while len(output) < _WALK_LENGTH:

@@ -110,7 +110,7 @@ class Expander:
         return Item(self.document.node(schema, near), holds)
 
     def keywords(self, state: State) -> list[str]:
-        """Return the keywords of a state's schemas, each with its place."""
+        """Return the keywords of a state's schemas, each with its JSON pointer."""
         return [
             item.node.place(keyword)
             for item in state

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Child = Callable[[Sequence[State | None]], Schema | bool]
 
 _MOST_CHOSEN: Final = 6  # members of which each selection is spelled
-_MOST_MATCHES: Final = 20_000  # of names with patterns
+_MOST_MATCHES: Final = 20_000  # comparisons of a name with a pattern
 MAX_NAME_SHOWN: Final = 80  # characters of a name
 
 

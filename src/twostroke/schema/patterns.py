@@ -38,8 +38,9 @@ _EMPTY: Final = "(?:)"
 _LIST: Final = re.compile(r"\^(?:\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)|([\w -]+))\$")
 ANY_ONE: Final = r"[\x00-\x{10ffff}]"
 _ANYTHING: Final = rf"{ANY_ONE}*"
-# Characters that are written only where a pattern names them: `schema.escapes` knows them by their
-# spelling, such as `\\u{7}`. A set of all of them would allow quotes and backslashes, too.
+# Control characters that an answer has only if a pattern names them. Their spelling in a pattern,
+# such as `\\u{7}`, tells `schema.escapes` about them. A set of all of them would also allow quotes
+# and backslashes.
 UNWRITTEN: Final = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _UNWRITTEN_CODES: Final = (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)
 _EACH_UNWRITTEN: Final = {
@@ -54,9 +55,9 @@ _MOST_MATCHERS: Final = 32  # one of a hostile pattern takes up to half a megaby
 
 
 class Pattern(Frozen):
-    """A regular expression: as it was written, and as llguidance reads it.
+    """A regular expression as its author wrote it (`source`), and for llguidance (`text`).
 
-    A text must match the `other_texts`, too, if there are any.
+    If there are `other_texts`, a value must match all of them as well.
     """
 
     source: str
@@ -78,7 +79,7 @@ def translated(source: str) -> Pattern | None:
 
 
 def _spelled_alike(source: str) -> Pattern | None:
-    """Return a pattern whose parts llguidance knows, or None if it has others."""
+    """Return a pattern that needs no rewriting; None if llguidance does not know a part of it."""
     parts: list[str] = []
     place, was_count = 0, False
     while place < len(source):

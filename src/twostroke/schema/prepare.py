@@ -55,11 +55,12 @@ _REPEATED: Final = "additionalProperties (names that repeat)"
 
 
 class Prepared(Frozen):
-    r"""A schema as llguidance reads it, and the keywords that its grammar does not hold.
+    r"""A schema in llguidance's form, and the keywords that its grammar cannot enforce.
 
-    Each of `gaps` is a keyword with its place, such as `uniqueItems (/properties/tags)`. A finished
-    answer must be checked against the whole schema if there are any; without them, each value that
-    the grammar allows is valid. With `escapes`, control characters are written as `\u0007`.
+    Each of `gaps` is such a keyword with its JSON pointer, as in `uniqueItems (/properties/tags)`.
+    If there are any, the finished answer must be checked against the whole schema. Otherwise, each
+    value that the grammar allows is valid. With `escapes`, control characters are written as
+    `\u0007`.
     """
 
     text: str
@@ -68,12 +69,12 @@ class Prepared(Frozen):
 
     @property
     def json_form(self) -> Mapping[str, Any]:
-        """How llguidance shall write JSON."""
+        """The options for llguidance about the form of JSON."""
         return with_escapes(JSON_FORM) if self.escapes else JSON_FORM
 
 
 def with_escapes(form: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how to write JSON, with escapes of control characters."""
+    """Return options about the form of JSON that also allow escaped control characters."""
     allowed = form.get("json_allowed_escapes", "u")
     return {**form, "json_allowed_escapes": allowed if "u" in allowed else f"{allowed}u"}
 
@@ -143,9 +144,9 @@ class _Rewriter:
         return zip(self._numbers, self._schemas, strict=True)
 
     def _why_empty(self, empty: Sequence[State]) -> str:
-        """Return why no value fits the schema, which needs one of these states."""
+        """Return why no value fits the schema; `empty` are its states that no value fits."""
         if not empty:
-            return "no value fits it: each would have to contain another one, without an end"
+            return "no value fits it: each value would have to contain another value, without end"
         values = [
             value
             for branch in self._expander.branches(empty[0])

@@ -20,8 +20,8 @@ _EXACT: Final = 2**53  # the largest number up to which llguidance knows each in
 # The largest that is written: without an end, a weak model would write digits up to its limit.
 # Keys of 64 bits need 19 digits, and this is a number that llguidance knows.
 _LARGEST: Final = 9 * 10**18
-# Of a multiple, without zeros at its end: llguidance follows each remainder, and with zeros some
-# more for each of them.
+# The largest number in `multipleOf`, without its zeros at the end and with them. llguidance has a
+# state for each remainder, and further states for the zeros.
 _LARGEST_MULTIPLE: Final = 20_000
 _LARGEST_WITH_ZEROS: Final = 50_000
 _MOST_DIGITS: Final = 8
@@ -85,7 +85,7 @@ def _numbers(branch: Branch) -> Iterator[Schema]:
 
 
 def _is_easy(multiple: Decimal) -> bool:
-    """Return whether llguidance reads a number exactly, and finds multiples of it quickly."""
+    """Return whether llguidance reads a `multipleOf` exactly and handles it quickly."""
     _, digits, exponent = multiple.normalize().as_tuple()
     size, num_zeros = int("".join(map(str, digits))), int(exponent)
     if size > _LARGEST_MULTIPLE or abs(num_zeros) > _MOST_DIGITS:
@@ -96,7 +96,7 @@ def _is_easy(multiple: Decimal) -> bool:
 
 
 def _digits_read(number: float) -> float:
-    """Return the digits that llguidance reads in a fraction: it multiplies by 10 in float64."""
+    """Return a fraction's digits as llguidance reads them, by multiplying with 10 in float64."""
     while number % 1:
         number *= 10
     return number
@@ -174,7 +174,7 @@ def written(value: Any) -> Any:
 
 
 def is_exact(value: Any) -> bool:
-    """Return whether llguidance, which reads numbers as float64, knows a value as it is."""
+    """Return whether llguidance represents a value exactly; it reads numbers as float64."""
     if kind(value) not in {"integer", "fraction"}:
         return True
     if abs(value) > _LARGEST:
@@ -184,5 +184,5 @@ def is_exact(value: Any) -> bool:
 
 
 def can_be_written(text: str) -> bool:
-    """Return whether the grammar can spell a text: one without halves of characters."""
+    """Return whether the grammar can spell a text: it can unless a surrogate stands alone."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

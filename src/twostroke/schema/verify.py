@@ -26,13 +26,13 @@ _LIMIT_S: Final = 20.0  # of a check: the process itself ends after 2 seconds of
 
 
 class Fault(Frozen):
-    """The rule of a schema that an answer breaks.
+    """The schema rule that an answer breaks.
 
     Attributes:
-        keyword: the rule; "repeated member" for a name that occurs twice in an object.
-        place: its place in the schema, as a JSON pointer.
+        keyword: the schema's keyword; "repeated member" for a name that an object has twice.
+        place: the JSON pointer of the keyword in the schema.
         path: the names and indices that lead to the wrong value in the answer.
-        name: the name that occurs twice.
+        name: the name that an object has twice; empty for other rules.
     """
 
     keyword: str
@@ -41,7 +41,7 @@ class Fault(Frozen):
     name: str = ""
 
     def __str__(self) -> str:
-        """Return the rule with its place in the schema, such as `uniqueItems (/uniqueItems)`."""
+        """Return the keyword with its JSON pointer, such as `uniqueItems (/uniqueItems)`."""
         detail = self.place or ascii(self.name)
         return f"{self.keyword} ({detail})"
 

@@ -1,7 +1,7 @@
-"""Reads the added and special tokens of a Hugging Face folder, as transformers 5 knows them.
+"""Reads the added and special tokens of a Hugging Face folder, by the rules of transformers 5.
 
-`tokenizer.json` has most of them. `tokenizer_config.json` may have more, or other flags; in older
-folders `special_tokens_map.json` and `added_tokens.json` do.
+Most of these tokens are in `tokenizer.json`. More tokens, or other flags, may be in
+`tokenizer_config.json`; in older folders, in `special_tokens_map.json` and `added_tokens.json`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-# The names that every tokenizer may have, in the order in which their tokens get ids; folders may
-# have others, such as `image_token`.
+# Names of special tokens that any tokenizer may have, in the order in which new tokens get ids. A
+# folder may have further names, such as `image_token`.
 _NAMES: Final = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _FLAGS: Final = ("lstrip", "rstrip", "single_word")
-_NO_ID: Final = -1  # of a token whose id is not found yet
+_NO_ID: Final = -1  # the id of a token until `_with_ids` finds its id
 
 
 class FolderTokens(Frozen):
-    """`added` are all added tokens by ascending id, `named_texts` the texts of `bos_token` etc."""
+    """The added tokens, by ascending id, and the texts of named ones such as `bos_token`."""
 
     added: tuple[AddedToken, ...]
     named_texts: Mapping[str, str]
@@ -77,7 +77,7 @@ def _named(config: Json, special_map: Json) -> dict[str, str | Json]:
     if isinstance(extras, dict):
         named |= {name: value for name, value in extras.items() if value}
     for name, value in special_map.items():
-        # Of names that only some folders have, a text in the configuration counts more.
+        # For a name outside `_NAMES`, a text in the configuration overrides this file.
         is_fixed = name not in _NAMES and isinstance(named.get(name), str)
         if _is_named(name, value) and not is_fixed:
             named[name] = value
@@ -96,7 +96,7 @@ def _unnamed(config: Json, special_map: Json) -> list[str | Json]:
 
 
 def _listed_by_text(config: Json, special_map: Json, added_json: Json) -> dict[int, Json]:
-    """Return the tokens of added_tokens.json by id: special if the other files name them so."""
+    """Return the tokens of added_tokens.json by id, special if the other files say so."""
     named = {name: value for name, value in config.items() if isinstance(value, str)} | special_map
     special_texts = {_text(named[name]) for name in _NAMES if named.get(name)}
     special_texts |= {value for value in _unnamed(config, {}) if isinstance(value, str)}
@@ -119,13 +119,13 @@ def _text(value: str | Json) -> str:
 
 
 def _own_token(entry: Json) -> AddedToken:
-    """Return a token of tokenizer.json, where a flag that is missing is false."""
+    """Return a token of tokenizer.json; missing flags are false."""
     flags = {flag: bool(entry.get(flag)) for flag in ("special", "normalized", *_FLAGS)}
     return AddedToken(_id_of(entry["id"]), str(entry["content"]), **flags)
 
 
 def _token(value: str | Json, specials: Iterable[str]) -> AddedToken:
-    """Return the token of a text, which is special, or of an object with flags."""
+    """Return the token of an object with flags, or of a text, which becomes a special token."""
     entry = {"content": value, "special": True} if isinstance(value, str) else value
     text = str(entry["content"])
     special = bool(entry.get("special")) or text in specials
@@ -140,15 +140,15 @@ def _id_of(value: object) -> int:
         id_ = int(str(value))
         if id_ >= 0:
             return id_
-    raise ModelFormatError(f"An added token has the id {value!r}, which is no whole number from 0.")
+    raise ModelFormatError(f"An added token has the id {value!r}: it must be an integer from 0 on.")
 
 
 def _with_ids(
     own_tokens: Iterable[AddedToken], more_tokens: Iterable[AddedToken], vocab: Mapping[str, int]
 ) -> tuple[AddedToken, ...]:
-    """Return the own tokens of a vocabulary and more tokens, which replace equal texts.
+    """Return tokenizer.json's own tokens, and more tokens, which replace own tokens of equal text.
 
-    A text that the vocabulary lacks gets the next id.
+    A text that has no id in the vocabulary gets the next free id.
     """
     added = {token.id: token for token in own_tokens}
     ids = {token.text: token.id for token in added.values()}

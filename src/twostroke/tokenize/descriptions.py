@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from twostroke.tokenize.words import Cut, Normalize
 
 Description = dict[str, Any]
-# The schemes of Metaspace that put a space before the first stretch, before the others, and before
-# text that must stay as it is.
+# The schemes of Metaspace that add a space: before the first stretch of text, before the others,
+# and before text that must be encoded exactly.
 _SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}), frozenset[str]())
 
 
 class Words(Frozen):
     """How words are made of a text: it is normalized, then cut.
 
-    Its first stretch is cut by `cut`, stretches after an added token by `cut_rest`. `cut_exact`
-    puts no space before a text. `byte_level` says whether the merges see a word's bytes in place
-    of its characters.
+    `cut` cuts the first stretch of a text, `cut_rest` each stretch after an added token.
+    `cut_exact` adds no space before a text. `byte_level` says whether the merges work on the bytes
+    of a word instead of its characters.
     """
 
     normalize: Normalize

@@ -295,7 +295,7 @@ class _Fields:
         return ids[0] if ids else None
 
     def token_ids(self, key: str) -> list[int]:
-        """Return the one id at a key, or several; a notice names values that are no ids."""
+        """Return the valid token ids at a key, which has one or a list; log the wrong ones."""
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         ids = []
         for token_id in value if isinstance(value, list) else [value]:

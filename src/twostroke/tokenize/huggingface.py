@@ -34,12 +34,12 @@ _NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder, or of a `tokenizer.json` in one.
 
-    Of a model whose embedding table has `num_rows`, added tokens without a row are left out.
+    If the model's embedding table has `num_rows`, added tokens without a row are left out.
 
-    Reads BPE models (byte-level, and SentencePiece's as converted by Hugging Face), and where they
-    exist `tokenizer_config.json`, the other files of added tokens (`added_tokens.py`),
-    `generation_config.json`, `config.json` and the chat templates (`template_files.py`). Raises
-    ModelNotFoundError or ModelFormatError.
+    Reads BPE models: byte-level ones, and SentencePiece's as converted by Hugging Face. Also reads
+    these files if they exist: `tokenizer_config.json`, the other files with added tokens
+    (`added_tokens.py`), `generation_config.json`, `config.json` and the chat templates
+    (`template_files.py`). Raises ModelNotFoundError or ModelFormatError.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -110,13 +110,13 @@ def _build(
 
 
 def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[AddedToken, ...]:
-    """Return the added tokens that a model has a row for; a notice names the others."""
+    """Return the added tokens that have a row in the embedding table; log the others."""
     rowless = [token.text for token in added if num_rows is not None and token.id >= num_rows]
     if not rowless:
         return added
     notice(
-        f"tokenizer.json has the added tokens {first_names(rowless)} beyond the {num_rows} rows of "
-        "the embedding table: left out."
+        f"The added tokens {first_names(rowless)} of tokenizer.json are left out: their ids are "
+        f"beyond the {num_rows} rows of the embedding table."
     )
     return tuple(token for token in added if token.text not in rowless)
 

@@ -99,8 +99,8 @@ def encode_part(
 ) -> list[int]:
     """Return the ids of a text in such a prompt, in which the texts of `tokens` stay text.
 
-    A text that `goes_on` gets no space before it, even if the tokenizer puts one before each text.
-    `most` as in `Tokenizer.encode`.
+    If the text `goes_on` after another one, no space is added before it, even if the tokenizer adds
+    a space before each text. `most` as in `Tokenizer.encode`.
     """
     # Some files list these tokens as ordinary added ones, which are found in every text. Cut after
     # the first character of each, so that none is found.

@@ -35,8 +35,8 @@ _NEVER = 1 << 80
 _LAST_BITS = 0xFFFFFFFF
 _MAX_CACHED_PAIRS = 50_000
 _MAX_LENGTH = 0xFFFF
-_CHUNK_SYMBOLS = 1 << 16  # of a long word, between two looks whether the result is wanted
-_CHECK_MASK = 0x3FFF  # the words or merges between two looks whether the result is wanted
+_CHUNK_SYMBOLS = 1 << 16  # symbols of a long word between two calls of `check_wanted`
+_CHECK_MASK = 0x3FFF  # words or merges between two calls of `check_wanted`
 
 
 class TooManyTokensError(Exception):
@@ -120,13 +120,13 @@ class Merges:
     def fewest(self, text: str, longest_added: int = 1) -> int:
         """Return a lower bound of the number of tokens in a text, however it is cut into words.
 
-        `longest_added` is the most bytes of a token outside the vocabulary that may be in the text.
+        `longest_added` is the size in bytes of the longest added token that may be in the text.
         """
         spelled = byte_level_text(text) if self._options.byte_level else text
         return self._fewest(spelled, longest_added)
 
     def fewest_of(self, words: Sequence[str]) -> int:
-        """Return a lower bound of the number of tokens in words, without a look at each."""
+        """Return a lower bound of the number of tokens in words, from the number of words."""
         options = self._options
         is_complete = options.byte_level or options.unknown is not None
         return len(words) if is_complete else 0
@@ -225,7 +225,7 @@ class Merges:
 
 
 def _wanted_starts(length: int) -> Iterator[int]:
-    """Yield where each chunk of a long list begins, as long as the result is wanted."""
+    """Yield the start of each chunk of a long list; call `check_wanted` between chunks."""
     for start in range(0, length, _CHUNK_SYMBOLS):
         if start:
             check_wanted()

@@ -20,10 +20,10 @@ _NOTHING: Final[Mapping[int, str]] = {}
 class StreamDecoder:
     """Turns the tokens of one answer into pieces of text, one call a token.
 
-    The pieces joined are the text of all tokens, or, when a stop string was found, that text up to
-    it (with it, if `include_stop`). A piece never ends inside a character, and text
-    that may be the beginning of a stop string is held back. The time for a token does not grow
-    with the text before it. `known` has the texts of tokens for which `feed` only looks them up.
+    The joined pieces are the text of all tokens. If a stop string was found, the text ends before
+    the stop string, or after it if `include_stop`. A piece never ends inside a character, and text
+    that may be the start of a stop string is held back. The time for a token does not grow with the
+    text before it. `known` has the texts of tokens that `feed` only has to look up.
     """
 
     known: Mapping[int, str]
@@ -41,8 +41,8 @@ class StreamDecoder:
     ) -> None:
         """The first `min_tokens` tokens and a `preface` are not searched for stop strings.
 
-        Special tokens are left out, except `shown_ids`. `drops_space` leaves out a space at the
-        beginning, which is part of the first token and not of the answer.
+        Special tokens are left out, except `shown_ids`. With `drops_space`, a space at the start of
+        the text is left out: the tokenizer added it to the first token.
         """
         self._tokenizer = tokenizer
         specials = tokenizer.special_ids

@@ -1,4 +1,4 @@
-"""Reads the chat templates of a Hugging Face folder, in the order of transformers."""
+"""Reads the chat templates of a Hugging Face folder, with transformers' order of precedence."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ if TYPE_CHECKING:
 _MAX_BYTES: Final = 1024 * 1024
 _SUFFIX: Final = ".jinja"
 _FILE: Final = f"chat_template{_SUFFIX}"
-# Folders of further templates, named after their files: transformers' own, and an older name.
+# Folders with further templates, whose names are their file names: the name that transformers uses,
+# and an older name.
 FOLDERS: Final = ("additional_chat_templates", "chat_templates")
 
 
 def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the chat templates of a folder by name; the usual one is "default".
 
-    A file with the usual template replaces the templates in `config` (tokenizer_config.json), and
-    chat_template.json, which older models of images have, is for folders without both.
+    chat_template.jinja replaces all templates in `config` (tokenizer_config.json). If a folder has
+    neither, the templates in chat_template.json are read, as older image models have them.
     """
     templates = dict(_in_files(folder))
     if "default" in templates:
@@ -28,7 +29,7 @@ def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _in_files(folder: Path) -> list[tuple[str, str]]:
-    """Return names and templates of a folder's files."""
+    """Return the names and texts of the templates that are files of their own."""
     templates = [("default", _text(folder / _FILE))] if (folder / _FILE).is_file() else []
     for inner in FOLDERS:
         files = sorted((folder / inner).glob(f"*{_SUFFIX}"))
@@ -37,7 +38,7 @@ def _in_files(folder: Path) -> list[tuple[str, str]]:
 
 
 def _in_value(value: object) -> list[tuple[str, str]]:
-    """Return names and templates of a configuration: one text, a list of objects, or an object."""
+    """Return the names and texts of templates in a configuration: a text, a list or an object."""
     if isinstance(value, str):
         return [("default", value)]
     if isinstance(value, list):
@@ -50,7 +51,7 @@ def _in_value(value: object) -> list[tuple[str, str]]:
 
 
 def _in_processor(folder: Path) -> list[tuple[str, str]]:
-    """Return names and templates of a processor's file, and nothing if it cannot be read."""
+    """Return the names and texts of templates in chat_template.json; empty if not readable."""
     file = folder / "chat_template.json"
     try:
         value = json.loads(_text(file)) if file.is_file() else None
@@ -60,6 +61,6 @@ def _in_processor(folder: Path) -> list[tuple[str, str]]:
 
 
 def _text(file: Path) -> str:
-    """Return a template's text, cut at a limit that makes it too long to be compiled."""
+    """Return a template's text, cut at `_MAX_BYTES`, which is more than can be compiled."""
     with file.open("rb") as opened:
         return opened.read(_MAX_BYTES).decode("utf-8", "replace")

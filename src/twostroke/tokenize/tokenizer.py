@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from twostroke.tokenize.words import Cut, Normalize
 
 _SHORT_TEXT = 1 << 16  # characters; it is encoded to its end, so that errors say how many tokens
-# A text with more characters for each token that it may have is looked at in pieces first, since
-# cutting it into words takes time and memory for all of it.
+# A text with more characters per allowed token than this is first measured in pieces, since cutting
+# all of it into words takes much time and memory.
 _MAX_CHARS_PER_TOKEN = 16
 _PIECE_CHARS = 1 << 16
-_CUT_WORDS = 2  # that the ends of a piece may make, more than the whole text has
+_CUT_WORDS = 2  # extra words that appear where a text is cut into pieces
 
-# SentencePiece's sign for a space is no space where a text has it: it is spelled in bytes.
+# SentencePiece writes a space as U+2581. If a text has this character, it is encoded as bytes.
 _AROUND_SPACE_MARKS = re.compile(f"({SPACE})")
 
 
@@ -80,11 +80,11 @@ class TokenizerParts(Frozen):
     merging. `cut_rest`, where it differs, does the stretches after the first (SentencePiece puts a
     space before the first word only). `cut_exact`, where it differs, puts no space anywhere.
     `to_bytes` gives the bytes of an ordinary token's text; `odd_bytes` overrides it by id.
-    `prefix_ids` and `suffix_ids` are what `add_special` puts around a text. `space_prefix` puts a
-    space before a text without one; `strip_space` takes the first space of decoded text away again
-    (SentencePiece). `named_texts` are the texts of `bos_token`, `eos_token` and the like, under the
-    names that templates use. `infill` are the tokens for filling in the middle, where the
-    vocabulary has them.
+    `add_special` puts `prefix_ids` and `suffix_ids` around a text. `space_prefix` adds a space
+    before a text that does not begin with one, and `strip_space` removes the first space of decoded
+    text again (SentencePiece). `named_texts` are the texts of tokens such as `bos_token`, under the
+    names that templates use. `infill` are the tokens for filling in the middle, if the vocabulary
+    has them.
     """
 
     merges: Merges
@@ -165,10 +165,10 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`.
 
-        `add_special` puts the model's begin (or end) of sequence around it where the model wants
-        that and the text has none. `parse_special` turns the texts of control tokens into those
-        tokens: for raw prompts, never for messages of a chat. A lone surrogate, which has no UTF-8,
-        is read as U+FFFD.
+        `add_special` adds the begin and end of sequence that the model expects, unless the text has
+        them already. `parse_special` turns the texts of control tokens into these tokens: this is
+        for raw prompts, never for chat messages. A lone surrogate, which UTF-8 cannot encode, is
+        read as U+FFFD.
 
         Raises:
             TooManyTokensError: a long text has more than `most` tokens; the rest is not encoded.
@@ -180,7 +180,7 @@ class Tokenizer:
         return self._with_ends(ids) if add_special else ids
 
     def _with_ends(self, ids: list[int]) -> list[int]:
-        """Put the begin and end of sequence around a text that has not got them already."""
+        """Add the begin and end of sequence to the ids of a text that does not have them yet."""
         before, after = list(self._parts.prefix_ids), list(self._parts.suffix_ids)
         if before and ids[: len(before)] == before:
             before = []
@@ -189,11 +189,11 @@ class Tokenizer:
         return [*before, *ids, *after]
 
     def encode_exact(self, text: str) -> list[int]:
-        """Return tokens that spell `text` byte for byte, by the model's own merges.
+        """Return tokens that spell `text` byte for byte, made by the model's merges.
 
-        For text that an answer is forced to have: nothing is normalized, no space is put before
-        it, and no added token is looked for. Characters that the vocabulary cannot spell end it:
-        the tokens of the text before them are returned.
+        This is for text that an answer is forced to have: the text is not normalized, no space is
+        added before it, and no added tokens are searched in it. If the vocabulary cannot spell a
+        character, the tokens of the text before that character are returned.
         """
         merged = self._merge_exact(text)
         if merged is not None:
@@ -212,13 +212,13 @@ class Tokenizer:
         return ids
 
     def _merge_exact(self, text: str) -> list[int] | None:
-        """Return the tokens that the merges make of a text, or None if these have other bytes."""
+        """Return the merged tokens of a text; None if their bytes differ from the text."""
         cut = self._parts.cut_exact or self._parts.cut
         ids = self._merges.encode(cut(text))
         return ids if b"".join(map(self.token_bytes, ids)) == text.encode() else None
 
     def _spell_character(self, char: str) -> list[int]:
-        """Return the token of a character, or the tokens of its bytes; empty without either."""
+        """Return the token of a character, else the tokens of its bytes; empty without either."""
         data = char.encode()
         token = self._ids_of_characters.get(data)
         if token is not None:
@@ -309,10 +309,10 @@ class Tokenizer:
         return self._parts.to_bytes(text)
 
     def _check_size(self, texts: Sequence[str], *, parse_special: bool, max_tokens: int) -> None:
-        """Raise TooManyTokensError if texts with many characters surely have more tokens.
+        """Raise TooManyTokensError if long texts certainly have more than `max_tokens` tokens.
 
-        A lower bound of all is known from their characters; else words are counted a piece at a
-        time, without merging them.
+        Two lower bounds are tried: one from the characters of all texts, and the number of words,
+        which are counted in one piece of text after another, without merging.
         """
         if sum(map(len, texts)) <= max_tokens * _MAX_CHARS_PER_TOKEN:
             return

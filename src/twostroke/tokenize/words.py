@@ -20,8 +20,9 @@ Join = Callable[[Sequence[str], Sequence[str]], Iterable[str]]
 # The pattern of GPT-2 (encoder.py of openai/gpt-2).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT = r"\p{N}"
-# Digits in groups of three from the right (tokenizer.json of Tiny Aya, SuperBPE, Trinity). As
-# regular expressions they take quadratic time for long numbers, so `cut_at` does them by itself.
+# Patterns that group digits by three from the right (tokenizer.json of Tiny Aya, SuperBPE,
+# Trinity). A regular expression engine takes quadratic time for them on long numbers, so `cut_at`
+# recognizes them and calls `_grouping`.
 THOUSANDS = r"\d{1,3}(?=(?:\d{3})*\b)"
 BEFORE_THOUSANDS = r"(?=(\d{3})+(?!\d))"
 NUMBER_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
@@ -92,8 +93,8 @@ def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) ->
 def _grouping(run: str, *, isolates: bool = True, before_word: bool = True) -> Cut:
     """Return a cut of long numbers into groups of three digits, counted from the right.
 
-    `run` is the pattern of a number. `isolates` cuts around a number, too. Without `before_word` a
-    number is left alone if a letter or the like follows it.
+    `run` is the pattern of a number. With `isolates`, text is also cut before and after a number.
+    Without `before_word`, a number directly before a word character is not cut.
     """
     find_runs = regex.compile(run).finditer
     is_word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}²³¹¼½¾]").match  # as Oniguruma has it
