@@ -24,7 +24,8 @@ def _version() -> str:
 
 
 VERSION: Final = _version()
-# Of whatever else may change an answer; llama-server's clients expect a build such as b6123-...
+# `system_fingerprint`: the version, as another version may change answers. It has the form of
+# llama-server's builds, such as b6123-..., which its clients expect.
 FINGERPRINT: Final = f"b{VERSION}-twostroke"
 
 

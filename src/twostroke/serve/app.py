@@ -432,7 +432,7 @@ class Api:
             return await self._readers.run_for(request, work, body, request)
 
     def _read_files(self, work: Callable[[bytes, Request], T], body: bytes, request: Request) -> T:
-        """Return `work` of a body in which the texts of files stand in their place."""
+        """Return the result of `work` on a body in which text parts replace attached files."""
         return work(self._with_files(body, request), request)
 
     def _with_files(self, body: bytes, request: Request) -> bytes:

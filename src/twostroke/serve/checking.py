@@ -29,10 +29,11 @@ class AnswerChecks:
         self._num_waiting = 0
 
     async def fault(self, schema: str, block: ContentBlock) -> Fault | None:
-        """Return the rule that a block of an answer breaks, if it breaks one.
+        """Return the schema rule that a block of an answer breaks; None if it breaks none.
 
         Raises:
-            UncheckedError: the check took too much time or memory, or too many others wait.
+            UncheckedError: the check took too much time or memory, or too many answers wait for
+                their check.
         """
         if self._num_waiting >= _MAX_WAITING:
             raise UncheckedError(f"{_MAX_WAITING} other answers wait for their check")
@@ -49,14 +50,14 @@ class AnswerChecks:
         return fault
 
     def count_redraw(self) -> None:
-        """Count an answer that is drawn again."""
+        """Count an answer that is generated again."""
         self._metrics.redraws.inc()
 
     def report(self, fault: Fault, block: ContentBlock, request_id: str) -> None:
-        """Log that an answer breaks its schema, after others were drawn."""
+        """Log that the final answer breaks its schema."""
         figures = {"request_id": request_id, "part": block.kind.value}
         extra = {FIGURES: figures | {"keyword": fault.keyword, "place": fault.place}}
-        _logger.warning("An answer does not keep to its schema.", extra=extra)
+        _logger.warning("An answer breaks its schema.", extra=extra)
 
     def report_unchecked(self, reason: str, block: ContentBlock, request_id: str) -> None:
         """Log and count that an answer could not be checked."""

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 SchemaMiss = Annotated[
-    str | UnsetType, Meta(description="The rule of its schema that the answer breaks, if any.")
+    str | UnsetType,
+    Meta(description="The rule of its schema that the answer breaks, if it breaks one."),
 ]
 
 
@@ -167,7 +168,10 @@ class EventReader:
         *,
         has_logprobs: bool,
     ) -> None:
-        """Read answers as `reading` says; `has_logprobs` adds the scores of tokens."""
+        """Read answers in the form that `reading` describes.
+
+        `has_logprobs` adds the log-probabilities of tokens.
+        """
         self._reading = reading
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
@@ -230,7 +234,7 @@ class _Answer:
         return events
 
     def _progress(self, num_read: int, usage: Usage | None) -> Iterator[Read]:
-        """Yield how much of the prompt is read; the first event has the cached tokens."""
+        """Yield events about prefill progress; the first event has the number of cached tokens."""
         assert usage is not None
         if not self._has_progress and num_read > usage.cached_tokens:
             yield Read(self._choice, usage.cached_tokens, usage)

@@ -186,7 +186,7 @@ class Encoded:
     gaps: tuple[str, ...] = ()
 
     def fix_seed(self) -> None:
-        """Choose a seed if the request has none, so that an answer can be drawn again."""
+        """Choose a seed if the request has none, so that an answer can be generated again."""
         if self.params.seed is None:
             self.params = replace(self.params, seed=secrets.randbits(_SEED_BITS))
 
@@ -215,7 +215,7 @@ class Job(Frozen):
         continuous_usage: whether the chunks of such a stream have the usage so far.
         echo: whether to repeat each prompt before its answer.
         suffix: the text after the answer, for a model that can fill in the middle.
-        add_special: whether to add the tokens that begin every text to texts without them.
+        add_special: whether to add the model's begin (or end) of sequence to texts without it.
         parse_special: whether the texts of special tokens in texts become these tokens; None
             leaves that to the server.
         timings: whether to report durations.
@@ -228,8 +228,8 @@ class Job(Frozen):
         keep: stores the whole response when it has ended, if the request says so.
         ignored: the fields in parts of the request that only the protocol's reader knows.
         keep_s: how long to keep the prompt in a page cache, if there is one.
-        usual: sampling values that the protocol documents for requests that leave them out; None
-            for the engine's.
+        usual: the protocol's documented defaults of sampling values; None for the engine's
+            defaults.
         allowed_ids: the tokens that the constraint of `params` allows, if it is made of tokens.
         token_ids: whether to report the ids of tokens.
         tokens_as_ids: whether to report the tokens of log-probabilities by their ids.
@@ -311,7 +311,7 @@ class Job(Frozen):
 
 
 class EmbeddingJob(Frozen):
-    """Texts, or lists of token ids and texts that follow each other, to embed.
+    """Inputs to embed: texts, or lists of token ids and texts that are joined.
 
     `model` is the name that the client used, None for the default; `write` encodes an embedding
     for the response. `truncates` cuts texts that are longer than the context; `add_special` and
@@ -369,21 +369,21 @@ def _with_known_ids(
 def _held_to_allowed(
     params: SamplingParams, allowed_ids: tuple[int, ...] | None, card: ModelCard
 ) -> SamplingParams:
-    """Return parameters with which no end token that is not allowed ends an answer.
+    """Return parameters with which only an allowed end token can end an answer.
 
     Raises:
-        RequestError: the model does not have one of the tokens.
+        RequestError: an id is not in the model's vocabulary.
     """
     if allowed_ids is None:
         return params
     size = card.cost.program.vocab_size
     if max(allowed_ids) >= size:
-        reason = f"has token ids outside 0 to {size - 1}: the first is {max(allowed_ids)}."
+        reason = f"has token ids outside 0 to {size - 1}, such as {max(allowed_ids)}."
         raise RequestError(reason, field="allowed_token_ids")
     own_ends = card.tokenizer.eos_ids
     if not {*own_ends, *params.stop_token_ids}.intersection(allowed_ids):
         return replace(params, min_tokens=params.max_tokens or MAX_TOKENS)
-    # A constraint whose text is complete allows every end token.
+    # When a constraint's text is complete, the constraint allows every end token.
     barred = dict.fromkeys(own_ends.difference(allowed_ids), -MAX_BIAS)
     return replace(params, logit_bias={**params.logit_bias, **barred})
 

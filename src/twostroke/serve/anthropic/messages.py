@@ -195,7 +195,7 @@ def count(asked: CountRequest, card: ModelCard) -> TokenCount:
 
 
 def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
-    """Return the messages after the system prompt, with each tool result as a message."""
+    """Return the messages after the system prompt; each tool result becomes a message."""
     turns: list[dict[str, Any]] = []
     known = set[str]()  # ids of calls
     if asked.system:

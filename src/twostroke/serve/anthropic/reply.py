@@ -246,7 +246,7 @@ def _begun(block: events.ContentBlock) -> BlockBody:
 
 
 def _complete(block: events.ContentBlock) -> BlockBody | None:
-    """Return a block with its content; None for a call that was cut, as its input is not JSON."""
+    """Return a block with its content; None for a call that was cut off, so is not valid JSON."""
     body, text = _begun(block), block.text
     match body:
         case TextBody():

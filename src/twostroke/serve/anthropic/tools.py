@@ -105,7 +105,7 @@ class ContentSource(field.TaggedObject, tag="content"):
 
 
 class DocumentBlock(field.TaggedObject, tag="document"):
-    """A document of text, which is read as its title, its context and its text."""
+    """A text document; the model reads its title, its context and its text."""
 
     source: TextSource | ContentSource
     title: str | None = None
@@ -120,7 +120,7 @@ class DocumentBlock(field.TaggedObject, tag="document"):
 
 
 class SearchResultBlock(field.TaggedObject, tag="search_result"):
-    """A result of the client's own search, which is read as text."""
+    """A result of the client's own search; the model reads it as text."""
 
     source: str
     title: str
@@ -167,7 +167,7 @@ Block = (
     | DocumentBlock
     | SearchResultBlock
 )
-# Blocks that record what another server did have other types: they are left out.
+# Blocks about work that Anthropic's servers did have other types. They are left out.
 Blocks = Annotated[list[Block], field.PARTS]
 _TEXTS: Final = (TextBlock, DocumentBlock, SearchResultBlock)
 

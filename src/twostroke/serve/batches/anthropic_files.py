@@ -35,7 +35,7 @@ class FileMetadata(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FileMetadataList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of files, the newest first; `next_page` is the `page` after it."""
+    """A page of files, newest first; `next_page` is the value of `page` for the next page."""
 
     data: list[FileMetadata]
     has_more: bool
@@ -67,7 +67,7 @@ def to_metadata(file: FileBody) -> FileMetadata:
 def metadata_page(
     db: Connection, tenant: str, query: dict[str, str], ids: list[str]
 ) -> FileMetadataList:
-    """Return a page of a tenant's files, of `ids` only if there are some; raises RequestError."""
+    """Return a page of a tenant's files; with `ids`, only these files. Raises RequestError."""
     limit = page_size(query, LISTED, MAX_LISTED)
     cursors = ("after_id", "page", "before_id")
     cursor_field = next((name for name in cursors if query.get(name)), None)

@@ -51,8 +51,8 @@ NO_INPUT: Final = LineError(
 )
 CHANGED_INPUT: Final = LineError(
     "input_file_changed",
-    "The input file was damaged or changed on the server after it was checked. The results that "
-    "were there are kept; upload the file again, and send the other requests in a new batch.",
+    "The input file was damaged or changed on the server after it was checked. The batch's results "
+    "so far are kept. Upload the file again, and send the remaining requests in a new batch.",
 )
 BROKEN: Final = LineError(
     "internal_error", "The server met an error of its own, which its log has, and ended the batch."
@@ -67,11 +67,11 @@ class Batch(Frozen, kw_only=True):
         protocol: whose form its objects and results have.
         endpoint: the path of each line.
         input_file: the id of the file with its lines.
-        input_digest: the digest of the lines that run; empty before they do.
+        input_digest: the digest of the lines that were checked; empty before the check.
         window: the time that it may take, as the client wrote it.
         expires_at: when the rest of its lines will not be run.
         boot, deadline_s: the same, in seconds since the machine's start with this id.
-        output_expires_after_s: how long its files with results stay; None for ever.
+        output_expires_after_s: how long the files with results are kept; None for no limit.
         since: when each status began.
         ends_as: the last status, once no more lines are run.
         total: lines; 0 before they are counted.
@@ -145,9 +145,9 @@ def find(db: Connection, id_: str, tenant: str, protocol: str) -> Batch | None:
 
 
 def open_batches(db: Connection) -> list[Batch]:
-    """Return the batches of all tenants that have not ended, the oldest first.
+    """Return the batches of all tenants that have not ended, oldest first.
 
-    A batch whose record is damaged is left out, so that the others run.
+    A batch with a damaged record is left out, so that the other batches run.
     """
     return _readable(db.execute("SELECT id, body FROM batches WHERE is_open ORDER BY seq"))
 
@@ -264,7 +264,7 @@ def drop_results(db: Connection) -> bool:
 
 
 def _readable(rows: Iterable[tuple[str, bytes]]) -> list[Batch]:
-    """Return the batches of rows whose records are not damaged; the log names the others."""
+    """Return the batches of the rows; a row with a damaged record is logged and left out."""
     batches = []
     for id_, body in rows:
         try:

@@ -30,7 +30,7 @@ class FileRoutes:
     """Answers requests about files."""
 
     def __init__(self, records: Callable[[], Records], rooms: files.Rooms, limits: Limits) -> None:
-        """Keep them in `records`, which raises if the server keeps none."""
+        """Store files in the result of `records`, which raises if the server stores no files."""
         self._records, self._rooms, self._limits = records, rooms, limits
 
     def routes(self) -> list[Route]:
@@ -44,7 +44,7 @@ class FileRoutes:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """Keep a file."""
+        """Store a file."""
         records, tenant = self._records(), served_of(request.scope).tenant
         is_anthropic = _is_anthropic(request)
         default_purpose = anthropic_files.DEFAULT_PURPOSE if is_anthropic else ""
@@ -72,7 +72,7 @@ class FileRoutes:
         return to_json(await records.read(partial(files.page, tenant=tenant, query=query)))
 
     async def file(self, request: Request) -> Response:
-        """Return the facts of a file, or delete it."""
+        """Return the metadata of a file, or delete the file."""
         records, tenant = self._records(), served_of(request.scope).tenant
         is_anthropic = _is_anthropic(request)
         query_of(request, anthropic_files.OTHER_QUERY if is_anthropic else ())

@@ -1,4 +1,4 @@
-"""Stored files: their records, their contents, and the room that they take."""
+"""Stored files: their records, their contents, and the disk space that they take."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NoSuchFileError(TwostrokeError):
 
 
 class DamagedFileError(NoSuchFileError):
-    """The content of a file has another size than its record says, or is not a file any more."""
+    """The content of a file has a different size than its record says, or is not a file."""
 
     code = "file_damaged"
 
@@ -120,8 +120,8 @@ async def content_of(records: Records, id_: str, media_type: str, filename: str)
     """Return the content of a file.
 
     Raises:
-        NoSuchFileError: only its record is there.
-        DamagedFileError: it has another size than its record says, or is not a file any more.
+        NoSuchFileError: the content is missing.
+        DamagedFileError: the content has a different size than its record says, or is not a file.
     """
     path = records.files.path(id_)
     num_bytes = await records.read(partial(_size_of, id_=id_))
@@ -303,14 +303,14 @@ def uploaded(fields: dict[str, str], num_bytes: int, default_purpose: str = "") 
 
 
 def refuse_fields(fields: dict[str, str], names: tuple[str, ...]) -> None:
-    """Raise an UnsupportedFieldError if a form has a field that is not known."""
+    """Raise an UnsupportedFieldError if a form has an unknown field."""
     for name in fields:
         if name not in names:
             raise UnsupportedFieldError("is not supported yet: leave it out.", field=name)
 
 
 def check_purpose(purpose: str) -> None:
-    """Raise a RequestError if files have no such purpose."""
+    """Raise a RequestError if `purpose` is not a known purpose of files."""
     if purpose not in PURPOSES:
         raise RequestError(f"must be one of {', '.join(PURPOSES)}.", field="purpose")
 
@@ -373,7 +373,7 @@ def _num_bytes(db: Connection, tenant: str) -> int:
 
 
 def delete_expired(db: Connection, now_s: float) -> list[str]:
-    """Delete the records of expired files, but of inputs of batches that run; return their ids."""
+    """Delete the records of expired files and return their ids; inputs of open batches are kept."""
     condition = (
         "expires_at <= ? AND NOT EXISTS "
         "(SELECT 1 FROM batches WHERE is_open AND input_file = files.id)"
@@ -422,9 +422,9 @@ def rows_of_page(
     is_older: bool,
     ids: list[str],
 ) -> list[FileBody] | None:
-    """Return up to `count` files before or after the file `cursor`, the newest first.
+    """Return up to `count` files before or after the file `cursor`, newest first.
 
-    With `ids` only these; None if there is no such cursor.
+    With `ids`, only these files are returned. None if the file `cursor` does not exist.
     """
     condition, values = f"tenant = ? AND {_VISIBLE}", [tenant, time.time()]
     if cursor is not None:
@@ -441,7 +441,7 @@ def rows_of_page(
 
 
 def _seq(db: Connection, id_: str, tenant: str) -> int | None:
-    """Return where a file is in the order of arrival; None if there is no such file."""
+    """Return a file's sequence number, in order of arrival; None if there is no such file."""
     query = "SELECT seq FROM files WHERE id = ? AND tenant = ?"
     row = db.execute(query, (id_, tenant)).fetchone()
     return None if row is None else int(row[0])

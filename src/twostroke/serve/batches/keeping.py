@@ -76,23 +76,24 @@ class Keeping:
         ]
 
     def file_reader(self, tenant: str) -> ReadFile:
-        """Return a function that reads files of a tenant for one request, in a thread.
+        """Return a function that reads a tenant's stored files for one request.
 
-        It raises NoSuchFileError, and BodySizeError if the files of the request are too large.
+        The function blocks, so it is called in a thread. It raises NoSuchFileError, and
+        BodySizeError if the files of the request are too large together.
         """
         max_bytes = num_left = self._limits.max_body_bytes
 
         def read(file_id: str) -> AttachedFile:
             nonlocal num_left
             if self._records is None:
-                reason = "This server keeps no files: start it with --records DIR."
+                reason = "This server stores no files: start it with --records DIR."
                 raise files.NoSuchFileError(
                     f"No such file: '{file_id[:MAX_NAME_LENGTH]}'. {reason}"
                 )
             with self._records.alone() as db:
                 file = files.find(db, file_id, tenant)
             if file.bytes > num_left:
-                raise BodySizeError(f"The files of a request have at most {max_bytes} bytes.")
+                raise BodySizeError(f"The files of a request may have at most {max_bytes} bytes.")
             num_left -= file.bytes
             path = self._records.files.path(file.id)
             try:
@@ -129,7 +130,7 @@ class Keeping:
 async def _sweep_regularly(records: Records) -> None:
     """Delete expired files and uploads, now and every minute."""
     while True:
-        with suppress(RecordsError):  # a disk that fails now may work in a minute
+        with suppress(RecordsError):  # the disk may work again in a minute
             await sweep(records, time.time())
         await asyncio.sleep(_SWEEP_S)
 

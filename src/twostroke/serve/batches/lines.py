@@ -27,9 +27,9 @@ _MOST_BYTES: Final = 1 << 20
 
 
 class Place(Frozen):
-    """How far a file is read.
+    """A position in an input file.
 
-    `number` counts its lines, `num_requests` its lines that are not blank, `num_bytes` its bytes.
+    Before it there are `number` lines, `num_requests` lines that are not blank, and `num_bytes`.
     """
 
     number: int = 0
@@ -67,7 +67,7 @@ class WrongLineError(Exception):
 
 
 class InputChangedError(Exception):
-    """The input of a batch is not the file that was checked."""
+    """The input of a batch has changed since it was checked."""
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
@@ -88,8 +88,8 @@ def next_lines(
 ) -> tuple[list[Line], Place | None]:
     """Return the next lines of a checked file whose numbers are not in `done`, some at a time.
 
-    Also returns where to go on; None at the end. With the `digests` of the lines that were checked,
-    lines that were appended since then are left out.
+    Also returns the position of the next lines; None at the end. With `digests` of the lines that
+    were checked, lines that were appended later are left out.
 
     Raises:
         InputChangedError: a line differs from its digest, or is missing.
@@ -116,7 +116,7 @@ def next_lines(
 
 
 def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
-    """Return a digest of each of the first lines that are not blank; raises OSError."""
+    """Return the digests of the first `num_requests` lines that are not blank; raises OSError."""
     digests = array("Q")
     if num_requests:
         for _, text in read_lines(path, max_bytes):
@@ -127,7 +127,7 @@ def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
 
 
 def whole_digest(digests: array[int]) -> str:
-    """Return a digest of all lines from their digests."""
+    """Return one digest for all lines, from the digests of the lines."""
     return blake2b(digests.tobytes(), digest_size=16).hexdigest()
 
 

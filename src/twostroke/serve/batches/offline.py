@@ -185,10 +185,10 @@ class Files(msgspec.Struct):
     digests: array[int] | None = None
 
     def lines(self, limits: Limits) -> Iterator[Line]:
-        """Yield the lines of the input, which were checked.
+        """Yield the lines of the input that were checked.
 
         Raises:
-            UsageError: the input has changed since then.
+            UsageError: the input has changed since the check.
         """
         start: Place | None = Place()
         while start is not None:
@@ -197,7 +197,7 @@ class Files(msgspec.Struct):
             except (InputChangedError, WrongLineError, OSError):
                 raise UsageError(
                     f"{self.input} was changed or damaged while its lines ran; results so far are "
-                    f"in {self.output.partial}. Restore it, and the same command goes on."
+                    f"in {self.output.partial}. Restore the input, and run the same command again."
                 ) from None
             yield from lines
 

@@ -80,7 +80,8 @@ class BatchRequest(field.RequestObject):
     ]
     metadata: Annotated[Pairs | None, field.doc("Labels, returned with the batch.")] = None
     output_expires_after: Annotated[
-        ExpiresAfter | None, field.doc("Delete the files with results so long after they appear.")
+        ExpiresAfter | None,
+        field.doc("When to delete the files with results, counted from their creation."),
     ] = None
 
 

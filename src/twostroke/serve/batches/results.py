@@ -153,7 +153,7 @@ def _write(
 def _outcomes(
     records: Records, batch: Batch, form: Form, limits: Limits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield each line's outcome and result by line; without the input, of lines that ended."""
+    """Yield the outcome and result of each line; without the input, only of finished lines."""
     with records.alone() as db:
         num_unrun = batch.total - kept.num_results(db, batch.id)
         results = kept.results(db, batch.id)
@@ -176,7 +176,7 @@ def _outcomes(
 def _unrun(
     records: Records, batch: Batch, form: Form, limits: Limits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield each line's number and its result if it was not run; ends where the input changed."""
+    """Yield the number and result of each line that was not run; stop where the input changed."""
     path = records.files.path(batch.input_file)
     try:
         digests = line_digests(path, limits.max_body_bytes, batch.total)

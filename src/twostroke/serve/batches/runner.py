@@ -204,7 +204,7 @@ class Runner:
                     _logger.error("Batch %s ends: its input file is missing.", batch.id)  # noqa: TRY400
                     batch = await self._fail(batch, kept.NO_INPUT)
                 except (InputChangedError, WrongLineError):
-                    _logger.error("Batch %s ends: its input file has changed.", batch.id)  # noqa: TRY400
+                    _logger.error("Batch %s is ended because its input file has changed.", batch.id)  # noqa: TRY400
                     batch = await self._fail(batch, kept.CHANGED_INPUT)
                 except Exception:  # else it would stay open, which nobody could change
                     _logger.exception("Batch %s ends.", batch.id)
@@ -312,12 +312,12 @@ class Runner:
         return await self._records.write(change)
 
     async def _digests(self, batch: Batch) -> array[int]:
-        """Return the digest of each line of a batch.
+        """Return the digests of the lines of a batch.
 
         Raises:
             InputChangedError: the lines have changed since they were checked.
             FileNotFoundError: the input is missing.
-            RecordsError: it cannot be read now.
+            RecordsError: the input cannot be read now.
         """
         path = self._records.files.path(batch.input_file)
         most_bytes = self._limits.max_body_bytes
@@ -429,7 +429,7 @@ class Runner:
 
 
 def _unreadable(path: Path, error: OSError) -> Exception:
-    """Return the error for an input that is missing, not a file any more, or not readable now."""
+    """Return the error about an input that is missing, is not a file, or cannot be read now."""
     if isinstance(error, FileNotFoundError):
         return error
     if isinstance(error, (IrregularFileError, NotADirectoryError)):

@@ -1,4 +1,4 @@
-"""OpenAI's uploads: a large file that comes in parts, and is a file once all are there."""
+"""OpenAI's uploads: a client sends a large file in parts, which are then joined."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ class ExpiresAfter(field.RequestObject):
 
 
 class UploadRequest(field.RequestObject):
-    """A file that will come in parts."""
+    """A file that the client will send in parts."""
 
     filename: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
     purpose: Annotated[str, field.doc("What the file is for.", enum=list(PURPOSES))]
-    bytes: Annotated[int, Meta(ge=0, description="How many bytes all parts have together.")]
+    bytes: Annotated[int, Meta(ge=0, description="The number of bytes of all parts together.")]
     mime_type: Annotated[str | None, field.doc("Its media type.")] = None
     expires_after: Annotated[
-        ExpiresAfter | None, field.doc("Delete the file so many seconds after it is complete.")
+        ExpiresAfter | None, field.doc("When to delete the file, counted from its completion.")
     ] = None
 
 
@@ -121,7 +121,7 @@ class UploadPartBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StoredUpload(msgspec.Struct, kw_only=True, frozen=True):
-    """An upload as it is stored, with how long its file will stay."""
+    """An upload in the form in which it is stored, with the lifetime of its file."""
 
     body: UploadBody
     expires_after_s: int | None = None
@@ -135,7 +135,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 class Uploads:
-    """Answers requests about uploads. Their parts count as files of their tenant."""
+    """Answers requests about uploads. The parts of an upload count as files of its tenant."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Uploads:
         limits: Limits,
         note: Callable[[Iterable[Ignored], ServedRequest], None],
     ) -> None:
-        """Keep them in `records`, which raises if the server keeps none."""
+        """Store uploads in the result of `records`, which raises if the server stores no files."""
         self._records, self._rooms, self._limits, self._note = records, rooms, limits, note
         self._joining_ids: set[str] = set()  # uploads whose parts are being written into a file
         self._decoders: dict[str, BodyDecoder[Any]] = {
@@ -200,7 +200,7 @@ class Uploads:
         return to_json((await records.read(partial(find, id_=id_, tenant=tenant))).body)
 
     async def add_part(self, request: Request) -> Response:
-        """Keep a part."""
+        """Store a part of an upload."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["upload_id"]
         await records.read(partial(find_pending, id_=id_, tenant=tenant))
@@ -223,7 +223,7 @@ class Uploads:
         return to_json(body)
 
     async def complete(self, request: Request) -> Response:
-        """Make a file of the parts."""
+        """Join the parts into a file."""
         records, tenant = self._records(), served_of(request.scope).tenant
         id_ = request.path_params["upload_id"]
         fields = await self._decode(COMPLETE_PATH, request)
@@ -250,10 +250,11 @@ class Uploads:
         with records.files.begin() as file:
             digest = await asyncio.to_thread(join, records, fields.part_ids, file)
             if file.num_bytes != stored.body.bytes:
-                reason = "have other bytes than were sent, since the server's disk has lost some: "
-                raise RequestError(f"{reason}begin another upload.", field="part_ids")
+                reason = "were damaged on the server's disk: begin another upload."
+                raise RequestError(reason, field="part_ids")
             if fields.md5 is not None and fields.md5.lower() != digest:
-                raise RequestError(f"differs from that of the parts, {digest}.", field="md5")
+                reason = f"differs from the MD5 of the parts, {digest}: send the parts again."
+                raise RequestError(reason, field="md5")
             body = FileBody(
                 id=file_id,
                 bytes=file.num_bytes,
@@ -316,7 +317,7 @@ def find_pending(db: Connection, id_: str, tenant: str) -> StoredUpload:
     """Return a tenant's upload that is not complete; raises NoSuchUploadError, RequestError."""
     stored = find(db, id_, tenant)
     if stored.body.status != "pending":
-        reason = "takes nothing more: its status is {status}."
+        reason = "cannot change any more: its status is {status}."
         raise RequestError(reason, field="upload_id", status=stored.body.status)
     return stored
 
@@ -335,17 +336,17 @@ def parts_of(db: Connection, id_: str, tenant: str) -> dict[str, int]:
 
 
 def check_parts(part_ids: Sequence[str], parts: dict[str, int], upload: UploadBody) -> None:
-    """Raise a RequestError unless these parts are the whole file."""
+    """Raise a RequestError unless these parts make up the whole file."""
     seen_ids: set[str] = set()
     for index, part_id in enumerate(part_ids):
         if part_id not in parts:
             raise RequestError("is not a part of this upload.", field=f"part_ids[{index}]")
         if part_id in seen_ids:
-            raise RequestError("is there twice.", field=f"part_ids[{index}]")
+            raise RequestError("occurs twice.", field=f"part_ids[{index}]")
         seen_ids.add(part_id)
     total = sum(parts[part_id] for part_id in part_ids)
     if total != upload.bytes:
-        reason = f"have {total} bytes together, and the upload was announced with {upload.bytes}."
+        reason = f"have {total} bytes together, but the upload was created with {upload.bytes}."
         raise RequestError(reason, field="part_ids")
 
 
@@ -353,7 +354,7 @@ def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
     """Write the parts into a file, and return its MD5.
 
     Raises:
-        DamagedFileError: the content of a part is missing or is not a file any more.
+        DamagedFileError: the content of a part is missing or is not a file.
         RecordsError: the disk fails.
     """
     digest = hashlib.md5(usedforsecurity=False)
@@ -393,7 +394,7 @@ def update(db: Connection, stored: StoredUpload) -> None:
 def delete_expired(db: Connection, now_s: float) -> list[str]:
     """Delete the records of old uploads and of their parts; return the ids of the parts.
 
-    An upload can be read for as long again as it could take parts.
+    Parts can be sent until an upload expires. Its record stays for the same time once more.
     """
     query = "SELECT id, tenant FROM uploads WHERE expires_at <= ?"
     part_ids: list[str] = []

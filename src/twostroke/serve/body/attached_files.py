@@ -1,7 +1,7 @@
-"""Files in the messages of a request: their text takes their place before the body is decoded.
+"""Replaces files in the messages of a request by their text, before the body is decoded.
 
-Each protocol has its own shape for them: `input_file` (Responses), `file` (chat) and `document`
-(Anthropic), with the content in base64 or the id of a stored file.
+A file is a part of type `input_file` (Responses), `file` (chat) or `document` (Anthropic). The part
+has the file's content in base64, or the id of a stored file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     # Returns a stored file by its id; raises NoSuchFileError.
     ReadFile = Callable[[str], "AttachedFile"]
 
-# One of these is in every body with a file; most bodies have none, and are not searched.
+# Every body with a file has one of these words. Other bodies, which are most, are not searched.
 _MARKS: Final = (b'"file_data"', b'"file_id"', b'"base64"')
 _CONVERSATIONS: Final = ("input", "messages", "system", "items")
 _INNER_FIELDS: Final = ("content", "output")
@@ -38,17 +38,17 @@ class AttachedFile(Frozen):
 
 
 def has_files(body: bytes) -> bool:
-    """Return whether a body may have files."""
+    """Return whether a body may have files; false positives are possible."""
     return any(mark in body for mark in _MARKS)
 
 
 def with_file_texts(body: bytes, read_file: ReadFile) -> bytes:
-    """Return a body in which the texts of files stand in their place.
+    """Return a body in which text parts replace the attached files.
 
-    A body without files, or with wrong JSON, is returned as it is.
+    A body that has no files, or is not valid JSON, is returned unchanged.
 
     Raises:
-        RequestError: a file is not text; `field` names it.
+        RequestError: the content of a file is not text; `field` is the path of the file.
         NoSuchFileError: as `read_file`.
     """
     try:
@@ -81,7 +81,7 @@ def _replace_all(value: Any, path: str, read_file: ReadFile, depth: int = 0) -> 
 
 
 def _replace(part: dict[str, Any], path: str, read_file: ReadFile) -> bool:
-    """Turn a part of a message into a text if it has a file; return whether it has one."""
+    """Turn a part of a message into a text part if it has a file; return whether it has one."""
     match part:
         case {"type": "input_file"}:
             text = _text_of(part, path, read_file)
@@ -120,7 +120,7 @@ def _replace_source(
 
 
 def _text_of(file: dict[str, Any], path: str, read_file: ReadFile) -> str | None:
-    """Return the name and the text of a file of OpenAI's protocols; None if it has no content."""
+    """Return the name and text of a file in OpenAI's protocols; None if it has no content."""
     filename = file.get("filename")
     if isinstance(data := file.get("file_data"), str):
         where = f"{path}.file_data"
@@ -147,7 +147,7 @@ def _decode_base64(data: str, path: str) -> bytes:
 
 
 def decode_text(content: bytes, path: str) -> str:
-    """Return the text of a file; raises a RequestError if it is none."""
+    """Return the content of a file as text; raises a RequestError if the content is not text."""
     if content.startswith(b"%PDF"):
         reason = f"is a PDF document. {_TEXT_ONLY} Extract the document's text and send that."
         raise RequestError(reason, field=path)

@@ -146,7 +146,7 @@ def _is_utf8(text: bytes | mmap | msgspec.Raw) -> bool:
 
 
 def _is_json_without_half_pairs(text: bytes | mmap | msgspec.Raw) -> bool:
-    """Whether halves of surrogate pairs are all that is wrong with a text, if it is not large."""
+    """Whether a small text would be valid JSON without its lone surrogates."""
     head = bytes(memoryview(text)[: _MAX_REPAIRED_BYTES + 1])
     repaired, num_halves = _HALF_A_PAIR.subn(rb"?", head)
     if not num_halves or len(head) > _MAX_REPAIRED_BYTES:

@@ -30,7 +30,7 @@ def explain(reason: str, kind: Any, body: Any, where: str = "") -> RequestError:
     """Return the error about the first value of a body that does not fit its type.
 
     Args:
-        reason: msgspec's error, which is quoted if no such value is found.
+        reason: msgspec's error, which is quoted if no wrong value is found.
         kind: the type of the body.
         body: the body, decoded or as JSON. JSON is decoded no deeper than needed.
         where: the body's path inside the whole request.
@@ -64,7 +64,7 @@ def _type_reason(mismatch: Mismatch) -> str:
 
 
 def _word_error(mismatch: Mismatch) -> RequestError:
-    """Return the error about a word where a field accepts certain words only."""
+    """Return the error about a text in a field that accepts only certain words."""
     word, words, advice = str(mismatch.actual), mismatch.expected, mismatch.advice
     word = word[:MAX_NAME_LENGTH]
     special = advice.get(word, advice.get("*"))

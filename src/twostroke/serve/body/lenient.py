@@ -42,8 +42,8 @@ class _Shape:
     """The lists, structs and integers that may stand at one place of a body.
 
     `structs` are by the value of their tag, the field `tag_field`; one without a tag is at None.
-    Lists of more than `max_items` are refused anyway. A list with `left_out` loses its items of
-    unknown types.
+    A list with more than `max_items` is not searched, since it is refused anyway. From a list with
+    `left_out`, items of unknown types are removed.
     """
 
     item: _Shape | None = None
@@ -54,7 +54,7 @@ class _Shape:
     left_out: Mapping[str, Any] | None = None
 
     def is_left_out(self, item: Any) -> bool:
-        """Whether an item of this list has a type that is not known, and may be left out."""
+        """Whether an item of this list has an unknown type and may be left out."""
         if self.left_out is None or type(item) is not dict:
             return False
         shape = self.item or _Shape()

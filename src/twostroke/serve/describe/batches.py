@@ -20,9 +20,11 @@ _OF_FILE: Final[dict[str, Any]] = {
     "parameters": (parameter("path", "file_id", "Its `id`.", **_NAME),),
 }
 _ANTHROPIC_VERSION: Final = parameter(
-    "header", "anthropic-version", "Asks for Anthropic's form.", **TEXT
+    "header", "anthropic-version", "Asks for responses in Anthropic's form.", **TEXT
 )
-_IN_ANTHROPICS_FORM: Final = "Requests with the header `anthropic-version` get Anthropic's form."
+_IN_ANTHROPICS_FORM: Final = (
+    "Requests with the header `anthropic-version` get responses in Anthropic's form."
+)
 _METADATA: Final = {
     "type": "object",
     "properties": {"type": {"const": "file"}},
@@ -95,7 +97,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         ),
     ),
     ("GET", files.FILE_PATH): Operation(
-        "Return a file's facts",
+        "Return a file's metadata",
         _TAG,
         _IN_ANTHROPICS_FORM,
         answer=files.FileBody,
@@ -117,9 +119,9 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         **_OF_FILE,
     ),
     ("POST", uploads.PATH): Operation(
-        "Begin a file that comes in parts",
+        "Begin an upload of a file in parts",
         _TAG,
-        "Parts can be sent for an hour.",
+        "The parts can be sent within an hour.",
         answer=uploads.UploadBody,
         errors=(*BODY, *_OFF),
         examples={
@@ -150,7 +152,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         form={"type": "object", "properties": {"data": _FILE}, "required": ["data"]},
     ),
     ("POST", uploads.COMPLETE_PATH): Operation(
-        "Make a file of its parts",
+        "Join the parts of an upload into a file",
         _TAG,
         answer=uploads.UploadBody,
         errors=(*BODY, uploads.NoSuchUploadError, *_OFF),

@@ -108,10 +108,10 @@ def renamed(name: str) -> Meta:
 
 
 def unknown_left_out(*other_types: str, refused: tuple[str, ...] = ()) -> Meta:
-    """Mark a list whose items of an unknown type are left out and reported.
+    """Mark a list from which items of unknown types are left out and reported.
 
-    The list's structs have known types, and `other_types` are known as well. An item whose type
-    contains one of the `refused` words stays, so that the request is refused with its type.
+    The types of the list's structs are known, and so are `other_types`. If the type of an item
+    contains one of the `refused` words, the item stays, and the request is refused.
     """
     return Meta(extra={"known": other_types, "refused": refused, "leaves_out": True})
 
@@ -129,7 +129,7 @@ def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
 # Marks a field that is ignored if its value is wrong; a strict server refuses it.
 DROPPABLE: Final = Meta(extra={"is_droppable": True}, extra_json_schema={WRONG_IS_IGNORED: True})
 
-# Parts of other kinds of content, which models here cannot read.
+# Words in the types of parts with images, audio and the like, which models here cannot read.
 MEDIA: Final = ("image", "audio", "video", "file", "document")
 PARTS: Final = unknown_left_out(refused=MEDIA)
 TEXT_ONLY: Final = {"*": "Models here read text only."}
@@ -140,12 +140,12 @@ SentBack = Annotated[Any, Meta(description="A field of answers that clients send
 Unsupported = Annotated[Any, unsupported()]
 AddSpecial = Annotated[
     bool | None,
-    doc("Add the tokens that begin every text to texts without them; true if left out."),
+    doc("Add the model's begin (or end) of sequence unless the text has it; true if left out."),
 ]
 ParseSpecial = Annotated[
     bool | None,
     doc(
-        "Make special tokens of their texts, such as `<s>`; true if left out, unless the "
+        "Turn texts such as `<s>` into special tokens; true if left out, unless the "
         "server has `--no-parse-special`."
     ),
 ]
@@ -179,7 +179,7 @@ def inputs(max_items: Fact, *, may_be_null: bool = False) -> Meta:
         "maxItems": max_items,
     }
     ways: list[dict[str, Any]] = [text, with_id, several]
-    words = "A text, token ids and texts that follow each other, or a list of either."
+    words = "A text, a list of token ids and texts that are joined, or a list of such inputs."
     return doc(words, oneOf=[*ways, {"type": "null"}] if may_be_null else ways)
 
 

@@ -305,7 +305,7 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
     ("POST", "/v1/responses/compact"): Operation(
         "Replace a conversation by a summary, which the model writes",
         "OpenAI",
-        "The items of `output` are the `input` of later requests, before what is new.",
+        "Begin the `input` of later requests with the items of `output`.",
         answer=compact.CompactedResponse,
         errors=GENERATION,
         examples={"compact": {"input": "Why is the sky blue?"}},
@@ -393,9 +393,9 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
         examples={"text": {"content": "The sky is blue."}},
     ),
     ("GET", tokens.INFO_PATH): Operation(
-        "The facts of the tokenizer",
+        "Describe the tokenizer",
         "vLLM",
-        "lm-evaluation-harness asks for them before it uses the server's tokenizer.",
+        "lm-evaluation-harness sends this request before it uses the server's tokenizer.",
         answer=tokens.TokenizerInfo,
         errors=(ModelNotFoundError,),
     ),

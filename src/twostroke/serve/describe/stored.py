@@ -39,7 +39,7 @@ _EVENTS: Final = (
     parameter(
         "query",
         "starting_after",
-        "With `stream`: the number of the event before the first.",
+        "With `stream`: begin after the event with this number.",
         type="integer",
         minimum=0,
         maximum=10**MAX_NUMBER_LENGTH - 1,
@@ -91,10 +91,10 @@ _GREETING: Final = {"role": "user", "content": "Why is the sky blue?"}
 
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("GET", "/v1/responses/{response_id}"): Operation(
-        "Return a stored answer, or its events once more",
+        "Return a stored answer, or stream its events again",
         "OpenAI",
-        "Events of answers in the background can be followed from any number on. Where they are "
-        "not there any more, the last event has the whole answer.",
+        "The events of a background answer can be streamed from any number on. If they are not "
+        "stored any more, the last event has the whole answer.",
         answer=ResponseBody,
         events=stream_events.EVENTS,
         errors=(RequestError, ResponseNotFoundError),
@@ -116,9 +116,10 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         parameters=(_RESPONSE_ID, _INCLUDE, *_PAGE),
     ),
     ("POST", "/v1/responses/{response_id}/cancel"): Operation(
-        "Stop an answer in the background",
+        "Stop a background answer",
         "OpenAI",
-        "One that has ended stays as it is. To stop another answer, close its connection.",
+        "An answer that has ended does not change. To stop an answer that is not in the "
+        "background, close its connection.",
         answer=ResponseBody,
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID,),
