@@ -1,7 +1,7 @@
-"""Work in a thread that ends early, once its result is of no use to any client.
+"""Ends work in a thread early when no client needs its result any more.
 
-A thread cannot be stopped from outside. Whoever starts the work holds an event; long loops in the
-work call `check_wanted`, which raises in this thread when the event is set.
+A thread cannot be stopped from outside. So the caller sets an event, and long loops in the work
+call `check_wanted`, which raises in the thread after the event is set.
 """
 
 from __future__ import annotations

@@ -325,12 +325,16 @@ class ParallelOptions(Frozen):
 
 
 class GenerationOptions(Frozen):
-    """Which sampling values requests have that leave them out.
+    """Default sampling values for requests that leave them out.
 
-    `generation_config` is "auto": the values that the model's publisher recommends
-    (generation_config.json, or `general.sampling.*` in a GGUF file) and, where there are none,
-    those usual for local servers; "none": the usual ones only; or "openai": temperature 1, and no
-    token is cut off. `override_generation_config` has values that precede them all, by name.
+    `generation_config` is one of these:
+
+    - "auto": the values that the model's publisher recommends (generation_config.json, or
+      `general.sampling.*` in a GGUF file); for other values, the usual defaults of local servers.
+    - "none": the usual defaults of local servers only.
+    - "openai": temperature 1, and no token is cut off.
+
+    `override_generation_config` has values by name, which replace all of these.
     """
 
     generation_config: str = "auto"
@@ -342,7 +346,7 @@ class GenerationOptions(Frozen):
         self.override()
 
     def override(self) -> SamplingParams:
-        """Return the values that precede all others."""
+        """Return the values of `override_generation_config`."""
         name, values = "override_generation_config", self.override_generation_config
         if not isinstance(values, Mapping):
             raise UsageError("must be an object with names and values.", field=name)
@@ -356,7 +360,7 @@ class GenerationOptions(Frozen):
             raise UsageError("has a wrong value: {why}", field=name, why=error) from None
 
     def defaults(self, published: SamplingParams) -> SamplingDefaults:
-        """Return the defaults of a model whose files have these values."""
+        """Return the defaults for a model whose files recommend the values `published`."""
         usual = OPENAI_DEFAULTS if self.generation_config == "openai" else LOCAL_DEFAULTS
         override = self.override()
         if self.generation_config != "auto":
@@ -428,7 +432,7 @@ class EngineOptions(Frozen):
 
 
 def options_of(fields: Mapping[str, Any]) -> EngineOptions:
-    """Return the options whose parts have these fields, such as `num_threads`, by their names.
+    """Return engine options with the given values of fields such as `num_threads`.
 
     Raises:
         UsageError: no part has such a field, or its value is wrong.

@@ -1,12 +1,11 @@
 """Limits that Linux control groups (versions 1 and 2) set on this process.
 
-A process belongs to one group in each hierarchy (`/proc/self/cgroup`). The groups above it limit it
-as well, so all mounted levels up to the root are read
-(`/proc/self/mountinfo`). Sources: cgroups(7), proc(5), and Documentation/admin-guide/cgroup-v1 and
-cgroup-v2.rst of Linux.
+A process belongs to one group in each hierarchy (`/proc/self/cgroup`). The groups above it limit
+the process, too, so all mounted levels up to the root are read (`/proc/self/mountinfo`). Sources:
+cgroups(7), proc(5), and Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst of Linux.
 
-Swap is not counted: weights and pages that are swapped out would stop every step. So limits of swap
-are not read. `memory.soft_limit_in_bytes`, `memory.low` and `cpu.shares` limit nothing.
+Swap does not count as memory, since swapped-out weights or pages would stall every step. So limits
+of swap are not read. `memory.soft_limit_in_bytes`, `memory.low` and `cpu.shares` are no limits.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _UNLIMITED: Final = 1 << 60
 
 
 class MemoryLimit(Frozen):
-    """The most bytes that a group may hold, and how many of them can still be taken.
+    """The memory limit of a group, and how much of it is still free.
 
-    `source` is the file that says so, such as "memory.max of /sys/fs/cgroup/system.slice".
+    `source` names the limit's file, such as "memory.max of /sys/fs/cgroup/system.slice".
     """
 
     limit_bytes: int
@@ -38,14 +37,14 @@ class MemoryLimit(Frozen):
 
 
 class CoreLimit(Frozen):
-    """The processor time that a group may use each second, in cores; `source` says so."""
+    """The processor time that a group may use each second, in cores; `source` names the file."""
 
     num_cores: float
     source: str
 
 
 class _Mount(Frozen):
-    """A mounted hierarchy: the group `root` of it is the folder `folder`."""
+    """A mounted hierarchy: the folder `folder` shows its group `root`."""
 
     version: int
     controllers: frozenset[str]  # of version 1
@@ -94,7 +93,7 @@ def _memory_limits_2(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]
 
 
 def _memory_limits_1(root: Path, groups: Sequence[str]) -> Iterator[MemoryLimit]:
-    """Yield limits of version 1; the last is the least one, also of levels that are not mounted."""
+    """Yield limits of version 1; the last one covers levels that are not mounted, too."""
     for group in groups:
         folder = _within(root, group)
         limit = _number(folder / "memory.limit_in_bytes")
@@ -123,7 +122,7 @@ def _free(limit_bytes: int, used_bytes: int, reclaimable_bytes: int) -> int:
 
 
 def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the version and the folders of our groups, innermost first, that limit `controller`."""
+    """Yield the version and folders of this process's groups with a controller, innermost first."""
     own_groups = list(_own_groups(root))
     for mount in _mounts(root):
         for controllers, path in own_groups:
@@ -137,8 +136,8 @@ def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]
 def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
     """Return the folders of a group and of those above it, innermost first.
 
-    A container may see only its own subtree, with or without a namespace of its own; then names of
-    the group and of the mounted root need not fit together, and the mounted root is the group.
+    A container may see only its own subtree, with or without its own namespace. If the path of the
+    group then does not lie below the mounted root, the mounted root is the group.
     """
     top = PurePosixPath(mount.folder)
     relative = posixpath.relpath(posixpath.normpath(path), posixpath.normpath(mount.root))
@@ -152,7 +151,7 @@ def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
 
 
 def _own_groups(root: Path) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield controllers and path of each group of this process; version 2 has no controllers."""
+    """Yield the controllers and path of each group of this process; none for version 2."""
     for line in _lines(root / "proc/self/cgroup"):
         parts = line.split(":", 2)
         if len(parts) == 3:

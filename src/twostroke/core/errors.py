@@ -197,8 +197,8 @@ class EngineStoppedError(TwostrokeError):
 class EngineDiedError(EngineStoppedError):
     """The engine's process died while it computed the request; another one starts.
 
-    Every protocol's error has the words `SENTENCE`, by which a router knows it: some protocols have
-    no place for the code.
+    The error has the words `SENTENCE` in every protocol, so that a router can recognize it. Some
+    protocols have no field for the error's code.
     """
 
     code = "engine_died"
@@ -218,7 +218,7 @@ class EngineKillerError(RequestError):
 
 
 class SchemaMissError(TwostrokeError):
-    """The answer breaks a strict schema, also after it was drawn again."""
+    """The answer breaks a strict schema, even after it was generated again."""
 
     code = "schema_miss"
 

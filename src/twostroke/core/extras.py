@@ -1,4 +1,4 @@
-"""The command that installs an extra, as this package itself was installed."""
+"""The command that adds an extra to the installed package."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 def install_command(extra: str) -> str:
     """Return a command for a shell that adds an extra such as "train" to this installation.
 
-    A package that was installed from a clone, or from a wheel in a folder, is nowhere else: the
-    command names that place.
+    If the package was installed from a clone or from a wheel in a folder, the command names the
+    clone or the wheel.
     """
     source = _source()
     if source is None:

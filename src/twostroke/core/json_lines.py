@@ -1,4 +1,4 @@
-"""JSON that stays on one line for every reader of lines."""
+"""Writes JSON that every line reader sees as one line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LINE_ENDS: Final = {
 
 
 def encode_json(body: Any) -> bytes:
-    """Return a value as one line of JSON, which no reader of lines splits."""
+    """Return a value as one line of JSON, which no line reader splits."""
     return escape_line_ends(_encode(body))
 
 
 def escape_line_ends(data: bytes) -> bytes:
-    """Return the same JSON with all characters escaped that end a line for some readers."""
+    """Return the same JSON, with escapes for the characters at which some readers end a line."""
     for character, escaped in _LINE_ENDS.items():
         if character in data:
             data = data.replace(character, escaped)

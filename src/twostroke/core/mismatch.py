@@ -1,8 +1,8 @@
 """Finds the first value that does not fit its type, in decoded data or in JSON.
 
-msgspec checks data quickly, but its errors are sentences for developers, whose wording changes
-between its versions. So data that msgspec refuses is compared with msgspec's description of the
-expected type once more. Callers write their own sentences about the mismatch.
+msgspec checks data quickly, but its error messages are for developers, and their wording changes
+between versions. So data that msgspec refuses is compared here with msgspec's description of the
+expected type. Callers write their own sentences about the mismatch.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _type_mismatch(value: Any, kinds: list[inspect.Type], path: str) -> Mismatch
 
 
 def _word_mismatch(word: str, kinds: list[inspect.Type], path: str) -> Mismatch | None:
-    """Return the mismatch of a word where certain words only are accepted."""
+    """Return the mismatch of a text that is not one of the accepted words; None if it is one."""
     literals = [kind for kind in kinds if isinstance(kind, inspect.LiteralType)]
     words = tuple(dict.fromkeys(str(value) for literal in literals for value in literal.values))
     if word in words:
@@ -215,7 +215,7 @@ def _word_mismatch(word: str, kinds: list[inspect.Type], path: str) -> Mismatch 
 
 
 def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
-    """Return in words the limits that a number or a length exceeds; empty if all are kept."""
+    """Return, in words, the limits that a number or a length is outside of; empty if within."""
     if value is None or isinstance(value, bool):
         return ""
     size = _size(value)
@@ -282,5 +282,5 @@ def extra_of(kind: inspect.Type) -> dict[str, Any]:
 
 
 def join(path: str, name: str) -> str:
-    """Return the place of a field, or of an item such as `[3]`, inside another place."""
+    """Return the path of a field, or of an item such as `[3]`, inside another path."""
     return f"{path}.{name}" if path and name and not name.startswith("[") else path + name

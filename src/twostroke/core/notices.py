@@ -1,4 +1,4 @@
-"""Notices about model files: things that were left out, each told once in a process."""
+"""Logs notices about parts of model files that were left out, each once in a process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _logger = logging.getLogger("twostroke.weights")
 
 
 def notice_wrong_id(key: str, value: object) -> None:
-    """Log that a file's id of a special token is left out, as no token has it."""
+    """Log that a special token of a file is left out because no token has its id."""
     id_text = "-1" if value == (1 << 32) - 1 else str(value)[:40]
     notice(f"{key} is {id_text}, which is not the id of a token: left out.")
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first names in quotes, and how many more there are."""
+    """Return the first names in quotes, and the number of other names."""
     text = ", ".join(repr(name[:MAX_NAME_LENGTH]) for name in names[:_MAX_NAMES])
     num_more = len(names) - _MAX_NAMES
     return f"{text} and {num_more} more" if num_more > 0 else text

@@ -96,8 +96,8 @@ class SamplingParams(Frozen, repr_omit_defaults=True):
         shown_ids: special tokens that the answer's text includes; it leaves out the others.
         end_ids: end the answer as `stop_token_ids` do; they are the model's, so the limits of the
             caller's do not apply.
-        drops_space: whether the answer's text leaves out a space that it begins with, for chats
-            with tokenizers that put a space before every text (SentencePiece).
+        drops_space: whether to remove a space at the start of the answer's text, for chats with
+            tokenizers that put a space before every text (SentencePiece).
 
     Raises:
         RequestError: a value is outside its bounds; `field` names it.
@@ -175,7 +175,7 @@ class SamplingParams(Frozen, repr_omit_defaults=True):
 
     @property
     def values(self) -> SamplingValues:
-        """The fields that may be None, as numbers: None switches a field's effect off."""
+        """The fields that may be None, as numbers; for None, the number without effect."""
         values = {name: getattr(self, name) for name in DEFAULTED}
         return SamplingValues(
             **{name: value for name, value in values.items() if value is not None}
@@ -192,7 +192,7 @@ class SamplingParams(Frozen, repr_omit_defaults=True):
 
 
 class SamplingValues(Frozen):
-    """Numbers of the fields that have defaults; these here switch each field's effect off."""
+    """The values of the fields that have defaults; each value here has no effect."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -226,7 +226,7 @@ def _text(number: float) -> str:
     return f"{number:g}" if isinstance(number, float) else str(number)
 
 
-# llama-server's defaults, which other local servers share in the main.
+# llama-server's defaults; most values are the same in other local servers.
 LOCAL_DEFAULTS: Final = SamplingParams(
     temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.0
 )
@@ -239,8 +239,8 @@ OPENAI_DEFAULTS: Final = SamplingParams(
 class SamplingDefaults(Frozen):
     """Values of the fields in `DEFAULTED` for requests that leave them out.
 
-    `recommended` has the values that the operator or the model's files give, `usual` a value for
-    each field.
+    `recommended` has the values from the operator or the model's files. `usual` has a value for
+    each field, which applies where `recommended` has none.
     """
 
     recommended: SamplingParams = SamplingParams()
@@ -249,7 +249,7 @@ class SamplingDefaults(Frozen):
     def fill(self, params: SamplingParams, usual: SamplingParams | None = None) -> SamplingParams:
         """Return `params` with a value for each of these fields.
 
-        `usual` replaces the object's own: the defaults that a protocol documents.
+        `usual` are the defaults that a protocol documents; they replace `self.usual`.
         """
         missing = [name for name in DEFAULTED if getattr(params, name) is None]
         if not missing:

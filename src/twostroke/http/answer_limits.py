@@ -1,4 +1,4 @@
-"""The fields that limit an answer, by path, as a server and its router both read them."""
+"""The request fields that limit answers, by path; the server and the router both use them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class AnswerFields(Frozen):
     """How a path limits its answers.
 
     Attributes:
-        limits: fields with the most tokens of an answer; the first that is given holds.
-        counts: fields with the number of answers to each prompt; the first that is given holds.
-        has_best_of: whether `best_of`, where a server takes it, may be a larger number.
-        inside: the object with the fields of `limits`; empty for the request itself.
-        default: the limit without any of these fields; None for all that the context holds.
-        min_tokens: the fewest tokens that a limit of 0 stands for.
-        zero_is_unlimited: whether 0 is no limit, as negative numbers are.
+        limits: fields with the maximum number of answer tokens; the first in order applies.
+        counts: fields with the number of answers per prompt; the first in order applies.
+        has_best_of: whether `best_of`, if the server accepts it, may ask for more answers.
+        inside: the field whose object has the fields of `limits`; empty for the request itself.
+        default: the limit if none of these fields is set; None for the rest of the context.
+        min_tokens: the number of tokens that a limit of 0 means.
+        zero_is_unlimited: whether 0 means no limit, as negative numbers do.
         has_several_prompts: whether the field `prompt` may have several prompts.
     """
 
@@ -37,11 +37,11 @@ class AnswerFields(Frozen):
     has_several_prompts: bool = False
 
     def first_limit(self, request: object) -> int | None:
-        """Return the limit that holds of a request with these fields as attributes."""
+        """Return the limit of a request that has these fields as attributes; None if unset."""
         return self._first(self.limits, lambda name: getattr(request, name))
 
     def num_tokens(self, values: Mapping[str, int], context_length: int) -> int:
-        """Return the most tokens that an answer may have, from the values that are given."""
+        """Return the maximum number of answer tokens, from the fields that a request sets."""
         limit = self._first(self.limits, values.get)
         if limit is None or limit < 0 or (limit == 0 and self.zero_is_unlimited):
             return context_length
@@ -52,7 +52,7 @@ class AnswerFields(Frozen):
         return next((value for value in values if value is not None), self.default)
 
     def num_answers(self, values: Mapping[str, int]) -> int:
-        """Return how many answers each prompt gets, from the values that are given."""
+        """Return the number of answers per prompt, from the fields that a request sets."""
         counts = (values[name] for name in self.counts if name in values)
         return max(1, next(counts, 1), values.get("best_of", 1) if self.has_best_of else 1)
 

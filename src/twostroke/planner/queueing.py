@@ -39,11 +39,11 @@ class Loaded(Frozen):
 
 
 class UserLoad(Frozen):
-    """What users see who each wait for an answer, think, and ask again; means over all requests.
+    """Mean latencies and rates for users who each wait for an answer, think, and ask again.
 
-    `users_per_replica` of the `num_users` share a replica, and there are `num_replicas`.
-    `requests_per_s` is of all replicas; `at_work` is how many requests one of them computes or
-    keeps waiting. `meets_objectives` says whether the means meet the objectives of the question.
+    There are `num_users` on `num_replicas`, at most `users_per_replica` on each. `requests_per_s`
+    counts all replicas. `at_work` is the number of requests that one replica computes or queues.
+    `meets_objectives` says whether the mean latencies meet the objectives of the question.
     """
 
     num_users: int
@@ -67,8 +67,8 @@ def loads(planner: Planner, streams: int) -> tuple[Loaded, ...]:
 def user_load(planner: Planner, streams: int) -> UserLoad | None:
     """Return the load of the question's users on the fewest replicas that meet the objectives.
 
-    A replica computes at most `streams` requests at once. Without objectives, and where no number
-    of replicas meets them, there is one replica. None if the question names no users.
+    A replica computes at most `streams` requests at once. The load is that on one replica if there
+    are no objectives, or if no number of replicas meets them. None if the question names no users.
     """
     question = planner.question
     num_users = question.users
@@ -158,7 +158,8 @@ def _closed(times: _Times, num_users: int, think_s: float) -> Loaded:
     """Return the means for users who think for `think_s` seconds after each answer.
 
     The number of requests is a birth-death process: each idle user asks once in `think_s` seconds.
-    A request meets as many others as if its own user did not exist (Lavenberg and Reiser, 1980).
+    A new request finds the same number of others as in a system without its user (Lavenberg and
+    Reiser, 1980).
     """
     chances = _chances_closed(times, num_users, think_s)
     num_slots = len(times.rates)
@@ -203,10 +204,10 @@ def _loaded(
     slot_s: float,
     others_rate: float,
 ) -> Loaded:
-    """Return the means of requests that meet 0, 1, ... others with these chances: (streams,).
+    """Return mean latencies of requests that find 0, 1, ... others with these chances: (streams,).
 
-    A request waits `slot_s` until it can be at work, and then for prompts of `others_rate` requests
-    a second.
+    A request waits `slot_s` for a free slot, and then for the prompts of other requests, which
+    arrive at `others_rate` per second.
     """
     num_output, prompt_s, step_s = times.num_output, times.prompt_s, times.step_s
     others_s = np.concatenate(([0.0], step_s[:-1]))

@@ -173,7 +173,7 @@ def answer(plan: Plan) -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """Return the first sentence of the answer, as an error if it is no."""
+    """Return the first sentence of the answer; as an error message if the answer is no."""
     return next(answer(plan)).removeprefix("No, ")
 
 
@@ -252,10 +252,10 @@ def is_met(plan: Plan) -> bool:
 
 
 def rank_verdict(plans: Sequence[Plan]) -> str:
-    """Return a sentence about the best of ranked plans, or about the lack of one."""
+    """Return a sentence about the best of ranked plans, or that none meets the objectives."""
     best = plans[0]
     if not is_met(best):
-        return f"No: none of the {len(plans)} devices does what is asked."
+        return f"No: none of the {len(plans)} devices meets the objectives."
     usd = cost_of(best)
     if usd is None:
         return f"Yes: {title(best)} is the fastest; the prices of these devices are not known."

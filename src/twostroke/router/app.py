@@ -111,7 +111,7 @@ class Router:
         self._own_routes = {path: _Route(path) for path in self._own}
 
     def find_endpoint(self, scope: Scope) -> str:
-        """Return the path under which a request is counted; "other" for most that are passed on."""
+        """Return the path that a request counts for; "other" for most paths that are proxied."""
         path = scope["path"]
         return self._own_routes.get(path, _ROUTES.get(path, _OTHER)).path
 
@@ -222,7 +222,7 @@ class Router:
         return Meter(prompt.num_tokens, num_answer, self._pace)
 
     def _max_answer_tokens(self, prompt: Prompt, path: str) -> int:
-        """Return how many tokens the answers to a request may have at any replica."""
+        """Return the largest number of answer tokens that a request may have at any replica."""
         length = self.fleet.context_length
         return prompt.max_answer_tokens(path, length, is_foreign=self._has_foreign)
 
@@ -244,7 +244,7 @@ class Router:
         raise BatchPathError(NO_BATCHES) if self._keeps_usage else UnknownPathError(NO_RECORDS)
 
     def _file_keeper(self, salt: bytes) -> Replica | None:
-        """Return the replica that keeps a tenant's files; None if no replica keeps any."""
+        """Return the replica that stores a tenant's files; None if no replica stores files."""
         return self.fleet.home(hash_of(salt.hex()), is_ours=self._keeps_usage)
 
     async def _at(self, errand: Errand, finding: Awaitable[Replica]) -> None:

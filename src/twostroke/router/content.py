@@ -1,4 +1,4 @@
-"""Hashes the content of a request, so that the same content is known on every path."""
+"""Hashes the content of a request, to recognize the same content on every path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXT_FIELDS: Final = (
     *("input_extra", "input_prefix", "prompt", "input", "content", "texts", "query", "documents"),
     *("suffix", "input_suffix"),
 )
-# Fields inside these that are not text, and differ between protocols.
+# Fields inside messages that are not text and differ between protocols.
 _LABELS: Final = frozenset(
     ("role", "type", "id", "call_id", "tool_call_id", "tool_use_id", "status", "detail")
 )
@@ -28,15 +28,15 @@ _FORM_FIELDS: Final = (
     *("grammar", "structured_outputs", "guided_json", "guided_regex", "guided_grammar"),
     "guided_choice",
 )
-# Objects that protocols wrap around a schema, from the outside to the inside.
+# Fields of the objects that protocols wrap around a schema, from the outside to the inside.
 _WRAPPERS: Final = ("format", "json_schema", "schema")
 
 
 def content_hash(body: bytes, model: str) -> bytes:
-    """Return a hash that requests to `model` with the same texts, tools and schema share.
+    """Return a hash that all requests to `model` with the same texts, tools and schema share.
 
-    Paths, protocols, names of fields, roles and sampling options do not count. A body that is not a
-    JSON object is hashed as it is.
+    The path, the protocol, field names, roles and sampling options do not change the hash. A body
+    that is not a JSON object is hashed as bytes.
     """
     try:
         fields = msgspec.json.decode(body)

@@ -89,10 +89,10 @@ class Forwarder:
                 continue
 
     async def _try_choice(self, request: Errand, choice: Ticket) -> TwostrokeError | None:
-        """Let a replica answer a request; return why it did not, if another one may be tried.
+        """Let a replica answer a request; return its error if another replica may be tried.
 
         Raises:
-            ReplicaError: the request may not be sent again.
+            ReplicaError: the replica failed, and the request must not be sent again.
         """
         try:
             await self._try(request, self._fleet.at(choice.place), choice)
@@ -256,7 +256,7 @@ class Forwarder:
         if await replica.is_well():
             return await error.pass_on(errand)
         errand.passage.num_tries += 1
-        raise FailedReplicaError(f"{replica.url} answers with an error, and is not well.")
+        raise FailedReplicaError(f"{replica.url} answers with an error and is not healthy.")
 
     async def _pass_body(
         self, request: Errand, connection: Connection, data: bytes, pieces: _Pieces
@@ -338,9 +338,9 @@ class Forwarder:
 
 
 class _Pieces:
-    """Cuts a stream after whole events, so that an error can follow; a space is a sign of life.
+    """Cuts a stream after whole events, so that an error can follow; a space is a heartbeat.
 
-    `has_died` says that an event told of the death of the engine.
+    `has_died` says whether an event of the stream reported the death of the engine.
     """
 
     def __init__(self, ends: tuple[bytes, ...] | None, meter: Meter | None) -> None:
@@ -380,9 +380,9 @@ class _BusyError(OverloadedError):
 
 
 def _tells_death(line: bytes) -> bool:
-    """Return whether a line of a stream is an error that says that the engine died.
+    """Return whether a line of a stream is an error about the death of the engine.
 
-    An answer's text may have the same words.
+    A line with the same words in the text of an answer does not count.
     """
     if _ENGINE_DIED not in line:
         return False

@@ -70,7 +70,7 @@ class Killers:
         record.lost_s = self._clock()
 
     def clear(self, content: bytes) -> None:
-        """Note that a request was answered: its content is not what kills."""
+        """Forget the deaths with a request's content, since the request was answered."""
         if self._records:
             self._records.pop(content, None)
 
@@ -81,7 +81,7 @@ class Killers:
             raise refused(count)
 
     def count(self, content: bytes) -> int:
-        """Return how many engines were lost with requests of this content, lately."""
+        """Return how many engines were recently lost with requests of this content."""
         record = self._records.get(content)
         if record is None:
             return 0
@@ -97,11 +97,11 @@ class Killers:
 
     @asynccontextmanager
     async def turn(self, content: bytes) -> AsyncIterator[None]:
-        """Run a block with a request that may kill engines, after others that may.
+        """Run a block for a request, after earlier suspect requests have been answered.
 
-        With one death, requests of the same content are sent one after another. With two deaths,
-        nothing else that has seen two deaths is sent at the same time: so a request that was only
-        there when another one killed engines is answered, and cleared.
+        After one death, requests with the same content are sent one after another. After two
+        deaths, a request is sent alone among all requests with two deaths. If another request
+        killed the engines, this one is then answered, and its deaths are forgotten.
 
         Raises:
             EngineKillerError: the content has ended too many engines.
@@ -125,7 +125,7 @@ class Killers:
 
 
 def refused(count: int) -> EngineKillerError:
-    """Return the error for a request after whose content `count` engines were lost."""
+    """Return the error for a request with whose content `count` engines were lost."""
     return EngineKillerError(
         "{count} engines died while they computed this request, so this router refuses it for up "
         "to an hour. Change the request, or report it with the logs of the servers.",

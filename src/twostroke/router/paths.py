@@ -19,15 +19,15 @@ COMPUTED: Final = (
     "/v1/responses/compact",
     *("/completion", "/infill", "/api/chat", "/api/generate", *READ, *FREE),
 )
-# One replica keeps these for a tenant.
+# Paths of things that one replica stores for each tenant.
 TENANTS: Final = ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches")
-# In a body that names a stored file, which the tenant's replica keeps.
+# Occurs in a body that names a stored file, which is on the tenant's replica.
 FILE_ID: Final = re.compile(rb'"file_id"\s*:\s*"file-')
 _ID: Final = r"[A-Za-z0-9_-]{1,100}"
 _STORED_PATH: Final = rf"/v1/(?:responses|chat/completions|conversations)/({_ID})"
 STORED: Final = re.compile(rf"{_STORED_PATH}(?:/.*)?")
 STORED_ID: Final = re.compile(_ID)
-# Where the replica that stores something can be asked for it, by the beginning of its id.
+# The path of stored things under /v1, by the prefix of their ids.
 _COLLECTIONS: Final = {"chatcmpl-": "chat/completions", "conv_": "conversations"}
 _KEPT: Final = rf"(?:{'|'.join(TENANTS)})"
 _OTHERS: Final = {
@@ -43,7 +43,7 @@ _OTHERS: Final = {
 
 
 def stored_path(id_: str) -> str:
-    """Return the path of something stored: a response, a chat completion or a conversation."""
+    """Return the path of a stored response, chat completion or conversation, from its id."""
     names = (name for start, name in _COLLECTIONS.items() if id_.startswith(start))
     return f"/v1/{next(names, 'responses')}/{id_}"
 

@@ -68,9 +68,9 @@ class Prompt(Frozen):
 
     `previous` is the id of the stored answer or conversation that it continues.
 
-    `num_tokens` is a guess from its size. `limits` are the whole numbers in fields that limit
-    answers or say how many there are, by the field's name. With `in_background` the response does
-    not wait for the answer.
+    `num_tokens` is estimated from the size of the body. `limits` are the whole numbers in fields
+    about the length or the number of answers, by the field's name. With `in_background` the
+    response is sent before the answer is complete.
     """
 
     asked: Asked
@@ -86,8 +86,9 @@ class Prompt(Frozen):
     def max_answer_tokens(self, path: str, context_length: int, *, is_foreign: bool = False) -> int:
         """Return how many tokens all answers on a path may have.
 
-        With `is_foreign` a server of others may answer: which of several fields holds there is not
-        known, so the largest counts, and fields of llama-server alone count as no limit.
+        With `is_foreign`, a server other than Twostroke may answer. It is not known which of
+        several fields that server follows, so the largest counts. Fields that only llama-server
+        has count as no limit.
         """
         fields = ANSWER_FIELDS.get(path, _UNKNOWN)
         limits = dict(self.limits)

@@ -1,4 +1,4 @@
-"""A file's own names of its tensors, for errors, and which of its tensors are not needed."""
+"""The names that a file gives its tensors, for errors, and its tensors that are not needed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class FileNames(Frozen):
 def by_canonical_name(
     file: str, tensors: Mapping[str, T], family: Family
 ) -> tuple[dict[str, T], FileNames]:
-    """Return the tensors that may be needed by canonical name, and their own names.
+    """Return the tensors that may be needed, by canonical name, and their names in the file.
 
     Raises:
         ModelFormatError: two tensors are the same weight, or one belongs to an adapter.
@@ -104,7 +104,7 @@ def is_needed(canonical: str) -> bool:
 
 
 def tell_left_out(file: str, names: Iterable[str], family: str) -> None:
-    """Log the tensors of a file that are no part of its text model."""
+    """Log the tensors of a file that do not belong to its text model."""
     left_out = sorted(names)
     if not left_out:
         return

@@ -1,4 +1,4 @@
-"""Reads from a model's files which sampling values its publisher recommends."""
+"""Reads the sampling values that a model's publisher recommends, from the model's files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _logger = logging.getLogger("twostroke.weights")
 def folder_sampling(generation_config: Fields) -> SamplingParams:
     """Return the values in a folder's `generation_config.json`; None for those it leaves out.
 
-    `do_sample` is not followed: many published files have it by accident.
+    `do_sample` is ignored, since many published files have it by accident.
     """
     return _sampling(generation_config, {name: name for name in DEFAULTED})
 

@@ -213,7 +213,7 @@ def _load_folder(
 
 
 def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFiles]:
-    """Return the name that errors have for a folder's weight files, and their tensors.
+    """Return a name for a folder's weight files, for errors, and their tensors.
 
     Without an index they are the only file, or all shards of one model.
     """

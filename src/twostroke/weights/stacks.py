@@ -54,9 +54,9 @@ def uncut_stack(
     shapes: Mapping[str, tuple[int, ...]],
     fused: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, tuple[int, ...]] | None:
-    """Return the first stack that `cut_stacks` left, because its rows do not fit its parts.
+    """Return the first stack whose rows do not fit its parts, and the shape it should have.
 
-    It comes with the shape that it should have; None if there is no such stack.
+    `cut_stacks` leaves such a stack uncut. None if there is none.
     """
     for name, tensor in tensors.items():
         parts = _parts(name, tensor, fused)

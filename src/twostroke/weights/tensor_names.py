@@ -46,13 +46,13 @@ _STACKS = {
     "down_proj": "ffn_down_exps.weight",
 }
 
-# What torch.compile and its kin put into the names of the modules that they wrap.
+# Words that torch.compile and other wrappers add to the names of modules.
 _WRAPPER = re.compile(
     r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
 )
-# What stands before the names of a text model: `module.` of data parallelism, `base_model.model.`
-# of peft, `language_model.` of models that see. A checkpoint without an output matrix, such as one
-# for embeddings, may have nothing there.
+# Prefixes before the names of a text model: `module.` from data parallelism, `base_model.model.`
+# from peft, `language_model.` from multimodal models. A checkpoint without an output matrix, such
+# as an embedding model, may have no prefix.
 _PREFIX = re.compile(
     r"(?:(?:module|model|base_model|transformer|language_model|text_model|llm)\.)*"
     r"(?=(?:embed_tokens|embed_tokens_per_layer|per_layer_\w+|norm|layers|rotary_emb|lm_head)\.)"
@@ -67,7 +67,7 @@ _BESIDES_TEXT = re.compile(
     r"(?:model\.)*(?:vision_tower|vision_model|vision_embedder|visual|audio_tower"
     r"|multi_modal_projector|embed_vision|embed_audio)\..*"
 )
-# Parts of a text model begin so: answers could be wrong without an unknown one.
+# Prefixes of the parts of a text model. Without an unknown part, answers could be wrong.
 _OF_TEXT = re.compile(
     r"(?:model|lm_head|blk|token_embd|token_types|position_embd|output|output_norm|rope_freqs"
     r"|rope_factors_\w+|per_layer_\w+|cls_norm)\."
@@ -102,7 +102,7 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
 
 
 def without_prefix(name: str) -> str:
-    """Return a tensor's name as transformers writes it, without what others put before it."""
+    """Return a tensor's name as transformers writes it, without the prefixes of other tools."""
     name = _WRAPPER.sub("", name)
     prefix = _PREFIX.match(name)
     if prefix is None:
@@ -117,7 +117,7 @@ def is_of_text(canonical: str) -> bool:
 
 
 def is_derived(name: str) -> bool:
-    """Whether a tensor follows from the configuration, so that it is not read."""
+    """Whether a tensor's values follow from the configuration, so that they are not read."""
     return _DERIVED.fullmatch(name) is not None
 
 

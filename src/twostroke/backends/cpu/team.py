@@ -44,10 +44,10 @@ def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
 
 
 class ActiveThreads:
-    """Tells whether fewer threads than all compute, as `Crowding` of native/pool.h decides.
+    """Counts the time with fewer than all threads, which `Crowding` of native/pool.h decides.
 
-    Beside programs that keep cores busy, threads that wait for each other take many times as long.
-    A log line says so once.
+    If other programs keep cores busy, threads that wait for each other take many times as long, so
+    fewer threads compute. A log line says this once.
     """
 
     def __init__(self, library: ctypes.CDLL, pool: int, num_threads: int) -> None:
@@ -57,7 +57,7 @@ class ActiveThreads:
         self._was_told = False
 
     def after_step(self, elapsed_s: float) -> bool:
-        """Return whether the step that took so long had fewer threads; tell it once."""
+        """Return whether the step had fewer threads; log that after several seconds, once."""
         num_active = self._library.ts_pool_num_active(self._pool)
         if num_active >= self._num_threads:
             return False
