@@ -57,7 +57,7 @@ export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
-	  /^[a-z0-9-]+:.*## / {printf "  make %-18s%s\n", $$1, $$2}' Makefile
+	  /^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' Makefile
 	@printf '\nVariables: MODEL=%s HOST=%s PORT=%s PYTHON=%s VENV=%s\n' \
 	  '$(MODEL)' '$(HOST)' '$(PORT)' '$(PYTHON)' '$(VENV)'
 

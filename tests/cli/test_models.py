@@ -90,8 +90,8 @@ def test_the_list_says_what_is_here_and_what_is_not(cli: Cli, mini: Path) -> Non
         "NAME  FAMILY  FORMAT      SIZE  LICENCE  LAST USED  GOOD FOR",
         "mini  llama   Q4_0       12 KB  MIT      today      tests",
         "maxi  ?       ?       2,000 MB  MIT      not here",
-        "12 KB in all. 'twostroke models show NAME' shows where a model is.",
-        "'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.",
+        "The models here take 12 KB. 'twostroke models show NAME' shows where one is.",
+        "'twostroke pull NAME' fetches one, 'twostroke pull hf:OWNER/REPO' one of the hub.",
         "",
     ]
     assert cli("models", "list").out == ran.out

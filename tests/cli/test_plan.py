@@ -264,8 +264,9 @@ def test_several_devices_are_ranked_by_cost_in_one_table(cli, config):
     load = ("--prompt", "300", "--output", "100", "--weights", "int8")
     ran = cli("plan", config, "--on", "c7g.16xlarge", "--on", "L4", "--on", "T4", *load)
     assert ran.code == 0
-    verdict, _, headings, *rows = ran.out.splitlines()
+    verdict, about, _, headings, *rows = ran.out.splitlines()
     assert verdict.startswith("Yes: ")
+    assert about.startswith("Times are limits")
     assert headings.split()[:2] == ["DEVICE", "STREAMS"]
     names = [row.split()[0] for row in rows]
     assert sorted(names) == ["L4", "T4", "c7g.16xlarge"]
@@ -281,7 +282,7 @@ def test_all_devices_of_the_table_are_ranked_and_the_unfit_ones_are_last(cli, tm
     large = write_config(tmp_path / "large.json", "70B")
     ran = cli("plan", large, "--on", "all", "--tpot", "60")
     assert ran.code == 0
-    rows = ran.out.splitlines()[3:]
+    rows = ran.out.splitlines()[4:]
     is_unfit = ["It does not fit" in row or "times the objective" in row for row in rows]
     assert is_unfit == sorted(is_unfit)
     assert (is_unfit[0], is_unfit[-1]) == (False, True)
@@ -312,6 +313,7 @@ def test_a_plan_for_users_begins_with_what_they_see_and_what_they_need(cli, conf
     assert (load_of_users["num_users"], load_of_users["think_s"]) == (300, 10.0)
     ranked = cli("plan", config, "--on", "L4", "--on", "H100-SXM", *load, "--ttft", "1000")
     assert " costs least, " in ranked.out
+    assert "what 300 users see on average" in ranked.out
     alone = cli("plan", config, "--on", "L4", "--think", "3")
     assert alone.code == 2
     assert "--think has no effect without --users" in alone.err

@@ -45,6 +45,7 @@ def test_empty_stop_strings_are_left_out(stop: object, stops: tuple[str, ...]) -
         {"prompt_logprobs": 21},
         {"prompt_logprobs": -1},
         {"max_tokens": -1, "prompt_logprobs": 1},
+        {"constraint": "[0-9]+"},
     ],
 )
 def test_wrong_value_names_its_field(wrong: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from support.native import native_dir
 from support.tiny import write_tiny_gguf
 from twostroke.core.errors import UsageError
+from twostroke.engine import limits
 from twostroke.measure.single_step import Shape
 from twostroke.planner import (
     Calibration,
@@ -16,6 +17,7 @@ from twostroke.planner import (
     known_calibration,
     make_plan,
     planned_model,
+    this_machine,
 )
 from twostroke.planner.calibration import Point, measure
 from twostroke.planner.roofline import Roofline
@@ -103,6 +105,14 @@ def test_measured_steps_are_kept_for_the_model_on_this_machine(model, tmp_path):
     (path,) = (tmp_path / "cache" / "calibrations").iterdir()
     path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
     assert known_calibration(planned.identity) is None  # with activations of 15 bits
+
+
+def test_a_plan_measures_this_machine_again_and_keeps_the_best(monkeypatch, tmp_path):
+    native_dir()
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
+    for busy, best in ((2e9, 2e9), (9e9, 9e9), (1e9, 9e9)):
+        monkeypatch.setattr(limits, "measure_bandwidth", lambda *_, measured=busy: measured)
+        assert this_machine(1).bandwidth == best
 
 
 def test_a_configuration_cannot_be_measured():

@@ -49,8 +49,8 @@ def list_command(as_json: bool) -> None:
     rows = [_HEAD, *map(_row, here), *(_row(one) for one in records if not one.is_here)]
     show_table(rows, right={_HEAD.index("SIZE")})
     total = megabytes(sum(one.num_bytes for one in here))
-    click.echo(f"{total} in all. 'twostroke models show NAME' shows where a model is.")
-    click.echo("'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.")
+    click.echo(f"The models here take {total}. 'twostroke models show NAME' shows where one is.")
+    click.echo("'twostroke pull NAME' fetches one, 'twostroke pull hf:OWNER/REPO' one of the hub.")
 
 
 @command.command("show")

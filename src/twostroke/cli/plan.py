@@ -301,7 +301,8 @@ def _show_ranking(plans: list[Plan], *, as_json: bool) -> None:
     if as_json:
         click.echo(encode_json({"verdict": verdict, "plans": ranking}).decode())
     else:
-        click.echo(printable(verdict))
+        for line in (verdict, *words.about_ranking(ranking)):
+            click.echo(printable(line))
         click.echo()
         show_table([words.RANK_HEADINGS, *map(words.ranked, ranking)], range(1, 9))
     if not words.is_met(ranking[0]):

@@ -9,10 +9,10 @@ from typing import Final
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
-from twostroke.core.constraint import Constraint  # noqa: TC001 - read when a message is decoded
+from twostroke.core.constraint import Constraint
 from twostroke.core.errors import Field, RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.core.preface import Preface  # noqa: TC001 - likewise
+from twostroke.core.preface import Preface  # noqa: TC001 - read when a message is decoded
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -138,6 +138,10 @@ class SamplingParams(Frozen, repr_omit_defaults=True):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             reason = f"must be at most {{other}} ({self.max_tokens}), got {self.min_tokens}."
             raise RequestError(reason, field="min_tokens", other=Field("max_tokens"))
+        if not isinstance(self.constraint, Constraint | None):
+            kind = type(self.constraint).__name__
+            reason = f"must be a Constraint, such as Constraint.regex('[0-9]+'), not {kind}."
+            raise RequestError(reason, field="constraint")
         if self.constraint is not None and self.ignore_eos:
             reason = "cannot be combined with a constraint, whose answers end."
             raise RequestError(reason, field="ignore_eos")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
 
 HERE: Final = "here"  # the name of this machine
+_STREAM_BYTES: Final = 1 << 28  # weights for which the bandwidth of this machine is measured
 _RATES: Final = {
     "bf16": "bf16_tflops",
     "fp8": "fp8_tflops",
@@ -134,13 +135,16 @@ def find_device(name: str) -> Device:
 def this_machine(num_threads: int | None = None) -> Device:
     """Return this machine, as measured by the kernels that would run.
 
-    Threads are as many as an engine takes unless `num_threads` says how many.
+    `num_threads` is by default the number that an engine takes. Each call measures again, in about
+    a second: the first measurement may have been made while the machine was busy. The best
+    measurement counts.
     """
     from twostroke.backends.cpu.library import choose_level
     from twostroke.core.hardware import resolve_num_threads
     from twostroke.engine.limits import machine
 
-    return device_of(machine(choose_level(None).level, resolve_num_threads(num_threads), 1 << 28))
+    level, count = choose_level(None).level, resolve_num_threads(num_threads)
+    return device_of(machine(level, count, _STREAM_BYTES, again=True))
 
 
 def device_of(limits: Hardware) -> Device:

@@ -268,6 +268,18 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
     return f"{text}; {second.device} costs {difference}."
 
 
+def about_ranking(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield sentences that explain the columns of a ranking."""
+    question = plans[0].question
+    if any(plan.calibrated is None and not plan.usual for plan in plans):
+        yield _shares(question)
+    if question.users is not None:
+        yield (
+            f"TTFT MS and MS/TOKEN are what {question.users:,} users see on average; REPLICAS is "
+            "the number of replicas that serve them."
+        )
+
+
 def what_ifs(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table of other choices."""
     for one in plan.what_ifs:

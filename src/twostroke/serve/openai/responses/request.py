@@ -184,7 +184,10 @@ def check(asked: ResponsesRequest) -> None:
         reason = "cannot be combined with previous_response_id: leave one of them out."
         raise RequestError(reason, field="conversation")
     if asked.background and asked.store is False:
-        raise RequestError("needs store: leave one of them out.", field="background")
+        raise RequestError(
+            "needs store: true, by which the answer can be found when it is ready.",
+            field="background",
+        )
     if asked.top_logprobs and LOGPROBS not in (asked.include or ()):
         reason = f"may only be set when include has '{LOGPROBS}'."
         raise RequestError(reason, field="top_logprobs")

@@ -115,7 +115,10 @@ class StoredResponses:
             await run.cancel()
             stored = self._find(request)
         elif b'"background":true' not in stored.answer:
-            reason = "is not in the background: to stop such a response, close its connection."
+            reason = (
+                "is not in the background: only responses that were created with background: true "
+                "can be cancelled by their id. To stop another one, close its connection."
+            )
             raise RequestError(reason, field="response_id")
         return Response(stored.answer, media_type="application/json")
 
