@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint, Excluded
+from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
 from twostroke.sample import exclusion
 from twostroke.sample.grammar import Grammars
@@ -25,7 +27,6 @@ CASES: list[tuple[dict[str, Any], list[Excluded], list[str]]] = [
         [Excluded('"hello"', 0)],
         ['"hell"', '"help"'],
     ),
-    ({"enum": ["hello", "hell", "help"]}, [Excluded('"hel', 0)], []),
     ({"enum": [1, 12, 123]}, [Excluded("12", 0, is_whole=True)], ["1", "123"]),
     ({"enum": [1, 12, 123]}, [Excluded("12", 0)], ["1"]),
     (
@@ -71,7 +72,7 @@ def test_all_other_texts_and_no_others_can_be_drawn(
             grammars.matcher(constraint).masks([], output, parents, drafted)
             assert (drafted[-1] == mask[0]).all()
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-        assert allowed or not output, tokenizer.decode(output)
+        assert allowed
         for token in allowed:
             if token in tokenizer.eos_ids:
                 texts.add(tokenizer.decode(output))
@@ -99,6 +100,15 @@ def test_texts_with_many_spellings_are_looked_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(exclusion, "_copy_after", count_copies)
     matcher = grammars.matcher(constraint)
     mask = np.zeros((1, matcher.num_words), np.uint32)
-    matcher.masks([], (), (), mask)
-    assert not mask.any()
+    with pytest.raises(RequestError, match="allows no text other than the excluded ones"):
+        matcher.masks([], (), (), mask)
     assert 1 < num_copies < 2 * len(run)
+
+
+def test_a_grammar_with_excluded_texts_alone_is_an_error(grammars: Grammars) -> None:
+    excluded = (Excluded('"hel', 0),)
+    constraint = Constraint("json_schema", json.dumps({"enum": ["hell", "help"]}), "form")
+    matcher = grammars.matcher(replace(constraint, excluded=excluded))
+    mask = np.zeros((1, matcher.num_words), np.uint32)
+    with pytest.raises(RequestError, match="form allows no text other than the excluded ones"):
+        matcher.masks([], (), (), mask)

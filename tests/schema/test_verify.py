@@ -181,6 +181,7 @@ def test_process_that_ended_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch
         ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "3", "3"),
         ({}, '[{"x": [{"k": 1, "m": {"k": 2}, "k": 3}]}]', '"k"'),
         ({"uniqueItems": True}, "[1, 2, 1.0]", "1.0"),
+        ({}, f'{{"m": {{"k": 1, "k": 2}}, "n": {"1" * 5000}}}', '"k"'),  # beyond Python's limit
     ],
 )
 def test_wrong_value_is_found_in_the_text(

@@ -12,10 +12,12 @@ import pytest
 from support import talkers
 from support.servers import wait_for
 from support.talkers import say, talker
+from twostroke.core.sampling import MAX_SEED
 from twostroke.serve.checking import AnswerChecks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from support.servers import LiveServer
     from twostroke.schema.verify import Fault
@@ -247,7 +249,7 @@ def test_scores_and_usage_are_those_of_the_answer_that_is_shown(
 def test_each_of_several_answers_is_settled(server: LiveServer) -> None:
     say(server, WRONG, RIGHT)
     for stream in (False, True):
-        body = {"messages": TALK, "guided_json": TAGS, "n": 3}
+        body = {"messages": TALK, "guided_json": TAGS, "n": 3, "seed": MAX_SEED}
         found = documents(ask(server, "/v1/chat/completions", body, stream=stream).text)
         answers = ["", "", ""]
         for one in found:
@@ -290,3 +292,32 @@ def test_a_cancelled_answer_is_not_drawn_again(
     server.wait_idle()
     wait_for(lambda: server.http.get(f"{path}/{id_}").json()["status"] == "cancelled")
     assert len(cancelling) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_a_stop_token_cut_is_not_checked(server: LiveServer, stream: bool) -> None:
+    """The text before the stop token is no JSON."""
+    say(server, WRONG)
+    stop_id = server.client.card.tokenizer.encode(WRONG)[-3]
+    response = ask(
+        server, "/v1/chat/completions", STRICT[0][1] | {"stop_token_ids": [stop_id]}, stream=stream
+    )
+    assert response.status_code == 200, response.text
+    assert '"finish_reason":"stop"' in response.text
+    text = texts("/v1/chat/completions", response.text, stream=stream)
+    assert text
+    assert WRONG.startswith(text)
+
+
+def test_an_answer_without_alternative_is_marked(tmp_path: Path) -> None:
+    """A model that really draws finds no token: the first answer is kept, and told."""
+    row = {"type": "array", "items": {"enum": ["a"]}, "minItems": 1, "maxItems": 1}
+    rows = {"type": "array", "items": row, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    body = {"messages": TALK, "guided_json": rows}
+    with talker(tmp_path, talkers.HERMES) as live:
+        for stream in (False, True):
+            response = ask(live, "/v1/chat/completions", body, stream=stream)
+            assert response.status_code == 200, response.text
+            text = texts("/v1/chat/completions", response.text, stream=stream)
+            assert json.loads(text) == [["a"], ["a"]]
+            assert "uniqueItems" in response.text

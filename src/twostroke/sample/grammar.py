@@ -313,6 +313,9 @@ class GrammarMatcher:
         self._check()
         if self._exclusions:
             self._exclusions.clear(self._matcher, out[0])
+            if not out[0].any():
+                reason = "allows no text other than the excluded ones."
+                raise RequestError(reason, field=self._constraint.param)
         if drafts:
             self._mask_drafts(drafts, parents, out[1:])
 

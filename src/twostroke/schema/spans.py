@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     PathPattern = tuple[str | int | None, ...]  # None matches any name or index
 
 _BLANK: Final = re.compile(r"[ \t\n\r]*")
-_DECODER: Final = json.JSONDecoder()
+# Numbers stay texts: Python refuses to convert more than 4300 digits.
+_DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str)
 _GAP: Final = re.compile(r"[^ ]+ \((/[^…]*)\)")
 _REPEATED: Final = "(names that repeat)"
 _IN_PLACE: Final = frozenset(("allOf", "anyOf", "oneOf"))  # followed by an index

@@ -23,6 +23,7 @@ from twostroke.core.errors import (
     SchemaMissError,
 )
 from twostroke.core.request import FinishReason
+from twostroke.core.sampling import MAX_SEED
 from twostroke.engine.output import join
 from twostroke.schema.spans import HeldBack, checked_places, wrong_span
 from twostroke.schema.verify import UncheckedError
@@ -208,7 +209,8 @@ class AnswerGuard:
 
     async def _miss(self, answer: Completion) -> _Miss | None:
         """Return the first rule that an answer breaks; None if it breaks none or was cut off."""
-        if answer.finish_reason is not FinishReason.STOP or isinstance(answer.stop, str):
+        has_ended = answer.stop is None or answer.stop in self._reply.tokenizer.eos_ids
+        if answer.finish_reason is not FinishReason.STOP or not has_ended:
             return None
         events = self._reply.reader().read(answer)
         blocks = [event.block for event in events if isinstance(event, Closed)]
@@ -268,7 +270,7 @@ class AnswerGuard:
         params = replace(
             params,
             n=1,
-            seed=params.seed + answer.index % params.n,
+            seed=(params.seed + answer.index % params.n) % (MAX_SEED + 1),  # as the engine's
             prompt_logprobs=None,
             constraint=dataclasses.replace(params.constraint, excluded=tuple(excluded)),
         )
