@@ -119,6 +119,7 @@ class EventStream:
         async with aclosing(self._events(scope)) as events:
             async for data in events:
                 await self._send(send, data)
+        await self._begin(send)  # there may be no events
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, scope: Scope) -> AsyncGenerator[bytes]:
@@ -139,14 +140,18 @@ class EventStream:
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._sending_since_s = time.monotonic()
+        await self._begin(send)
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending_since_s = None
+        self._last_sent_s = time.monotonic()
+
+    async def _begin(self, send: Send) -> None:
+        """Send the head of the response, if it was not sent."""
         if not self._has_begun:
             self._has_begun = True
             content_type = (b"content-type", self._framing.content_type.encode())
             headers = [content_type, *_HEADERS]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": data, "more_body": True})
-        self._sending_since_s = None
-        self._last_sent_s = time.monotonic()
 
     def _is_stuck(self) -> bool:
         """Whether the client reads too slowly."""

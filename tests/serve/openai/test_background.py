@@ -91,6 +91,17 @@ def test_events_can_be_followed_from_any_number_and_again_at_the_end(gated: Live
     assert events_from(gated, id_, after=3) == events[4:]
 
 
+def test_client_that_has_all_events_gets_no_more(server: LiveServer) -> None:
+    id_ = ask(server)["id"]
+    ended(server, id_)
+    run = server.api._background.find(id_)
+    assert run is not None
+    wait_for(lambda: run.is_over)
+    last = events_from(server, id_)[-1]["sequence_number"]
+    for after in (last, last + 100):
+        assert events_from(server, id_, after=after) == []
+
+
 def test_client_that_leaves_its_stream_comes_back_for_the_rest(gated: LiveServer) -> None:
     body = {"input": "hello", "max_output_tokens": 8, "background": True, "stream": True}
     with gated.http.stream("POST", PATH, json=body) as response:
