@@ -53,6 +53,13 @@ def names(records: Records) -> set[str]:
     return {path.name for path in records.files.path("x").parent.iterdir()}
 
 
+def test_a_misspelt_purpose_is_refused_with_the_nearest_one(server: LiveServer) -> None:
+    form = {"file": ("in.jsonl", b"{}")}
+    refused = server.http.post("/v1/files", data={"purpose": "user_dta"}, files=form)
+    assert refused.status_code == 400
+    assert "got 'user_dta'. Did you mean 'user_data'?" in refused.json()["error"]["message"]
+
+
 def test_batch_whose_input_is_missing_fails_with_a_sentence(
     server: LiveServer, records: Records
 ) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 from starlette.responses import FileResponse
 
-from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.errors import RequestError, TwostrokeError, nearest
 from twostroke.http.errors import BodySizeError, UnsupportedFieldError
 from twostroke.http.served import served_of
 from twostroke.records import RecordsError
@@ -312,7 +312,10 @@ def refuse_fields(fields: dict[str, str], names: tuple[str, ...]) -> None:
 def check_purpose(purpose: str) -> None:
     """Raise a RequestError if `purpose` is not a known purpose of files."""
     if purpose not in PURPOSES:
-        raise RequestError(f"must be one of {', '.join(PURPOSES)}.", field="purpose")
+        reason = (
+            f"must be one of {', '.join(PURPOSES)}, got '{{value}}'.{nearest(purpose, PURPOSES)}"
+        )
+        raise RequestError(reason, field="purpose", value=purpose)
 
 
 def _expiry_s(text: str, name: str) -> int:
