@@ -116,7 +116,7 @@ class Answers:
         self.num_open = job.num_choices
         self._prompts = encoded.prompts
         self._num_prompt = sum(map(len, encoded.prompts))
-        self._redrawn_outputs: ServedOutputs | None = None  # of an answer that is drawn again
+        self._redrawn_outputs: ServedOutputs | None = None  # of an answer that is generated again
         self._num_tokens = 0
         self._num_cached: dict[int, int] = {}  # by a prompt's first choice
         self._ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}  # by choice

@@ -54,7 +54,7 @@ class JsonObject(field.TaggedObject, tag="json_object"):
 
 
 class NamedSchema(field.RequestObject):
-    """A JSON schema; an answer that breaks one is drawn again, and of a `strict` one an error."""
+    """A JSON schema; an answer that breaks it is generated again, then refused if `strict`."""
 
     schema: dict[str, Any]
     name: str | None = None
