@@ -267,10 +267,11 @@ void Pool::work(int thread) {
   for (uint32_t seen = 0;;) {
     start_.wait_beyond(seen, kTaskSpin);
     seen = start_.value();
-    if (stopping_) return;
     // In this order: who sees the new number also sees after which task it holds, and whoever
-    // rests because of the old number is woken by a later signal.
+    // rests because of the old number is woken by a later signal. So is whoever does not see yet
+    // that the pool stops.
     const uint32_t resumed = resumed_.value();
+    if (stopping_) return;
     const int num_active = num_active_.load();
     if (thread >= num_active) {
       resumed_.wait_beyond(resumed, std::chrono::microseconds(0));

@@ -175,7 +175,7 @@ class Pool {
   Barrier barrier_;
   Task task_ = nullptr;
   void* context_ = nullptr;
-  bool stopping_ = false;
+  std::atomic<bool> stopping_{false};
 };
 
 /// Calls body(index) for 0 to count - 1, the threads taking `grain` indices at a time. On several
