@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from twostroke.core.errors import OverloadedError as OverloadedError
     from twostroke.core.errors import QualityError as QualityError
     from twostroke.core.errors import RequestError as RequestError
+    from twostroke.core.errors import SchemaMissError as SchemaMissError
     from twostroke.core.errors import TwostrokeError as TwostrokeError
     from twostroke.core.errors import UsageError as UsageError
     from twostroke.core.sampling import SamplingParams as SamplingParams
@@ -65,6 +66,7 @@ _HOMES = {
     "RequestError": "twostroke.core.errors",
     "ContextLengthError": "twostroke.core.errors",
     "OverloadedError": "twostroke.core.errors",
+    "SchemaMissError": "twostroke.core.errors",
     "DeadlineError": "twostroke.core.errors",
     "EngineStoppedError": "twostroke.core.errors",
 }

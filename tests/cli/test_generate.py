@@ -314,13 +314,17 @@ def test_the_real_model_knows_a_capital(
     assert "Paris" in json.loads(ran.out)["text"]
 
 
-def test_finished_answer_that_misses_its_schema_brings_a_warning(
+def test_finished_answer_that_breaks_its_schema_is_printed_and_an_error(
     cli: Cli, tiny: str, tmp_path: Path
 ) -> None:
     asked = ("generate", tiny, "-p", "hello", "--max-tokens", "60", "--quiet", "--json-schema")
-    for pattern, count in ((r"^(long text)\\1$", 1), (r"^.*(?!x)$", 0)):  # no grammar holds either
+    for pattern, code in ((r"^(long text)\\1$", 10), (r"^.*(?!x)$", 0)):  # no grammar holds either
         path = tmp_path / "schema.json"
         path.write_text(f'{{"type": "string", "maxLength": 2, "pattern": "{pattern}"}}')
         ran = cli(*asked, str(path))
-        assert ran.code == 0
-        assert ran.err.count("does not keep to the schema: pattern (/pattern)") == count
+        assert ran.code == code
+        assert ("breaks the rule pattern (/pattern) of the schema" in ran.err) is (code == 10)
+        assert isinstance(json.loads(ran.out), str)
+        ran = cli(*asked, str(path), "--json")
+        assert ran.code == code
+        assert json.loads(ran.out).get("schema_miss", "") == ("pattern (/pattern)" if code else "")

@@ -24,7 +24,7 @@ from twostroke.cli.options import (
 )
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import printable
-from twostroke.core.errors import ContextLengthError, UsageError
+from twostroke.core.errors import ContextLengthError, SchemaMissError, UsageError
 from twostroke.core.json_lines import encode_json
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.build import Engine
     from twostroke.engine.client import ModelCard
+    from twostroke.engine.counters import Strokes
     from twostroke.engine.output import Completion
 
 _HOW = "give one with -p TEXT, -f FILE, or on standard input."
@@ -93,10 +94,17 @@ def command(**given: Any) -> None:
         hints = to_hints(engine.card, "auto", prediction)
         completion = _run(engine, tokens, params, hints, show=not as_json)
         strokes = engine.client.loop.snapshot().strokes
-        if (warning := _missed(engine, params, completion)) is not None:
-            click.secho(warning, fg="yellow", err=True)
-    if quiet and not as_json:
-        return
+    if not quiet or as_json:
+        _report(engine, completion, strokes, as_json=as_json)
+    if completion.schema_miss:
+        raise SchemaMissError(
+            f"The answer breaks the rule {completion.schema_miss} of the schema, also after it was "
+            "drawn again: describe the rule in the prompt, or relax it."
+        )
+
+
+def _report(engine: Engine, completion: Completion, strokes: Strokes, *, as_json: bool) -> None:
+    """Print the answer as one JSON object, or a line with its speed."""
     hardware = engine.limits.above(strokes, may_measure=True)
     figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
     if as_json:
@@ -107,6 +115,8 @@ def command(**given: Any) -> None:
             "usage": asdict(completion.usage),
             "timings": asdict(figures),
         }
+        if completion.schema_miss:
+            result["schema_miss"] = completion.schema_miss
         click.echo(encode_json(result).decode())
     else:
         click.secho(describe(figures, completion.usage, width=_columns()), dim=True, err=True)
@@ -161,51 +171,26 @@ def _run(
     engine: Engine, tokens: list[int], params: SamplingParams, hints: Hints, *, show: bool
 ) -> Completion:
     """Compute the answer; with `show`, print it as it comes."""
+    from twostroke.engine.client import Caller
     from twostroke.engine.output import join
+    from twostroke.engine.redraw import EncodedPrompt, with_seed
 
     safe = printable if sys.stdout.isatty() else str
     outputs = []
+    prompt = EncodedPrompt(tokens, with_seed(params), Caller(), hints)
     try:
-        generation = engine.client.generate(tokens, params, hints=hints)
-    except ContextLengthError:
-        raise _too_long(engine, len(tokens), params.max_tokens) from None
-    try:
-        for output in generation:
+        for output in prompt.stream(engine.client):
             outputs.append(output)
             if show:
                 sys.stdout.write(safe(output.text))
                 sys.stdout.flush()
+    except ContextLengthError:
+        raise _too_long(engine, len(tokens), params.max_tokens) from None
     finally:
         if show and outputs:  # also after an answer that was interrupted
             sys.stdout.write("\n")
             sys.stdout.flush()
     return join(outputs)
-
-
-def _missed(engine: Engine, params: SamplingParams, completion: Completion) -> str | None:
-    """Return a warning if the answer is complete and does not keep to its schema."""
-    from twostroke.core.request import FinishReason
-    from twostroke.schema.verify import UncheckedError
-    from twostroke.tokenize.preface import Part, PrefaceCutter
-
-    form, text = params.constraint, completion.text
-    is_cut = completion.finish_reason is not FinishReason.STOP or isinstance(completion.stop, str)
-    if form is None or form.notation != "json_schema" or is_cut:
-        return None
-    if form.preface is not None:
-        cutter = PrefaceCutter(form.preface)
-        parts = [*cutter.feed(text), *cutter.finish()]
-        text = "".join(stretch for part, stretch in parts if part is Part.AFTER)
-    grammars = engine.client.grammars
-    if not grammars.compile(form).gaps:
-        return None
-    try:
-        fault = grammars.verifier.fault(form.text, text)
-    except UncheckedError as error:
-        return f"The answer could not be checked against the schema: {error}."
-    if fault is None:
-        return None
-    return f"The answer does not keep to the schema: {fault.keyword} ({fault.place or '/'})."
 
 
 def _too_long(engine: Engine, num_prompt: int, max_tokens: int | None) -> ContextLengthError:

@@ -70,14 +70,17 @@ class Constraint:
             raise RequestError(reason, field=self.param) from None
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, object] | type | str) -> Constraint:
+    def json_schema(
+        cls, schema: Mapping[str, object] | type | str, *, is_strict: bool = False
+    ) -> Constraint:
         """Return a constraint to JSON that matches a schema.
 
         `schema` is a dictionary, its JSON text, or a class with `model_json_schema()`, such as a
-        Pydantic model.
+        Pydantic model. With `is_strict` an answer that breaks the schema, also after it was drawn
+        again, is a `SchemaMissError`.
         """
         if isinstance(schema, str):
-            return cls("json_schema", schema, "json_schema")
+            return cls("json_schema", schema, "json_schema", is_strict=is_strict)
         make = getattr(schema, "model_json_schema", None)
         values = make() if isinstance(schema, type) and make is not None else schema
         if not isinstance(values, Mapping):
@@ -88,7 +91,7 @@ class Constraint:
         except (TypeError, ValueError) as error:
             reason = "is not JSON: {why}."
             raise RequestError(reason, field="json_schema", why=error) from None
-        return cls("json_schema", text, "json_schema")
+        return cls("json_schema", text, "json_schema", is_strict=is_strict)
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:

@@ -218,8 +218,9 @@ class EngineKillerError(RequestError):
 
 
 class SchemaMissError(TwostrokeError):
-    """The answer breaks a strict schema, even after it was generated again."""
+    """The answer breaks its schema, even after it was generated again."""
 
+    exit_code = 10
     code = "schema_miss"
 
 

@@ -62,8 +62,10 @@ def check_options(options: Mapping[str, object]) -> None:
 
 def encode_conversation(
     card: ModelCard, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
-) -> tuple[list[int], SamplingParams, Hints, Reading]:
+) -> tuple[list[int], SamplingParams, Hints, Reading, tuple[Function, ...]]:
     """Return a conversation's tokens, the parameters and hints of its answer, and their form.
+
+    Last come the functions that the answer may call.
 
     Raises:
         RequestError: the model has no chat template, the template refuses the messages, or an
@@ -92,7 +94,8 @@ def encode_conversation(
     )
     tokens = encode_rendered(card, turn.prompt)
     hints = to_hints(card, options.get("speculate", "auto"), options.get("prediction", ""))
-    return tokens, turn.constrained(params), hints, turn.reading()
+    functions = () if tools is None else tools.functions
+    return tokens, turn.constrained(params), hints, turn.reading(), functions
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Tools | None:
@@ -177,6 +180,7 @@ class ChunkReader:
             stop=output.stop,
             usage=output.usage,
             timings=output.timings,
+            schema_miss=output.schema_miss,
         )
 
 

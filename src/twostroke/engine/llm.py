@@ -9,11 +9,9 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclo
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from twostroke.chat.reader import PLAIN, Reading
 from twostroke.core.config import PARTNER, options_of
 from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import OverloadedError, UsageError
-from twostroke.core.frozen import Frozen
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.chat_answer import (
@@ -28,6 +26,7 @@ from twostroke.engine.embedding import Embedding
 from twostroke.engine.loading import pull
 from twostroke.engine.progress_bar import ProgressBar
 from twostroke.engine.prompts import encode_gap, encode_text, ending_gaps, to_hints
+from twostroke.engine.redraw import EncodedPrompt, SettledStream, with_seed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.config import EngineOptions
     from twostroke.core.request import Hints
-    from twostroke.engine.client import Client, ModelCard
+    from twostroke.engine.client import ModelCard
     from twostroke.engine.generation import Generation
     from twostroke.engine.output import AnswerChunk, Completion, Output
 
@@ -186,12 +185,9 @@ class LLM(AbstractContextManager["LLM"]):
         ]
         return self._answer(requests, progress=progress)
 
-    def _chunks(self, request: _Prompt) -> Iterator[AnswerChunk]:
-        client = self.engine.client
+    def _chunks(self, request: EncodedPrompt) -> Iterator[AnswerChunk]:
         reader = ChunkReader(request.reading, self.engine.card.tokenizer)
-        generation = request.submit(client)
-        client.loop.flush()
-        for output in generation:
+        for output in request.stream(self.engine.client):
             yield reader.read(output)
 
     def stream(
@@ -210,10 +206,8 @@ class LLM(AbstractContextManager["LLM"]):
         """
         card, client = self.engine.card, self.engine.client
         hints = to_hints(card, speculate, prediction)
-        completion = _completion(card, prompt, params, suffix, hints, parse_special=parse_special)
-        generation = completion.submit(client)
-        client.loop.flush()
-        yield from generation
+        request = _completion(card, prompt, params, suffix, hints, parse_special=parse_special)
+        yield from request.stream(client)
 
     def embed(
         self,
@@ -245,11 +239,11 @@ class LLM(AbstractContextManager["LLM"]):
         self.close()
 
     def _answer(
-        self, prompts: list[_Prompt], *, progress: bool | None = None
+        self, prompts: list[EncodedPrompt], *, progress: bool | None = None
     ) -> list[list[Completion]]:
         """Answer all prompts, as many at a time as the engine's queue takes."""
         client, tokenizer = self.engine.client, self.engine.card.tokenizer
-        running: deque[tuple[_Prompt, Generation]] = deque()
+        running: deque[tuple[EncodedPrompt, Generation]] = deque()
         answers: list[list[Completion]] = []
         if progress is None and len(prompts) < 2:
             progress = False
@@ -258,7 +252,7 @@ class LLM(AbstractContextManager["LLM"]):
         def finish_first() -> None:
             nonlocal num_tokens
             prompt, generation = running[0]
-            completions = generation.wait()
+            completions = prompt.settled(client, generation.wait())
             running.popleft()
             answers.append([read_completion(c, prompt.reading, tokenizer) for c in completions])
             num_tokens += sum(len(completion.token_ids) for completion in completions)
@@ -403,34 +397,25 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """Close the model at the end of an `async with` block."""
         await self.close()
 
-    async def _outputs(self, prompt: _Prompt) -> AsyncGenerator[Output]:
+    async def _outputs(self, prompt: EncodedPrompt) -> AsyncGenerator[Output]:
         from asyncio import to_thread
 
         client, constraint, grammar = self.engine.client, prompt.params.constraint, None
         if constraint is not None:
             grammar = await to_thread(client.grammars.compile, constraint)
+        stream = SettledStream(redrawer) if (redrawer := prompt.redrawer(client)) else None
         generation = client.generate_many_async(
             [prompt.tokens], prompt.params, prompt.caller, prompt.hints, grammar
         )
         client.loop.flush()
         try:
             async for output in generation:
-                yield output
+                for ready in (output,) if stream is None else stream.read(output):
+                    yield ready
+            for settle in () if stream is None else stream.endings():
+                yield await to_thread(settle)
         finally:
             generation.cancel()
-
-
-class _Prompt(Frozen):
-    """A prompt as token ids, and how to answer it."""
-
-    tokens: list[int]
-    params: SamplingParams
-    caller: Caller
-    hints: Hints
-    reading: Reading = PLAIN
-
-    def submit(self, client: Client) -> Generation:
-        return client.generate(self.tokens, self.params, self.caller, self.hints)
 
 
 def _completion(
@@ -441,13 +426,13 @@ def _completion(
     hints: Hints,
     *,
     parse_special: bool,
-) -> _Prompt:
+) -> EncodedPrompt:
     params = _checked(params)
     if suffix:
         tokens, params = encode_gap(card, prompt, suffix), ending_gaps(card, params)
     else:
         tokens = encode_text(card, prompt, parse_special=parse_special)
-    return _Prompt(tokens, params, Caller(prompt_field="prompt"), hints)
+    return EncodedPrompt(tokens, with_seed(params), Caller(prompt_field="prompt"), hints)
 
 
 def _turn(
@@ -455,9 +440,18 @@ def _turn(
     messages: Sequence[Message],
     params: SamplingParams | None,
     options: ChatOptions,
-) -> _Prompt:
-    tokens, params, hints, reading = encode_conversation(card, messages, _checked(params), options)
-    return _Prompt(tokens, params, Caller(prompt_field="messages"), hints, reading)
+) -> EncodedPrompt:
+    tokens, params, hints, reading, functions = encode_conversation(
+        card, messages, _checked(params), options
+    )
+    return EncodedPrompt(
+        tokens=tokens,
+        params=with_seed(params),
+        caller=Caller(prompt_field="messages"),
+        hints=hints,
+        reading=reading,
+        functions=functions,
+    )
 
 
 def _are_conversations(messages: Sequence[object]) -> bool:

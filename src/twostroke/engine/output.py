@@ -72,7 +72,8 @@ class Output(Struct, array_like=True, gc=False, repr_omit_defaults=True):
     and the output with a choice's first token, have its `usage` so far. The last output has
     `finish_reason`, `usage` and `timings`; `stop` is the stop string or token id that ended the
     choice, `error` the failure that did. `embedding` is the vector of a text to embed, which has
-    only this output.
+    only this output. `schema_miss`, also of the last output, is the rule of its schema that a
+    choice breaks, although it was drawn again.
     """
 
     index: int
@@ -87,6 +88,7 @@ class Output(Struct, array_like=True, gc=False, repr_omit_defaults=True):
     timings: Timings | None = None
     error: TwostrokeError | None = None
     embedding: NDArray[np.float32] | None = None
+    schema_miss: str = ""
 
 
 class AnswerCall(Frozen):
@@ -107,7 +109,8 @@ class AnswerChunk(Frozen, repr_omit_defaults=True):
     """A piece of an answer to a conversation, as it is written.
 
     Each of `tool_calls` is whole. Token ids and log-probabilities may be ahead of the text. The
-    last chunk of an answer has `finish_reason`, `usage` and `timings`.
+    last chunk of an answer has `finish_reason`, `usage`, `timings` and, if the answer breaks its
+    schema although it was drawn again, the rule in `schema_miss`.
     """
 
     index: int
@@ -121,6 +124,7 @@ class AnswerChunk(Frozen, repr_omit_defaults=True):
     stop: str | int | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    schema_miss: str = ""
 
 
 class Completion(Frozen):
@@ -128,7 +132,8 @@ class Completion(Frozen):
 
     If the request asked for them, `logprobs` has an entry for each token and `prompt_logprobs` one
     for each prompt token except the first; else they are empty. The answer to a conversation has
-    its `reasoning` and its `tool_calls` apart from its `text`.
+    its `reasoning` and its `tool_calls` apart from its `text`. `schema_miss` is the rule of its
+    schema that it breaks, such as `uniqueItems (/uniqueItems)`, although it was drawn again.
     """
 
     index: int
@@ -142,6 +147,7 @@ class Completion(Frozen):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[AnswerCall, ...] = ()
+    schema_miss: str = ""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -161,6 +167,8 @@ class Completion(Frozen):
         if self.tool_calls:
             fields.append(f"tool_calls={list(self.tool_calls)!r}")
         fields.append(f"finish_reason={self.finish_reason.value!r}")
+        if self.schema_miss:
+            fields.append(f"schema_miss={self.schema_miss!r}")
         fields.append(f"prompt_tokens={self.usage.prompt_tokens}")
         fields.append(f"completion_tokens={self.usage.completion_tokens}")
         return f"Completion({', '.join(fields)})"
@@ -182,4 +190,5 @@ def join(outputs: list[Output]) -> Completion:
         usage=last.usage,
         timings=last.timings,
         prompt_logprobs=tuple(p for o in outputs for p in o.prompt_logprobs if p is not None),
+        schema_miss=last.schema_miss,
     )

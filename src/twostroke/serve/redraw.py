@@ -15,16 +15,24 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.constraint import Excluded
 from twostroke.core.errors import (
     DeadlineError,
     OverloadedError,
     RequestError,
-    SchemaMissError,
 )
 from twostroke.core.request import FinishReason
-from twostroke.core.sampling import MAX_SEED
 from twostroke.engine.output import join
+from twostroke.engine.redraw import (
+    MAX_REDRAW_S,
+    MAX_REDRAWN_SHARE,
+    MAX_REDRAWS,
+    MIN_REDRAWN_TOKENS,
+    MISSES_AT_LEVEL,
+    exclusions,
+    miss_error,
+    redrawn_params,
+    written_text,
+)
 from twostroke.schema.spans import HeldBack, checked_places, wrong_span
 from twostroke.schema.verify import UncheckedError
 from twostroke.serve.callers import begun
@@ -42,6 +50,7 @@ from twostroke.serve.events import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator
 
+    from twostroke.core.constraint import Excluded
     from twostroke.engine.output import Completion, Output
     from twostroke.http.served import ServedRequest
     from twostroke.schema.spans import PathPattern
@@ -54,14 +63,6 @@ if TYPE_CHECKING:
 
 HEADER: Final = "twostroke-schema-miss"
 _MAX_HEADER: Final = 1000  # characters
-MAX_REDRAWS: Final = 8  # new answers in place of one answer
-MAX_REDRAW_S: Final = 60.0
-_MISSES_AT_LEVEL: Final = 2  # misses at one offset before a prefix of half the length is excluded
-# The new answers may have this many tokens together, or this many times the first answer's tokens
-# if that is more.
-_MIN_TOKENS: Final = 2048
-_MAX_SHARE: Final = 4
-_AFTER_NUMBER: Final = ",}]"
 
 
 @dataclasses.dataclass(slots=True)
@@ -150,7 +151,7 @@ class AnswerGuard:
             SchemaMissError: the answer and all new answers break a strict schema.
         """
         excluded: list[Excluded] = []
-        num_left = max(_MIN_TOKENS, _MAX_SHARE * len(answer.token_ids))
+        num_left = max(MIN_REDRAWN_TOKENS, MAX_REDRAWN_SHARE * len(answer.token_ids))
         end_s = time.monotonic() + MAX_REDRAW_S
         miss, last_start, num_misses, is_widened = await self._miss(answer), -1, 0, False
         for _ in range(MAX_REDRAWS):
@@ -161,7 +162,7 @@ class AnswerGuard:
                 break
             num_misses = num_misses + 1 if miss.num_before + start == last_start else 0
             last_start = miss.num_before + start
-            exclusions = list(self._exclusions(answer, miss, num_misses // _MISSES_AT_LEVEL))
+            exclusions = list(self._exclusions(answer, miss, num_misses // MISSES_AT_LEVEL))
             if not exclusions:
                 break
             excluded += exclusions
@@ -185,11 +186,7 @@ class AnswerGuard:
         if miss is not None:
             self._checks.report(miss.fault, miss.block, self._request.request_id)
             if miss.is_strict:
-                raise SchemaMissError(
-                    f"The answer breaks the rule {miss.fault} of its schema, even after it was "
-                    f"generated again (up to {MAX_REDRAWS} times). Describe the rule in the "
-                    "prompt, or relax it."
-                )
+                raise miss_error(miss.fault)
             self.faults[answer.index] = miss.fault
         return answer
 
@@ -232,50 +229,20 @@ class AnswerGuard:
         return None
 
     def _written(self, answer: Completion) -> str | None:
-        """Return the text of an answer's tokens, without special ones; None if it is not UTF-8."""
-        tokenizer = self._reply.tokenizer
-        special_ids = tokenizer.special_ids
-        tokens = [token for token in answer.token_ids if token not in special_ids]
-        try:
-            return b"".join(map(tokenizer.token_bytes, tokens)).decode()
-        except UnicodeDecodeError:
-            return None
+        return written_text(answer, self._reply.tokenizer)
 
     def _exclusions(self, answer: Completion, miss: _Miss, level: int) -> Iterator[Excluded]:
         """Yield the texts to exclude: the wrong value at level 0, its prefixes at higher levels."""
-        text, (start, end) = self._written(answer), wrong_span(miss.block.text, miss.fault)
-        begin = miss.num_before + start
-        if text is None or text[begin:].find(miss.block.text[start:end]) != 0:
-            return
-        before, value = text[:begin], miss.block.text[start:end]
-        num_bytes = len(before.encode())
-        length = max(min(2, len(value)), len(value) >> level)
-        if length < len(value):
-            yield Excluded(before + value[:length], num_bytes)
-        elif value[-1] in '"}]':
-            yield Excluded(before + value, num_bytes)
-        elif begin + len(value) == len(text):
-            yield Excluded(before + value, num_bytes, is_whole=True)
-        else:
-            for sign in _AFTER_NUMBER:
-                yield Excluded(before + value + sign, num_bytes)
+        written = self._written(answer)
+        return exclusions(written, miss.num_before, miss.block.text, miss.fault, level)
 
     async def _draw(
         self, answers: Answers, answer: Completion, excluded: list[Excluded]
     ) -> Completion:
         """Generate an answer again, without the excluded texts."""
-        params, hints = self._encoded.params, self._encoded.hints
-        assert params.constraint is not None
-        assert params.seed is not None
-        params = replace(
-            params,
-            n=1,
-            seed=(params.seed + answer.index % params.n) % (MAX_SEED + 1),  # as the engine's
-            prompt_logprobs=None,
-            constraint=dataclasses.replace(params.constraint, excluded=tuple(excluded)),
-        )
+        params = redrawn_params(self._encoded.params, answer.index, excluded)
         self._checks.count_redraw()
-        hints = replace(hints, prediction=answer.token_ids, shows_progress=False)
+        hints = replace(self._encoded.hints, prediction=answer.token_ids, shows_progress=False)
         caller = begun(self._reply.job, self._request).caller
         return await answers.draw_again(answer, params, caller, hints)
 

@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-from msgspec.structs import replace
 
 from twostroke.core.errors import (
     DeadlineError,
@@ -20,6 +19,7 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.embedding import Embedding
 from twostroke.engine.health import Health
 from twostroke.engine.output import Timings, Usage, join
+from twostroke.engine.redraw import in_place_of
 from twostroke.http.errors import ServerStoppingError
 
 if TYPE_CHECKING:
@@ -175,18 +175,7 @@ class Answers:
             outputs.cancel()
         if other.finish_reason is FinishReason.CANCEL:
             raise ServerStoppingError("The server is stopping: this answer was cut off.")
-        usage = replace(other.usage, cached_tokens=answer.usage.cached_tokens)
-        first = answer.timings
-        timings = Timings(
-            arrival_s=first.arrival_s,
-            started_s=first.started_s,
-            first_token_s=first.first_token_s,
-            last_token_s=other.timings.last_token_s,
-        )
-        scores = answer.prompt_logprobs
-        return replace(
-            other, index=answer.index, usage=usage, timings=timings, prompt_logprobs=scores
-        )
+        return in_place_of(answer, other)
 
     def accept(self, answer: Completion) -> None:
         """Count an answer in place of the answer with its index."""

@@ -1,0 +1,157 @@
+"""Answers that break their schemas are drawn again in Python too, and told if that does not help.
+
+tests/serve/test_redraw.py has the same answers over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support import talkers
+from support.talkers import say, talker
+from twostroke.core.constraint import Constraint
+from twostroke.core.errors import SchemaMissError
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine.llm import LLM, AsyncLLM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import LiveServer
+
+TALK = [{"role": "user", "content": "hello"}]
+TAGS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    },
+    "required": ["title", "tags"],
+    "additionalProperties": False,
+}
+WRONG = '{"title": "One", "tags": ["One", "Ones", "One"]}'
+AGAIN = '{"title": "One", "tags": ["One", "Ones", "Ones"]}'
+RIGHT = '{"title": "One", "tags": ["One", "Ones", "Onesie"]}'
+MISS = "uniqueItems (/properties/tags/uniqueItems)"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with talker(tmp_path_factory.mktemp("redraw"), talkers.HERMES) as live:
+        yield live
+
+
+class Shared(LLM):
+    """The Python interface to a server's engine, whose answers a test chooses."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.engine: Any = SimpleNamespace(card=server.client.card, client=server.client)
+
+
+class AsyncShared(AsyncLLM):
+    """The same for asynchronous callers."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.engine: Any = SimpleNamespace(card=server.client.card, client=server.client)
+
+
+def all_ways(server: LiveServer, params: SamplingParams) -> Iterator[tuple[str, str]]:
+    """Yield the text and the miss of an answer, in each way to ask for it."""
+    llm = Shared(server)
+    [[answer]] = llm.generate("hello", params)
+    yield answer.text, answer.schema_miss
+    [answer] = llm.chat(TALK, params)
+    yield answer.text, answer.schema_miss
+    outputs = list(llm.stream("hello", params))
+    yield "".join(output.text for output in outputs), outputs[-1].schema_miss
+    chunks = list(llm.chat(TALK, params, stream=True))
+    yield "".join(chunk.text for chunk in chunks), chunks[-1].schema_miss
+
+    async def read() -> list[Any]:
+        return [output async for output in AsyncShared(server).generate("hello", params)]
+
+    outputs = asyncio.run(read())
+    yield "".join(output.text for output in outputs), outputs[-1].schema_miss
+
+
+def asking(*, is_strict: bool = False, **fields: Any) -> SamplingParams:
+    form = Constraint.json_schema(TAGS, is_strict=is_strict)
+    return SamplingParams(temperature=0, max_tokens=200, constraint=form, **fields)
+
+
+def test_a_wrong_answer_is_drawn_again(server: LiveServer) -> None:
+    say(server, WRONG, AGAIN, RIGHT)
+    assert list(all_ways(server, asking(is_strict=True))) == [(RIGHT, "")] * 5
+
+
+def test_an_answer_that_stays_wrong_has_its_rule(server: LiveServer) -> None:
+    say(server, WRONG, AGAIN)
+    found = list(all_ways(server, asking()))
+    assert found == [(AGAIN, MISS)] * 5
+
+
+def test_a_strict_answer_that_stays_wrong_is_an_error(server: LiveServer) -> None:
+    say(server, WRONG, AGAIN)
+    llm = Shared(server)
+    with pytest.raises(SchemaMissError, match="uniqueItems"):
+        llm.generate(["hello", "hello"], asking(is_strict=True))
+    sent = list[str]()
+    stream = llm.stream("hello", asking(is_strict=True))
+    with pytest.raises(SchemaMissError, match="uniqueItems"):
+        sent.extend(output.text for output in stream)
+    assert "".join(sent) == WRONG[: WRONG.index('"tags"')]  # the array was never shown
+
+
+def test_a_stream_goes_on_until_the_first_value_that_may_change(server: LiveServer) -> None:
+    say(server, WRONG, AGAIN, RIGHT)
+    pieces = [output.text for output in Shared(server).stream("hello", asking())]
+    first_held = RIGHT.index('"tags"')
+    assert len(pieces) > 10
+    assert "".join(pieces[:-1]).startswith(RIGHT[:first_held])
+    assert "".join(pieces) == RIGHT
+
+
+def test_each_of_several_answers_is_settled(server: LiveServer) -> None:
+    say(server, WRONG, RIGHT)
+    [answers] = Shared(server).generate("hello", asking(n=3))
+    assert [(answer.index, answer.text) for answer in answers] == [(n, RIGHT) for n in range(3)]
+    texts = ["", "", ""]
+    for output in Shared(server).stream("hello", asking(n=3)):
+        texts[output.index] += output.text
+    assert texts == [RIGHT] * 3
+
+
+def test_arguments_of_calls_are_drawn_again_or_told(server: LiveServer) -> None:
+    call = '<tool_call>\n{{"name": "note", "arguments": {}}}\n</tool_call>'.format
+    params = SamplingParams(temperature=0, max_tokens=300)
+    llm = Shared(server)
+    for is_strict in (False, True):
+        tools = [{"name": "note", "parameters": TAGS, "strict": is_strict}]
+        say(server, call(WRONG), call(AGAIN), call(RIGHT))
+        [answer] = llm.chat(TALK, params, tools=tools)
+        assert [made.arguments for made in answer.tool_calls] == [json.loads(RIGHT)]
+        assert not answer.schema_miss
+        chunks = list(llm.chat(TALK, params, stream=True, tools=tools))
+        calls = [made.arguments for chunk in chunks for made in chunk.tool_calls]
+        assert calls == [json.loads(RIGHT)]
+        say(server, call(WRONG), call(AGAIN))
+        if is_strict:
+            with pytest.raises(SchemaMissError):
+                llm.chat(TALK, params, tools=tools)
+        else:
+            [answer] = llm.chat(TALK, params, tools=tools)
+            assert answer.schema_miss == MISS
+
+
+def test_an_answer_that_was_cut_is_not_drawn_again(server: LiveServer) -> None:
+    say(server, WRONG, RIGHT)
+    form = Constraint.json_schema(TAGS, is_strict=True)
+    params = SamplingParams(temperature=0, max_tokens=len(WRONG) - 2, constraint=form)
+    [[answer]] = Shared(server).generate("hello", params)
+    assert WRONG.startswith(answer.text)
+    assert answer.finish_reason.value == "length"
