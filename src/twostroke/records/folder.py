@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from contextlib import suppress
+from functools import partial
 from mmap import ACCESS_READ, mmap
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
+from twostroke.core.files import open_regular_file
 from twostroke.records.errors import RecordsError
 
 if TYPE_CHECKING:
@@ -60,12 +63,24 @@ class Folder:
                     path.unlink()
 
 
+new_hash: Final = partial(hashlib.blake2b, digest_size=16)
+
+
+def has_digest(path: Path, digest: str) -> bool:
+    """Return whether a file has this digest, or the digest is empty. Raises OSError."""
+    if not digest:
+        return True
+    with open_regular_file(path, follows_links=False) as file:
+        return hashlib.file_digest(file, new_hash).hexdigest() == digest
+
+
 class Temporary:
     """A file that is being written; it is deleted at the end of the block unless it was kept."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         """Make it."""
         self.num_bytes = 0
+        self._hash = new_hash()
         self._path, self._folder = path, folder
         try:
             self._file = path.open("x+b")
@@ -89,7 +104,13 @@ class Temporary:
             self._file.write(data)
         except OSError as error:
             raise explain(error, self._path) from None
+        self._hash.update(data)
         self.num_bytes += len(data)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the bytes that were written."""
+        return self._hash.hexdigest()
 
     def read(self) -> mmap:
         """Return what was written, which is not nothing; raises RecordsError."""

@@ -107,6 +107,10 @@ MIGRATIONS: Final = (
     );
     CREATE INDEX expiring_uploads ON uploads (expires_at);
     """,
+    # BLAKE2b of the content, as hexadecimal digits; empty for files of earlier versions.
+    """
+    ALTER TABLE files ADD COLUMN digest TEXT NOT NULL DEFAULT '';
+    """,
 )
 
 

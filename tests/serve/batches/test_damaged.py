@@ -41,6 +41,7 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def flip(path: Path) -> None:
+    """Flip a bit of each of the last bytes."""
     rewrite(path, lambda data: data[:-100] + bytes(byte ^ 4 for byte in data[-100:]))
 
 
@@ -164,6 +165,8 @@ def test_a_cancelled_batch_with_a_damaged_input_has_its_results(records: Records
     [
         (lambda path: os.truncate(path, 3), 404, "3 of 12 bytes"),
         (lambda path: os.truncate(path, 0), 404, "0 of 12 bytes"),
+        (flip, 404, "not those that were stored"),
+        (lambda path: path.write_bytes(b'{"a": "xyz"}'), 404, "not those that were stored"),
         (lambda path: replace(path, lambda path: path.mkdir()), 404, "not a file any more"),
         (lambda path: replace(path, os.mkfifo), 404, "not a file any more"),
         (

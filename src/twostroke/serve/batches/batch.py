@@ -51,8 +51,9 @@ NO_INPUT: Final = LineError(
 )
 CHANGED_INPUT: Final = LineError(
     "input_file_changed",
-    "The input file was damaged or changed on the server after it was checked. The batch's results "
-    "so far are kept. Upload the file again, and send the remaining requests in a new batch.",
+    "The input file was damaged or changed on the server after it was uploaded. The batch's "
+    "results so far are kept. Upload the file again, and send the remaining requests in a new "
+    "batch.",
 )
 BROKEN: Final = LineError(
     "internal_error", "The server met an error of its own, which its log has, and ended the batch."

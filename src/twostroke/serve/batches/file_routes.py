@@ -55,7 +55,13 @@ class FileRoutes:
                 if is_anthropic:
                     fields.pop("workspace_id", None)
                 body = files.uploaded(fields, file.num_bytes, default_purpose)
-                add = partial(files.insert_new, file=body, tenant=tenant, limits=self._limits)
+                add = partial(
+                    files.insert_new,
+                    file=body,
+                    tenant=tenant,
+                    limits=self._limits,
+                    digest=file.digest,
+                )
                 await files.keep(records, file, body.id, lambda: records.write(add))
         return to_json(anthropic_files.to_metadata(body) if is_anthropic else body)
 

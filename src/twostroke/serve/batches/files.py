@@ -18,6 +18,7 @@ from twostroke.core.errors import RequestError, TwostrokeError, nearest
 from twostroke.http.errors import BodySizeError, UnsupportedFieldError
 from twostroke.http.served import served_of
 from twostroke.records import RecordsError
+from twostroke.records.folder import has_digest
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class NoSuchFileError(TwostrokeError):
 
 
 class DamagedFileError(NoSuchFileError):
-    """The content of a file has a different size than its record says, or is not a file."""
+    """The content of a file differs from what its record says, or is not a file any more."""
 
     code = "file_damaged"
 
@@ -91,10 +92,10 @@ class DeletedFile(msgspec.Struct, kw_only=True, frozen=True):
     deleted: Annotated[bool, msgspec.Meta(extra_json_schema={"const": True})] = True
 
 
-def insert(db: Connection, file: FileBody, tenant: str) -> None:
-    """Keep the record of a file; one with the same id stays."""
+def insert(db: Connection, file: FileBody, tenant: str, digest: str = "") -> None:
+    """Keep the record and the digest of a file, if no file has its id yet."""
     db.execute(
-        f"INSERT OR IGNORE INTO files (tenant, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",  # noqa: S608 constants
+        f"INSERT OR IGNORE INTO files (tenant, {_COLUMNS}, digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608 constants
         (
             tenant,
             file.id,
@@ -103,6 +104,7 @@ def insert(db: Connection, file: FileBody, tenant: str) -> None:
             file.filename,
             file.purpose,
             file.expires_at,
+            digest,
         ),
     )
 
@@ -120,11 +122,12 @@ async def content_of(records: Records, id_: str, media_type: str, filename: str)
     """Return the content of a file.
 
     Raises:
-        NoSuchFileError: the content is missing.
-        DamagedFileError: the content has a different size than its record says, or is not a file.
+        NoSuchFileError: only its record is there.
+        DamagedFileError: it differs from what its record says, or is not a file any more.
+        RecordsError: it cannot be read.
     """
     path = records.files.path(id_)
-    num_bytes = await records.read(partial(_size_of, id_=id_))
+    num_bytes, digest = await records.read(partial(size_and_digest, id_=id_))
     try:
         facts = path.lstat()
     except OSError:
@@ -135,6 +138,13 @@ async def content_of(records: Records, id_: str, media_type: str, filename: str)
         raise DamagedFileError(reason)
     if num_bytes not in {None, facts.st_size}:
         reason = f"The content of '{id_}' is damaged: {facts.st_size} of {num_bytes} bytes."
+        raise DamagedFileError(reason)
+    try:
+        is_whole = await asyncio.to_thread(has_digest, path, digest)
+    except OSError as error:
+        raise RecordsError(f"{path} cannot be read: {error.strerror or error}.") from None
+    if not is_whole:
+        reason = f"The content of '{id_}' is damaged: its bytes are not those that were stored."
         raise DamagedFileError(reason)
     return FileResponse(path, stat_result=facts, media_type=media_type, filename=filename)
 
@@ -251,12 +261,14 @@ def check_room(db: Connection, tenant: str, limits: Limits) -> None:
         raise _full(limits)
 
 
-def insert_new(db: Connection, file: FileBody, tenant: str, limits: Limits) -> None:
+def insert_new(
+    db: Connection, file: FileBody, tenant: str, limits: Limits, digest: str = ""
+) -> None:
     """Keep the record of a tenant's new file; raises BodySizeError if there is no room."""
     _check_count(db, tenant, limits)
     if _num_bytes(db, tenant) + file.bytes > limits.max_files_bytes:
         raise _full(limits)
-    insert(db, file, tenant)
+    insert(db, file, tenant, digest)
 
 
 def _check_count(db: Connection, tenant: str, limits: Limits) -> None:
@@ -270,9 +282,10 @@ def _full(limits: Limits) -> BodySizeError:
     return BodySizeError(f"{message} Delete some.")
 
 
-def _size_of(db: Connection, id_: str) -> int | None:
-    row = db.execute("SELECT bytes FROM files WHERE id = ?", (id_,)).fetchone()
-    return None if row is None else int(row[0])
+def size_and_digest(db: Connection, id_: str) -> tuple[int | None, str]:
+    """Return the size of a file, None if it has no record, and its digest, empty if not known."""
+    row = db.execute("SELECT bytes, digest FROM files WHERE id = ?", (id_,)).fetchone()
+    return (None, "") if row is None else (int(row[0]), row[1])
 
 
 def _is_kept(db: Connection, id_: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.http.errors import BodySizeError, UnknownPathError
 from twostroke.records import RecordsError
+from twostroke.records.folder import new_hash
 from twostroke.serve.batches import files, messages, openai, uploads
 from twostroke.serve.batches.file_routes import FileRoutes
 from twostroke.serve.batches.runner import Runner
@@ -92,15 +93,17 @@ class Keeping:
                 )
             with self._records.alone() as db:
                 file = files.find(db, file_id, tenant)
+                _, digest = files.size_and_digest(db, file_id)
             if file.bytes > num_left:
                 raise BodySizeError(f"The files of a request may have at most {max_bytes} bytes.")
             num_left -= file.bytes
             path = self._records.files.path(file.id)
             try:
-                content = path.read_bytes() if path.is_file() else None
+                content = path.read_bytes() if path.is_file() else b""
             except OSError:  # also where another request has just deleted it
-                content = None
-            if content is None or len(content) != file.bytes:
+                content = b""
+            is_whole = digest in {"", new_hash(content).hexdigest()}
+            if len(content) != file.bytes or not is_whole:
                 reason = f"The content of '{file.id}' is missing or damaged: upload it again."
                 raise files.DamagedFileError(reason)
             return AttachedFile(file.filename, content)

@@ -166,7 +166,7 @@ class MessageBatches:
                 id_, file_id = f"msgbatch_{secrets.token_hex(12)}", files.new_id()
                 file = files.new_file(file_id, lines.num_bytes, f"{id_}.jsonl", files.HIDDEN)
                 batch = _new(id_, served, file_id, total)
-                await files.keep(db, lines, file_id, lambda: runner.add(batch, file))
+                await files.keep(db, lines, file_id, lambda: runner.add(batch, file, lines.digest))
         return to_json(body_of(batch, None, request))
 
     async def several(self, request: Request) -> Response:

@@ -103,7 +103,7 @@ async def finish(
             pass
         num_lost = max(0, batch.total - sum(counts))  # with the input
         written = ((output, batch.output_file, "output"), (failures, batch.error_file, "errors"))
-        bodies = []
+        bodies = []  # with the digests of their contents
         for file, id_, word in written:
             if file.num_bytes and id_ is not None:
                 await readers.run(batch.tenant, file.keep, id_)
@@ -112,8 +112,8 @@ async def finish(
                 body = files.new_file(
                     id_, file.num_bytes, name, form.purpose, expires_after_s=expiry_s
                 )
-                bodies.append(body)
-        ids = {body.id for body in bodies}
+                bodies.append((body, file.digest))
+        ids = {body.id for body, _ in bodies}
         ended = replace(
             batch,
             status=ends_as,
@@ -126,8 +126,8 @@ async def finish(
         )
 
         def keep(db: Connection) -> None:
-            for body in bodies:
-                files.insert(db, body, batch.tenant)
+            for body, digest in bodies:
+                files.insert(db, body, batch.tenant, digest)
             kept.end(db, ended)
 
         await records.write(keep)

@@ -17,6 +17,7 @@ from twostroke.http import inside
 from twostroke.http.errors import BodySizeError, ServerStoppingError
 from twostroke.http.served import LATER
 from twostroke.records import RecordsError
+from twostroke.records.folder import has_digest
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
 from twostroke.serve.batches.deadline import anchored, seconds_left
@@ -125,7 +126,7 @@ class Runner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def add(self, batch: Batch, file: FileBody | None = None) -> None:
+    async def add(self, batch: Batch, file: FileBody | None = None, digest: str = "") -> None:
         """Keep a new batch, with its input if that is new, and run it.
 
         Raises:
@@ -150,7 +151,7 @@ class Runner:
                 most = self._limits.max_batches - 1  # and this one
                 kept.forget_oldest(db, batch.tenant, batch.protocol, most)
             else:
-                files.insert_new(db, file, batch.tenant, self._limits)
+                files.insert_new(db, file, batch.tenant, self._limits, digest)
             kept.insert(db, batch)
 
         await self._records.write(keep)
@@ -229,7 +230,11 @@ class Runner:
 
     async def _validate(self, batch: Batch) -> Batch:
         path = self._records.files.path(batch.input_file)
+        facts = partial(files.size_and_digest, id_=batch.input_file)
+        _, digest = await self._records.read(facts)
         try:
+            if not await self.readers.run(batch.tenant, has_digest, path, digest):
+                raise InputChangedError
             total, errors, num_errors = await self.readers.run(
                 batch.tenant, check, path, batch.endpoint, self._limits
             )

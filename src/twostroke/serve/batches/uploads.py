@@ -21,6 +21,7 @@ from twostroke.http.limits import read_json
 from twostroke.http.multipart import read_form
 from twostroke.http.served import served_of
 from twostroke.records import RecordsError
+from twostroke.records.folder import new_hash
 from twostroke.serve.batches import files
 from twostroke.serve.batches.files import (
     MAX_EXPIRY_S,
@@ -216,7 +217,7 @@ class Uploads:
 
                 def insert(db: Connection) -> None:
                     find_pending(db, id_, tenant)
-                    files.insert_new(db, part, tenant, self._limits)
+                    files.insert_new(db, part, tenant, self._limits, file.digest)
 
                 await files.keep(records, file, part_id, lambda: records.write(insert))
         body = UploadPartBody(id=part_id, created_at=part.created_at, upload_id=id_)
@@ -270,7 +271,7 @@ class Uploads:
             def insert(db: Connection) -> None:
                 find_pending(db, id_, tenant)
                 part_ids[:] = remove_parts(db, id_, tenant)
-                files.insert_new(db, body, tenant, self._limits)
+                files.insert_new(db, body, tenant, self._limits, file.digest)
                 update(db, replace(stored, body=completed))
 
             await files.keep(records, file, file_id, lambda: records.write(insert))
@@ -354,11 +355,14 @@ def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
     """Write the parts into a file, and return its MD5.
 
     Raises:
-        DamagedFileError: the content of a part is missing or is not a file.
+        DamagedFileError: the content of a part is missing, is not a file any more, or is damaged.
         RecordsError: the disk fails.
     """
     digest = hashlib.md5(usedforsecurity=False)
+    with records.alone() as db:
+        digests = {id_: files.size_and_digest(db, id_)[1] for id_ in part_ids}
     for part_id in part_ids:
+        part_hash = new_hash()
         path = records.files.path(part_id)
         if not path.is_file():
             raise DamagedFileError(f"The content of '{part_id}' is missing: upload it again.")
@@ -366,9 +370,12 @@ def join(records: Records, part_ids: Sequence[str], file: Temporary) -> str:
             with path.open("rb") as part:
                 while data := part.read(_COPY_BYTES):
                     digest.update(data)
+                    part_hash.update(data)
                     file.write(data)
         except OSError as error:
             raise RecordsError(f"{path} cannot be read: {error.strerror}.") from None
+        if digests[part_id] not in {"", part_hash.hexdigest()}:
+            raise DamagedFileError(f"The content of '{part_id}' is damaged: upload it again.")
     return digest.hexdigest()
 
 
