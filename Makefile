@@ -218,6 +218,7 @@ test-clients: build pull ## Run other projects' clients against a server (CLIENT
 
 test-durable: build ## Let each write fail or lose power, and kill a server, while batches run (DURABLE_KILLS=).
 	@$(BIN)/python tests/durable/disk.py
+	@PYTHONPATH=src:tests $(BIN)/python tests/durable/damage.py
 	@PYTHONPATH=src:tests $(BIN)/python tests/durable/kills.py --kills $(DURABLE_KILLS)
 
 test-api: build pull ## Generate requests from the OpenAPI document (API_ARGS="--model smollm2").

@@ -33,5 +33,9 @@ def test_no_line_is_lost_or_doubled_where_the_disk_fails() -> None:
     assert " 0 cases failed" in run("disk.py", "--every", "13")
 
 
+def test_damaged_records_are_refused_or_left_out() -> None:
+    assert " 0 failed" in run("damage.py", "--cases", "6")
+
+
 def test_no_line_is_lost_or_doubled_where_the_server_is_killed() -> None:
     assert "no result was lost" in run("kills.py", "--kills", "6")

@@ -143,7 +143,7 @@ def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) 
                     is_chat = draw.random() < 0.2  # which nothing continues
                     steps = [one for one in known if "chat" not in one.id]
                     previous = None if is_chat else draw.choice([None, *steps])
-                    text = b"x" * draw.randrange(3000)
+                    text = b'"%s"' % (b"x" * draw.randrange(3000))
                     id_ = f"{seed}-{step}" + "-chat" * is_chat
                     drafts.append((tenant, Kept(id_, b"[]", text, (f"i{id_}",), previous)))
                     if draw.random() < 0.7:
@@ -152,7 +152,7 @@ def test_what_is_read_is_what_was_stored_after_any_operations(records: Records) 
                 case "remove" if known:
                     asyncio.run(tenant.forget(draw.choice(known).id))
                 case "replace" if chats := [kept for kept in known if "chat" in kept.id]:
-                    tenant.replace(draw.choice(chats), b"new")
+                    tenant.replace(draw.choice(chats), b'"new"')
         again = Store(8, 20_000, Journal(records))
         asyncio.run(records.write(lambda _: None))
         asyncio.run(again.load())

@@ -63,6 +63,7 @@ class Folder:
                     path.unlink()
 
 
+_READ_BYTES: Final = 1 << 20
 new_hash: Final = partial(hashlib.blake2b, digest_size=16)
 
 
@@ -71,7 +72,10 @@ def has_digest(path: Path, digest: str) -> bool:
     if not digest:
         return True
     with open_regular_file(path, follows_links=False) as file:
-        return hashlib.file_digest(file, new_hash).hexdigest() == digest
+        content_hash = new_hash()
+        while data := file.read(_READ_BYTES):
+            content_hash.update(data)
+        return content_hash.hexdigest() == digest
 
 
 class Temporary:

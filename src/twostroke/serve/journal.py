@@ -115,8 +115,19 @@ class Journal:
 
 
 def _rows(db: Connection) -> list[tuple[Any, ...]]:
-    """Return all answers, the oldest first, with the ids of their items."""
-    return [
-        (*facts, msgspec.json.decode(items, type=tuple[str, ...]), asked, answer)
-        for *facts, items, asked, answer in db.execute(_ALL)
-    ]
+    """Return all answers, the oldest first, with the ids of their items.
+
+    An answer whose record is damaged is left out, so that the others are there.
+    """
+    rows = []
+    for id_, *facts, items, request, answer in db.execute(_ALL):
+        try:
+            item_ids = msgspec.json.decode(items, type=tuple[str, ...])
+            for document in (request, answer):
+                bytes.decode(document)
+                msgspec.json.decode(document, type=msgspec.Raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
+            _logger.error("The record of stored answer %s is damaged: restore a backup.", id_)  # noqa: TRY400
+            continue
+        rows.append((id_, *facts, item_ids, request, answer))
+    return rows

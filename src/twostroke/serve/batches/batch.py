@@ -275,5 +275,7 @@ def _readable(rows: Iterable[tuple[str, bytes]]) -> list[Batch]:
     return batches
 
 
-def _decode(body: bytes) -> Batch:
+def _decode(body: object) -> Batch:
+    if not isinstance(body, bytes):
+        raise msgspec.DecodeError("the record is not JSON")
     return _decoder.decode(body)

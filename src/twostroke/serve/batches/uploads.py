@@ -308,6 +308,8 @@ def find(db: Connection, id_: str, tenant: str) -> StoredUpload:
     row = db.execute(query, (id_, tenant)).fetchone()
     if row is None:
         raise NoSuchUploadError("No such upload: '{id}'.", id=id_[:MAX_NAME_LENGTH])
+    if not isinstance(row[0], bytes):
+        raise msgspec.DecodeError("the record is not JSON")
     stored = _upload_decoder.decode(row[0])
     if stored.body.status == "pending" and stored.body.expires_at <= time.time():
         return replace(stored, body=replace(stored.body, status="expired"))
