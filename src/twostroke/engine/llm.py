@@ -403,7 +403,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         client, constraint, grammar = self.engine.client, prompt.params.constraint, None
         if constraint is not None:
             grammar = await to_thread(client.grammars.compile, constraint)
-        stream = SettledStream(redrawer) if (redrawer := prompt.redrawer(client)) else None
+        stream = SettledStream(redrawer) if (redrawer := prompt.redrawer(client, grammar)) else None
         generation = client.generate_many_async(
             [prompt.tokens], prompt.params, prompt.caller, prompt.hints, grammar
         )

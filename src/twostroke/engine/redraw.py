@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Caller, Client
     from twostroke.engine.generation import Generation
+    from twostroke.sample.grammar import GrammarMatcher
     from twostroke.schema.spans import PathPattern
     from twostroke.schema.verify import Fault
     from twostroke.tokenize import Tokenizer
@@ -152,14 +153,18 @@ class EncodedPrompt(Frozen):
         """Queue it; raises as `Client.generate`. Its answers are not settled yet."""
         return client.generate(self.tokens, self.params, self.caller, self.hints)
 
-    def redrawer(self, client: Client) -> Redrawer | None:
+    def redrawer(self, client: Client, grammar: GrammarMatcher | None = None) -> Redrawer | None:
         """Return the check of the answers; None if the grammar holds their whole schema.
+
+        The constraint is compiled here if `grammar`, its compiled form, is not given.
 
         Raises:
             RequestError: the constraint cannot be used.
         """
-        form = self.params.constraint
-        gaps = () if form is None else client.grammars.compile(form).gaps
+        constraint = self.params.constraint
+        if constraint is not None and grammar is None:
+            grammar = client.grammars.compile(constraint)
+        gaps = () if grammar is None else grammar.gaps
         return Redrawer(client, self, gaps) if gaps else None
 
     def settled(self, client: Client, answers: list[Completion]) -> list[Completion]:
