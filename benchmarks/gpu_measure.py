@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from gpu_models import made_up, program_of, stored_bytes
 from gpu_predict import LAUNCH_S, seconds_of
 from gpu_rows import PAGE, Room
-from twostroke.cache import FORMATS as KV_FORMATS
+from twostroke.cache.formats import FORMATS as KV_FORMATS
 from twostroke.core.errors import MemoryLimitError
 from twostroke.measure.labels import labels
 from twostroke.measure.single_step import SingleStep

@@ -11,7 +11,7 @@ from gpu_models import program_of, stored_bytes
 from gpu_rows import ROWS
 from twostroke.backends.gpu.lower import lower
 from twostroke.backends.gpu.lowered import Attend, Mix, Products
-from twostroke.cache import FORMATS as KV_FORMATS
+from twostroke.cache.formats import FORMATS as KV_FORMATS
 from twostroke.program.cost import CostModel
 from twostroke.program.ops import Attention, Linear, Logits, MixtureOfExperts
 

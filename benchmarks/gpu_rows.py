@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.frozen import Frozen
 from twostroke.measure.single_step import Shape
 from twostroke.program import BatchShape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twostroke.cache import DEFAULT_FORMAT, FORMATS
+from twostroke.cache.formats import DEFAULT_FORMAT, FORMATS
 from twostroke.core.config import KV_FORMATS
 from twostroke.program import CacheLayer
 

@@ -33,7 +33,9 @@ class Machine:
 
 
 def above(limits: Limits, strokes: Strokes) -> Hardware | None:
-    return limits.above(strokes, may_measure=True)
+    return limits.above(
+        bytes_per_s=strokes.max_bytes_per_s, flops_per_s=strokes.max_flops_per_s, may_measure=True
+    )
 
 
 def _decoding(bytes_per_s: int) -> Strokes:
@@ -77,4 +79,4 @@ def test_without_a_native_library_there_are_no_limits(monkeypatch: pytest.Monkey
         raise BackendError("There is no library.")
 
     monkeypatch.setattr(limits_module, "machine", refuse)
-    assert Limits("portable", 2, 10**6).above(_decoding(1), may_measure=True) is None
+    assert above(Limits("portable", 2, 10**6), _decoding(1)) is None

@@ -15,8 +15,8 @@ from support.servers import wait_for
 from support.stored_pages import kind
 from support.stores import SECRET, missing, store
 from support.tiny import write_tiny_gguf
-from twostroke.cache import PageGroups
 from twostroke.cache.disk import DiskTier, entry_of, stored_pages
+from twostroke.cache.groups import PageGroups
 from twostroke.cache.ledger import Ledger
 from twostroke.cache.store import StoreTier
 from twostroke.core.config import CacheOptions, EngineOptions, ParallelOptions, SpeculationOptions

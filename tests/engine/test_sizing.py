@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from support.programs import program_of_layers
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.config import PAGE_SIZES, CacheOptions
 from twostroke.core.control_groups import MemoryLimit
 from twostroke.core.errors import MemoryLimitError, UsageError

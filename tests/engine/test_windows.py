@@ -12,7 +12,8 @@ from support.programs import program_of_layers
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.cache import PageGroups, PagePool, PrefixIndex
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.cache.groups import PageGroups
 from twostroke.core.request import NO_PAGE, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan, StepResult

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from processes import Traces, exists, ranks
 
 from twostroke import LLM
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import TwostrokeError
 
 if TYPE_CHECKING:

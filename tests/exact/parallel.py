@@ -27,7 +27,7 @@ from meshes import MESHES, TINY, crowded, models, page_bytes, page_size, plain, 
 from processes import Traces, ranks
 
 from twostroke import LLM
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import TwostrokeError, UsageError
 
 if TYPE_CHECKING:

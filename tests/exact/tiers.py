@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 from support.engines import tiny_client
 from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
 from support.stores import SECRET, Store, missing, store
-from twostroke.cache import PageGroups
 from twostroke.cache.disk import DiskTier, stored_pages
+from twostroke.cache.groups import PageGroups
 from twostroke.cache.store import StoreTier
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams

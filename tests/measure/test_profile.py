@@ -9,7 +9,7 @@ import pytest
 from support.native import native_dir
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends.cpu import CpuBackend
-from twostroke.cache import FORMATS
+from twostroke.cache.formats import FORMATS
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.hardware import Hardware

@@ -7,7 +7,8 @@ from collections import Counter, deque
 
 from support.fake_model import FakeModel, expected_output
 from support.requests import random_request, random_windows
-from twostroke.cache import PageGroups, PagePool, PrefixIndex
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.cache.groups import PageGroups
 from twostroke.schedule import Batched, Continuous, Scheduler, SchedulerConfig
 
 ROOM = 48

@@ -24,7 +24,8 @@ from support.guesses import add_guesses
 from support.invariants import check_index, check_pool, check_scheduler
 from support.movers import Movers
 from support.requests import random_request, random_windows
-from twostroke.cache import PageGroups, PagePool, PrefixIndex
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.cache.groups import PageGroups
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import NO_PAGE, FinishReason

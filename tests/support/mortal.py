@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from support.fake_model import VOCAB_SIZE, FakeModel
 from twostroke.backends import BackendFacts
-from twostroke.cache import PageGroups, PagePool, PrefixIndex
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.cache.groups import PageGroups
 from twostroke.core.config import BatchOptions, SpeculationOptions
 from twostroke.engine import wire
 from twostroke.engine.build import build_speculator

@@ -28,7 +28,7 @@ from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.team import thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.share import Share
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.step import StepResult
 from twostroke.program.pages import PIECE_TOKENS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.cache.tiers import PageKind, Worth
 
 if TYPE_CHECKING:

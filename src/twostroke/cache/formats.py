@@ -17,4 +17,4 @@ FORMATS: Final = {
     "int16": CacheFormat(2, head_bytes=2),  # a bfloat16 scale; for the cpu backend
     "fp8": CacheFormat(1, head_bytes=2),  # E4M3, with such a scale; for the gpu backend
 }
-DEFAULT: Final = "f16"
+DEFAULT_FORMAT: Final = "f16"

@@ -234,7 +234,11 @@ class Conversation:
             generation.cancel()
         completion = join(outputs)
         strokes = loop.snapshot().strokes - before
-        hardware = self.engine.limits.above(strokes, may_measure=True)
+        hardware = self.engine.limits.above(
+            bytes_per_s=strokes.max_bytes_per_s,
+            flops_per_s=strokes.max_flops_per_s,
+            may_measure=True,
+        )
         figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
         notes = self._notes(completion)
         width = self.console.width

@@ -105,7 +105,9 @@ def command(**given: Any) -> None:
 
 def _report(engine: Engine, completion: Completion, strokes: Strokes, *, as_json: bool) -> None:
     """Print the answer as one JSON object, or a line with its speed."""
-    hardware = engine.limits.above(strokes, may_measure=True)
+    hardware = engine.limits.above(
+        bytes_per_s=strokes.max_bytes_per_s, flops_per_s=strokes.max_flops_per_s, may_measure=True
+    )
     figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
     if as_json:
         result = {

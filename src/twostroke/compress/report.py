@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from twostroke.backends.cpu import CpuBackend
-from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
+from twostroke.cache.formats import DEFAULT_FORMAT, FORMATS
+from twostroke.cache.groups import PageGroups
 from twostroke.core.config import (
     DEFAULT_ACTIVATION_BITS,
     CacheOptions,

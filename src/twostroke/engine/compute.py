@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level, usual_kv_format
-from twostroke.cache import DEFAULT_FORMAT, FORMATS
+from twostroke.cache.formats import DEFAULT_FORMAT, FORMATS
 from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError
 from twostroke.core.extras import install_command

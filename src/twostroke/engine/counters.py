@@ -84,6 +84,16 @@ class Strokes(Frozen):
         """Return what was added since `earlier`."""
         return Strokes(self.prefill - earlier.prefill, self.decode - earlier.decode)
 
+    @property
+    def max_bytes_per_s(self) -> float:
+        """The memory traffic of the faster phase, in bytes a second."""
+        return max(self.prefill.bytes_per_s, self.decode.bytes_per_s)
+
+    @property
+    def max_flops_per_s(self) -> float:
+        """The arithmetic of the faster phase, in FLOPs a second."""
+        return max(self.prefill.flops_per_s, self.decode.flops_per_s)
+
 
 class TimedRows(NamedTuple):
     """One step: its rows, how many of them were prompt tokens, its requests, and its time.

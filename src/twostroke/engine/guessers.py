@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
-from twostroke.cache import FORMATS as CACHE_FORMATS
+from twostroke.cache.formats import FORMATS as CACHE_FORMATS
 from twostroke.core.config import PARTNER
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
 from twostroke.core.frozen import Frozen

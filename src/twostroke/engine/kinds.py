@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.cache.tiers import PageKind
 from twostroke.core.errors import UsageError
 

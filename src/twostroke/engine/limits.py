@@ -17,8 +17,6 @@ from twostroke.core.hardware import Hardware, memory_total, processor_name
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.engine.counters import Strokes
-
 _VERSION = 3  # of the measurement: raise it when what is measured changes
 
 
@@ -48,15 +46,26 @@ class Limits:
             self._hardware = self._measure(again=False)
         return self._hardware
 
-    def above(self, strokes: Strokes, *, may_measure: bool) -> Hardware | None:
-        """Return limits that `strokes` do not exceed; do not measure while the machine is busy."""
+    def above(
+        self, *, bytes_per_s: float, flops_per_s: float, may_measure: bool
+    ) -> Hardware | None:
+        """Return limits that are not below the speeds that the engine achieved.
+
+        Without `may_measure` nothing is measured again, since the machine is busy.
+        """
         hardware = self.hardware()
-        if hardware is None or _raised(hardware, strokes) == hardware:
+        if hardware is None:
+            return None
+        if bytes_per_s <= hardware.bandwidth and flops_per_s <= hardware.peak:
             return hardware
         if may_measure and not self._was_measured_again:
             self._was_measured_again = True
             hardware = self._hardware = self._measure(again=True) or hardware
-        return _raised(hardware, strokes)
+        return replace(
+            hardware,
+            bandwidth=max(hardware.bandwidth, bytes_per_s),
+            peak=max(hardware.peak, flops_per_s),
+        )
 
     def _measure(self, *, again: bool) -> Hardware | None:
         if self._set_up is None:
@@ -66,16 +75,6 @@ class Limits:
             return machine(level, num_threads, stream_bytes, again=again)
         except (BackendError, UsageError):  # the cpu backend cannot run here; another one does
             return None
-
-
-def _raised(hardware: Hardware, strokes: Strokes) -> Hardware:
-    """Return limits that are at least what the strokes achieved."""
-    both = (strokes.prefill, strokes.decode)
-    return replace(
-        hardware,
-        bandwidth=max(hardware.bandwidth, *(stroke.bytes_per_s for stroke in both)),
-        peak=max(hardware.peak, *(stroke.flops_per_s for stroke in both)),
-    )
 
 
 def machine(level: str, num_threads: int, stream_bytes: int, *, again: bool = False) -> Hardware:

@@ -19,7 +19,7 @@ from msgspec.structs import astuple
 from twostroke.backends import Meetings
 from twostroke.backends.frame import FrameLimits, FrameLostError, FrameReader
 from twostroke.backends.share import Share, block_sizes
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError, TwostrokeError
 from twostroke.core.hardware import give_back_memory, memory_available, num_cores
 from twostroke.engine.compute import make_backend

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
+from twostroke.cache.formats import DEFAULT_FORMAT, FORMATS
+from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.disk import megabytes as _mb

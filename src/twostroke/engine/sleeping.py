@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Self
 from msgspec.structs import replace
 
 from twostroke.backends import BackendFacts
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import (
     MemoryLimitError,

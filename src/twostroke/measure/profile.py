@@ -11,7 +11,8 @@ from msgspec import field
 from msgspec.structs import replace
 
 from twostroke.backends.cpu.library import choose_level
-from twostroke.cache import FORMATS, PageGroups
+from twostroke.cache.formats import FORMATS
+from twostroke.cache.groups import PageGroups
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.cpu.shared import lower_rank
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.config import BatchOptions, EngineOptions
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.frozen import Frozen

@@ -6,7 +6,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Final
 
-from twostroke.cache import PageGroups, PagePool
+from twostroke.cache import PagePool
 from twostroke.core.config import BatchOptions
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
@@ -19,6 +19,7 @@ from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 if TYPE_CHECKING:
     from twostroke.backends.cpu import CpuBackend
     from twostroke.backends.gpu.backend import GpuBackend
+    from twostroke.cache.groups import PageGroups
     from twostroke.parallel.backend import ParallelBackend
     from twostroke.program import Program
 

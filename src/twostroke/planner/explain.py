@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from twostroke.cache import FORMATS
+from twostroke.cache.formats import FORMATS
 from twostroke.planner.question import MEMORY_SHARE
 from twostroke.planner.roofline import copies
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from twostroke.cache import FORMATS
+from twostroke.cache.formats import FORMATS
 from twostroke.core.frozen import Frozen
 from twostroke.planner import formulas
 from twostroke.planner.chunks import chunks, num_chunks, together

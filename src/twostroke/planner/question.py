@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.cache import DEFAULT_FORMAT, FORMATS
+from twostroke.cache.formats import DEFAULT_FORMAT, FORMATS
 from twostroke.core.config import BatchOptions, ComputeOptions
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import numpy as np
 from msgspec.structs import replace
 
-from twostroke.cache import FORMATS
+from twostroke.cache.formats import FORMATS
 from twostroke.core.frozen import Frozen
 from twostroke.planner.question import Question
 from twostroke.program.batch import DecodeRun

@@ -171,7 +171,7 @@ class Plans:
                 del self._num_waiting[tenant]
 
     def _choices(self) -> PlanChoices:
-        from twostroke.cache import FORMATS
+        from twostroke.cache.formats import FORMATS
         from twostroke.planner import WEIGHTS
 
         here = self._hardware
@@ -192,7 +192,7 @@ class Plans:
         )
 
     def _plan(self, asked: PlanRequest) -> Plan:
-        from twostroke.cache import FORMATS
+        from twostroke.cache.formats import FORMATS
         from twostroke.planner import (
             WEIGHTS,
             Question,
@@ -244,7 +244,7 @@ class Plans:
 
     @property
     def _kv_format(self) -> str:
-        from twostroke.cache import FORMATS
+        from twostroke.cache.formats import FORMATS
 
         cache = self._card.cost.cache
         return next(name for name, one in FORMATS.items() if one == cache)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from twostroke.backends import BackendFacts
-from twostroke.cache import FORMATS
+from twostroke.cache.formats import FORMATS
 from twostroke.core.config import BatchOptions, CacheOptions
 from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
 from twostroke.core.frozen import Frozen

@@ -16,7 +16,7 @@ from support.cpu import (
 )
 from support.native import IS_ARM, VECTOR_LEVELS
 from support.programs import PROGRAMS, random_tensors
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import BackendError
 from twostroke.core.request import NO_PAGE
 from twostroke.core.step import Slice, StepPlan

@@ -22,7 +22,7 @@ from twostroke.backends.gpu.kernels.parts import Parts  # noqa: E402
 from twostroke.backends.gpu.launch import interpreted  # noqa: E402
 from twostroke.backends.reference import ReferenceBackend, backend  # noqa: E402
 from twostroke.backends.reference.operations import PagedCache  # noqa: E402
-from twostroke.cache import FORMATS  # noqa: E402
+from twostroke.cache.formats import FORMATS  # noqa: E402
 from twostroke.models import build_program  # noqa: E402
 from twostroke.models.spec import WindowSpec  # noqa: E402
 from twostroke.program.ops import Attention  # noqa: E402

@@ -19,7 +19,8 @@ from twostroke.backends.cpu.steps import StepArrays, record_of
 from twostroke.backends.cpu.team import ActiveThreads, thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.reference.operations import rms_norm
-from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
+from twostroke.cache.formats import DEFAULT_FORMAT, FORMATS
+from twostroke.cache.groups import PageGroups
 from twostroke.core.config import DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import RanksLostError
 from twostroke.core.precision import ActivationBits, bits_by_name

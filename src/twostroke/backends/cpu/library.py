@@ -16,7 +16,7 @@ from twostroke.backends.cpu.records import (
     PlanRecord,
     StepRecord,
 )
-from twostroke.cache import DEFAULT_FORMAT
+from twostroke.cache.formats import DEFAULT_FORMAT
 from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen

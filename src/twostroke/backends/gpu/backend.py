@@ -29,7 +29,7 @@ from twostroke.backends.gpu.timeline import seconds_of
 from twostroke.backends.gpu.transfers import Mark, checked, is_out_of_memory, lost, on, to_host
 from twostroke.backends.gpu.weights import DeviceWeights, element_of
 from twostroke.backends.spans import pooled_rows
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import BackendError, MemoryLimitError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.step import StepPlan, StepResult

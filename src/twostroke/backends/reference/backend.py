@@ -14,7 +14,7 @@ from twostroke.backends import BackendFacts
 from twostroke.backends.reference.operations import PagedCache, StepState
 from twostroke.backends.reference.ranks import run_ranks
 from twostroke.backends.spans import Span, flatten, pooled_rows
-from twostroke.cache import FORMATS
+from twostroke.cache.formats import FORMATS
 from twostroke.core.hardware import num_cores
 from twostroke.core.step import StepResult
 from twostroke.program.mesh import ONE_RANK

@@ -14,7 +14,7 @@ from twostroke.backends.spans import flatten, pooled_rows, unpack
 from twostroke.backends.torch.model import TorchModel
 from twostroke.backends.torch.operations import StepState
 from twostroke.backends.torch.pages import PagedStep, Pages, WholeSequences
-from twostroke.cache import PageGroups
+from twostroke.cache.groups import PageGroups
 from twostroke.core.step import StepResult
 from twostroke.models.heads import last_hidden
 from twostroke.program.mesh import ONE_RANK

@@ -268,7 +268,15 @@ def _utilization(limits: Limits | None, span: Span[Snapshot]) -> Iterator[Metric
     busy = {label: stroke.time_s / max(1, span.seconds) for label, stroke in both.items()}
     text = f"Share of the last {seconds} seconds spent in steps."
     yield _gauge("busy_ratio", text, "stroke", samples=busy.items())
-    hardware = limits.above(strokes, may_measure=False) if limits else None
+    hardware = (
+        limits.above(
+            bytes_per_s=strokes.max_bytes_per_s,
+            flops_per_s=strokes.max_flops_per_s,
+            may_measure=False,
+        )
+        if limits
+        else None
+    )
     if hardware is None:
         return
     text = "The machine's peak arithmetic."

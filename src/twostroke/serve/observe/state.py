@@ -114,7 +114,11 @@ class State:
         pages, totals = Pages.of(view), _sums(snapshot.services.values())
         limits_now, hardware = self._limits or getattr(self._engine, "limits", None), None
         if limits_now:
-            hardware = limits_now.above(snapshot.strokes, may_measure=False)
+            hardware = limits_now.above(
+                bytes_per_s=snapshot.strokes.max_bytes_per_s,
+                flops_per_s=snapshot.strokes.max_flops_per_s,
+                may_measure=False,
+            )
         limits = asdict(hardware) if hardware else None
         return {
             "version": VERSION,
