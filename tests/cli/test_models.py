@@ -17,10 +17,11 @@ from twostroke import fetch
 from twostroke.cli.pull import open_engine, watcher
 from twostroke.cli.terminal import Bar
 from twostroke.core.config import CacheOptions, EngineOptions
+from twostroke.core.files import megabytes
 from twostroke.engine import loading
 from twostroke.fetch import inventory, names
 from twostroke.fetch.catalogue import PackagedModel, Part
-from twostroke.fetch.disk import locked, megabytes
+from twostroke.fetch.disk import locked
 from twostroke.fetch.progress import Progress, ignore
 
 if TYPE_CHECKING:

@@ -154,15 +154,13 @@ def test_the_engine_says_what_to_expect(tmp_path):
         ("ab", "ucx", "on 2 machines, connected by UCX"),
     ):
         ranks = tuple(RankFacts(i, host, 1, 0, 0) for i, host in enumerate(hosts))
-        loop = SimpleNamespace(backend=MeetingRanks(link))
-        engine = SimpleNamespace(
-            card=SimpleNamespace(cost=two.cost),
-            client=SimpleNamespace(loop=loop),
-            mesh=Mesh(column_parts=(1, 1)),
-            limits=SimpleNamespace(hardware=lambda: MACHINE),
+        said = describe_gain(
             facts=SimpleNamespace(ranks=ranks, link=link, steps_ahead=0),
+            cost=two.cost,
+            mesh=Mesh(column_parts=(1, 1)),
+            limits=MACHINE,
+            backend=MeetingRanks(link),
         )
-        said = describe_gain(engine)
         assert said.startswith(f"2 ranks {where}. A collective takes 2.0 µs")
         assert "Expected speed against one process here: " in said
         assert said.endswith("x.")

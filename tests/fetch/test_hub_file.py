@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from support.hub import COMMIT, Repo
 from twostroke.core.errors import DownloadError, UsageError
+from twostroke.core.files import megabytes
 from twostroke.fetch import hub_file
 from twostroke.fetch.catalogue import CATALOGUE, HubFile, PackagedModel, Part
-from twostroke.fetch.disk import megabytes
 from twostroke.fetch.packages import pull_package
 from twostroke.fetch.progress import Progress
 

@@ -16,7 +16,7 @@ from twostroke.cli.options import MACHINE, TIERS, engine_options
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
-from twostroke.fetch.disk import megabytes
+from twostroke.core.files import megabytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

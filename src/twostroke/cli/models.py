@@ -14,8 +14,8 @@ from twostroke.cli import pull
 from twostroke.cli.help import Group, option
 from twostroke.cli.terminal import Bar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
+from twostroke.core.files import megabytes
 from twostroke.core.json_lines import encode_json
-from twostroke.fetch.disk import megabytes
 from twostroke.models import ARCHITECTURES
 
 if TYPE_CHECKING:

@@ -113,9 +113,7 @@ def open_engine(
         watch = partial(bar.show, label)
         engine = build(model, options, watch, accept, say=(lambda _: None) if quiet else say)
     if engine.facts.ranks and not quiet and options.compute.backend not in FLOAT32_BACKENDS:
-        from twostroke.engine.gain import describe_gain  # one process needs nothing of it
-
-        say(describe_gain(engine))
+        say(engine.describe_gain())
     return engine
 
 

@@ -8,7 +8,7 @@ import click
 
 from twostroke.cli.help import Command, option
 from twostroke.cli.terminal import printable, show_table
-from twostroke.fetch.disk import megabytes
+from twostroke.core.files import megabytes
 
 if TYPE_CHECKING:
     from twostroke.compress.report import FileReport, TextFacts

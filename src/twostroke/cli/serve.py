@@ -30,7 +30,7 @@ from twostroke.cli.options import (
 from twostroke.cli.pull import open_engine, open_remote
 from twostroke.cli.several import asked_models, check_alone, open_roster
 from twostroke.core import env
-from twostroke.fetch.disk import megabytes
+from twostroke.core.files import megabytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
+from twostroke.core.files import megabytes
 from twostroke.core.frozen import Frozen
-from twostroke.fetch.disk import megabytes
 from twostroke.precision.allocate import Item, allocate
 from twostroke.quant import FORMATS
 

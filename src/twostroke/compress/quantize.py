@@ -26,10 +26,10 @@ from twostroke.compress.tuning import tuned
 from twostroke.compress.unfinished import need, unfinished, unfinished_folder
 from twostroke.core.config import ComputeOptions
 from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.files import megabytes
 from twostroke.engine.canary import REPORT_KEY
 from twostroke.engine.compute import check_can_run
 from twostroke.engine.loading import load
-from twostroke.fetch.disk import megabytes
 from twostroke.models import build_program
 from twostroke.models.rope import ROPE_TABLES
 from twostroke.quant import FORMATS, QuantTensor

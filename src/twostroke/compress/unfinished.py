@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.fetch.disk import locks, megabytes, place_file
+from twostroke.core.files import locks, megabytes, place_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

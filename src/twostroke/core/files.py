@@ -1,8 +1,9 @@
-"""Small files: JSON is read within a limit, and files are replaced in one step."""
+"""Files: JSON is read within a limit, files are replaced in one step, and locked."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -111,3 +112,44 @@ def _parse(path: Path) -> Any:
         return json.loads(read_small_file(path))
     except (ValueError, RecursionError):
         raise ModelFormatError(f"{path.name!r} is damaged: it is not JSON.") from None
+
+
+def place_file(part: Path, path: Path) -> None:
+    """Give a whole file its name, so that neither is lost with the power."""
+    _sync(part)
+    part.replace(path)
+    _sync(path.parent)
+
+
+def file_size(path: Path) -> int | None:
+    """Return a file's size, None if it cannot be seen."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def megabytes(num_bytes: int) -> str:
+    """Return a size as people read it."""
+    if num_bytes >= 10**13:
+        return f"{num_bytes / 1e12:,.1f} TB"
+    if 0 < num_bytes < 10**6:
+        return f"{num_bytes / 1e3:,.0f} KB" if num_bytes >= 1000 else f"{num_bytes} bytes"
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**10 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def locks(descriptor: int) -> bool:
+    """Lock an open file until it is closed; False if another process holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

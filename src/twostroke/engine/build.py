@@ -84,6 +84,18 @@ class Engine(Frozen):
         """The engine's model."""
         return self.client.card
 
+    def describe_gain(self) -> str:
+        """Return in a sentence what this engine's ranks should gain over one process."""
+        from twostroke.engine.gain import describe_gain  # one process needs nothing of it
+
+        return describe_gain(
+            facts=self.facts,
+            cost=self.card.cost,
+            mesh=self.mesh,
+            limits=self.limits.hardware(),
+            backend=self.client.loop.backend,
+        )
+
     def close(self, drain_s: float = 0.0) -> None:
         """Stop, after at most `drain_s` seconds for running requests."""
         self.client.loop.close(drain_s)

@@ -27,9 +27,8 @@ from twostroke.program.shard import shard
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from twostroke.backends import RankFacts
+    from twostroke.backends import BackendFacts, RankFacts, Runner
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.build import Engine
     from twostroke.engine.speeds import LinkSpeed
     from twostroke.program.cost import CostModel
     from twostroke.program.mesh import Mesh
@@ -132,21 +131,22 @@ def divide(
     return Divided(cost, shard(cost.program, mesh), own, link)
 
 
-def describe_gain(engine: Engine) -> str:
+def describe_gain(
+    *, facts: BackendFacts, cost: CostModel, mesh: Mesh, limits: Hardware | None, backend: Runner
+) -> str:
     """Return in a sentence what several ranks should gain over one process on this machine."""
-    hosts = {rank.host for rank in engine.facts.ranks}
+    hosts = {rank.host for rank in facts.ranks}
     where = f"on {len(hosts)} machines" if len(hosts) > 1 else "on this machine"
-    link = _NAMES.get(engine.facts.link, engine.facts.link)
-    ranks = f"{len(engine.facts.ranks)} ranks {where}, connected by {link}."
-    limits, backend = engine.limits.hardware(), engine.client.loop.backend
+    link = _NAMES.get(facts.link, facts.link)
+    ranks = f"{len(facts.ranks)} ranks {where}, connected by {link}."
     if limits is None or not isinstance(backend, ParallelBackend):  # cannot be measured
         return ranks
     try:
         speed = measure_link(backend)
     except RanksLostError:  # the first request's step brings them back
         return ranks
-    divided = divide(engine.card.cost, engine.mesh, limits, engine.facts.ranks, speed)
-    num_steps = engine.facts.steps_ahead + 1
+    divided = divide(cost, mesh, limits, facts.ranks, speed)
+    num_steps = facts.steps_ahead + 1
     figures = ", ".join(
         f"{name} {divided.gain(batch, limits, num_steps):.2f}x" for name, batch in _SHAPES.items()
     )

@@ -27,7 +27,6 @@ from twostroke.engine.build import build
 from twostroke.engine.collector import ease_collector
 from twostroke.engine.delivery import Mailbox
 from twostroke.engine.frames import Frames, WireError
-from twostroke.engine.gain import describe_gain
 from twostroke.engine.generation import Outputs
 from twostroke.engine.health import Health
 from twostroke.engine.served import facts_of, take_reading
@@ -340,7 +339,7 @@ def _build(load: wire.Load, link: Wire) -> Engine:
     say = logging.getLogger("twostroke.serve").info
     engine = build(load.model, load.options, progress, say=say)
     if engine.facts.ranks and engine.facts.name == "cpu":
-        say(describe_gain(engine))
+        say(engine.describe_gain())
     return engine
 
 

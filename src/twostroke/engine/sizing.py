@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from twostroke.cache.formats import DEFAULT_FORMAT, FORMATS
 from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import MemoryLimitError, UsageError
+from twostroke.core.files import megabytes as _mb
 from twostroke.core.frozen import Frozen
-from twostroke.fetch.disk import megabytes as _mb
 from twostroke.program.mesh import ONE_RANK
 
 if TYPE_CHECKING:

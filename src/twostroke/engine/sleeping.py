@@ -19,6 +19,7 @@ from twostroke.core.errors import (
     OverloadedError,
     TwostrokeError,
 )
+from twostroke.core.files import megabytes
 from twostroke.engine import wire
 from twostroke.engine.build import make_card
 from twostroke.engine.client import UNDRAWN, new_request
@@ -30,7 +31,6 @@ from twostroke.engine.remote import RemoteEngine
 from twostroke.engine.served import EngineFacts, Reading
 from twostroke.engine.sizing import WORKING_BYTES, size_cache
 from twostroke.engine.view import View
-from twostroke.fetch.disk import megabytes
 from twostroke.models import build_program
 from twostroke.schedule import SchedulerConfig, SchedulerStats
 from twostroke.schedule.config import max_len

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import os
 import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import DownloadError
+from twostroke.core.files import locks, megabytes
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.progress import Progress, Watcher
 
@@ -79,13 +79,6 @@ def is_locked(path: Path) -> bool:
         return not locks(file.fileno())
 
 
-def place_file(part: Path, path: Path) -> None:
-    """Give a whole file its name, so that neither is lost with the power."""
-    _sync(part)
-    part.replace(path)
-    _sync(path.parent)
-
-
 def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | None = None) -> str:
     """Return the SHA-256 of a file, in hexadecimal.
 
@@ -99,37 +92,3 @@ def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | 
             done += len(chunk)
             watch(Progress("verify", done, total))
     return digest.hexdigest()
-
-
-def file_size(path: Path) -> int | None:
-    """Return a file's size, None if it cannot be seen."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
-def megabytes(num_bytes: int) -> str:
-    """Return a size as people read it."""
-    if num_bytes >= 10**13:
-        return f"{num_bytes / 1e12:,.1f} TB"
-    if 0 < num_bytes < 10**6:
-        return f"{num_bytes / 1e3:,.0f} KB" if num_bytes >= 1000 else f"{num_bytes} bytes"
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**10 else f"{num_bytes / 1e6:,.0f} MB"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def locks(descriptor: int) -> bool:
-    """Lock an open file until it is closed; False if another process holds it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

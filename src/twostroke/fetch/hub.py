@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
 from twostroke.core.extras import install_command
-from twostroke.core.files import write_text
+from twostroke.core.files import file_size, place_file, write_text
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.choice import RepoFile
-from twostroke.fetch.disk import CHUNK_BYTES, file_sha256, file_size, place_file
+from twostroke.fetch.disk import CHUNK_BYTES, file_sha256
 from twostroke.fetch.names import is_safe_path
 
 if TYPE_CHECKING:

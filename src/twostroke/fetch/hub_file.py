@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
-from twostroke.fetch.disk import CHUNK_BYTES, file_size
+from twostroke.core.files import file_size
+from twostroke.fetch.disk import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.files import read_json
+from twostroke.core.files import file_size, megabytes, read_json
 from twostroke.fetch.choice import (
     CONFIG,
     INDEX,
@@ -16,7 +16,7 @@ from twostroke.fetch.choice import (
     choose,
     quantization,
 )
-from twostroke.fetch.disk import Place, file_sha256, file_size, locked, megabytes
+from twostroke.fetch.disk import Place, file_sha256, locked
 from twostroke.fetch.hub import Hub, Listing
 from twostroke.fetch.progress import Progress, ignore
 from twostroke.fetch.records import ModelRecord, StoredFile, stored_records

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError, nearest
+from twostroke.core.files import file_size
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.catalogue import CATALOGUE, PackagedModel
-from twostroke.fetch.disk import file_sha256, file_size, is_locked
+from twostroke.fetch.disk import file_sha256, is_locked
 from twostroke.fetch.names import look_up
 from twostroke.fetch.progress import ignore
 from twostroke.fetch.records import ModelRecord, record_of_package, stored_records

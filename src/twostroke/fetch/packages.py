@@ -21,16 +21,8 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
-from twostroke.core.files import read_regular_file, write_json
-from twostroke.fetch.disk import (
-    CHUNK_BYTES,
-    Place,
-    file_sha256,
-    file_size,
-    locked,
-    megabytes,
-    place_file,
-)
+from twostroke.core.files import file_size, megabytes, place_file, read_regular_file, write_json
+from twostroke.fetch.disk import CHUNK_BYTES, Place, file_sha256, locked
 from twostroke.fetch.hub_file import HubUnavailableError, receive
 from twostroke.fetch.progress import Progress
 from twostroke.fetch.records import (

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from twostroke.core import env
-from twostroke.core.files import read_regular_file, write_text
-from twostroke.fetch.disk import file_size
+from twostroke.core.files import file_size, read_regular_file, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,9 +15,9 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError, UsageError, nearest
-from twostroke.core.files import open_regular_file, read_regular_file
+from twostroke.core.files import open_regular_file, place_file, read_regular_file
 from twostroke.core.frozen import Frozen
-from twostroke.fetch.disk import file_sha256, place_file
+from twostroke.fetch.disk import file_sha256
 from twostroke.measure.requests import RequestLog  # noqa: TC001 - msgspec reads it
 from twostroke.simulate.load import MOST_REQUESTS, Arrival, Load, in_order
 
