@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.backends import BackendFacts
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
 
 _PROMPT = 64
 _TOKENS = 200

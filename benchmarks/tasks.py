@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
 
 _MODULES = ("argparse", "textwrap", "configparser", "calendar", "heapq", "statistics", "fractions")
 _TOPICS = (

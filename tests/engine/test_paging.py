@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from twostroke.cache.tiers import Tier, TierTotals
+    from twostroke.cache.tiers import Tier
     from twostroke.engine.client import Client
+    from twostroke.engine.counters import TierTotals
     from twostroke.schedule.ticket import Ticket
     from twostroke.schedule.transfers import Transfer
 

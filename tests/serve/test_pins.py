@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from support.servers import live_server
-from twostroke.cache.tiers import TierTotals
+from twostroke.engine.counters import TierTotals
 from twostroke.engine.pages import Pages
 from twostroke.serve.anthropic.messages import MessagesRequest, read
 from twostroke.serve.options import ServeOptions

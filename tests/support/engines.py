@@ -18,9 +18,10 @@ from twostroke.core.errors import RequestError
 from twostroke.core.sampling import SamplingDefaults
 from twostroke.core.step import StepResult, TokenLogprobs
 from twostroke.engine.build import build_speculator
-from twostroke.engine.client import Client, ModelCard
+from twostroke.engine.client import Client
 from twostroke.engine.loading import load
 from twostroke.engine.loop import EngineLoop
+from twostroke.engine.model_card import ModelCard
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy

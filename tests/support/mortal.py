@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
 
 POISON, KILLER = VOCAB_SIZE + 1, VOCAB_SIZE + 2  # what fails alone, and what ends the process
 CONTEXT = 48

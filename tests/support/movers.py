@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from support.fake_model import FakePipeline
-    from twostroke.cache.tiers import PageKey
+    from twostroke.cache.prefix import PageKey
     from twostroke.core.request import Request
     from twostroke.schedule import Scheduler
     from twostroke.schedule.transfers import Lease, Transfer

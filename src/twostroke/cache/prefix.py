@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.cache.pool import PagePool
-    from twostroke.cache.tiers import PageKey
+
+PageKey = tuple[int, bytes]  # the cache group, and the key of the sequence up to the page's end
 
 
 class PrefixChain:

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.cache.groups import PageGroups
-
-PageKey = tuple[int, bytes]  # the cache group, and the key of the sequence up to the page's end
+    from twostroke.cache.prefix import PageKey
 
 NAME_BYTES: Final = 32
 VERSION: Final = 2  # raised whenever the bytes of a page mean something else than before
@@ -65,28 +64,6 @@ class Worth(Frozen):
     def until_s(self) -> float:
         """When it was used, or until when it is to stay."""
         return self.used_s + self.keep_s
-
-
-class TierTotals(Frozen):
-    """Counts of a tier since the engine's start; `stored` is as of now, None if it is not known.
-
-    `saved_s` is the computing that fetched pages have saved, less the time for them. `slow` counts
-    transfers that were given up, or not begun, because computing is faster.
-    """
-
-    tier: str
-    lookups: int = 0
-    hits: int = 0
-    pages_read: int = 0
-    bytes_read: int = 0
-    read_s: float = 0.0
-    pages_written: int = 0
-    bytes_written: int = 0
-    write_s: float = 0.0
-    slow: int = 0
-    saved_s: float = 0.0
-    pages_stored: int | None = None
-    bytes_stored: int | None = None
 
 
 class Tier(Protocol):

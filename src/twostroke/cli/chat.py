@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.build import Engine
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion, Output
 
 _HELP: Final = {

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.build import Engine
-    from twostroke.engine.client import ModelCard
     from twostroke.engine.counters import Strokes
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion
 
 _HOW = "give one with -p TEXT, -f FILE, or on standard input."

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from twostroke.core.config import EngineOptions
     from twostroke.engine.build import Engine
-    from twostroke.engine.client import ModelCard
     from twostroke.engine.launch import Launched
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.remote import RemoteEngine
     from twostroke.fetch import Progress, Watcher
 

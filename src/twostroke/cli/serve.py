@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from twostroke.core.config import BatchOptions, EngineOptions
-    from twostroke.engine.client import ModelCard
     from twostroke.engine.launch import Launched
     from twostroke.engine.limits import Limits
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.roster import Roster
     from twostroke.engine.served import ServedEngine
     from twostroke.serve.observe.objectives import Objective

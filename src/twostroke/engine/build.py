@@ -18,7 +18,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import give_back_memory, resolve_num_threads, scarcest_memory
 from twostroke.engine.activations import MOST_UNASKED, note, with_known_bits
 from twostroke.engine.canary import FirstLoad
-from twostroke.engine.client import Client, ModelCard
+from twostroke.engine.client import Client
 from twostroke.engine.compute import (
     auto_kv_format,
     check_backend,
@@ -35,6 +35,7 @@ from twostroke.engine.kinds import page_kind
 from twostroke.engine.limits import Limits
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.engine.loop import EngineLoop
+from twostroke.engine.model_card import ModelCard
 from twostroke.engine.sizing import size_cache
 from twostroke.engine.tiers import begin_paging, check_tiers, weights_digest
 from twostroke.models import build_program

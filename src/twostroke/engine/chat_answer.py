@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twostroke.chat.reader import AnswerReader, Reading
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion, Output
     from twostroke.tokenize import Tokenizer
 

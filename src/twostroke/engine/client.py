@@ -6,13 +6,12 @@ import itertools
 import math
 import secrets
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_HINTS, Hints, Request
-from twostroke.core.sampling import SamplingDefaults, SamplingParams
+from twostroke.core.sampling import SamplingParams
 from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.engine.choice import Choice
 from twostroke.engine.embedding import Embedder, choose_pooling, in_order
@@ -21,60 +20,15 @@ from twostroke.engine.generation import AsyncGeneration, Generation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from twostroke.chat.conversation import Chat
     from twostroke.core.embedding import EmbeddingParams, Pooling
     from twostroke.engine.embedding import Embedding
     from twostroke.engine.generation import Outputs
     from twostroke.engine.handover_view import HandoverView
     from twostroke.engine.loop import EngineLoop
-    from twostroke.program.cost import CostModel
+    from twostroke.engine.model_card import ModelCard
     from twostroke.sample.grammar import GrammarMatcher, Grammars
-    from twostroke.tokenize import Tokenizer
 
 _MAX_SHOWN: Final = 40  # characters of a wrong word that an error repeats
-
-
-class ModelCard(Frozen):
-    """Facts about an engine's model. Sizes are in bytes.
-
-    `parses_special` says whether the texts of special tokens in raw prompts become these tokens,
-    unless a request says otherwise; those in messages of a chat never do. `pooling` is how its
-    files say that embeddings are made, None if they do not say. `container` is the kind of its
-    files, "gguf" or "safetensors". `identity` is its `weights_identity`. `sampling` are the values
-    of sampling fields that a request leaves out.
-    """
-
-    name: str
-    architecture: str
-    format: str
-    context_length: int
-    file_bytes: int
-    created_s: int
-    licence: str | None
-    tokenizer: Tokenizer
-    chat_template: Chat | None
-    cost: CostModel
-    pooling: str | None = None
-    container: str = "gguf"
-    identity: str = ""
-    sampling: SamplingDefaults = SamplingDefaults()
-    parses_special: bool = True
-
-    @property
-    def can_chat(self) -> bool:
-        """Whether it has a chat template that can be compiled."""
-        return self.chat_template is not None and self.chat_template.refusal is None
-
-    @property
-    def num_parameters(self) -> int:
-        """Values in all weights."""
-        return sum(map(prod, self.cost.program.weight_shapes.values()))
-
-    @property
-    def embedding_width(self) -> int:
-        """Values in an embedding."""
-        program = self.cost.program
-        return program.value_widths[program.last_states]
 
 
 class Caller(Frozen):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import astuple
 
-from twostroke.cache.tiers import TierTotals  # noqa: TC001 - read when a message is decoded
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason
 from twostroke.core.service import SERVICES
@@ -93,6 +92,28 @@ class Strokes(Frozen):
     def max_flops_per_s(self) -> float:
         """The arithmetic of the faster phase, in FLOPs a second."""
         return max(self.prefill.flops_per_s, self.decode.flops_per_s)
+
+
+class TierTotals(Frozen):
+    """Counts of a tier since the engine's start; `stored` is as of now, None if it is not known.
+
+    `saved_s` is the computing that fetched pages have saved, less the time for them. `slow` counts
+    transfers that were given up, or not begun, because computing is faster.
+    """
+
+    tier: str
+    lookups: int = 0
+    hits: int = 0
+    pages_read: int = 0
+    bytes_read: int = 0
+    read_s: float = 0.0
+    pages_written: int = 0
+    bytes_written: int = 0
+    write_s: float = 0.0
+    slow: int = 0
+    saved_s: float = 0.0
+    pages_stored: int | None = None
+    bytes_stored: int | None = None
 
 
 class TimedRows(NamedTuple):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from twostroke.backends import Backend
     from twostroke.core.config import EngineOptions, SpeculationOptions
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.program import Program
     from twostroke.tokenize import Tokenizer
     from twostroke.weights import LoadedHeads, LoadedModel

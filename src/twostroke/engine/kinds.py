@@ -11,7 +11,7 @@ from twostroke.core.errors import UsageError
 if TYPE_CHECKING:
     from twostroke.backends import Backend
     from twostroke.core.config import EngineOptions
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.sizing import CacheSize
 
 _ALIKE = {"avx2": "vector", "avx512": "vector"}  # levels whose kernels agree bit for bit

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from twostroke.core.config import EngineOptions
     from twostroke.core.request import Hints
-    from twostroke.engine.client import ModelCard
     from twostroke.engine.generation import Generation
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import AnswerChunk, Completion, Output
 
     Message = Mapping[str, Any]

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from twostroke.backends.memory import PageMemory
-    from twostroke.cache.tiers import PageKey, TierTotals
+    from twostroke.cache.prefix import PageKey
     from twostroke.core.request import Request
+    from twostroke.engine.counters import TierTotals
     from twostroke.schedule import Scheduler
     from twostroke.schedule.ticket import Ticket
     from twostroke.schedule.transfers import Lease, Transfer

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.cache.tiers import TierTotals, Worth
+from twostroke.cache.tiers import Worth
 from twostroke.core.frozen import Frozen
+from twostroke.engine.counters import TierTotals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from twostroke.cache.tiers import PageKey, PageKind, Tier
+    from twostroke.cache.prefix import PageKey
+    from twostroke.cache.tiers import PageKind, Tier
     from twostroke.engine.pages import Pages
     from twostroke.schedule.ticket import Ticket
     from twostroke.schedule.transfers import Transfer

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from twostroke.chat.conversation import Chat
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.tokenize import InfillTokens, Prompt
 
 _MAX_TOKEN_LENGTH: Final = 64  # characters; a longer text is cut before it is encoded

@@ -46,9 +46,10 @@ if TYPE_CHECKING:
     from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.client import Caller, ModelCard
+    from twostroke.engine.client import Caller
     from twostroke.engine.health import Progress
     from twostroke.engine.launch import Launched
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Output
     from twostroke.engine.served import EngineFacts, Reading
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.client import Caller, ModelCard
+    from twostroke.engine.client import Caller
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.served import EngineFacts, Reading, ServedOutputs
     from twostroke.engine.sleeping import SleepingEngine
 

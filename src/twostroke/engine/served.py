@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.client import Caller, Client, ModelCard
+    from twostroke.engine.client import Caller, Client
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Output
     from twostroke.sample.grammar import GrammarMatcher
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.config import EngineOptions
     from twostroke.engine.asked import RemoteOutputs
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
 
 _START_S: Final = 0.5  # of loading, before a first load was timed
 _BYTES_PER_S: Final = 1e9

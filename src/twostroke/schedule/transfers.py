@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from twostroke.cache import PagePool, PrefixIndex
-    from twostroke.cache.tiers import PageKey
+    from twostroke.cache.prefix import PageKey
     from twostroke.schedule.ticket import Ticket
 
 

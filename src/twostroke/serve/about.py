@@ -11,7 +11,7 @@ from msgspec import Meta
 from twostroke.engine.health import Health
 
 if TYPE_CHECKING:
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
 
 _STATES = ["ok", "draining", *(one.value for one in Health if one is not Health.READY)]
 

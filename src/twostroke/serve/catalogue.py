@@ -17,7 +17,7 @@ from twostroke.serve.names import ModelNames
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.served import ServedEngine
     from twostroke.http.served import ServedRequest
     from twostroke.serve.options import ServeOptions

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.client import ModelCard
     from twostroke.engine.embedding import Embedding
+    from twostroke.engine.model_card import ModelCard
     from twostroke.tokenize import Prompt as Rendered
 
 MAX_MESSAGES: Final = 10_000

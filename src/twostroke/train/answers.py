@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from twostroke.engine.build import Engine
-    from twostroke.engine.client import ModelCard
     from twostroke.engine.generation import Generation
+    from twostroke.engine.model_card import ModelCard
     from twostroke.models.spec import ModelSpec
     from twostroke.train.options import LearnOptions
 

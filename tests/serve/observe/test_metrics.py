@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
 from twostroke.backends import RankFacts, RankState
-from twostroke.cache.tiers import TierTotals
 from twostroke.core.service import SERVICES
+from twostroke.engine.counters import TierTotals
 from twostroke.engine.handover_view import BorrowerView, HandoverView, LenderView, PeerView
 from twostroke.engine.limits import Limits
 from twostroke.http.ignored import IgnoredFields

@@ -13,7 +13,7 @@ from twostroke.program import BatchShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.cache.tiers import PageKey
+    from twostroke.cache.prefix import PageKey
     from twostroke.core.request import Request
     from twostroke.engine.handover.choice import There
     from twostroke.program.cost import StepCost

@@ -30,7 +30,7 @@ from twostroke.engine.output import Output
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.cache.tiers import PageKey
+    from twostroke.cache.prefix import PageKey
     from twostroke.core.step import Delta
     from twostroke.engine.handover.connection import Connection
     from twostroke.engine.handover.lending import Lender

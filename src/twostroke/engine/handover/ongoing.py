@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.engine.handover.messages import WRITTEN
 
 if TYPE_CHECKING:
-    from twostroke.cache.tiers import PageKey
+    from twostroke.cache.prefix import PageKey
     from twostroke.core.request import Request
     from twostroke.engine.handover import messages
     from twostroke.engine.handover.chooser import Chosen

@@ -34,7 +34,7 @@ from twostroke.engine.handover.ways import choose_way
 from twostroke.engine.handover_view import PeerView
 
 if TYPE_CHECKING:
-    from twostroke.cache.tiers import PageKey
+    from twostroke.cache.prefix import PageKey
     from twostroke.core.request import Request
     from twostroke.engine.handover.chooser import Chosen
     from twostroke.engine.handover.connection import Connection

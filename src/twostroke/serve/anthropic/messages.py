@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.serve.store import Tenant
 
 _OF_ANSWERS: Final = (ToolUseBlock, ThinkingBlock, RedactedThinkingBlock)

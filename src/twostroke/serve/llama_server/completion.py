@@ -18,7 +18,7 @@ from twostroke.serve.llama_server.post_sampling import scored_for_sampling
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.serve.job import Encoded
     from twostroke.serve.store import Tenant
 

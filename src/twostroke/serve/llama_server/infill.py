@@ -13,7 +13,7 @@ from twostroke.serve.llama_server.fields import TextFields, num_predict
 from twostroke.tokenize import encode_part
 
 if TYPE_CHECKING:
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.serve.job import Encoded, Job
     from twostroke.serve.store import Tenant
     from twostroke.tokenize import InfillTokens, Tokenizer

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from twostroke.engine.client import ModelCard
     from twostroke.engine.handover_view import BorrowerView, LenderView
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.served import Reading
 
 _TYPICAL: Final = 1024  # tokens of a prompt

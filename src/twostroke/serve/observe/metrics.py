@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from twostroke.backends import RankState
-    from twostroke.cache.tiers import TierTotals
-    from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals
+    from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals, TierTotals
     from twostroke.engine.histogram import Distribution
     from twostroke.engine.limits import Limits
     from twostroke.engine.roster import Roster

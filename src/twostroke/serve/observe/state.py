@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from twostroke.backends import RankState
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.client import ModelCard
     from twostroke.engine.counters import ServiceTotals, Snapshot, Stroke
     from twostroke.engine.limits import Limits
+    from twostroke.engine.model_card import ModelCard
     from twostroke.engine.seconds import Span
     from twostroke.engine.served import Reading, ServedEngine
     from twostroke.engine.view import RequestView, View

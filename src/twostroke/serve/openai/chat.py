@@ -42,7 +42,7 @@ from twostroke.serve.tools import (
 
 if TYPE_CHECKING:
     from twostroke.chat.tools import Tools
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.serve.job import Job
     from twostroke.serve.store import Tenant
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.serve.catalogue import Catalogue
     from twostroke.serve.job import Conversation
     from twostroke.tokenize import Tokenizer

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.client import ModelCard
+    from twostroke.engine.model_card import ModelCard
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.openai.responses.tools import ResponsesTool
     from twostroke.serve.store import Tenant
