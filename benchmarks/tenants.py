@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 from report import caption, machine_facts, note, positive, save, spread, table
 from twostroke.engine.output import Usage
 from twostroke.http import key as kept
+from twostroke.http.api_key import KeyLimits
 from twostroke.http.errors import OPENAI
-from twostroke.http.key import KeyLimits
 from twostroke.http.keys import ApiKeys, KeyCheck
 from twostroke.http.served import STATE_KEY, ServedRequest, served_of
 from twostroke.http.tenants.limits import LimitCheck

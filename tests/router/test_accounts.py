@@ -18,7 +18,7 @@ from support.keys import add, revoke
 from support.replicas import Exchange, FakeReplica, Loop
 from support.servers import wait_for
 from twostroke.http import key as kept
-from twostroke.http.key import KeyLimits
+from twostroke.http.api_key import KeyLimits
 from twostroke.records import beside
 from twostroke.router.prompt import read_prompt
 

@@ -16,7 +16,7 @@ import pytest
 
 from support.keys import add
 from support.servers import wait_for
-from twostroke.http.key import KeyLimits
+from twostroke.http.api_key import KeyLimits
 from twostroke.http.tenants.usage import amounts
 from twostroke.records import beside
 

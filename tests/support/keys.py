@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.http.key import Key
+    from twostroke.http.api_key import Key
 
 
 def add(folder: Path, name: str = "app", tenant: str = "anna", **facts: Any) -> tuple[Key, str]:

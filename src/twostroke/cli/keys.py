@@ -17,7 +17,7 @@ from twostroke.cli.help import Group, WordOr, option
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
 from twostroke.http import key as kept
-from twostroke.http.key import Key, KeyLimits
+from twostroke.http.api_key import Key, KeyLimits
 from twostroke.records import beside
 
 if TYPE_CHECKING:

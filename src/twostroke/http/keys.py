@@ -9,10 +9,11 @@ from starlette.requests import Request
 
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.files import read_regular_file
+from twostroke.http.api_key import FORM, WORD, Key
 from twostroke.http.errors import to_response
 from twostroke.http.inside import sender_of
-from twostroke.http.key import FORM, WORD, Key, all_keys, digest, had_keys
-from twostroke.http.paths import wants_page
+from twostroke.http.key import all_keys, digest, had_keys
+from twostroke.http.paths import OPEN_PATHS, wants_page
 from twostroke.http.served import served_of
 from twostroke.records import RecordsError, beside
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _BEARER: Final = b"bearer "
-# For load balancers and supervisors.
-OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progress")
 _FILES: Final = "/page/"
 # From a router: a tenant's name, its weight, and the classes that it may have, if not all.
 TENANT_HEADER: Final = b"x-twostroke-tenant"

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from twostroke.http.errors import one_line
-from twostroke.http.keys import OPEN_PATHS
+from twostroke.http.paths import OPEN_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
+# These need no key: load balancers and supervisors ask them.
+OPEN_PATHS: Final = ("/health", "/health/live", "/health/ready", "/health/progress")
 # Most are llama-server's: paths without /v1, and older names.
 ALIASES: Final = {
     "/chat/completions": "/v1/chat/completions",

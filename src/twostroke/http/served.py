@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from twostroke.core.errors import Naming, TwostrokeError
+    from twostroke.http.api_key import Key
     from twostroke.http.arriving import Arriving
-    from twostroke.http.key import Key
 
 STATE_KEY: Final = "served"  # in the state of the ASGI scope
 LATER: Final = frozenset((408, 429, 503, 529))  # the same request may succeed later

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_lines import encode_json
 from twostroke.core.service import DEFAULT_SERVICE, SERVICES
+from twostroke.http.api_key import CLASSES
 from twostroke.http.boundary import Boundary
 from twostroke.http.errors import (
     BodySizeError,
@@ -20,7 +21,6 @@ from twostroke.http.errors import (
     report,
     to_response,
 )
-from twostroke.http.key import CLASSES
 from twostroke.http.keys import KeyCheck
 from twostroke.http.limits import read_json
 from twostroke.http.logs import AccessLog

@@ -18,6 +18,7 @@ from twostroke.core.service import BATCH_SERVICE
 from twostroke.http import errors
 from twostroke.http.disconnect import while_connected
 from twostroke.http.ignored import IgnoredFields
+from twostroke.http.json_responses import to_json
 from twostroke.http.limits import body_of
 from twostroke.http.logs import AccessLog
 from twostroke.http.page.site import Site
@@ -39,7 +40,7 @@ from twostroke.serve.catalogue import Catalogue
 from twostroke.serve.checking import AnswerChecks
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
-from twostroke.serve.dialect import Reply, to_json
+from twostroke.serve.encoder import Reply
 from twostroke.serve.health import HealthReports
 from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.journal import Journal

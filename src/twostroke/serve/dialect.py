@@ -2,64 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
-from starlette.responses import Response
 
-from twostroke.chat.reader import PLAIN, Reading
 from twostroke.core.frozen import Frozen
-from twostroke.core.json_lines import encode_json
-from twostroke.serve.events import EventReader
 from twostroke.serve.stream import SSE, Framing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from twostroke.serve.events import Event
+    from twostroke.serve.encoder import Encoder, Reply
     from twostroke.serve.job import EmbeddingJob, Job
     from twostroke.serve.store import Tenant
-    from twostroke.tokenize import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-class Reply(Frozen):
-    """The facts of one response that do not change while it is written.
-
-    `prompts` are the job's token ids, `reading` says how to read the answers, and `created_s` is
-    Unix time. `as_llama_server` says that the client asked by one of llama-server's paths, which
-    have no /v1.
-    """
-
-    id: str
-    created_s: int
-    model: str
-    job: Job
-    prompts: Sequence[Sequence[int]]
-    tokenizer: Tokenizer
-    reading: Reading = PLAIN
-    as_llama_server: bool = False
-
-    def reader(self) -> EventReader:
-        """Return a reader of the job's outputs."""
-        scores = self.has_logprobs or self.job.prompt_scores
-        return EventReader(self.reading, self.tokenizer, has_logprobs=scores)
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether the response reports log-probabilities."""
-        return self.job.params.logprobs is not None
-
-
-class Encoder(Protocol):
-    """Writes one response in a protocol's form, either as a stream or whole."""
-
-    def write(self, event: Event) -> bytes:
-        """Return the bytes of an event in the stream; empty where the protocol has none."""
-
-    def whole(self, stream: Iterable[Event]) -> Any:
-        """Return the response that is not streamed, from all events of the job, for JSON."""
 
 
 class Dialect(Frozen, Generic[T]):
@@ -118,20 +75,3 @@ class Inquiry(Frozen, Generic[T]):
     answer: Callable[..., msgspec.Struct]
     names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
     recalls: bool = False
-
-
-def to_json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a response with a body of JSON."""
-    return Response(encode_json(body), status, headers, media_type="application/json")
-
-
-def sse(data: bytes) -> bytes:
-    """Return one server-sent event without a name."""
-    return b"data: %b\n\n" % data
-
-
-def named_sse(data: msgspec.Struct) -> bytes:
-    """Return one server-sent event; its name is the struct's tag."""
-    name = data.__struct_config__.tag
-    assert isinstance(name, str)
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(data))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.engine.health import Health
 from twostroke.engine.roster import Roster
+from twostroke.http.json_responses import to_json
 from twostroke.http.served import served_of
 from twostroke.http.waiting import RETRY_AFTER_S
 from twostroke.serve.about import VERSION, HealthBody, LoadBody, ProgressBody
-from twostroke.serve.dialect import to_json
 from twostroke.serve.observe.handover import prefill_per_decode
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError
 from twostroke.http.forms.anthropic import ANTHROPIC
+from twostroke.http.json_responses import to_json
 from twostroke.http.served import served_of
 from twostroke.serve.about import ModelList, model_body
-from twostroke.serve.dialect import to_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request

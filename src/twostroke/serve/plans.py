@@ -12,11 +12,11 @@ from starlette.routing import Route
 
 from twostroke.core.errors import OverloadedError, RequestError, nearest
 from twostroke.http.disconnect import while_connected
+from twostroke.http.json_responses import to_json
 from twostroke.http.limits import read_json
 from twostroke.http.served import served_of
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import to_json
 from twostroke.serve.turns import Readers
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from twostroke.schema.spans import PathPattern
     from twostroke.schema.verify import Fault
     from twostroke.serve.checking import AnswerChecks
-    from twostroke.serve.dialect import Reply
+    from twostroke.serve.encoder import Reply
     from twostroke.serve.events import ContentBlock, Event, EventReader
     from twostroke.serve.job import Encoded
     from twostroke.serve.running import Answers

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from twostroke.serve.dialect import Encoder
+    from twostroke.serve.encoder import Encoder
     from twostroke.serve.events import Event, EventReader
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.redraw import AnswerGuard

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.http.disconnect import while_connected
-from twostroke.serve.dialect import to_json
+from twostroke.http.json_responses import to_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
     from twostroke.engine.output import Completion
-    from twostroke.serve.dialect import Encoder
+    from twostroke.serve.encoder import Encoder
     from twostroke.serve.stream import Started
     from twostroke.serve.turns import Readers
 

@@ -17,7 +17,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine.served import LocalEngine
 from twostroke.http.limits import Limits
 from twostroke.serve.catalogue import Catalogue
-from twostroke.serve.dialect import Reply
+from twostroke.serve.encoder import Reply
 from twostroke.serve.job import Encoded, Job
 from twostroke.serve.layers import create_app
 from twostroke.serve.observe.metrics import Metrics

@@ -10,7 +10,7 @@ import pytest
 from support.servers import LiveServer, live_server
 from twostroke.core import env
 from twostroke.core.errors import UsageError
-from twostroke.http.key import MAX_LENGTH
+from twostroke.http.api_key import MAX_LENGTH
 from twostroke.http.keys import ApiKeys
 from twostroke.serve.options import ServeOptions
 

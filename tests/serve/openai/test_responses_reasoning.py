@@ -13,7 +13,7 @@ from twostroke.core.preface import Preface
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
 from twostroke.engine.output import Output, Timings, Usage, join
-from twostroke.serve.dialect import Reply
+from twostroke.serve.encoder import Reply
 from twostroke.serve.openai.responses.exchange import read
 from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest

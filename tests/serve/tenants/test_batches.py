@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from support.keys import add, keyed_server
 from support.servers import wait_for
-from twostroke.http.key import KeyLimits
+from twostroke.http.api_key import KeyLimits
 from twostroke.http.tenants.usage import amounts
 from twostroke.records import beside
 

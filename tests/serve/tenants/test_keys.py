@@ -20,7 +20,7 @@ from support.servers import wait_for
 from twostroke.cli.keys import command as keys_command
 from twostroke.core.errors import UsageError
 from twostroke.http import key as kept
-from twostroke.http.key import KeyLimits
+from twostroke.http.api_key import KeyLimits
 from twostroke.http.keys import ApiKeys
 from twostroke.http.logs import FIGURES
 from twostroke.http.tenants.upkeep import Upkeep

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from support.servers import live_server, post_bytes, wait_for
-from twostroke.http.key import Key, KeyLimits, digest
+from twostroke.http.api_key import Key, KeyLimits
+from twostroke.http.key import digest
 from twostroke.http.keys import ApiKeys
 from twostroke.http.tenants.limits import Account, RateLimitError
 from twostroke.http.waiting import retry_after

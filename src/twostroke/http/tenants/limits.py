@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from twostroke.http.key import Key, KeyLimits
+    from twostroke.http.api_key import Key, KeyLimits
     from twostroke.http.served import ServedRequest
 
     Refusal = tuple[str, float]  # why, and the seconds to wait

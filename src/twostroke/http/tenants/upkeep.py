@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from sqlite3 import Connection
 
-    from twostroke.http.key import Key
+    from twostroke.http.api_key import Key
     from twostroke.http.keys import ApiKeys
     from twostroke.http.tenants.usage import Rows, UsageBook
     from twostroke.records import Records

@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from twostroke.core.request import FinishReason
 from twostroke.http.forms.anthropic import ANTHROPIC
+from twostroke.http.json_responses import named_sse
 from twostroke.serve import events
-from twostroke.serve.dialect import named_sse
 from twostroke.serve.events import SchemaMiss
 from twostroke.serve.openai.usage import TimingsBody, timings_body
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.engine.output import Usage
-    from twostroke.serve.dialect import Reply
+    from twostroke.serve.encoder import Reply
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from starlette.routing import Route
 
 from twostroke.http.forms.anthropic import ANTHROPIC
+from twostroke.http.json_responses import to_json
 from twostroke.http.multipart import read_form
 from twostroke.http.served import served_of
 from twostroke.serve.batches import anthropic_files, files
 from twostroke.serve.batches.files import FILE_PATH, INPUT, OUTPUT, PATH, DeletedFile
-from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.responses.routes import query_of
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.http.errors import BodySyntaxError
+from twostroke.http.json_responses import to_json
 from twostroke.http.limits import Spool, receive_json
 from twostroke.http.served import served_of
 from twostroke.serve.batches import batch as kept
@@ -27,7 +28,6 @@ from twostroke.serve.batches.openai import find
 from twostroke.serve.batches.results import Form
 from twostroke.serve.body.decode import not_json
 from twostroke.serve.body.explain import explain
-from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.responses.routes import query_of
 
 if TYPE_CHECKING:

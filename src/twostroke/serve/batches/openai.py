@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_lines import encode_json
+from twostroke.http.json_responses import to_json
 from twostroke.http.limits import read_json
 from twostroke.http.served import served_of
 from twostroke.serve.batches import batch as kept
@@ -24,7 +25,6 @@ from twostroke.serve.batches.uploads import ExpiresAfter
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.fields import Pairs
 from twostroke.serve.openai.responses.routes import query_of
 

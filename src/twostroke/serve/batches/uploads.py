@@ -17,6 +17,7 @@ from starlette.routing import Route
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_lines import encode_json
 from twostroke.http.errors import BodySizeError
+from twostroke.http.json_responses import to_json
 from twostroke.http.limits import read_json
 from twostroke.http.multipart import read_form
 from twostroke.http.served import served_of
@@ -35,7 +36,6 @@ from twostroke.serve.batches.files import (
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -14,7 +14,8 @@ from twostroke.core.mismatch import parts
 from twostroke.http.error_forms import FORMS, error_form
 from twostroke.http.errors import OPENAI, RETRY_STATUSES
 from twostroke.http.ignored import HEADER
-from twostroke.http.keys import OPEN_PATHS, KeyMissingError
+from twostroke.http.keys import KeyMissingError
+from twostroke.http.paths import OPEN_PATHS
 from twostroke.http.tenants.limits import RateLimitError
 from twostroke.http.waiting import RETRY_AFTER_S, TIMEOUT_FORM, TIMEOUT_HEADER
 from twostroke.serve.describe.field import NEUTRAL, WRONG_IS_IGNORED, Fact, reference

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from starlette.routing import Route
 
 from twostroke.core.errors import OverloadedError, TwostrokeError
+from twostroke.http.json_responses import to_json
 from twostroke.schedule.residence import Residence
 from twostroke.serve.about import FINGERPRINT
-from twostroke.serve.dialect import to_json
 from twostroke.serve.llama_server.fields import DEFAULTS, TextFields, to_params
 from twostroke.serve.llama_server.settings import GenerationSettings, settings_of
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from twostroke.core.json_lines import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.http.forms.llama_server import LLAMA_SERVER
+from twostroke.http.json_responses import sse
 from twostroke.serve import events
-from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.events import SchemaMiss
 from twostroke.serve.llama_server.completion import LlamaJob
 from twostroke.serve.llama_server.fields import num_predict
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from twostroke.core.step import TokenLogprobs
+    from twostroke.serve.encoder import Reply
     from twostroke.tokenize import Tokenizer
 
 NO_SLOT = -1

@@ -13,7 +13,7 @@ from twostroke.serve.llama_server.settings import settings_of
 from twostroke.serve.timings import final_timings
 
 if TYPE_CHECKING:
-    from twostroke.serve.dialect import Reply
+    from twostroke.serve.encoder import Reply
     from twostroke.serve.events import Began, Ended
 
 

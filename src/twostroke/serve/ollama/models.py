@@ -11,9 +11,9 @@ import msgspec
 from starlette.routing import Route
 
 from twostroke.http.errors import UnknownPathError
+from twostroke.http.json_responses import to_json
 from twostroke.schedule.residence import Residence
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import to_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -21,7 +21,7 @@ from twostroke.serve.openai.logprobs import TokenLogprob, chat_logprobs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.serve.dialect import Reply
+    from twostroke.serve.encoder import Reply
     from twostroke.serve.ollama.request import (
         OllamaChatRequest,
         OllamaGenerateRequest,

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.core.json_lines import encode_json
+from twostroke.http.json_responses import sse
 from twostroke.serve import events
 from twostroke.serve.about import FINGERPRINT
-from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.events import SchemaMiss
 from twostroke.serve.llama_server.reply import LlamaCompletion
 from twostroke.serve.llama_server.verbose import Verbose
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.core.step import TokenLogprobs
+    from twostroke.serve.encoder import Reply
 
 
 class FunctionCallBody(msgspec.Struct):

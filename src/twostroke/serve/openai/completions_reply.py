@@ -9,9 +9,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.core.json_lines import encode_json
+from twostroke.http.json_responses import sse
 from twostroke.serve import events
 from twostroke.serve.about import FINGERPRINT
-from twostroke.serve.dialect import Reply, sse
 from twostroke.serve.events import SchemaMiss
 from twostroke.serve.llama_server.reply import LlamaCompletion
 from twostroke.serve.llama_server.verbose import Verbose
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.core.step import TokenLogprobs
+    from twostroke.serve.encoder import Reply
 
 
 class CompletionChoice(msgspec.Struct):

@@ -12,13 +12,13 @@ from starlette.routing import Route
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.json_lines import encode_json
+from twostroke.http.json_responses import to_json
 from twostroke.http.limits import read_json
 from twostroke.http.served import served_of
 from twostroke.serve import events
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import to_json
 from twostroke.serve.openai import chat
 from twostroke.serve.openai.chat_reply import ChatCompletion, ChatEncoder
 from twostroke.serve.openai.fields import Pairs
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from twostroke.http.ignored import Ignored
     from twostroke.http.limits import Limits
     from twostroke.http.served import ServedRequest
-    from twostroke.serve.dialect import Encoder, Reply
+    from twostroke.serve.encoder import Encoder, Reply
     from twostroke.serve.job import Job
     from twostroke.serve.openai.chat import ChatRequest
     from twostroke.serve.store import Tenant

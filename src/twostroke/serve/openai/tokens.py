@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from starlette.routing import Route
 
 from twostroke.core.errors import ContextLengthError, RequestError
+from twostroke.http.json_responses import to_json
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.chat import (
     ChatMessage,
     ContinuesLast,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from twostroke.core.json_lines import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.http.errors import OPENAI
-from twostroke.serve.dialect import sse
+from twostroke.http.json_responses import sse
 from twostroke.serve.timings import LlamaTimings, final_timings
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import msgspec
 from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.http.errors import report, to_message
+from twostroke.http.json_responses import named_sse, to_json
 from twostroke.http.served import served_of
-from twostroke.serve.dialect import named_sse, to_json
 from twostroke.serve.events import Failed
 from twostroke.serve.openai.responses.body import ResponseBody, ResponseError
 from twostroke.serve.openai.responses.stream_events import StreamError

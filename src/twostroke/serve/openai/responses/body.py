@@ -17,7 +17,7 @@ from twostroke.serve.tools import FunctionBody
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Usage
-    from twostroke.serve.dialect import Reply
+    from twostroke.serve.encoder import Reply
     from twostroke.serve.openai.responses.tools import ResponsesTool
 
 # The fields of a request that its response repeats.

@@ -9,12 +9,12 @@ import msgspec
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.http.json_responses import to_json
 from twostroke.http.limits import body_of
 from twostroke.http.served import served_of
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
-from twostroke.serve.dialect import to_json
 from twostroke.serve.job import MAX_MESSAGES, check_messages
 from twostroke.serve.openai.fields import Pairs
 from twostroke.serve.openai.responses import conversations as stored

@@ -10,8 +10,8 @@ from msgspec import UNSET
 from twostroke.core.json_lines import encode_json
 from twostroke.core.request import FinishReason
 from twostroke.http.errors import to_message
+from twostroke.http.json_responses import named_sse
 from twostroke.serve import events
-from twostroke.serve.dialect import named_sse
 from twostroke.serve.openai.logprobs import chat_logprobs
 from twostroke.serve.openai.responses import stream_events as sent
 from twostroke.serve.openai.responses.body import (
@@ -35,7 +35,7 @@ from twostroke.serve.openai.usage import timings_body
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from twostroke.serve.dialect import Reply
+    from twostroke.serve.encoder import Reply
     from twostroke.serve.openai.logprobs import TokenLogprob
     from twostroke.serve.openai.responses.body import OutputItem, OutputPart
     from twostroke.serve.store import Kept

@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError, nearest
 from twostroke.http.errors import UnknownFieldError
+from twostroke.http.json_responses import to_json
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
-from twostroke.serve.dialect import to_json
 from twostroke.serve.openai.responses.background import FollowingStream, replayed
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import unknown_parts
