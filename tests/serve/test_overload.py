@@ -19,8 +19,7 @@ from twostroke.http.served import ServedRequest
 from twostroke.http.waiting import Returns, retry_after
 from twostroke.serve.callers import begun
 from twostroke.serve.job import Job
-from twostroke.serve.observe.objectives import Objective
-from twostroke.serve.options import ServeOptions
+from twostroke.serve.options import Objective, ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

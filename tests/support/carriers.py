@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from twostroke.engine.handover import guest, lending, nixl, ways
+from twostroke.engine.handover import lending, nixl, ways
 from twostroke.engine.handover.messages import Place
 from twostroke.engine.handover.nixl import CarrierError
 
@@ -86,7 +86,7 @@ def use(patch: pytest.MonkeyPatch, choose: Callable[[], str] = lambda: "") -> No
     patch.setattr(Carrier, "choose", staticmethod(choose))
     for module in (lending, ways):
         patch.setattr(module, "Carrier", Carrier)
-    for module in (guest, ways):
+    for module in (lending, ways):
         patch.setattr(module, "MOVE_S", _MOVE_S)
     for module in (nixl, ways):
         patch.setattr(module, "obstacle", lambda: None)

@@ -27,7 +27,7 @@ from support.handover import (
 )
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
-from twostroke.engine.handover import guest, peer
+from twostroke.engine.handover import lending, peer
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -42,7 +42,7 @@ _NUM_PROMPTS = 6
 def be_impatient(patch: pytest.MonkeyPatch) -> None:
     """Shorten the times after which a fault is noticed."""
     patch.setattr(peer, "PATIENCE_S", 0.3)
-    patch.setattr(guest, "LEASE_S", 0.5)
+    patch.setattr(lending, "LEASE_S", 0.5)
     patch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
 
 

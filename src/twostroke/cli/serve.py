@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.roster import Roster
     from twostroke.engine.served import ServedEngine
-    from twostroke.serve.observe.objectives import Objective
-    from twostroke.serve.options import ServeOptions
+    from twostroke.serve.options import Objective, ServeOptions
 
     Opened = tuple[ServedEngine, Limits | None, str | None]  # the last is the draft's name
 

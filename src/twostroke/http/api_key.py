@@ -17,7 +17,7 @@ MAX_LENGTH: Final = 512  # of a key, and of the names of keys and tenants
 WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
 FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
 CLASSES: Final = tuple(name for name in SERVICES if name != BATCH_SERVICE)
-_MOST: Final = 10**12
+_MAX_LIMIT: Final = 10**12
 
 
 class ClassError(RequestError):
@@ -28,7 +28,7 @@ class ClassError(RequestError):
 
 
 class KeyLimits(Frozen):
-    """What a key may use; None is no limit. `parallel` requests may run at the same time."""
+    """The limits of a key's use; None is no limit. `parallel` requests may run at the same time."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -36,7 +36,7 @@ class KeyLimits(Frozen):
 
     def __post_init__(self) -> None:
         """Raise UsageError if a limit is out of range."""
-        check_range(self, *self.__struct_fields__, least=1, most=_MOST)
+        check_range(self, *self.__struct_fields__, least=1, most=_MAX_LIMIT)
 
 
 class Key(Frozen, kw_only=True):
@@ -44,11 +44,11 @@ class Key(Frozen, kw_only=True):
 
     Attributes:
         id: how people call it, and the beginning of the key; empty for one of a file.
-        name: what it is for; keys that are not revoked have different names.
+        name: its purpose; keys that are not revoked have different names.
         tenant: to whom it belongs.
-        digest: SHA-256 of the key. A key has 256 random bits, which nobody finds by trying, so
-            neither salt nor a slow hash would add anything.
-        weight: its tenant's share of the engine under load, beside those of others.
+        digest: SHA-256 of the key. A key has 256 random bits, too many to guess, so that neither
+            salt nor a slow hash would add anything.
+        weight: its tenant's share of the engine under load, relative to other tenants.
         classes: the classes of service that its requests may have; None for all. Where the default
             is not among them, requests that name none have the first.
         expires_at: from then on it is refused.

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from twostroke.http.served import Observer
     from twostroke.records import Records
     from twostroke.serve.catalogue import Served
+    from twostroke.serve.compiler import Compiler
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.options import ServeOptions
@@ -340,11 +341,14 @@ class Api:
     async def _start(
         self, request: Request, reply: Reply, encoded: Encoded, model: Served
     ) -> Started:
-        """Queue a job once its constraint is compiled; errors as `complete` and `Answers.start`."""
+        """Queue a job once its constraint is compiled.
+
+        Raises what `Compiler.compile` and `Answers.start` do.
+        """
         job, served = reply.job, served_of(request.scope)
         with Accepting(job.caller.service, self._open, self._returns):
             if encoded.params.constraint is not None:
-                work = model.compiler.complete(encoded, job.caller.tenant)
+                work = _compile_constraint(model.compiler, encoded, job.caller.tenant)
                 async with in_time(served):  # a stream sees by itself that its client leaves
                     stays = job.stream or job.in_background
                     await (work if stays else while_connected(request.receive, work))
@@ -447,3 +451,10 @@ class Api:
     def _tenant(self, request: Request) -> Tenant:
         """Return the sender of a request, which the key check has noted."""
         return Tenant(served_of(request.scope).tenant, self.answers)
+
+
+async def _compile_constraint(compiler: Compiler, encoded: Encoded, tenant: str) -> None:
+    """Compile the constraint of a job, and note the gaps of its grammar."""
+    if (constraint := encoded.params.constraint) is not None:
+        compiled, encoded.gaps = await compiler.compile(encoded.calls or constraint, tenant)
+        encoded.params = replace(encoded.params, constraint=compiled)

@@ -11,8 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from msgspec.structs import replace
-
 from twostroke.chat.tool_form import ToolForm
 from twostroke.core.errors import OverloadedError, RequestError
 from twostroke.serve.turns import Turns
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from twostroke.core.constraint import Constraint
-    from twostroke.serve.job import Encoded
     from twostroke.serve.turns import Turn
 
     Found = tuple[Constraint, tuple[str, ...]]
@@ -51,12 +48,6 @@ class Compiler:
         self._turns = Turns()
         # What a constraint's grammar does not hold, or why it is refused.
         self._known: OrderedDict[Constraint, tuple[str, ...] | str] = OrderedDict()
-
-    async def complete(self, encoded: Encoded, tenant: str) -> None:
-        """Have the constraint of a job compiled; raises as `compile`."""
-        if (constraint := encoded.params.constraint) is not None:
-            found, encoded.gaps = await self.compile(encoded.calls or constraint, tenant)
-            encoded.params = replace(encoded.params, constraint=found)
 
     async def compile(self, asked: Constraint | ToolForm, tenant: str = "") -> Found:
         """Return the constraint that was compiled, and its gaps; it waits for a turn of `tenant`.

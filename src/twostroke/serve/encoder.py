@@ -1,4 +1,4 @@
-"""What a protocol needs to write a response: the response's fixed facts, and an encoder."""
+"""The facts and the encoder with which a protocol writes one response."""
 
 from __future__ import annotations
 

@@ -14,7 +14,17 @@ from twostroke.http.origins import check_access, is_loopback
 
 if TYPE_CHECKING:
     from twostroke.http.keys import ApiKeys
-    from twostroke.serve.observe.objectives import Objective
+
+
+class Objective(Frozen):
+    """A limit in seconds on a latency, for one class of service or, if None, for all.
+
+    `measure` is one of `observe.objectives.MEASURES`.
+    """
+
+    measure: str
+    limit_s: float
+    service: str | None = None
 
 
 class ServeOptions(Frozen):

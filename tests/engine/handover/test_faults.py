@@ -27,7 +27,7 @@ from support.handover import (
 from support.handover_rounds import play_round
 from support.tiny import tiny_of, write_tiny_gguf
 from twostroke import LLM
-from twostroke.engine.handover import guest, messages, peer
+from twostroke.engine.handover import lending, messages, peer
 from twostroke.engine.handover.connection import connect, meet
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def test_a_lost_connection_ends_its_transfers_at_once(tmp_path: Path) -> None:
 def test_a_lease_ends_though_nothing_more_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guest, "LEASE_S", 0.3)
+    monkeypatch.setattr(lending, "LEASE_S", 0.3)
     monkeypatch.setattr(peer, "PATIENCE_S", 0.1)
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of("llama"))
     Network(monkeypatch, lambda kind: "lost" if kind in {"Fetch", "Abort"} else "", Counter())

@@ -19,8 +19,7 @@ from twostroke.engine.handover_view import BorrowerView, HandoverView, LenderVie
 from twostroke.engine.limits import Limits
 from twostroke.http.ignored import IgnoredFields
 from twostroke.serve.observe.metrics import Metrics
-from twostroke.serve.observe.objectives import Objective
-from twostroke.serve.options import ServeOptions
+from twostroke.serve.options import Objective, ServeOptions
 
 if TYPE_CHECKING:
     from support.servers import LiveServer

@@ -18,10 +18,10 @@ from twostroke.engine.client import Caller
 from twostroke.engine.limits import Limits
 from twostroke.engine.view import RequestView, View
 from twostroke.schedule import SchedulerStats
-from twostroke.serve.observe.objectives import Goodput, Objective
+from twostroke.serve.observe.objectives import Goodput
 from twostroke.serve.observe.pages import MOST_CELLS, Pages, page_map
 from twostroke.serve.observe.state import State
-from twostroke.serve.options import ServeOptions
+from twostroke.serve.options import Objective, ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,9 +14,10 @@ from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
 from twostroke.engine.output import Output, Timings, Usage, join
 from twostroke.serve.encoder import Reply
+from twostroke.serve.openai.listing import LOGPROBS
 from twostroke.serve.openai.responses.exchange import read
 from twostroke.serve.openai.responses.reply import ResponsesEncoder
-from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest
+from twostroke.serve.openai.responses.request import ResponsesRequest
 from twostroke.serve.store import Store, Tenant
 
 if TYPE_CHECKING:

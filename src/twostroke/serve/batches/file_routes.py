@@ -14,7 +14,7 @@ from twostroke.http.multipart import read_form
 from twostroke.http.served import served_of
 from twostroke.serve.batches import anthropic_files, files
 from twostroke.serve.batches.files import FILE_PATH, INPUT, OUTPUT, PATH, DeletedFile
-from twostroke.serve.openai.responses.routes import query_of
+from twostroke.serve.openai.listing import query_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,7 +28,7 @@ from twostroke.serve.batches.openai import find
 from twostroke.serve.batches.results import Form
 from twostroke.serve.body.decode import not_json
 from twostroke.serve.body.explain import explain
-from twostroke.serve.openai.responses.routes import query_of
+from twostroke.serve.openai.listing import query_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,7 @@ from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
 from twostroke.serve.openai.fields import Pairs
-from twostroke.serve.openai.responses.routes import query_of
+from twostroke.serve.openai.listing import query_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

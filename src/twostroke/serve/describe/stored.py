@@ -8,6 +8,7 @@ from twostroke.core.errors import RequestError
 from twostroke.records import RecordsError
 from twostroke.serve.describe.operation import BODY, TEXT, Operation, parameter
 from twostroke.serve.openai import stored_chat
+from twostroke.serve.openai.listing import INCLUDABLE, LISTED, MAX_LISTED, ItemList
 from twostroke.serve.openai.responses import conversation_routes as conversations
 from twostroke.serve.openai.responses import stream_events
 from twostroke.serve.openai.responses.body import ResponseBody
@@ -15,13 +16,9 @@ from twostroke.serve.openai.responses.conversations import (
     ConversationBody,
     ConversationNotFoundError,
 )
-from twostroke.serve.openai.responses.request import INCLUDABLE
 from twostroke.serve.openai.responses.routes import (
-    LISTED,
-    MAX_LISTED,
     MAX_NUMBER_LENGTH,
     Deleted,
-    ItemList,
     ResponseNotFoundError,
 )
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from twostroke.engine.seconds import Span
     from twostroke.engine.served import Reading, ServedEngine
     from twostroke.serve.catalogue import Catalogue
-    from twostroke.serve.observe.objectives import Objective
+    from twostroke.serve.options import Objective
 
     Samples = Iterable[tuple[tuple[str, ...], float]]
 

@@ -9,9 +9,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
-from twostroke.core.frozen import Frozen
 from twostroke.core.service import BATCH_SERVICE, SERVICES
 from twostroke.engine.seconds import Seconds
+from twostroke.serve.options import Objective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -30,14 +30,6 @@ _FORM = re.compile(
     r"\s*\+?([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(ms|s)?"
 )
 _MAX_SHOWN: Final = 60
-
-
-class Objective(Frozen):
-    """A limit in seconds on one of `MEASURES`, for one class of service or, if None, for all."""
-
-    measure: str
-    limit_s: float
-    service: str | None = None
 
 
 def parse_objective(text: str) -> Objective:

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from twostroke.core.errors import UsageError
 from twostroke.core.extras import install_command
 from twostroke.serve.about import VERSION
-from twostroke.serve.running import Answers
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
+    from twostroke.core.sampling import SamplingParams
     from twostroke.engine.output import Timings
     from twostroke.http.served import ServedRequest
 
@@ -98,6 +98,19 @@ def exporter(url: str) -> SpanExporter:
     return OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
 
 
+@runtime_checkable
+class AnswerWork(Protocol):
+    """Work for a request that draws tokens, unlike embeddings."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters of the request."""
+
+    @property
+    def timings(self) -> Timings | None:
+        """The times of the answers; None before the first has ended."""
+
+
 class Traces:
     """Makes spans of exchanges."""
 
@@ -134,7 +147,7 @@ class Traces:
         served.trace_id = f"{span.get_span_context().trace_id:032x}"
         if served.status >= 500:
             span.set_status(Status(StatusCode.ERROR, served.error))
-        if isinstance(served.running, Answers) and (timings := served.running.timings):
+        if isinstance(served.running, AnswerWork) and (timings := served.running.timings):
             self._phases(timings, set_span_in_context(span))
         span.end(self._ns(served.ended_s))
 
@@ -167,7 +180,7 @@ def _attributes(served: ServedRequest, operation: str) -> dict[str, Any]:
             "gen_ai.request.model": served.model,
             "gen_ai.response.model": served.model,
         }
-    if isinstance(served.running, Answers):
+    if isinstance(served.running, AnswerWork):
         params = served.running.params
         values = {f"gen_ai.request.{name}": getattr(params, name) for name in _PARAMS}
         found |= {name: value for name, value in values.items() if value is not None}

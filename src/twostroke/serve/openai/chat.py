@@ -10,7 +10,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from twostroke.chat.messages import ROLES
-from twostroke.chat.reasoning import AS_IT_IS, EFFORTS, Thinking
+from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.http.answer_limits import CHAT
 from twostroke.http.errors import MissingFieldError, UnsupportedFieldError
@@ -21,6 +21,8 @@ from twostroke.serve.job import MAX_MESSAGES, Conversation
 from twostroke.serve.openai.fields import (
     CommonFields,
     Pairs,
+    ReasoningEffort,
+    RefusalPart,
     TemplateVariables,
     TopLogprobs,
     check_combinations,
@@ -69,17 +71,6 @@ class InputTextPart(TextPart, tag="input_text"):
 
 class OutputTextPart(TextPart, tag="output_text"):
     """A text of an answer as `/v1/responses` calls it."""
-
-
-class RefusalPart(field.TaggedObject, tag="refusal"):
-    """An assistant's reason why there is no other text."""
-
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The reason."""
-        return self.refusal
 
 
 class CalledFunction(msgspec.Struct):
@@ -143,11 +134,6 @@ class ChatMessage(field.RequestObject):
     ] = None
 
 
-ReasoningEffort = Annotated[
-    str | None,
-    field.doc("Whether to reason, and how much if the template can.", enum=[*EFFORTS, None]),
-    field.DROPPABLE,
-]
 Messages = Annotated[
     list[ChatMessage],
     Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest first."),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
-from twostroke.chat.reasoning import MAX_VARIABLES
+from twostroke.chat.reasoning import EFFORTS, MAX_VARIABLES
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import (
     BOUNDS,
@@ -54,6 +54,11 @@ TIERS: Final = {
 
 TOKEN_ID: Final = re.compile(r"[0-9]{1,9}")
 
+ReasoningEffort = Annotated[
+    str | None,
+    field.doc("Whether to reason, and how much if the template can.", enum=[*EFFORTS, None]),
+    field.DROPPABLE,
+]
 StopText = Annotated[str, Meta(extra_json_schema={"maxLength": MAX_STOP_LENGTH})]
 Label = Annotated[str, Meta(max_length=512)]
 Pairs = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
@@ -65,6 +70,17 @@ TemplateVariables = Annotated[
     dict[str, Any] | None,
     field.doc("Variables for the chat template.", maxProperties=MAX_VARIABLES),
 ]
+
+
+class RefusalPart(field.TaggedObject, tag="refusal"):
+    """An assistant's reason why there is no other text."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The reason."""
+        return self.refusal
 
 
 class StreamOptions(field.RequestObject):

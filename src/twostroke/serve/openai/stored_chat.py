@@ -22,7 +22,7 @@ from twostroke.serve.describe import field
 from twostroke.serve.openai import chat
 from twostroke.serve.openai.chat_reply import ChatCompletion, ChatEncoder
 from twostroke.serve.openai.fields import Pairs
-from twostroke.serve.openai.responses.routes import page_of, query_of
+from twostroke.serve.openai.listing import page_of, query_of
 from twostroke.serve.store import Kept
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
 from twostroke.serve.job import MAX_MESSAGES, check_messages
 from twostroke.serve.openai.fields import Pairs
+from twostroke.serve.openai.listing import ItemList, page_of, query_of
 from twostroke.serve.openai.responses import conversations as stored
 from twostroke.serve.openai.responses.conversations import ConversationBody, find_conversation
 from twostroke.serve.openai.responses.items import Item, read_input
-from twostroke.serve.openai.responses.routes import ItemList, page_of, query_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

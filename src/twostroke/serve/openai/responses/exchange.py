@@ -17,6 +17,7 @@ from twostroke.http.ignored import Ignored
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.job import Conversation, Job, check_messages
 from twostroke.serve.openai.fields import ignored_in, to_caller, to_limit, to_params, to_prediction
+from twostroke.serve.openai.listing import LOGPROBS, unknown_parts
 from twostroke.serve.openai.responses.conversations import (
     append_turn,
     check_room,
@@ -25,12 +26,10 @@ from twostroke.serve.openai.responses.conversations import (
 from twostroke.serve.openai.responses.items import read_input, to_messages, tools_in
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import (
-    LOGPROBS,
     ResponsesRequest,
     TextSchema,
     check,
     conversation_id,
-    unknown_parts,
 )
 from twostroke.serve.openai.responses.tools import read_tools
 from twostroke.serve.openai.structure import JsonObject, to_constraint, to_schema

@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta
 
-from twostroke.core.errors import RequestError, nearest
-from twostroke.http.errors import UnsupportedFieldError
-from twostroke.serve.body.explain import MAX_NAME_LENGTH
+from twostroke.core.errors import RequestError
 from twostroke.serve.describe import field
-from twostroke.serve.openai.chat import ReasoningEffort
 from twostroke.serve.openai.fields import (
     CommonFields,
     Label,
     Pairs,
+    ReasoningEffort,
     StreamOptions,
     TemplateVariables,
     TopLogprobs,
     check_combinations,
 )
+from twostroke.serve.openai.listing import INCLUDABLE, LOGPROBS
 from twostroke.serve.openai.responses.items import Item
 from twostroke.serve.openai.responses.tools import Choice, ResponsesTool
 from twostroke.serve.openai.structure import JsonObject, NamedSchema
 from twostroke.serve.tools import TOOL_CHOICE, ParallelCalls, Text, ToolsAs
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-LOGPROBS: Final = "message.output_text.logprobs"
-
 # The others have no effect: they ask for details of items that answers never have.
-INCLUDABLE: Final = (
-    LOGPROBS,
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-)
 MAX_TOOL_CALLS: Final = 2**31 - 1
 
 ITEMS_SCHEMA: Final[dict[str, Any]] = {
@@ -191,12 +175,3 @@ def check(asked: ResponsesRequest) -> None:
     if asked.top_logprobs and LOGPROBS not in (asked.include or ()):
         reason = f"may only be set when include has '{LOGPROBS}'."
         raise RequestError(reason, field="top_logprobs")
-
-
-def unknown_parts(include: Iterable[str]) -> Iterator[UnsupportedFieldError]:
-    """Yield an error for each unknown name of a part, with its place."""
-    for place, name in enumerate(include):
-        if name not in INCLUDABLE:
-            word = name[:MAX_NAME_LENGTH]
-            reason = f"does not support '{{value}}'.{nearest(word, INCLUDABLE)}"
-            yield UnsupportedFieldError(reason, field=f"include[{place}]", value=word)

@@ -9,13 +9,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.errors import RequestError, TwostrokeError, nearest
-from twostroke.http.errors import UnknownFieldError
+from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.http.json_responses import to_json
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
+from twostroke.serve.openai.listing import ItemList, page_of, query_of
 from twostroke.serve.openai.responses.background import FollowingStream, replayed
 from twostroke.serve.openai.responses.recall import items_of
-from twostroke.serve.openai.responses.request import unknown_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from twostroke.serve.store import Kept, Tenant
 
 PATH: Final = "/v1/responses/{response_id}"
-MAX_LISTED: Final = 100
-LISTED: Final = 20
 MAX_NUMBER_LENGTH: Final = 9  # digits
 
 
@@ -37,16 +34,6 @@ class ResponseNotFoundError(TwostrokeError):
 
     http_status = 404
     code = "response_not_found"
-
-
-class ItemList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of the items that a response answered."""
-
-    object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class Deleted(msgspec.Struct, kw_only=True, frozen=True):
@@ -140,60 +127,9 @@ def _starting_after(query: dict[str, str]) -> int | None:
     return int(text)
 
 
-def query_of(request: Request, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the fields of a request's query.
-
-    Raises:
-        RequestError: there is an unknown one, or `include` has an unknown word.
-    """
-    found: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if name in {"include", "include[]"}:
-            for error in unknown_parts((value,)):
-                raise error
-        elif name == "beta":
-            continue  # SDKs send it to newer paths
-        elif name in known:
-            found[name] = value
-        else:
-            word = name[:MAX_NAME_LENGTH]
-            hint = nearest(word, (*known, "include"))
-            raise UnknownFieldError("is not a known field.{hint}", field=word, hint=hint)
-    return found
-
-
 def _page(kept: Kept, asked: dict[str, str]) -> ItemList:
     """Return a page of the items that a response answered: earlier ones, and its request's."""
     *earlier, last = kept.conversation()
     items = [item for step in earlier for item in items_of(step)]
     items += msgspec.json.decode(last.asked, type=list[dict[str, Any]])
     return page_of(items, asked)
-
-
-def page_of(items: list[dict[str, Any]], asked: dict[str, str], order: str = "desc") -> ItemList:
-    """Return a page of items, which come from the oldest on; `order` is that without the field.
-
-    Raises:
-        RequestError: a field of the query is wrong.
-    """
-    order = asked.get("order", order)
-    if order not in {"asc", "desc"}:
-        raise RequestError("must be asc or desc.", field="order")
-    limit = asked.get("limit", str(LISTED))
-    if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
-        raise RequestError(f"must be from 1 to {MAX_LISTED}.", field="limit")
-    if order == "desc":
-        items.reverse()
-    if after := asked.get("after"):
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
-            reason = "must be the id of an item of this list, got '{value}'."
-            raise RequestError(reason, field="after", value=after[:MAX_NAME_LENGTH])
-        items = items[places[0] + 1 :]
-    data = items[: int(limit)]
-    return ItemList(
-        data=data,
-        first_id=data[0]["id"] if data else None,
-        last_id=data[-1]["id"] if data else None,
-        has_more=len(items) > len(data),
-    )
