@@ -31,7 +31,8 @@ POINTS = (Point(1, 16, 0, 2e-5, 1e-4, 1e-5), Point(0, 0, 16, 2e-5, 4e-4, 1e-5))
 def measured(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
     limits = Limits("portable", 2, 1 << 20)
     monkeypatch.setattr(limits, "_hardware", MACHINE)
-    monkeypatch.setattr(server.api._plans, "_limits", limits)
+    (plans_extension,) = server.api._extensions
+    monkeypatch.setattr(plans_extension, "_limits", limits)
     return server
 
 

@@ -16,6 +16,7 @@ from twostroke.engine.served import LocalEngine
 from twostroke.serve.app import Api
 from twostroke.serve.layers import build_app
 from twostroke.serve.options import ServeOptions
+from twostroke.serve.plans import Plans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +88,7 @@ def live_server(
     """Yield a server of a tiny model; `engine` goes to `tiny_client`."""
     with tiny_client(folder, **engine) as (client, backend), ExitStack() as stack:
         served = stack.enter_context(closing(LocalEngine(client)))
-        api = Api(served, options or ServeOptions(drain_s=1), None, records)
+        api = Api(served, options or ServeOptions(drain_s=1), None, records, (Plans,))
         stack.callback(api.close)
         thread = stack.enter_context(closing(ServerThread(build_app(api), api)))
         port, url = thread.port, f"http://127.0.0.1:{thread.port}"

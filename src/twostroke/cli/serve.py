@@ -211,6 +211,7 @@ def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
 
     def run(engine: ServedEngine, limits: Limits | None, announce: Callable[..., None]) -> int:
         from twostroke.engine.collector import ease_collector
+        from twostroke.serve.plans import Plans
         from twostroke.serve.run import run_server
 
         def on_ready(url: str) -> None:
@@ -226,6 +227,7 @@ def _prepare(given: dict[str, Any], stack: ExitStack) -> Callable[..., int]:
             on_ready=on_ready,
             on_stop=on_stop,
             records=records,
+            extensions=(Plans,),
         )
 
     return run

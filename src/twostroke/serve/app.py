@@ -28,7 +28,6 @@ from twostroke.http.tenants.upkeep import Upkeep
 from twostroke.http.tenants.usage import UsageBook
 from twostroke.http.waiting import Returns, in_time, timeout_of
 from twostroke.schema.verify import Verifier
-from twostroke.serve import plans
 from twostroke.serve.about import VERSION, AboutBody
 from twostroke.serve.batches import messages, uploads
 from twostroke.serve.batches import openai as openai_batches
@@ -40,6 +39,7 @@ from twostroke.serve.catalogue import Catalogue
 from twostroke.serve.checking import AnswerChecks
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
+from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.encoder import Reply
 from twostroke.serve.health import HealthReports
 from twostroke.serve.job import check_choices, check_texts
@@ -71,7 +71,7 @@ from twostroke.serve.turns import Readers
 from twostroke.serve.whole import respond_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from starlette.requests import Request
 
@@ -81,7 +81,9 @@ if TYPE_CHECKING:
     from twostroke.records import Records
     from twostroke.serve.catalogue import Served
     from twostroke.serve.compiler import Compiler
+    from twostroke.serve.describe.document import Operations
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
+    from twostroke.serve.extension import ExtensionFactory
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.running import Open
@@ -108,11 +110,12 @@ class Api:
         options: ServeOptions,
         limits: Limits | None,
         records: Records | None = None,
+        extensions: Sequence[ExtensionFactory] = (),
     ) -> None:
         """Serve `engine`'s model, or all models if it is a `Roster`.
 
         `limits` are the machine's, for the metrics of utilization. `records` keep files,
-        batches, keys and usage; None keeps none.
+        batches, keys and usage; None keeps none. `extensions` add paths.
         """
         self.engine = engine
         self.options = options
@@ -125,7 +128,7 @@ class Api:
         )
         self.names = self.models.names.known
         self._states = States(self.models, limits, self.metrics.goodput)
-        self._plans = plans.Plans(engine, self.names[0], limits)
+        self._extensions = [make(engine, self.names[0], limits) for make in extensions]
         self.observers: list[Observer] = []
         if options.otlp_endpoint is not None:
             self.observers.append(Traces(exporter(options.otlp_endpoint)))
@@ -185,7 +188,11 @@ class Api:
             *info_routes(self.models, self.options),
             *tokenizer_routes(self.models),
             *self.keeping.routes(self._ignored.note),
-            *plans.plan_routes(self._plans, self.options, self._ignored.note),
+            *(
+                route
+                for extension in self._extensions
+                for route in extension.routes(self.options, self._ignored.note)
+            ),
             *model_routes(self.models),
             *ollama_routes(self.models),
         ]
@@ -210,7 +217,8 @@ class Api:
         """Free threads and exporters, after the last request."""
         self._checks.close()
         self._readers.close()
-        self._plans.close()
+        for extension in self._extensions:
+            extension.close()
         for observer in self.observers:
             observer.close()
 
@@ -238,10 +246,19 @@ class Api:
             | openai_batches.BODIES
             | uploads.BODIES
             | messages.BODIES
-            | {plans.PATH: plans.PlanRequest}
             | {path: one.request for path, one in all_kinds.items()}
         )
-        return document(self.routes(), bodies, self.facts())
+        for extension in self._extensions:
+            bodies |= extension.bodies
+        return document(self.routes(), bodies, self.facts(), self.operations)
+
+    @property
+    def operations(self) -> Operations:
+        """The descriptions of all routes, by method and path."""
+        operations = dict(OPERATIONS)
+        for extension in self._extensions:
+            operations |= extension.operations
+        return operations
 
     def facts(self) -> Facts:
         """Return the facts of this server for its description."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Client
     from twostroke.engine.limits import Limits
     from twostroke.records import Records
+    from twostroke.serve.extension import ExtensionFactory
 
 
 def create_app(
@@ -42,12 +43,15 @@ def create_app(
     options: ServeOptions | None = None,
     limits: Limits | None = None,
     records: Records | None = None,
+    extensions: Sequence[ExtensionFactory] = (),
 ) -> ASGIApp:
     """Return the ASGI application that serves `client`'s model; the caller closes the client.
 
     `records` keep files and batches, which run between the events of ASGI's lifespan protocol.
+    `extensions` add paths.
     """
-    return build_app(Api(LocalEngine(client), options or ServeOptions(), limits, records))
+    options = options or ServeOptions()
+    return build_app(Api(LocalEngine(client), options, limits, records, extensions))
 
 
 def build_app(api: Api) -> ASGIApp:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -12,15 +12,17 @@ from starlette.routing import Route
 
 from twostroke.core.errors import OverloadedError, RequestError, nearest
 from twostroke.http.disconnect import while_connected
+from twostroke.http.errors import UnknownPathError
 from twostroke.http.json_responses import to_json
 from twostroke.http.limits import read_json
 from twostroke.http.served import served_of
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.describe import field
+from twostroke.serve.describe.operation import BODY, Operation
 from twostroke.serve.turns import Readers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -28,12 +30,9 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.engine.limits import Limits
     from twostroke.engine.served import ServedEngine
-    from twostroke.http.ignored import Ignored
-    from twostroke.http.served import ServedRequest
     from twostroke.planner import Device, Plan, PlannedModel
+    from twostroke.serve.extension import NoteIgnored
     from twostroke.serve.options import ServeOptions
-
-    Note = Callable[[list[Ignored], ServedRequest], None]
 
 T = TypeVar("T")
 
@@ -114,25 +113,41 @@ class PlanChoices(msgspec.Struct, frozen=True):
     kv_formats: Annotated[list[str], Meta(description="Formats of keys and values.")]
 
 
-def plan_routes(plans: Plans, options: ServeOptions, note: Note) -> list[Route]:
-    """Return the routes; `note` takes the fields of a request that have no effect."""
-    decoder = BodyDecoder(PlanRequest, options.limits.max_json_depth)
-
-    async def plan(request: Request) -> Response:
-        options.check_dashboard()
-        if request.method != "POST":
-            return to_json(await plans.choices(served_of(request.scope).tenant))
-        asked, ignored = decoder.decode(await read_json(request, options.limits))
-        note(ignored, served_of(request.scope))
-        making = plans.plan(asked, served_of(request.scope).tenant)
-        return to_json(await while_connected(request.receive, making))
-
-    # One route, so that a refused method is told of both.
-    return [Route(PATH, plan, methods=["GET", "POST"], name=PATH)]
+_OPERATIONS: Final = {
+    ("GET", PATH): Operation(
+        "What a plan can be asked for",
+        "Server",
+        "For the page; there if the dashboard is.",
+        answer=PlanChoices,
+        errors=(UnknownPathError, OverloadedError),
+    ),
+    ("POST", PATH): Operation(
+        "What the model could do on this machine, or on a device of the table",
+        "Server",
+        "The object of `twostroke plan --json`; see `docs/planning.md`. Times are in seconds.",
+        media={
+            "application/json": {
+                "type": "object",
+                "required": ["question", "memory", "roof", "rows", "chosen", "verdict"],
+            },
+        },
+        errors=(*BODY, UnknownPathError, OverloadedError),
+        examples={
+            "device": {"device": "L4", "prompt": 512, "streams": 8},
+            "weights": {"device": "H100-SXM", "weights": "fp8", "tpot_s": 0.02},
+        },
+    ),
+}
 
 
 class Plans:
-    """Makes plans of the served model in a thread, one at a time, in turns of tenants."""
+    """Makes plans of the served model in a thread, one at a time, in turns of tenants.
+
+    It is an `Extension` of the server.
+    """
+
+    bodies: ClassVar[Mapping[str, type[msgspec.Struct]]] = {PATH: PlanRequest}
+    operations: ClassVar[Mapping[tuple[str, str], Operation]] = _OPERATIONS
 
     def __init__(self, engine: ServedEngine, name: str, limits: Limits | None) -> None:
         """Plan for the model of `engine`, called `name`, and the machine of `limits`."""
@@ -140,6 +155,23 @@ class Plans:
         self._token_budget = engine.facts.config.token_budget
         self._thread = Readers(1)
         self._num_waiting: Counter[str] = Counter()  # by tenant
+
+    def routes(self, options: ServeOptions, note_ignored: NoteIgnored) -> list[Route]:
+        """Return the routes; `note_ignored` takes the fields of a request without effect."""
+        decoder = BodyDecoder(PlanRequest, options.limits.max_json_depth)
+
+        async def plan(request: Request) -> Response:
+            options.check_dashboard()
+            served = served_of(request.scope)
+            if request.method != "POST":
+                return to_json(await self.choices(served.tenant))
+            plan_request, ignored = decoder.decode(await read_json(request, options.limits))
+            note_ignored(ignored, served)
+            work = self.plan(plan_request, served.tenant)
+            return to_json(await while_connected(request.receive, work))
+
+        # One route, so that a refused method is told of both.
+        return [Route(PATH, plan, methods=["GET", "POST"], name=PATH)]
 
     async def choices(self, tenant: str = "") -> PlanChoices:
         """Return the devices and formats that a plan can be made for."""

@@ -12,14 +12,15 @@ from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from twostroke.engine.limits import Limits
     from twostroke.engine.served import ServedEngine
     from twostroke.records import Records
+    from twostroke.serve.extension import ExtensionFactory
 
 
-def run_server(
+def run_server(  # noqa: PLR0913 - the parts of a server
     engine: ServedEngine,
     options: ServeOptions | None = None,
     *,
@@ -28,6 +29,7 @@ def run_server(
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
     records: Records | None = None,
+    extensions: Sequence[ExtensionFactory] = (),
 ) -> int:
     """Serve until SIGINT or SIGTERM, and return the process's exit code.
 
@@ -44,6 +46,7 @@ def run_server(
         on_ready: called with the server's URL once it answers.
         on_stop: called with the number of running requests at the first signal.
         records: keep files and batches; None keeps none. The caller closes them.
+        extensions: add paths.
 
     Raises:
         UsageError: the port is out of range.
@@ -51,5 +54,5 @@ def run_server(
     """
     options = options or ServeOptions()
     listener = listener or bind(options.host, options.port)
-    api = Api(engine, options, limits, records)
+    api = Api(engine, options, limits, records, extensions)
     return asyncio.run(run(build_app(api), api, listener, on_ready, on_stop))

@@ -22,7 +22,8 @@ from support.servers import chat_body, description_of, live_server
 from support.tiny import Tiny, infill_metadata
 from twostroke.records import Records
 from twostroke.serve.describe.document import components, described_routes
-from twostroke.serve.describe.operations import OPERATIONS
+from twostroke.serve.describe.operations import OPERATIONS as SERVER_OPERATIONS
+from twostroke.serve.plans import Plans
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ BODIES = {
     for table in (DIALECTS, EMBEDDINGS, INQUIRIES)
     for path, one in table.items()  # type: ignore[attr-defined]
 }
+OPERATIONS = SERVER_OPERATIONS | Plans.operations
 EXAMPLES = [
     (method, path, name)
     for (method, path), operation in OPERATIONS.items()

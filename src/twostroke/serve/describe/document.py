@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from twostroke.serve.describe.operation import Operation
 
     Bodies = Mapping[str, type[msgspec.Struct]]
+    Operations = Mapping[tuple[str, str], Operation]
     Parts = dict[str, Any]
 
 JSON: Final = "application/json"
@@ -103,15 +104,18 @@ class Facts(Frozen):
     values: Mapping[str, Any]  # by `Fact`
 
 
-def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
+def document(
+    routes: Iterable[Route], bodies: Bodies, facts: Facts, operations: Operations = OPERATIONS
+) -> Parts:
     """Return the description of a server with these routes.
 
-    `bodies` are the structs of request bodies by path. Routes with `include_in_schema` false, such
+    `bodies` are the structs of request bodies by path, `operations` the descriptions of routes by
+    method and path. Routes with `include_in_schema` false, such
     as files for browsers, are left out.
     """
     paths: Parts = {}
     for method, path in described_routes(routes):
-        operation = OPERATIONS[method, path]
+        operation = operations[method, path]
         described = _operation(method, path, operation, has_keys=facts.has_keys)
         if path in bodies and method == "POST":
             described["requestBody"] = _body(operation, bodies[path], facts)
@@ -131,18 +135,20 @@ def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
         "security": [{name: []} for name in _SCHEMES] if facts.has_keys else [],
         "paths": paths,
         "components": {
-            "schemas": components(bodies, facts),
+            "schemas": components(bodies, facts, operations),
             "headers": _HEADERS | (_KEY_HEADERS if facts.has_keys else {}),
             **({"securitySchemes": _SCHEMES} if facts.has_keys else {}),
         },
     }
 
 
-def components(bodies: Bodies, facts: Facts) -> dict[str, Parts]:
+def components(
+    bodies: Bodies, facts: Facts, operations: Operations = OPERATIONS
+) -> dict[str, Parts]:
     """Return the JSON Schemas of all structs of requests and responses, by name."""
     asked = [*bodies.values(), *get_args(Item)]
     sent: list[Any] = [form.struct for form in FORMS]
-    for operation in OPERATIONS.values():
+    for operation in operations.values():
         sent += [operation.answer] if operation.answer is not None else []
         sent += (*operation.events, *operation.lines)
     _, of_sent = msgspec.json.schema_components(sent, ref_template=_REFERENCE)

@@ -42,8 +42,6 @@ from twostroke.serve.openai import chat, chat_reply, completions_reply, embeddin
 from twostroke.serve.openai.responses import compact, stream_events
 from twostroke.serve.openai.responses.body import ResponseBody
 from twostroke.serve.openai.responses.exchange import InputTokens
-from twostroke.serve.plans import PATH as PLAN
-from twostroke.serve.plans import PlanChoices
 
 _NAME: Final = {"type": "string", "minLength": 1}
 _MODEL: Final = parameter(
@@ -123,29 +121,6 @@ _OWN: Final[dict[tuple[str, str], Operation]] = {
             },
         },
         errors=(errors.UnknownPathError,),
-    ),
-    ("GET", PLAN): Operation(
-        "What a plan can be asked for",
-        "Server",
-        "For the page; there if the dashboard is.",
-        answer=PlanChoices,
-        errors=(errors.UnknownPathError, OverloadedError),
-    ),
-    ("POST", PLAN): Operation(
-        "What the model could do on this machine, or on a device of the table",
-        "Server",
-        "The object of `twostroke plan --json`; see `docs/planning.md`. Times are in seconds.",
-        media={
-            "application/json": {
-                "type": "object",
-                "required": ["question", "memory", "roof", "rows", "chosen", "verdict"],
-            },
-        },
-        errors=(*BODY, errors.UnknownPathError, OverloadedError),
-        examples={
-            "device": {"device": "L4", "prompt": 512, "streams": 8},
-            "weights": {"device": "H100-SXM", "weights": "fp8", "tpot_s": 0.02},
-        },
     ),
     ("GET", "/openapi.json"): Operation(
         "This description",
