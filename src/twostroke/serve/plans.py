@@ -162,12 +162,12 @@ class Plans:
 
         async def plan(request: Request) -> Response:
             options.check_dashboard()
-            served = served_of(request.scope)
+            record = served_of(request.scope)
             if request.method != "POST":
-                return to_json(await self.choices(served.tenant))
+                return to_json(await self.choices(record.tenant))
             plan_request, ignored = decoder.decode(await read_json(request, options.limits))
-            note_ignored(ignored, served)
-            work = self.plan(plan_request, served.tenant)
+            note_ignored(ignored, record)
+            work = self.plan(plan_request, record.tenant)
             return to_json(await while_connected(request.receive, work))
 
         # One route, so that a refused method is told of both.
