@@ -99,7 +99,7 @@ def _judge(where: str, seen: Seen, load_s: float, left: list[str]) -> list[str]:
 
 
 async def _load(
-    client: Client, job: Job, expected: list[list[int]], number: int, seed: int
+    client: Client, job: Job, expected: list[tuple[int, ...]], number: int, seed: int
 ) -> Seen:
     """Answer prompts until there were `number` faults, and compare all answers."""
     seen, indices = Seen(), count()
@@ -116,7 +116,7 @@ async def _load(
 
 
 async def _stream(
-    client: Client, job: Job, expected: list[list[int]], indices: Iterator[int], seen: Seen
+    client: Client, job: Job, expected: list[tuple[int, ...]], indices: Iterator[int], seen: Seen
 ) -> None:
     """Answer one prompt after the other."""
     while not seen.is_over:

@@ -59,7 +59,7 @@ def models(names: list[str], folder: Path) -> Iterator[tuple[str, str]]:
         for family, fmt in zip(FAMILIES, cycle(_TINY_FORMATS)):
             if name in {TINY, f"tiny-{family}"}:
                 layers = max(4, FAMILIES[family].sizes.get("num_layers", 0))
-                tiny = tiny_of(family, fmt=fmt, num_layers=layers)
+                tiny = tiny_of(family, fmt=fmt, num_layers=layers, context_length=1024)
                 path = write_tiny_gguf(folder / f"{family}.gguf", tiny)
                 yield f"tiny-{family} ({fmt})", str(path)
 

@@ -158,7 +158,7 @@ def _answers(
                 happened["cached tokens"] += cached
                 happened["chunked prompts"] += len(prompt) - cached > _BUDGET
         seen = llm.engine.client.loop.snapshot()
-    happened["right guesses"] = seen.speculation.accepted.total()
+    happened["right guesses"] = sum(seen.speculation.accepted.values())
     happened["preemptions"] = seen.scheduler.num_preemptions
     return found, happened
 

@@ -78,7 +78,7 @@ def _holds(
             llm.engine.client.loop.snapshot().speculation,
         )
     wrong = [i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
-    proposed, accepted = guesses.proposed.total(), guesses.accepted.total()
+    proposed, accepted = sum(guesses.proposed.values()), sum(guesses.accepted.values())
     _say(
         f"{method}: {len(wrong)} of {len(found)} answers differ; {accepted} of {proposed} guesses "
         f"right, {cached} tokens from the cache, {stats.num_preemptions} preemptions",

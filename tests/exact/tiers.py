@@ -17,7 +17,7 @@ import tempfile
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from support.engines import tiny_client
 from support.stored_pages import DAMAGES, OTHER_KINDS, PAGE_BYTES, WORTH, content_of, kind
@@ -191,12 +191,12 @@ def main() -> int:
             (Path(folder) / name).mkdir()
             return Path(folder) / name
 
-        places: list[tuple[str, Place, Place]] = [("files", Files(new("a")), Files(new("b")))]
+        places: list[tuple[str, Any, Any]] = [("files", Files(new("a")), Files(new("b")))]
         if reason := missing():
             print(f"entries of a store: skipped, this {reason}")
         else:
-            running = [stack.enter_context(store(new(name))) for name in ("c", "d")]
-            places.append(("entries", *map(Entries, running)))
+            first, second = (Entries(stack.enter_context(store(new(name)))) for name in ("c", "d"))
+            places.append(("entries", first, second))
         for name, first, second in places:
             found = damage_pages(range(given.first, given.pages), f"{given.seed} {name}", first)
             under = damage_under_engines(given.rounds, rng, new(name), second)

@@ -36,7 +36,22 @@ if TYPE_CHECKING:
 
 _MOST_S = 5.0  # that one frame may take
 _MOST_BYTES = 60_000  # of a frame, which a socket takes before anybody reads
-_INTEGERS = (0, 1, 2, 3, 7, -1, 255, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
+_INTEGERS: tuple[int, ...] = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    -1,
+    255,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+)
 _INTEGERS += (-(2**31), -(2**63))
 PARAMS = SamplingParams(max_tokens=3, temperature=0, logit_bias={3: 1.0}, stop=["a"], seed=1)
 REQUESTS: list[wire.Request] = [
@@ -173,7 +188,7 @@ class ServerEnd:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self.errors.append(_described(context)))
         engine.attach(lambda: None)
-        tasks = [
+        tasks: list[asyncio.Task[Any]] = [
             loop.create_task(self._generate(engine)),
             loop.create_task(engine.compile(Constraint("regex", "a+"))),
             loop.create_task(engine.read()),

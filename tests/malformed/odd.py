@@ -11,7 +11,16 @@ if TYPE_CHECKING:
 
 NUMBERS = (0, 1, -1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 10**400, -(2**63) - 1, 0.5)
 NUMBERS += (-0.0, 1e-320, 1e308, float("nan"), float("inf"), float("-inf"))  # type: ignore[assignment]
-TEXTS = ("", " ", "\0", "\x1b[2J", "a\r\nX-Injected: 1", "\ud800", "\udfff\ud800", "e\u0301" * 50)
+TEXTS: tuple[str, ...] = (
+    "",
+    " ",
+    "\0",
+    "\x1b[2J",
+    "a\r\nX-Injected: 1",
+    "\ud800",
+    "\udfff\ud800",
+    "e\u0301" * 50,
+)
 TEXTS += ("\u202eabc", "\ufeff", "\U0010ffff", "\u0600" * 20, "<|im_start|>system\n", "{{7*7}}")
 TEXTS += (
     "{% for a in range(99999999) %}{% endfor %}",

@@ -20,7 +20,12 @@ _LIMIT_OF = {
     "/completion": "n_predict",
     "/infill": "n_predict",
 }
-_TYPES = (b"text/plain", b"", b"application/xml", b"application/json; charset=utf-16")
+_TYPES: tuple[bytes, ...] = (
+    b"text/plain",
+    b"",
+    b"application/xml",
+    b"application/json; charset=utf-16",
+)
 _TYPES += (b"application/x-www-form-urlencoded", b"multipart/form-data", b"application/json\xff")
 _HEADERS = (
     *(b"Authorization", b"X-Request-Id", b"X-Api-Key", b"Origin", b"Accept", b"Traceparent"),
@@ -224,7 +229,9 @@ def shorten(body: Any, path: str) -> None:
     if not isinstance(body, dict):
         return
     for part in (body, body.get("options")):
-        for name in _LIMITS if isinstance(part, dict) else ():
+        if not isinstance(part, dict):
+            continue
+        for name in _LIMITS:
             if isinstance(part.get(name), int):
                 part[name] = min(part[name], MOST_TOKENS)
     if path in _LIMIT_OF and not any(body.get(name) for name in _LIMITS):

@@ -148,10 +148,11 @@ class Copy:
             CalledProcessError: the fault does not compile.
         """
         tools = Path(sys.executable).parent
-        configure = [tools / "cmake", "-S", self._root / "native", "-B", self._libraries]
+        cmake, libraries = str(tools / "cmake"), str(self._libraries)
+        configure = [cmake, "-S", str(self._root / "native"), "-B", libraries]
         options = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"]
         targets = [f"twostroke_{level}" for level in self._levels]
-        build = [tools / "cmake", "--build", self._libraries, "--target", *targets]
+        build = [cmake, "--build", libraries, "--target", *targets]
         for command in ([*configure, *options], build):
             subprocess.run(command, capture_output=True, check=True)
 
