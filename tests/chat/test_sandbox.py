@@ -251,3 +251,30 @@ def test_one_template_renders_in_many_threads_at_once() -> None:
 )
 def test_filters_and_statements_of_published_templates_work(source: str, expected: str) -> None:
     assert _render(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ n | tojson }} {{ n | string }}", "N N"),
+        ("{{ n | int }} {{ n | abs }}", "N N"),
+        ("{{ [n] | tojson(indent=2) }}", "[\n  N\n]"),
+        ("{{ {'a': n} | items | list }}", "[('a', N)]"),
+        ("{{ [n, 2] | join(', ') }}", "N, 2"),
+        ("{{ [n] | map('string') | join }}", "N"),
+        ("{{ ['x'] | map('int', n) | first }}", "N"),
+        ("{{ missing | default(n) }}", "N"),
+        ("{{ [{'t': n}] | selectattr('t', 'equalto', n) | list | length }}", "1"),
+        ("{{ [{'t': n}] | sum(attribute='t') }} {{ [0] | sum(start=n) }}", "N N"),
+        ("{{ '%d' | format(n) }} {{ '%s' % n }} {{ '{}'.format(n) }}", "N N N"),
+        ("{{ 'at ' ~ n }}", "at N"),
+        ("{{ {}.get('a', n) }} {{ [n].index(n) }}", "N 0"),
+        ("{{ n * 1 }} {{ n + 0 }} {{ n // 1 }} {{ n * 0.0 }}", "N N N 0.0"),
+        ("{% macro m(a) %}{{ a }}{% endmacro %}{{ m(n) }} {{ dict(a=n).a }}", "N N"),
+    ],
+)
+@pytest.mark.parametrize("number", [1_700_000_000, 123_456_789_012_345_678, 10**30])
+def test_large_numbers_are_values(source: str, expected: str, number: int) -> None:
+    """The arguments of tool calls have such numbers: times, and ids."""
+    text = ChatTemplate(source, budget=TIGHT).render(HI, n=number).text
+    assert text == expected.replace("N", str(number))

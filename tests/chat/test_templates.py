@@ -26,9 +26,10 @@ ATTACKS = st.lists(
 class Specials:
     """A vocabulary that is nothing but its special texts."""
 
-    def __init__(self, *texts: str, **named: str) -> None:
+    def __init__(self, *texts: str, additional: tuple[str, ...] = (), **named: str) -> None:
         self._texts = texts
         self.named_texts = named
+        self.additional_texts = additional
 
     def special_texts(self) -> tuple[str, ...]:
         return self._texts
@@ -318,3 +319,15 @@ def test_only_a_text_can_be_continued() -> None:
     messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
     with pytest.raises(RequestError, match="without tool calls"):
         CHATML.render(messages, continue_final_message=True)
+
+
+def test_special_tokens_without_names_are_a_list_and_special() -> None:
+    source = "{{ additional_special_tokens[1] }}{{ messages[0].content }}"
+    template = ChatTemplate(source, Specials("<a>", "<b>", additional=("<a>", "<b>")))
+    prompt = template.render([{"role": "user", "content": "<b>"}])
+    assert [(piece.text, piece.special) for piece in prompt.pieces] == [
+        ("<b>", True),
+        ("<b>", False),
+    ]
+    source = "{{ additional_special_tokens is defined }}"
+    assert _render(source) == "False"

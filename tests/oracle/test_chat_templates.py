@@ -32,6 +32,7 @@ _NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_to
 
 class _Specials:
     named_texts = _NAMED
+    additional_texts = ()
 
     def special_texts(self) -> list[str]:
         turns = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|eot_id|>", "[INST]"]

@@ -66,6 +66,7 @@ def test_named_and_additional_tokens_are_special_and_get_the_next_ids(tmp_path: 
     assert tokenizer.special_ids >= {*range(SIZE, SIZE + 4), tokenizer.find("yes")}
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     assert dict(tokenizer.named_texts) == named | {"cls_token": "<cls>"}
+    assert tokenizer.additional_texts == ("<more>", BOS)
 
 
 def test_older_folders_have_files_of_their_own(tmp_path: Path) -> None:
@@ -79,6 +80,7 @@ def test_older_folders_have_files_of_their_own(tmp_path: Path) -> None:
         added_tokens={"<sep>": SIZE, "<cell>": SIZE + 1},
     )
     assert dict(tokenizer.named_texts) == {"sep_token": "<sep>"}
+    assert tokenizer.additional_texts == ("<more>",)
     assert tokenizer.encode("<cell>") == [SIZE + 1]
     assert tokenizer.encode("<sep><more>", parse_special=True) == [SIZE, SIZE + 2]
     assert len(tokenizer.encode("<sep>")) > 1

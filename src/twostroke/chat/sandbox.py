@@ -34,6 +34,11 @@ _ENTER, _BUILT, _CONCAT = "<enter>", "<built>", "<concat>"  # filters
 
 _QUADRATIC: Final = frozenset(("urlize", "striptags"))  # filters, in the worst case
 _MAX_COLUMNS: Final = 10_000  # of `batch` and `slice`
+# Filters whose whole numbers are values: of other filters, a number may be a width or a count.
+_TAKING_VALUES: Final = frozenset(
+    """d default float groupby int join map max min reject rejectattr replace select selectattr sort
+    sum truncate unique xmlattr""".split()
+)
 _GROWTH: Final = 16  # times `max_chars`, that one operation may build before it is weighed
 _MAX_INT_BITS: Final = 4096
 _MAX_WIDTH: Final = 1000  # of a field in a format
@@ -74,10 +79,15 @@ class Meter:
         if time.thread_time() > self._deadline_s:
             raise _too_much(f"{self._budget.max_cpu_s:g} s of processor time", "max_cpu_s")
 
-    def check_operation(self, values: Iterable[object]) -> None:
-        """Check an operation before it runs: it can multiply its two largest inputs at most."""
+    def check_operation(self, values: Iterable[object], counts: Iterable[object] = ()) -> None:
+        """Check an operation before it runs: it can multiply its two largest inputs at most.
+
+        Of `values` the sizes count; `counts` are inputs of which a whole number may be a width or
+        a number of repetitions, so that the number itself counts.
+        """
         self.check_time()
-        sizes = [abs(v) if isinstance(v, int) else self.weigh(v) for v in values]
+        sizes = [self.weigh(value) for value in values]
+        sizes += [abs(v) if isinstance(v, int) else self.weigh(v) for v in counts]
         first, second = sorted([1, 1, *sizes])[-2:]
         if first * second > _GROWTH * self._budget.max_chars:
             raise self._too_big()
@@ -189,8 +199,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             owner = getattr(method, "__self__", None)
             if isinstance(owner, str) and method.__name__ in {"format", "format_map"}:
                 _check_format(meter, owner, given, _WIDE_BRACES)
-            if owner is not None:
+            elif isinstance(owner, (list, tuple, dict)):
                 meter.check_operation([owner, *given])
+            elif owner is not None:
+                meter.check_operation([owner], counts=given)
         return meter.built(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -201,8 +213,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             if left.bit_length() * abs(right) > _MAX_INT_BITS:
                 raise SecurityError(f"numbers may have at most {_MAX_INT_BITS} bits")
-        elif operator == "*" and not (isinstance(left, int) and isinstance(right, int)):
-            meter.check_operation([left, right])
+        elif operator == "*" and not (_is_number(left) and _is_number(right)):
+            meter.check_operation((), counts=[left, right])
         return meter.built(self.binop_table[operator](left, right))
 
 
@@ -278,8 +290,13 @@ def _metered(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         meter, given = _meter_of(context), [*args, *kwargs.values()]
         if name == "format":
             _check_format(meter, str(args[0]), given[1:], _WIDE_PERCENT)
+        if name in _QUADRATIC:
+            meter.check_operation([*args[:1], *args[:1]])
+        elif name == "format" or name in _TAKING_VALUES:
+            meter.check_operation(given)
+        else:
+            meter.check_operation(given[:1], counts=given[1:])
         # Jinja's `context.call` hands on what the filter asks for: context or environment.
-        meter.check_operation([args[0], args[0]] if name in _QUADRATIC and args else given)
         if name in {"batch", "slice"} and any(
             isinstance(value, int) and value > _MAX_COLUMNS for value in given[1:]
         ):
@@ -287,6 +304,10 @@ def _metered(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         return meter.built(context.call(run, *args, **kwargs))
 
     return metered
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
 
 
 def _check_format(meter: Meter, text: str, values: Iterable[object], wide: re.Pattern[str]) -> None:

@@ -79,7 +79,12 @@ class ChatTemplate:
                 f"The chat template cannot be compiled ({type(error).__name__})."
             ) from error
         named = tokenizer.named_texts if tokenizer else {}
-        self._variables = {name: self._marker.mark(text) for name, text in named.items()}
+        self._variables: dict[str, Any] = {
+            name: self._marker.mark(text) for name, text in named.items()
+        }
+        if tokenizer and tokenizer.additional_texts:
+            additional = [self._marker.mark(text) for text in tokenizer.additional_texts]
+            self._variables["additional_special_tokens"] = additional
 
     @classmethod
     def for_tokenizer(

@@ -29,10 +29,14 @@ _NO_ID: Final = -1  # the id of a token until `_with_ids` finds its id
 
 
 class FolderTokens(Frozen):
-    """The added tokens, by ascending id, and the texts of named ones such as `bos_token`."""
+    """The added tokens, by ascending id, and the texts of named ones such as `bos_token`.
+
+    `additional_texts` are the texts of the listed special tokens without names.
+    """
 
     added: tuple[AddedToken, ...]
     named_texts: Mapping[str, str]
+    additional_texts: tuple[str, ...] = ()
 
 
 def read_added_tokens(
@@ -59,12 +63,15 @@ def read_added_tokens(
     specials = {*texts.values()}
     listed = [_token(by_id[id_], specials) for id_ in sorted(by_id)]
     listed_texts = {token.text for token in (*own_tokens, *listed)}
+    unnamed = _unnamed(config, special_map)
     others: list[str | Json] = []
-    for value in (*named.values(), *_unnamed(config, special_map)):
+    for value in (*named.values(), *unnamed):
         if value and value not in others and _text(value) not in listed_texts:
             others.append(value)
     more_tokens = listed + [_token(value, specials) for value in others]
-    return FolderTokens(_with_ids(own_tokens, more_tokens, description["model"]["vocab"]), texts)
+    added = _with_ids(own_tokens, more_tokens, description["model"]["vocab"])
+    additional = tuple(dict.fromkeys(_text(value) for value in unnamed if value))
+    return FolderTokens(added, texts, additional)
 
 
 def _named(config: Json, special_map: Json) -> dict[str, str | Json]:

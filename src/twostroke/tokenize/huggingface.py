@@ -103,6 +103,7 @@ def _build(
             suffix_ids=suffix,
             strip_space=strip_space,
             named_texts=named,
+            additional_texts=tokens.additional_texts,
             chat_templates=read_chat_templates(folder, config),
             infill=infill_tokens((), (), (), added),
         )

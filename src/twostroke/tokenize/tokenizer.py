@@ -83,7 +83,8 @@ class TokenizerParts(Frozen):
     `add_special` puts `prefix_ids` and `suffix_ids` around a text. `space_prefix` adds a space
     before a text that does not begin with one, and `strip_space` removes the first space of decoded
     text again (SentencePiece). `named_texts` are the texts of tokens such as `bos_token`, under the
-    names that templates use. `infill` are the tokens for filling in the middle, if the vocabulary
+    names that templates use; `additional_texts` those of the special tokens without names, where
+    the files list them. `infill` are the tokens for filling in the middle, if the vocabulary
     has them.
     """
 
@@ -103,6 +104,7 @@ class TokenizerParts(Frozen):
     space_prefix: bool = False
     strip_space: bool = False
     named_texts: Mapping[str, str] = field(default_factory=dict)
+    additional_texts: tuple[str, ...] = ()
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     infill: InfillTokens | None = None
 
@@ -135,6 +137,7 @@ class Tokenizer:
         self.infill = parts.infill
         self.special_ids = frozenset(token.id for token in parts.added if token.special)
         self.named_texts = MappingProxyType(dict(parts.named_texts))
+        self.additional_texts = parts.additional_texts
         self.chat_templates = MappingProxyType(dict(parts.chat_templates))
 
     @property
