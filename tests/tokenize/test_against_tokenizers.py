@@ -181,6 +181,41 @@ def test_words_of_kimi_are_those_of_its_own_pattern() -> None:
     check_words(cut_at(*PRE_TOKENIZERS["kimi-k2"].patterns), pattern, texts)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"[\p{L}&&[^\p{Han}]]+|\p{Han}+",
+        r"[^a-z&&[^aeiou]]+",
+        r"(?i:'s|'ss)|[\p{P}\p{S}&&[^_<]]+",
+        r"[a[bc]]+",
+        r"[^a[^\w]]+",
+        r"[--/]+",
+        r"[a||b]+|[a~~b]",
+        r"[]a]+",
+        r"[[:digit:][:space:]]+",
+        r"[[:word:]]+",
+        r"[\w\s]+",
+        r"[\h_]+",
+        r"\h+",
+        r"\w+",
+        r"\W+",
+        r"\b\w",
+        r"\B.",
+        r"(?m).+",
+        r"(?m:a.)",
+        r"b(?i)a",
+        r"\Z",
+        r"\N",
+        r"\O",
+        r"[\x{4e00}-\x{9fff}]+|\x{41}",
+    ],
+)
+def test_patterns_mean_what_they_do_in_oniguruma(pattern: str) -> None:
+    letters, rng = f"{LETTERS}漢Ａ²_#/&|~[]\x1b\n", random.Random(4)
+    texts = ("".join(rng.choices(letters, k=rng.randint(1, 12))) for _ in range(1500))
+    check_words(cut_at(pattern), pattern, texts)
+
+
 @pytest.mark.parametrize("pattern", [THOUSANDS, BEFORE_THOUSANDS, NUMBER_THOUSANDS])
 def test_groups_of_digits_are_those_of_their_pattern(pattern: str) -> None:
     digits, rng = "0123456789" * 3 + "٣²Ⅷ a_b.\u0301é,\n½ⓐ‿\u200dα〇", random.Random(3)

@@ -11,6 +11,7 @@ from unicodedata import normalize
 import regex
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.tokenize import oniguruma
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 Normalize = Callable[[str], str]
@@ -151,9 +152,8 @@ _INVERTED = {
 
 
 def _compile(pattern: str) -> regex.Pattern[str]:
-    # The patterns of model files are Oniguruma's, where ^ and $ match at every line.
     try:
-        return regex.compile(pattern, regex.MULTILINE)
+        return oniguruma.compiled(pattern)
     except regex.error as error:
         raise ModelFormatError(
             f"The tokenizer's pattern {pattern[:80]!r} is not valid: {error}."
