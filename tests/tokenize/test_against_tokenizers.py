@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import unicodedata
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from support.byte_tokenizer import byte_characters
 from support.character_classes import CLASSES, VARIED, here, there
+from support.character_map import CHARACTER_MAP
 from twostroke.tokenize import Tokenizer, from_tokenizer_json, merges
 from twostroke.tokenize.pretokenizers import PRE_TOKENIZERS
 from twostroke.tokenize.words import (
@@ -91,6 +93,7 @@ def _files() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{behavior} {invert}", _byte_level(_at("[ab]|  |(\\s)c|^.$", **how), BYTES)
         literal = {**SPLIT, "pattern": {"String": "b."}, "behavior": behavior}
         yield f"{behavior} of a text", _byte_level(literal, BYTES)
+    yield from _rarer_steps()
     yield "a space dropped", _byte_level(_at(" ", behavior="Removed"), _at(r"\p{L}+"), BYTES)
     for scheme in ("always", "first", "never"):
         for split in (True, False):
@@ -105,6 +108,41 @@ def _files() -> Iterator[tuple[str, dict[str, Any]]]:
         for num_bytes in (0, 200, 256):
             options = {"byte_fallback": num_bytes > 0, "fuse_unk": fuse, "bytes": num_bytes}
             yield f"{num_bytes} bytes {fuse}", _pieces(normalizer=both, **options)
+
+
+def _rarer_steps() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Files with steps that few language models have."""
+    for kind, members in {
+        "Lowercase": {},
+        "StripAccents": {},
+        "Nmt": {},
+        "Strip": {"strip_left": True, "strip_right": True},
+        "Precompiled": {"precompiled_charsmap": CHARACTER_MAP},
+    }.items():
+        yield kind, _byte_level(BYTES, normalizer={"type": kind, **members})
+    for flags in product((True, False), (True, False), (True, False, None)):
+        names = ("clean_text", "lowercase", "strip_accents")
+        bert = {"type": "BertNormalizer", "handle_chinese_chars": flags[0] == flags[1]}
+        bert |= dict(zip(names, flags, strict=True))
+        yield f"BERT {flags}", _byte_level(BYTES, normalizer=bert)
+    chain = [{"type": kind} for kind in ("NFKD", "StripAccents", "Lowercase")]
+    yield "a chain", _byte_level(BYTES, normalizer={"type": "Sequence", "normalizers": chain})
+    for kind in ("Whitespace", "WhitespaceSplit", "BertPreTokenizer"):
+        yield kind, _byte_level({"type": kind}, BYTES)
+    for behavior in BEHAVIORS:
+        marks = {"type": "Punctuation", "behavior": behavior}
+        yield f"punctuation {behavior}", _byte_level(marks, BYTES)
+    yield "delimiter", _byte_level({"type": "CharDelimiterSplit", "delimiter": "b"}, BYTES)
+    yield "length", _byte_level({"type": "FixedLength", "length": 3}, BYTES)
+    # Falcon's tokenizer.json has steps after the one that spells bytes.
+    marks = {"type": "Punctuation", "behavior": "Contiguous"}
+    words, digits = {**BYTES, "use_regex": True}, {"type": "Digits", "individual_digits": False}
+    yield "steps after bytes", _byte_level(marks, words, digits, _at("[0-9]{3}"))
+    yield "bytes before", _byte_level(_at("Ġ|\u0100"), normalizer={"type": "ByteLevel"})
+    for scheme in ("always", "never"):
+        mark = {**METASPACE, "prepend_scheme": scheme}
+        steps = [{"type": "WhitespaceSplit"}, mark]
+        yield f"words, metaspace {scheme}", _pieces(pre_tokenizer=_sequence(*steps))
 
 
 FILES = dict(_files())
@@ -126,6 +164,38 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer
 def test_ids_are_equal(pairs: dict[str, tuple[Tokenizer, Any]], name: str, text: str) -> None:
     ours, theirs = pairs[name]
     assert ours.encode(text) == theirs.encode(text).ids
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(text=TEXTS)
+def test_exact_tokens_spell_the_text(
+    pairs: dict[str, tuple[Tokenizer, Any]], name: str, text: str
+) -> None:
+    """Where tokens are characters, the text ends before the first one that has no token."""
+    tokenizer, _ = pairs[name]
+    spelled = b"".join(map(tokenizer.token_bytes, tokenizer.encode_exact(text)))
+    assert text.encode().startswith(spelled)
+    has_bytes = tokenizer.find("Ġ") is not None
+    assert spelled == text.encode() or not has_bytes
+
+
+def test_special_tokens_around_a_text_are_the_same(tmp_path: Path) -> None:
+    added = [{"id": id_, "content": text, "special": True} for id_, text in ((0, "!"), (1, "#"))]
+    added = [{**token, "single_word": False, "lstrip": False} for token in added]
+    flags = {"rstrip": False, "normalized": False}
+    pair = {"sep": ["#", 1], "cls": ["!", 0]}
+    around = [{"SpecialToken": {"id": "#", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {"#": {"id": "#", "ids": [1], "tokens": ["#"]}}
+    template = {"type": "TemplateProcessing", "single": [*around, *around[:1], *around[:1]]}
+    template |= {"pair": [{"Sequence": {"id": "A", "type_id": 0}}], "special_tokens": tokens}
+    roberta = {"type": "RobertaProcessing", "trim_offsets": True, "add_prefix_space": False}
+    steps = [template, {"type": "BertProcessing", **pair}, {**roberta, **pair}]
+    for step in steps:
+        sequence = {"type": "Sequence", "processors": [BYTES, step]}
+        added_tokens = [{**token, **flags} for token in added]
+        description = _byte_level(BYTES, post_processor=sequence, added_tokens=added_tokens)
+        ours, theirs = _both(tmp_path, description)
+        assert ours.encode("ab", add_special=True) == theirs.encode("ab").ids
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -238,10 +238,18 @@ def test_pairs_of_merges_are_read_in_both_spellings(tmp_path: Path) -> None:
         ({}, {"dropout": 0.1}, "option dropout"),
         ({}, {"unk_token": "<none>"}, "unknown token '<none>'"),
         ({}, {"vocab": {"a": -1}, "merges": []}, "token ids"),
-        ({"normalizer": {"type": "Precompiled"}}, {}, "normalizer 'Precompiled' is not known"),
+        ({"normalizer": {"type": "Sanskrit"}}, {}, "normalizer 'Sanskrit' is not known"),
+        ({"normalizer": {"type": "Precompiled"}}, {}, "damaged"),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA/w=="}},
+            {},
+            "precompiled_charsmap is damaged",
+        ),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, {}, "words of 0 characters"),
         ({"pre_tokenizer": {"type": "Sequence"}}, {}, "damaged"),
         ({"decoder": {"type": "WordPiece"}}, {}, "decoder 'WordPiece' is not known"),
-        ({"post_processor": {"type": "BertProcessing"}}, {}, "post-processor 'BertProcessing'"),
+        ({"post_processor": {"type": "BertProcessing"}}, {}, "damaged"),
+        ({"post_processor": {"type": "Sorting"}}, {}, "post-processor 'Sorting' is not known"),
         (
             {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}},
             {},
@@ -253,15 +261,13 @@ def test_pairs_of_merges_are_read_in_both_spellings(tmp_path: Path) -> None:
             "damaged",
         ),
         (
-            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL, BYTE_LEVEL]}},
-            {},
-            "ByteLevel is not the last",
-        ),
-        (
             {
                 "pre_tokenizer": {
                     "type": "Sequence",
-                    "pretokenizers": [{"type": "Digits"}, {"type": "Metaspace"}],
+                    "pretokenizers": [
+                        {"type": "Digits"},
+                        {"type": "Metaspace", "prepend_scheme": "first"},
+                    ],
                 }
             },
             {},

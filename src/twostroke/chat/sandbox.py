@@ -35,10 +35,9 @@ _ENTER, _BUILT, _CONCAT = "<enter>", "<built>", "<concat>"  # filters
 _QUADRATIC: Final = frozenset(("urlize", "striptags"))  # filters, in the worst case
 _MAX_COLUMNS: Final = 10_000  # of `batch` and `slice`
 # Filters whose whole numbers are values: of other filters, a number may be a width or a count.
-_TAKING_VALUES: Final = frozenset(
-    """d default float groupby int join map max min reject rejectattr replace select selectattr sort
-    sum truncate unique xmlattr""".split()
-)
+_TAKING_VALUES = {"d", "default", "float", "groupby", "int", "join", "map", "max", "min"}
+_TAKING_VALUES |= {"reject", "rejectattr", "replace", "select", "selectattr", "sort", "sum"}
+_TAKING_VALUES |= {"truncate", "unique", "xmlattr"}
 _GROWTH: Final = 16  # times `max_chars`, that one operation may build before it is weighed
 _MAX_INT_BITS: Final = 4096
 _MAX_WIDTH: Final = 1000  # of a field in a format

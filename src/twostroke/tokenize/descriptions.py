@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.frozen import Frozen
-from twostroke.tokenize.alphabets import SPACE, marking
+from twostroke.tokenize import normalizers
+from twostroke.tokenize.alphabets import SPACE, byte_level_text, marking
 from twostroke.tokenize.words import (
     DIGIT,
     GPT2,
+    PUNCTUATION,
+    WHITE_SPACE,
+    WORDS,
     cut_at,
+    cut_by_length,
     normalizing,
     replacing,
     unicode_form,
@@ -33,15 +39,16 @@ class Words(Frozen):
     """How words are made of a text: it is normalized, then cut.
 
     `cut` cuts the first stretch of a text, `cut_rest` each stretch after an added token.
-    `cut_exact` adds no space before a text. `byte_level` says whether the merges work on the bytes
-    of a word instead of its characters.
+    `cut_exact` adds no space before a text. `has_bytes` says whether tokens spell bytes instead of
+    characters; `spells_bytes`, whether words are spelled so already.
     """
 
     normalize: Normalize
     cut: Cut
     cut_rest: Cut
     cut_exact: Cut
-    byte_level: bool
+    has_bytes: bool
+    spells_bytes: bool
 
 
 def read_words(description: Description) -> Words:
@@ -50,31 +57,48 @@ def read_words(description: Description) -> Words:
     Raises ModelFormatError for a step of a kind that is not known. A damaged description raises
     KeyError, TypeError, AttributeError or ValueError.
     """
-    normalizers = [
-        _step(_NORMALIZERS, step, "normalizer")(step)
-        for step in flat(description.get("normalizer"), "normalizers")
-    ]
+    changes = list(flat(description.get("normalizer"), "normalizers"))
+    normalize = [_step(_NORMALIZERS, step, "normalizer")(step) for step in changes]
     steps = list(flat(description.get("pre_tokenizer"), "pretokenizers"))
     for place, step in enumerate(steps):
         _step(_PRE_TOKENIZERS, step, "pre-tokenizer")
-        # After it a text has no characters any more, only bytes.
-        if step["type"] == "ByteLevel" and place < len(steps) - 1:
-            raise ModelFormatError("its pre-tokenizer ByteLevel is not the last step.")
-        if step["type"] == "Metaspace" and place > 0:
+        if step["type"] == "Metaspace" and place > 0 and step.get("prepend_scheme") == "first":
             raise ModelFormatError("its pre-tokenizer Metaspace is not the first step.")
-    first, rest, exact = (
-        [_PRE_TOKENIZERS[step["type"]](step, schemes) for step in steps] for schemes in _SCHEMES
-    )
-    byte_level = bool(steps) and steps[-1]["type"] == "ByteLevel"
-    if not byte_level:  # a normalizer may be what marks the spaces
+    normalizes_bytes = _is_any_byte_level(changes)
+    has_bytes = normalizes_bytes or _is_any_byte_level(steps)
+    # The merges themselves spell the words that the last step leaves in characters.
+    spells_bytes = normalizes_bytes or _is_any_byte_level(steps[:-1])
+    first, rest, exact = (_cuts(steps, schemes, spells_bytes=spells_bytes) for schemes in _SCHEMES)
+    if normalizes_bytes:  # text that must be encoded exactly is not normalized
+        exact.insert(0, _spell)
+    elif not has_bytes:  # a normalizer may be what marks the spaces
         exact.insert(0, marking(prefix=False))
     return Words(
-        normalize=normalizing(normalizers),
+        normalize=normalizing(normalize),
         cut=words_by(first),
         cut_rest=words_by(rest),
         cut_exact=words_by(exact),
-        byte_level=byte_level,
+        has_bytes=has_bytes,
+        spells_bytes=spells_bytes,
     )
+
+
+def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bool) -> list[Cut]:
+    """Return a cut for each step, and one that spells bytes where a step does that."""
+    cuts: list[Cut] = []
+    for step in steps:
+        cuts.append(_PRE_TOKENIZERS[step["type"]](step, schemes))
+        if step["type"] == "ByteLevel" and spells_bytes:
+            cuts.append(_spell)
+    return cuts
+
+
+def _is_any_byte_level(steps: list[Description]) -> bool:
+    return any(step["type"] == "ByteLevel" for step in steps)
+
+
+def _spell(word: str) -> list[str]:
+    return [byte_level_text(word)]
 
 
 def flat(description: Description | None, key: str) -> Iterator[Description]:
@@ -110,6 +134,15 @@ _NORMALIZERS: dict[str, Callable[[Description], Normalize]] = {
     "NFKD": lambda _step: unicode_form("NFKD"),
     "Prepend": lambda step: lambda text: str(step["prepend"]) + text if text else text,
     "Replace": lambda step: replacing(_pattern(step), str(step["content"])),
+    "Lowercase": lambda _step: normalizers.lower_case,
+    "Strip": lambda step: partial(
+        normalizers.strip, left=bool(step["strip_left"]), right=bool(step["strip_right"])
+    ),
+    "StripAccents": lambda _step: normalizers.strip_accents,
+    "Nmt": lambda _step: normalizers.nmt,
+    "BertNormalizer": normalizers.bert,
+    "Precompiled": normalizers.precompiled,
+    "ByteLevel": lambda _step: byte_level_text,
 }
 
 
@@ -136,13 +169,30 @@ def _metaspace(step: Description, schemes: frozenset[str]) -> Cut:
     return cut
 
 
+def _behavior(behavior: str, schemes: frozenset[str]) -> str:
+    """Return what happens to matches: text that must be encoded exactly loses nothing."""
+    return behavior if schemes or behavior != "Removed" else "Isolated"
+
+
 _PRE_TOKENIZERS: dict[str, Callable[[Description, frozenset[str]], Cut]] = {
     "ByteLevel": _byte_level,
-    "Split": lambda step, _schemes: cut_at(
-        _pattern(step), step["behavior"], invert=bool(step.get("invert"))
+    "Split": lambda step, schemes: cut_at(
+        _pattern(step), _behavior(step["behavior"], schemes), invert=bool(step.get("invert"))
     ),
     "Digits": lambda step, _schemes: cut_at(
         DIGIT, "Isolated" if step.get("individual_digits") else "Contiguous"
     ),
     "Metaspace": _metaspace,
+    "Whitespace": lambda _step, schemes: cut_at(WORDS, _behavior("Removed", schemes), invert=True),
+    "WhitespaceSplit": lambda _step, schemes: cut_at(WHITE_SPACE, _behavior("Removed", schemes)),
+    "Punctuation": lambda step, schemes: cut_at(
+        PUNCTUATION, _behavior(step.get("behavior", "Isolated"), schemes)
+    ),
+    "BertPreTokenizer": lambda _step, schemes: words_by(
+        [cut_at(WHITE_SPACE, _behavior("Removed", schemes)), cut_at(PUNCTUATION)]
+    ),
+    "CharDelimiterSplit": lambda step, schemes: cut_at(
+        re.escape(step["delimiter"]), _behavior("Removed", schemes)
+    ),
+    "FixedLength": lambda step, _schemes: cut_by_length(int(step.get("length", 5))),
 }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _MAX_FILE_BYTES = 256 * 1024**2
 _MAX_UNUSED_IDS = 1 << 14  # an id without a text takes memory too
+_AROUND_BY_NAME = ("RobertaProcessing", "BertProcessing")  # with one token on each side
 _DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 # Options of the format that no language model sets, and that would change the ids.
 _NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -79,7 +80,8 @@ def _build(
     by_text = {token.text: token.id for token in added}
     try:
         words = read_words(description)
-        merges, num_texts = _merger(model, added, byte_level=words.byte_level)
+        byte_level = words.has_bytes and not words.spells_bytes
+        merges, num_texts = _merger(model, added, byte_level=byte_level)
         strip_space = _strips_space(description)
         prefix, suffix = _around(description.get("post_processor"))
     except ModelFormatError as error:
@@ -95,7 +97,7 @@ def _build(
             cut_rest=words.cut_rest,
             cut_exact=words.cut_exact,
             vocab_size=vocab_size,
-            to_bytes=byte_level_bytes if words.byte_level else sentencepiece_bytes,
+            to_bytes=byte_level_bytes if words.has_bytes else sentencepiece_bytes,
             added=added,
             bos_id=by_text.get(named.get("bos_token", "")),
             eos_ids=end_ids(ends, added),
@@ -182,18 +184,30 @@ def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[in
         kind = step.get("type")
         if kind == "ByteLevel":  # it moves offsets, which nothing here has
             continue
+        if kind in _AROUND_BY_NAME:
+            before, after = [int(step["cls"][1]), *before], [*after, int(step["sep"][1])]
+            continue
         if kind != "TemplateProcessing":
             raise ModelFormatError(
-                f"its post-processor '{kind}' is not known; "
-                "known are TemplateProcessing, ByteLevel, Sequence."
+                f"its post-processor '{kind}' is not known; known are TemplateProcessing, "
+                f"ByteLevel, {', '.join(_AROUND_BY_NAME)}, Sequence."
             )
-        side = before
-        for item in step["single"]:
-            if "Sequence" in item:
-                side = after
-            else:
-                side.extend(step["special_tokens"][item["SpecialToken"]["id"]]["ids"])
+        first, last = _around_template(step)
+        before, after = [*first, *before], [*after, *last]
     return tuple(before), tuple(after)
+
+
+def _around_template(step: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Return the ids that a template puts before and after a single text."""
+    before: list[int] = []
+    after: list[int] = []
+    side = before
+    for item in step["single"]:
+        if "Sequence" in item:
+            side = after
+        else:
+            side.extend(step["special_tokens"][item["SpecialToken"]["id"]]["ids"])
+    return before, after
 
 
 def _strips_space(description: dict[str, Any]) -> bool:

@@ -62,7 +62,7 @@ def compiled(pattern: str) -> regex.Pattern[str]:
 
 
 class _Translation:
-    """Reads a pattern from left to right; `has_sets` says if a class is inside or beside another."""
+    """Reads a pattern from left to right; `has_sets`: a class is inside another, or cut by one."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern

@@ -21,6 +21,10 @@ Join = Callable[[Sequence[str], Sequence[str]], Iterable[str]]
 # The pattern of GPT-2 (encoder.py of openai/gpt-2).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT = r"\p{N}"
+WHITE_SPACE = r"\p{White_Space}"
+PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"
+_OF_A_WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d"
+WORDS = rf"[{_OF_A_WORD}]+|[^{_OF_A_WORD}\p{{White_Space}}]+"
 # Patterns that group digits by three from the right (tokenizer.json of Tiny Aya, SuperBPE,
 # Trinity). A regular expression engine takes quadratic time for them on long numbers, so `cut_at`
 # recognizes them and calls `_grouping`.
@@ -89,6 +93,13 @@ def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) ->
         return [word for word in join(gaps, matches) if word]
 
     return cut
+
+
+def cut_by_length(length: int) -> Cut:
+    """Return a cut of a text into words of `length` characters; the last may be shorter."""
+    if length < 1:
+        raise ModelFormatError(f"its pre-tokenizer makes words of {length} characters.")
+    return lambda text: [text[start : start + length] for start in range(0, len(text), length)]
 
 
 def _grouping(run: str, *, isolates: bool = True, before_word: bool = True) -> Cut:
