@@ -81,8 +81,8 @@ class Meter:
     def check_operation(self, values: Iterable[object], counts: Iterable[object] = ()) -> None:
         """Check an operation before it runs: it can multiply its two largest inputs at most.
 
-        Of `values` the sizes count; `counts` are inputs of which a whole number may be a width or
-        a number of repetitions, so that the number itself counts.
+        `values` count with their sizes. So do `counts`, except whole numbers, which count
+        themselves: they may be widths or repetitions.
         """
         self.check_time()
         sizes = [self.weigh(value) for value in values]
