@@ -84,7 +84,7 @@ def read_words(description: Description) -> Words:
 
 
 def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bool) -> list[Cut]:
-    """Return a cut for each step, and one that spells bytes where a step does that."""
+    """Return a cut for each step; with `spells_bytes`, ByteLevel spells the bytes of its words."""
     cuts: list[Cut] = []
     for step in steps:
         cuts.append(_PRE_TOKENIZERS[step["type"]](step, schemes))
@@ -170,7 +170,7 @@ def _metaspace(step: Description, schemes: frozenset[str]) -> Cut:
 
 
 def _behavior(behavior: str, schemes: frozenset[str]) -> str:
-    """Return what happens to matches: text that must be encoded exactly loses nothing."""
+    """Return the behavior of a cut, which keeps the matches if text must be encoded exactly."""
     return behavior if schemes or behavior != "Removed" else "Isolated"
 
 

@@ -33,6 +33,7 @@ _NMT: Final[dict[int, str | None]] = {
     **dict.fromkeys((*_NMT_SPACES, *_NMT_SPACES_ABOVE), " "),
 }
 _MAX_CLUSTER_BYTES: Final = 6  # longer clusters are looked up character by character
+_MAX_CACHED_CLUSTERS: Final = 1 << 16
 _HAS_LEAF, _VALUE, _LABEL = 0x100, 0x7FFFFFFF, 0x800000FF
 
 
@@ -100,9 +101,8 @@ def precompiled(step: dict[str, Any]) -> Callable[[str], str]:
 class _CharacterMap:
     """Texts and what replaces them, as a double array of their bytes.
 
-    The layout is that of Darts-clone (s-yata/darts-clone, include/darts.h), which SentencePiece
-    uses: the size of the array in bytes, the array of 32-bit units, then the replacements, each
-    ended by a zero byte.
+    SentencePiece writes it as Darts-clone does (s-yata/darts-clone, include/darts.h): the size of
+    the array in bytes, the array of 32-bit units, then the replacements, each ended by a zero byte.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -111,43 +111,45 @@ class _CharacterMap:
             raise ModelFormatError("its table precompiled_charsmap is damaged.")
         self._units = array("I", data[4 : 4 + size])
         self._replacements = data[4 + size :]
-        self._known: dict[str, str] = {}
+        self._cache: dict[str, str] = {}
 
     def replaced_cluster(self, cluster: str) -> str:
-        """Return what replaces a grapheme cluster, or each of its characters."""
-        found = self._known.get(cluster)
-        if found is None:
-            whole = self._find(cluster) if len(cluster.encode()) < _MAX_CLUSTER_BYTES else None
-            found = whole
-            if found is None:
-                parts = ((char, self._find(char)) for char in cluster)
-                found = "".join(char if part is None else part for char, part in parts)
-            if len(self._known) < 1 << 16:
-                self._known[cluster] = found
-        return found
+        """Return the replacement of a grapheme cluster, else that of each of its characters."""
+        replacement = self._cache.get(cluster)
+        if replacement is None:
+            replacement = self._replace(cluster)
+            if len(self._cache) < _MAX_CACHED_CLUSTERS:
+                self._cache[cluster] = replacement
+        return replacement
+
+    def _replace(self, cluster: str) -> str:
+        if len(cluster.encode()) < _MAX_CLUSTER_BYTES:
+            replacement = self._find(cluster)
+            if replacement is not None:
+                return replacement
+        replacements = ((char, self._find(char)) for char in cluster)
+        return "".join(char if text is None else text for char, text in replacements)
 
     def _find(self, text: str) -> str | None:
         """Return the replacement of the shortest beginning of `text` that has one."""
-        units, place = self._units, 0
-        unit = units[0]
-        place ^= _offset(unit)
+        units = self._units
+        index = _offset(units[0])
         for byte in text.encode():
-            place ^= byte
-            if not byte or place >= len(units):
+            index ^= byte
+            if not byte or index >= len(units):
                 return None
-            unit = units[place]
+            unit = units[index]
             if unit & _LABEL != byte:
                 return None
-            place ^= _offset(unit)
+            index ^= _offset(unit)
             if unit & _HAS_LEAF:
-                if place >= len(units):
-                    return None
-                start = units[place] & _VALUE
-                end = self._replacements.find(b"\0", start)
-                return self._replacements[start : end if end >= 0 else None].decode(
-                    "utf-8", "replace"
-                )
+                return self._replacement_at(units[index] & _VALUE) if index < len(units) else None
         return None
+
+    def _replacement_at(self, start: int) -> str:
+        end = self._replacements.find(b"\0", start)
+        text = self._replacements[start : end if end >= 0 else None]
+        return text.decode("utf-8", "replace")
 
 
 def _offset(unit: int) -> int:

@@ -66,64 +66,64 @@ class _Translation:
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
-        self._place = 0
+        self._position = 0
         self.has_sets = False
 
     def translated(self) -> str:
         """Return the whole pattern."""
         parts: list[str] = []
-        while self._place < len(self._pattern):
-            char = self._pattern[self._place]
+        while self._position < len(self._pattern):
+            char = self._pattern[self._position]
             if char == "\\":
                 parts.append(self._escape(_ESCAPES))
             elif char == "[":
                 parts.append(self._class())
-            elif flags := _FLAGS.match(self._pattern, self._place):
+            elif flags := _FLAGS.match(self._pattern, self._position):
                 # `(?m)` lets a dot match line breaks, which is `(?s)` in `regex`.
                 parts.append(flags[0].replace("m", "s"))
-                self._place = flags.end()
+                self._position = flags.end()
             else:
                 parts.append(self._next())
         return "".join(parts)
 
     def _next(self, size: int = 1) -> str:
-        start = self._place
-        self._place += size
-        return self._pattern[start : self._place]
+        start = self._position
+        self._position += size
+        return self._pattern[start : self._position]
 
-    def _escape(self, known: dict[str, str]) -> str:
-        if code := _CODE.match(self._pattern, self._place):
-            self._place = code.end()
+    def _escape(self, translations: dict[str, str]) -> str:
+        if code := _CODE.match(self._pattern, self._position):
+            self._position = code.end()
             return rf"\U{int(code[1], 16):08x}"
         spelled = self._next(2)
-        translated = known.get(spelled[1:], spelled)
-        self.has_sets |= known is _ESCAPES_IN_CLASS and translated.startswith("[")
+        translated = translations.get(spelled[1:], spelled)
+        self.has_sets |= translations is _ESCAPES_IN_CLASS and translated.startswith("[")
         return translated
 
     def _class(self) -> str:
         """Return the class that begins here, with the classes inside it."""
         parts = [self._next()]
-        if self._pattern.startswith("^", self._place):
+        if self._pattern.startswith("^", self._position):
             parts.append(self._next())
-        if self._pattern.startswith("]", self._place):  # first, it is a character
+        if self._pattern.startswith("]", self._position):  # first, it is a character
             parts.append("\\" + self._next())
-        while self._place < len(self._pattern):
-            char = self._pattern[self._place]
+        while self._position < len(self._pattern):
+            char = self._pattern[self._position]
             if char == "]":
                 parts.append(self._next())
                 break
             if char == "\\":
                 parts.append(self._escape(_ESCAPES_IN_CLASS))
-            elif named := _NAMED.match(self._pattern, self._place):
-                self._place = named.end()
+            elif named := _NAMED.match(self._pattern, self._position):
+                self._position = named.end()
                 parts.append(_NAMED_CLASSES.get(named[0], named[0]))
             elif char == "[":
                 self.has_sets = True
                 parts.append(self._class())
-            elif self._pattern.startswith("&&", self._place):
+            elif self._pattern.startswith("&&", self._position):
                 self.has_sets = True
                 parts.append(self._next(2))
-            elif char in _OPERATORS and self._pattern.startswith(char * 2, self._place):
+            elif char in _OPERATORS and self._pattern.startswith(char * 2, self._position):
                 parts.append("\\" + self._next())
             else:
                 parts.append(self._next())

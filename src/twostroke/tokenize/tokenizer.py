@@ -83,8 +83,8 @@ class TokenizerParts(Frozen):
     `add_special` puts `prefix_ids` and `suffix_ids` around a text. `space_prefix` adds a space
     before a text that does not begin with one, and `strip_space` removes the first space of decoded
     text again (SentencePiece). `named_texts` are the texts of tokens such as `bos_token`, under the
-    names that templates use; `additional_texts` those of the special tokens without names, where
-    the files list them. `infill` are the tokens for filling in the middle, if the vocabulary
+    names that templates use; `additional_texts` are the texts of special tokens without names,
+    where the files list them. `infill` are the tokens for filling in the middle, if the vocabulary
     has them.
     """
 
