@@ -114,7 +114,7 @@ class _CharacterMap:
         self._cache: dict[str, str] = {}
 
     def replaced_cluster(self, cluster: str) -> str:
-        """Return the replacement of a grapheme cluster, else that of each of its characters."""
+        """Return the replacement of a grapheme cluster, else its replaced characters."""
         replacement = self._cache.get(cluster)
         if replacement is None:
             replacement = self._replace(cluster)
