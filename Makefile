@@ -95,7 +95,7 @@ style: $(DEV_READY) ## Check style, imports and sizes.
 test: $(DEV_READY) pull ## Run the tests (TESTS=tests/schedule for some of them; WORKERS=0 for one process).
 	$(call compile,build/strict,-DTS_LEVELS=runnable -DTS_STRICT=ON)
 	@$(BIN)/python -m pytest --require-model -m 'not oracle and not models and not mutants' \
-	  -n $(WORKERS) --dist loadfile $(PYTEST_ARGS) $(TESTS)
+	  -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) $(TESTS)
 
 format: $(DEV_READY) ## Format Python and C++.
 	$(BIN)/ruff check --fix-only --quiet .

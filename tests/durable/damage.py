@@ -97,7 +97,8 @@ def main() -> int:
             ("row", f"{table}.{column}", way) for table, column in ROWS for way in ROW_DAMAGES
         ]
         if options.cases:
-            cases = random.Random(options.seed).sample(cases, options.cases)
+            number = min(options.cases, len(cases))
+            cases = random.Random(options.seed).sample(cases, number)
         for kind, thing, damage_name in cases:
             try:
                 check_case(folder, asked, kind, thing, damage_name)

@@ -37,7 +37,7 @@ _TESTS = Path(__file__).resolve().parent.parent
 _TOLD_S = {"kill": 2.0, "reset": 2.0, "freeze": 10.0, "silence": 10.0, "cut": 2.0}
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _ANYWHERE = [kind for kind in _TOLD_S if kind != "cut"]
-_CLIENTS, _TOKENS, _PROMPTS = 6, 120, 10
+_PROMPTS = 10
 _SILENT_S = 7.0  # longer than a router bears
 _PATIENCE_S = 30.0
 
@@ -126,9 +126,10 @@ class Gate:
 class Member:
     """One server process, and its gate."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        """Serve at a port."""
+    def __init__(self, folder: Path, port: int, *modes: str) -> None:
+        """Serve at a port; `modes` are those of `serve_tiny.py`."""
         self._folder, self.port, self.gate, self.url = folder, port, Gate(port), ""
+        self._modes = modes
         self._process: asyncio.subprocess.Process | None = None
         folder.mkdir()
 
@@ -139,7 +140,7 @@ class Member:
         paths = os.pathsep.join([str(_TESTS), str(_TESTS.parent / "src")])
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(_TESTS / "support/serve_tiny.py"), str(self._folder)),
-            *(str(self.port), "20", "roomy"),
+            *(str(self.port), "20", "roomy", *self._modes),
             env=os.environ | {"PYTHONPATH": paths},
             stdout=asyncio.subprocess.PIPE,
         )
@@ -158,6 +159,19 @@ class Member:
         await self._process.wait()
 
 
+@dataclass(frozen=True)
+class Load:
+    """How much clients ask for, and whether times are judged."""
+
+    num_clients: int = 6
+    num_tokens: int = 120
+    is_paced: bool = False  # whether replicas pause in each step, and leave the processor idle
+    has_limits: bool = True  # whether errors must come in time
+
+
+PACED_LOAD = Load(num_clients=4, num_tokens=24, is_paced=True, has_limits=False)
+
+
 @dataclass
 class Seen:
     """What clients saw: how requests ended, and what must not be."""
@@ -172,11 +186,15 @@ class Seen:
 class Campaign:
     """A router and its members, clients, and faults."""
 
-    def __init__(self, members: list[Member], url: str, seed: str, kinds: list[str]) -> None:
+    def __init__(
+        self, members: list[Member], url: str, seed: str, kinds: list[str], load: Load
+    ) -> None:
         """Use a router that runs."""
         self.members, self.url, self.seen, self._kinds = members, url, Seen(), kinds
+        self._load = load
         self._random = random.Random(seed)
         self._is_over = False
+        self._requests: dict[int, asyncio.Task[None]] = {}  # those that run, by client
 
     async def run(self, faults: range) -> None:
         """Do the faults with these numbers, then a rolling update."""
@@ -184,11 +202,12 @@ class Campaign:
         timeout = httpx.Timeout(_PATIENCE_S)
         async with httpx.AsyncClient(timeout=timeout, trust_env=False, limits=limits) as http:
             self._http = http
-            clients = [asyncio.create_task(self._client()) for _ in range(_CLIENTS)]
+            clients = [asyncio.create_task(self._client(i)) for i in range(self._load.num_clients)]
             await asyncio.sleep(1)
             for number in faults:
                 print(f"\rfault {number}", end="", file=sys.stderr, flush=True)
                 await self._fault(self._kinds[number % len(self._kinds)])
+            await self._settle()
             self.seen.fault = ("update", time.monotonic())
             for member in self.members:
                 await self._update(member)
@@ -234,15 +253,22 @@ class Campaign:
             await asyncio.sleep(0.1)
         self.seen.wrong.append(f"a replica did not come back after {self.seen.fault[0]}")
 
-    async def _client(self) -> None:
+    async def _settle(self) -> None:
+        """Wait for the end of the requests that run now, whose errors are of earlier faults."""
+        if self._requests:
+            await asyncio.wait(list(self._requests.values()))
+
+    async def _client(self, client: int) -> None:
         while not self._is_over:
-            await self._request(self._random.randrange(_PROMPTS))
+            request = asyncio.create_task(self._request(self._random.randrange(_PROMPTS)))
+            self._requests[client] = request
+            await request
 
     async def _request(self, number: int) -> None:
         """Send one request, and judge how it ended."""
         body = {
             "messages": [{"role": "user", "content": f"hello {number} " * 40}],
-            "max_tokens": _TOKENS,
+            "max_tokens": self._load.num_tokens,
             "temperature": 0,
             "stream": True,
             "ignore_eos": True,
@@ -268,7 +294,7 @@ class Campaign:
             told_s = time.monotonic() - at_s
             seen.ends["error"] += 1
             seen.told_s.setdefault(kind, []).append(told_s)
-            if told_s > _TOLD_S.get(kind, 0.0):
+            if kind not in _TOLD_S or (self._load.has_limits and told_s > _TOLD_S[kind]):
                 seen.wrong.append(f"told of {kind} after {told_s:.1f} s")
         elif not is_whole or seen.texts.setdefault(number, text) != text:
             self._lose("with other tokens" if is_whole else "without an end")
@@ -302,12 +328,18 @@ def free_ports(count: int) -> list[int]:
 
 
 async def campaign(
-    num_faults: int, seed: int = 0, kinds: Iterable[str] = _ANYWHERE, first: int = 0
+    num_faults: int,
+    seed: int = 0,
+    kinds: Iterable[str] = _ANYWHERE,
+    first: int = 0,
+    load: Load | None = None,
 ) -> Seen:
     """Do the faults from `first` on, in a folder that is removed; return what clients saw."""
+    load = load or Load()
+    modes = ["paced"] if load.is_paced else []
     with tempfile.TemporaryDirectory() as folder:
         *ports, own = free_ports(4)
-        members = [Member(Path(folder, str(port)), port) for port in ports]
+        members = [Member(Path(folder, str(port)), port, *modes) for port in ports]
         await asyncio.gather(*[member.start() for member in members])
         named = [word for member in members for word in ("--replica", member.url)]
         router = await asyncio.create_subprocess_exec(
@@ -321,7 +353,8 @@ async def campaign(
             while b"routes requests" not in (await router.stderr.readline()):
                 pass
             log = asyncio.create_task(router.stderr.read())
-            made = Campaign(members, f"http://127.0.0.1:{own}", f"{seed} {first}", list(kinds))
+            url = f"http://127.0.0.1:{own}"
+            made = Campaign(members, url, f"{seed} {first}", list(kinds), load)
             await made.run(range(first, num_faults))
             router.send_signal(signal.SIGTERM)
             if await router.wait():

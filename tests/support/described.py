@@ -8,9 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from jsonschema import Draft202012Validator
-from referencing import Registry, Resource
-from referencing.jsonschema import DRAFT202012
+from jsonschema_rs import Draft202012Validator, Registry
 
 from twostroke.http.paths import ALIASES
 
@@ -36,8 +34,8 @@ class Description:
         for name, schema in schemas.items():
             if name not in asked:
                 schema["additionalProperties"] = False
-        resource = Resource.from_contents(self.document, default_specification=DRAFT202012)
-        self._registry: Any = Registry().with_resource(_ROOT, resource)
+        self._registry = Registry([(_ROOT, self.document)])
+        self._validators: dict[str, Draft202012Validator] = {}
         self._patterns = {
             path: re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(path)))
             for path in self.document["paths"]
@@ -73,14 +71,22 @@ class Description:
 
     def validate(self, schema: Parts, value: object) -> None:
         """Assert that a value is one that a schema of the document allows."""
-        validator = Draft202012Validator(_absolute(schema), registry=self._registry)
-        errors = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(value)]
+        errors = [
+            f"{error.instance_path}: {error.message}"
+            for error in self._validator(schema).iter_errors(value)
+        ]
         assert not errors, f"{errors}\n{value}"
 
     def is_valid(self, schema: Parts, value: object) -> bool:
         """Whether a schema of the document allows a value."""
-        validator = Draft202012Validator(_absolute(schema), registry=self._registry)
-        return bool(validator.is_valid(value))
+        return self._validator(schema).is_valid(value)
+
+    def _validator(self, schema: Parts) -> Draft202012Validator:
+        """Return what validates a schema, whose references are into the document."""
+        text = json.dumps(schema).replace('"#/components', f'"{_ROOT}#/components')
+        if text not in self._validators:
+            self._validators[text] = Draft202012Validator(text, registry=self._registry)
+        return self._validators[text]
 
     def _operation(self, method: str, path: str) -> Parts | None:
         paths = self.document["paths"]
@@ -135,8 +141,3 @@ def _reachable(parts: Any, schemas: Parts) -> set[str]:
                 found.add(name)
                 waiting.append(schemas[name])
     return found
-
-
-def _absolute(schema: Parts) -> Parts:
-    """Return a schema whose references are into the document."""
-    return dict(json.loads(json.dumps(schema).replace('"#/components', f'"{_ROOT}#/components')))

@@ -1,4 +1,4 @@
-"""A server process: `serve_tiny.py FOLDER PORT DRAIN_S [stuck|static|roomy|records|away]...`."""
+"""A server process: `serve_tiny.py FOLDER PORT DRAIN_S MODE...`, for the modes see `main`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Away(LocalEngine):
 
 
 def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
+    """Serve; modes are `stuck`, `static`, `roomy`, `paced`, `records` and `away`."""
     keys = ApiKeys.read(None, None, router=env.replica_key())
     options = ServeOptions(port=int(port), drain_s=float(drain_s), api_keys=keys)
     batch = BatchOptions(policy="static" if "static" in rest else "continuous", batch_size=4)
@@ -38,6 +39,8 @@ def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
         records = stack.enter_context(closing(Records(kept))) if "records" in rest else None
         if "stuck" in rest:
             backend.gate.clear()
+        if "paced" in rest:
+            backend.pause_s = 0.04
         try:
             return run_server(
                 (Away if "away" in rest else LocalEngine)(client),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from difflib import SequenceMatcher
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
@@ -230,15 +231,25 @@ def nearest(word: str, known: Iterable[str]) -> str:
     Upper and lower case are the same. Words are alike if most of their letters are the same (more
     of them if the first letters differ), or if one, of at least four letters, begins the other.
     """
+    return _nearest(word[: _MAX_NAME_LENGTH + 1], tuple(known))
+
+
+@lru_cache(1024)  # clients send the same unknown fields in each request
+def _nearest(word: str, known_words: tuple[str, ...]) -> str:
     wanted = _bare(word[:_MAX_NAME_LENGTH])
+    matcher = SequenceMatcher(None, "", wanted)
     alike: dict[float, str] = {}
-    for name in known:
+    for name in known_words:
         bare = _bare(name)
-        share = SequenceMatcher(None, bare, wanted).ratio()
-        least = _SAME_START_SHARE if wanted[:1] == bare[:1] else _OTHER_START_SHARE
+        matcher.set_seq1(bare)
+        least_share = _SAME_START_SHARE if wanted[:1] == bare[:1] else _OTHER_START_SHARE
         short, long = sorted((wanted, bare), key=len)
         begins = len(short) >= 4 and long.startswith(short)
-        if name != word and (share >= least or begins):
+        bounds = (matcher.real_quick_ratio, matcher.quick_ratio)  # not below the ratio, and fast
+        if not begins and any(bound() < least_share for bound in bounds):
+            continue
+        share = matcher.ratio()
+        if name != word and (share >= least_share or begins):
             alike.setdefault(share, name)
     return f" Did you mean '{alike[max(alike)]}'?" if alike else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -151,23 +152,29 @@ def components(
     for operation in operations.values():
         sent += [operation.answer] if operation.answer is not None else []
         sent += (*operation.events, *operation.lines)
-    _, of_sent = msgspec.json.schema_components(sent, ref_template=_REFERENCE)
-    _, found = msgspec.json.schema_components([*asked, *sent], ref_template=_REFERENCE)
-    found = _with_facts(found, facts)
-    for kind in _alone(asked):
+    of_sent = _schemas(tuple(sent))
+    schemas = _with_facts(_schemas((*asked, *sent)), facts)
+    for kind in _alone(tuple(asked)):
         if kind.__name__ not in of_sent and kind.__struct_config__.tag_field is not None:
-            found[kind.__name__]["required"].remove(kind.__struct_config__.tag_field)
-    for name, schema in found.items():
+            schemas[kind.__name__]["required"].remove(kind.__struct_config__.tag_field)
+    for name, schema in schemas.items():
         schema["description"] = " ".join(schema.get("description", "").split())
         _finish_defaults(schema, is_sent=name in of_sent)
         _finish_hints(schema, is_strict=facts.is_strict)
     for kind in UNTYPED:
-        found[kind.__name__]["required"].remove("type")
-        found[kind.__name__]["properties"]["type"]["enum"].append(None)
-    return dict(sorted(found.items()))
+        schemas[kind.__name__]["required"].remove("type")
+        schemas[kind.__name__]["properties"]["type"]["enum"].append(None)
+    return dict(sorted(schemas.items()))
 
 
-def _alone(kinds: Iterable[Any]) -> set[type[msgspec.Struct]]:
+@cache
+def _schemas(kinds: tuple[Any, ...]) -> Parts:
+    """Return the schemas of structs by name, which callers must not change."""
+    return msgspec.json.schema_components(kinds, ref_template=_REFERENCE)[1]
+
+
+@cache
+def _alone(kinds: tuple[Any, ...]) -> set[type[msgspec.Struct]]:
     """Return the structs that no other one may replace, so that they need no tag."""
     found: set[type[msgspec.Struct]] = set()
     several = set(get_args(Item))
