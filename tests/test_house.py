@@ -50,7 +50,7 @@ def test_no_source_runs_code_from_data() -> None:
     faults = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCES
-        for line, name in _names_used(_tree(path))
+        for line, name in _names_in(path)
         if name.split(".")[0] in FORBIDDEN_MODULES
         or name in FORBIDDEN_BUILTINS
         or name in FORBIDDEN_CALLS
@@ -95,7 +95,7 @@ def test_environment_is_read_in_one_place() -> None:
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCES
         if path != PACKAGE / "core" / "env.py"
-        for line, name in _names_used(_tree(path))
+        for line, name in _names_in(path)
         if name in ENVIRONMENT
     ]
     assert not faults
@@ -253,6 +253,11 @@ def test_files_and_functions_over_their_limits_are_reported() -> None:
 @cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@cache
+def _names_in(path: Path) -> list[tuple[int, str]]:
+    return list(_names_used(_tree(path)))
 
 
 def _names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -82,9 +82,9 @@ def test_taken_port_ends_the_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> None:
-    with served(tmp_path, "20") as (process, url):
+    with served(tmp_path, "60", "paced") as (process, url):
         body = chat_body(
-            max_tokens=450,
+            max_tokens=40,
             ignore_eos=True,
             stream=True,
             stream_options={"include_usage": True},
@@ -94,9 +94,9 @@ def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> Non
             first = next(events)
             process.send_signal(number)
             *_, usage, done = (line for line in (first, *events) if line)
-        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 450
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 40
         assert done == "data: [DONE]"
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert process.stdout is not None
         assert process.stdout.read() == "draining 1\n"
         assert process.stderr is not None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
@@ -83,6 +83,7 @@ REQUESTS |= {entry.request for entry in EMBEDDINGS.values()}
 
 
 @pytest.mark.parametrize("kind", sorted(REQUESTS, key=lambda kind: kind.__qualname__))
+@settings(max_examples=30)  # for each of 20 kinds
 @given(data=st.data())
 def test_every_refused_body_has_an_error_of_our_own(
     kind: type[msgspec.Struct], data: st.DataObject
