@@ -108,15 +108,19 @@ def test_reasoning_of_earlier_answers_goes_where_the_template_looks_for_it() -> 
         assert text.count("So.") == 1
 
 
+# The template knows the marks, and leaves it to the model to open its reasoning.
+OPENS_BY_ITSELF = talkers.ALWAYS_THINKS.replace("<think>\n{% endif %}", "{% endif %}")
+
+
 @pytest.mark.parametrize(
     ("template", "asked", "word"),
     [
         (CHATML, {"is_on": True}, "does not support reasoning"),
         (CHATML, {"effort": "low"}, "does not support reasoning"),
         (CHATML, {"variables": {"enable_thinking": True}}, "is not a variable"),
-        (talkers.ALWAYS_THINKS, {"is_on": False}, "always reasons"),
-        (talkers.ALWAYS_THINKS, {"effort": "none"}, "always reasons"),
-        (talkers.ALWAYS_THINKS, {"variables": {"enable_thinking": False}}, "is not a variable"),
+        (OPENS_BY_ITSELF, {"is_on": False}, "always reasons"),
+        (OPENS_BY_ITSELF, {"effort": "none"}, "always reasons"),
+        (OPENS_BY_ITSELF, {"variables": {"enable_thinking": False}}, "is not a variable"),
         (talkers.THINKS, {"variables": {"enable_thinkin": False}}, "Did you mean"),
         (talkers.THINKS, {"variables": {"messages": []}}, "template itself uses"),
         (talkers.THINKS, {"variables": {"enable_thinking": "x" * 20_000}}, "16,384 characters"),
@@ -129,6 +133,27 @@ def test_what_a_template_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=word):
         preface(template, [USER], **asked, param="the_field")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"is_on": False},
+        {"effort": "none"},
+        {"variables": {"enable_thinking": False}},
+        {"variables": {"thinking": False}},
+    ],
+)
+def test_reasoning_that_each_prompt_opens_is_closed_at_once(asked: dict[str, Any]) -> None:
+    chat = Chat(tokenizer_of(talkers.ALWAYS_THINKS))
+    assert chat.render([USER]).text.endswith("assistant\n<think>\n")
+    prompt = chat.render([USER], thinking=Thinking(**asked, param="the_field"))
+    assert prompt.text.endswith("assistant\n<think>\n\n</think>\n\n")
+    assert chat.turn(prompt).preface is None
+    begun = chat.render(
+        [USER], thinking=Thinking(**asked, param="the_field"), add_generation_prompt=False
+    )
+    assert "think" not in begun.text
 
 
 @pytest.mark.parametrize("asked", [{"is_on": False}, {"effort": "none"}])

@@ -6,6 +6,7 @@ tests/serve/test_redraw.py has the same answers over HTTP.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,11 @@ from support import talkers
 from support.talkers import say, talker
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import SchemaMissError
+from twostroke.core.request import FinishReason
 from twostroke.core.sampling import SamplingParams
+from twostroke.engine import settling
 from twostroke.engine.llm import LLM, AsyncLLM
+from twostroke.engine.settling import MAX_REDRAWS, is_complete_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +41,9 @@ TAGS: dict[str, Any] = {
 WRONG = '{"title": "One", "tags": ["One", "Ones", "One"]}'
 AGAIN = '{"title": "One", "tags": ["One", "Ones", "Ones"]}'
 RIGHT = '{"title": "One", "tags": ["One", "Ones", "Onesie"]}'
+# As many wrong answers as are drawn at most: each repeats an item that is not excluded yet.
+_ITEMS = ("One", "Ones", "Onesie", "Onto", "Oak", "Two", "Axe", "Bee", "Cap")
+WRONGS = [json.dumps({"title": "One", "tags": [*_ITEMS, item]}) for item in _ITEMS]
 MISS = "uniqueItems (/properties/tags/uniqueItems)"
 
 
@@ -75,8 +82,12 @@ def all_ways(server: LiveServer, params: SamplingParams) -> Iterator[tuple[str, 
     async def read() -> list[Any]:
         return [output async for output in AsyncShared(server).generate("hello", params)]
 
-    outputs = asyncio.run(read())
-    yield "".join(output.text for output in outputs), outputs[-1].schema_miss
+    async def read_chat() -> list[Any]:
+        return [chunk async for chunk in AsyncShared(server).chat(TALK, params)]
+
+    for reading in (read(), read_chat()):
+        outputs = asyncio.run(reading)
+        yield "".join(output.text for output in outputs), outputs[-1].schema_miss
 
 
 def asking(*, is_strict: bool = False, **fields: Any) -> SamplingParams:
@@ -86,17 +97,17 @@ def asking(*, is_strict: bool = False, **fields: Any) -> SamplingParams:
 
 def test_a_wrong_answer_is_drawn_again(server: LiveServer) -> None:
     say(server, WRONG, AGAIN, RIGHT)
-    assert list(all_ways(server, asking(is_strict=True))) == [(RIGHT, "")] * 5
+    assert list(all_ways(server, asking(is_strict=True))) == [(RIGHT, "")] * 6
 
 
 def test_an_answer_that_stays_wrong_has_its_rule(server: LiveServer) -> None:
-    say(server, WRONG, AGAIN)
+    say(server, *WRONGS)
     found = list(all_ways(server, asking()))
-    assert found == [(AGAIN, MISS)] * 5
+    assert found == [(WRONGS[MAX_REDRAWS], MISS)] * 6
 
 
 def test_a_strict_answer_that_stays_wrong_is_an_error(server: LiveServer) -> None:
-    say(server, WRONG, AGAIN)
+    say(server, *WRONGS)
     llm = Shared(server)
     with pytest.raises(SchemaMissError, match="uniqueItems"):
         llm.generate(["hello", "hello"], asking(is_strict=True))
@@ -139,13 +150,22 @@ def test_arguments_of_calls_are_drawn_again_or_told(server: LiveServer) -> None:
         chunks = list(llm.chat(TALK, params, stream=True, tools=tools))
         calls = [made.arguments for chunk in chunks for made in chunk.tool_calls]
         assert calls == [json.loads(RIGHT)]
-        say(server, call(WRONG), call(AGAIN))
+        assert asyncio.run(chat_calls(server, params, tools)) == [json.loads(RIGHT)]
+        say(server, *map(call, WRONGS))
         if is_strict:
             with pytest.raises(SchemaMissError):
                 llm.chat(TALK, params, tools=tools)
+            with pytest.raises(SchemaMissError):
+                asyncio.run(chat_calls(server, params, tools))
         else:
             [answer] = llm.chat(TALK, params, tools=tools)
             assert answer.schema_miss == MISS
+
+
+async def chat_calls(server: LiveServer, params: SamplingParams, tools: Any) -> list[Any]:
+    """Return the arguments of the calls that an asynchronous caller gets."""
+    chunks = AsyncShared(server).chat(TALK, params, tools=tools)
+    return [call.arguments async for chunk in chunks for call in chunk.tool_calls]
 
 
 def test_an_answer_that_was_cut_is_not_drawn_again(server: LiveServer) -> None:
@@ -155,3 +175,61 @@ def test_an_answer_that_was_cut_is_not_drawn_again(server: LiveServer) -> None:
     [[answer]] = Shared(server).generate("hello", params)
     assert WRONG.startswith(answer.text)
     assert answer.finish_reason.value == "length"
+
+
+CALL = '<tool_call>\n{{"name": "note", "arguments": {}}}\n</tool_call>'.format
+
+
+def test_a_complete_value_is_checked_though_the_limit_leaves_no_token_for_the_end(
+    server: LiveServer,
+) -> None:
+    say(server, WRONG, AGAIN)
+    num_tokens = len(server.client.card.tokenizer.encode(WRONG))
+    form = Constraint.json_schema(TAGS, is_strict=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, constraint=form)
+    [[answer]] = Shared(server).generate("hello", params)
+    assert (answer.text, answer.finish_reason) == (AGAIN[: len(WRONG)], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_complete"),
+    [
+        ('{"a": 1}', True),
+        (" [1]\n", True),
+        ('"a"', True),
+        ("true", True),
+        ("12", False),
+        ('{"a": 1', False),
+        ('{"a": "b"', False),
+        ("", False),
+        ("[" * 9999 + "]", False),
+    ],
+)
+def test_only_values_that_cannot_go_on_are_complete(text: str, *, is_complete: bool) -> None:
+    assert is_complete_json(text) is is_complete
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_complete_call_before_the_cut_is_drawn_again(server: LiveServer, stream: bool) -> None:
+    begun = '\n<tool_call>\n{"name": "note", "arguments": {"title": "One", "ta'
+    say(server, CALL(WRONG) + CALL(RIGHT), CALL(AGAIN), CALL(RIGHT) + CALL(RIGHT))
+    tools = [{"name": "note", "parameters": TAGS}]
+    params = SamplingParams(temperature=0, max_tokens=len(CALL(WRONG) + begun))
+    found = Shared(server).chat(TALK, params, tools=tools, stream=stream)
+    answers = list(found)
+    calls = [call.arguments for answer in answers for call in answer.tool_calls]
+    assert calls == [json.loads(RIGHT)]
+    assert answers[-1].finish_reason is FinishReason.LENGTH
+    assert not answers[-1].schema_miss
+
+
+def test_a_slow_machine_draws_an_answer_again_as_often_as_a_fast_one(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock is minutes after the last."""
+    now_s = itertools.count(0.0, 120.0)
+    monkeypatch.setattr(settling, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    right = json.dumps({"title": "One", "tags": [*_ITEMS, "Dog"]})
+    say(server, *WRONGS[:MAX_REDRAWS], right)
+    [[answer]] = Shared(server).generate("hello", asking(is_strict=True))
+    assert answer.text == right

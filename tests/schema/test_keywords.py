@@ -30,6 +30,8 @@ S = {"type": "string"}
 OBJECT = {"type": "object"}
 ARRAY = {"type": "array"}
 AB = {**OBJECT, "properties": {"a": P, "b": S}}
+MANY_AB = {**OBJECT, "properties": {f"m{i}": P for i in range(10)}, "additionalProperties": False}
+ALL_AB = {f"m{i}": 1 for i in range(10)}
 OLD = "http://json-schema.org/draft-07/schema#"
 TREE = {
     "$id": "http://x/tree",
@@ -202,6 +204,67 @@ KEPT: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
         [[1, 2], ["a"]],
     ),
     ("minProperties", {**AB, "minProperties": 1}, [{"a": 1}, {"b": ""}], [{}]),
+    ("minProperties", {**MANY_AB, "minProperties": 1}, [{"m0": 1}, {"m9": 1}, ALL_AB], [{}]),
+    (
+        "minProperties",
+        {**MANY_AB, "minProperties": 2},
+        [{"m0": 1, "m9": 1}, {"m8": 1, "m9": 1}, ALL_AB],
+        [{}, {"m0": 1}, {"m9": 1}],
+    ),
+    (
+        "minProperties",
+        {**MANY_AB, "minProperties": 2, "additionalProperties": P},
+        [{"m0": 1, "x": 1}, {"x": 1, "y": 1}, {"m8": 1, "m9": 1, "x": 1}],
+        [{}, {"m9": 1}, {"x": 1}],
+    ),
+    (
+        "minProperties",
+        {**MANY_AB, "minProperties": 2, "required": ["m4"]},
+        [{"m4": 1, "m9": 1}, {"m0": 1, "m4": 1}, ALL_AB],
+        [{"m4": 1}, {"m0": 1, "m9": 1}],
+    ),
+    (
+        "maxProperties",
+        {**MANY_AB, "maxProperties": 2},
+        [{}, {"m0": 1}, {"m3": 1, "m9": 1}],
+        [{"m0": 1, "m3": 1, "m9": 1}, ALL_AB],
+    ),
+    (
+        "uniqueItems",
+        {**ARRAY, "items": {"enum": [*"abcde"]}, "uniqueItems": True},
+        [[], ["e", "a"], [*"edcba"]],
+        [["a", "b", "a"], [*"edcba", "a"]],
+    ),
+    (
+        "uniqueItems",
+        {**ARRAY, "items": {"enum": [*"abcdefghij"]}, "uniqueItems": True, "maxItems": 2},
+        [[], ["j"], ["j", "a"]],
+        [["a", "a"], ["a", "b", "c"]],
+    ),
+    (
+        "uniqueItems",
+        {
+            **ARRAY,
+            "prefixItems": [{"enum": [1, 2]}],
+            "items": {"type": "boolean"},
+            "uniqueItems": True,
+            "minItems": 2,
+        },
+        [[1, True], [2, False, True]],
+        [[1], [1, True, True], [3, True]],
+    ),
+    (
+        "contains",
+        {**ARRAY, "allOf": [{"contains": {"const": 1}}, {"contains": S}]},
+        [[1, "a"], ["a", 1], [None, "a", 1, 2]],
+        [[], [1], ["a"], [1, 2]],
+    ),
+    (
+        "contains",
+        {**ARRAY, "maxItems": 1, "allOf": [{"contains": {"minimum": 3}}, {"contains": P}]},
+        [[3], [4]],
+        [[], [2], ["a"], [3, 3]],
+    ),
     ("maxProperties", {**AB, "maxProperties": 1}, [{"a": 1}, {}], [{"a": 1, "b": ""}]),
     (
         "patternProperties",
@@ -230,12 +293,12 @@ KEPT: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
 ]
 # Schemas of which the grammar holds a part, and what it does not.
 GAPS: list[tuple[dict[str, Any], str]] = [
-    ({**ARRAY, "uniqueItems": True}, "uniqueItems (/)"),
-    ({**S, "pattern": r"^(a+)-\1$"}, "pattern (/)"),
-    ({"enum": ["aa", "b"], "pattern": r"^(a)\1"}, "pattern (/)"),
-    ({**S, "format": "regex"}, "format (/)"),
+    ({**ARRAY, "uniqueItems": True}, "uniqueItems (#)"),
+    ({**S, "pattern": r"^(a+)-\1$"}, "pattern (#)"),
+    ({"enum": ["aa", "b"], "pattern": r"^(a)\1"}, "pattern (#)"),
+    ({**S, "format": "regex"}, "format (#)"),
     ({**S, "not": {"pattern": r"(a)\1"}}, "not (/not)"),
-    ({"oneOf": [AB, {**AB, "title": "other"}]}, "oneOf (/)"),
+    ({"oneOf": [AB, {**AB, "title": "other"}]}, "oneOf (#)"),
     ({**OBJECT, "minProperties": 2}, "additionalProperties (names that repeat)"),
     (
         {**OBJECT, "propertyNames": {"pattern": "^a", "maxLength": 2}, "minProperties": 1},
@@ -251,10 +314,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"maxItems": -1}, "maxItems"),
     ({"properties": {"a": {"not": [{}]}}}, "'/properties/a/not' must be a schema"),
     ({"not": {"title": "anything"}}, "no value fits"),
-    ({**S, "allOf": [P]}, "no value is left by type (/"),
+    ({**S, "allOf": [P]}, "no value is left by type ("),
     ({"type": "array", "minItems": 1, "items": {"enum": ["a"], "pattern": "^b"}}, "enum (/items"),
-    ({**S, "const": "\ud800"}, "'\\ud800' in type (/"),
-    ({"const": 2**53 + 1}, "9,007,199,254,740,993 in const (/"),
+    ({**S, "const": "\ud800"}, "'\\ud800' in type ("),
+    ({"const": 2**53 + 1}, "9,007,199,254,740,993 in const ("),
     ({"const": -(2**63)}, "has more digits than float64 can hold"),  # llguidance would not end
     (
         {"properties": {f"p{i}": {} for i in range(4001)}, "patternProperties": MANY},
@@ -308,7 +371,7 @@ def test_gaps_name_what_the_grammar_does_not_hold(grammars: Grammars) -> None:
             assert [one for one in matcher.gaps if one.startswith(name)], (whole, matcher.gaps)
         assert gap in prepare(json.dumps(schema)).gaps
     lark = 'start: "x" form\nform: %json {"type": "array", "uniqueItems": true}'
-    assert "uniqueItems (/)" in grammars.matcher(Constraint("lark", lark)).gaps
+    assert "uniqueItems (#)" in grammars.matcher(Constraint("lark", lark)).gaps
     for _, schema, *_ in KEPT:
         assert set(prepare(json.dumps(schema)).gaps) <= {"additionalProperties (names that repeat)"}
     assert not prepare(json.dumps({**AB, "required": ["a"]})).gaps

@@ -11,9 +11,10 @@ import pytest
 from support import talkers
 from support.servers import wait_for
 from support.talkers import say, talker
+from twostroke.engine.settling import MAX_REDRAWS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from support.servers import LiveServer
 
@@ -21,14 +22,19 @@ if TYPE_CHECKING:
 
 # Names may repeat in a grammar's text, so that two members need not be two.
 TWO: Fields = {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}
-RIGHT, WRONG = '{"a": 1, "b": 2}', '{"a": 1, "a": 2}'
+RIGHT = '{"a": 1, "b": 2}'
+# As many wrong answers as are drawn at most: each repeats a name that is not excluded yet.
+_NAMES = ("One", "Ones", "Onesie", "Onto", "Oak", "Two", "Axe", "Bee", "Cap")
+_MEMBERS = ", ".join(f'"{name}": 1' for name in _NAMES)
+WRONGS = [f'{{{_MEMBERS}, "{name}": 2}}' for name in _NAMES]
+WRONG = WRONGS[0]
 TALK = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "count", "parameters": TWO}}
 FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": TWO}}}
 CHAT = "/v1/chat/completions"
 PROTOCOLS: dict[str, Fields] = {
     CHAT: {"messages": TALK, **FORM},
-    "/v1/completions": {"prompt": "hello", "guided_json": TWO, "max_tokens": 100},
+    "/v1/completions": {"prompt": "hello", "guided_json": TWO, "max_tokens": 400},
     "/v1/responses": {
         "input": "hello",
         "text": {"format": {"type": "json_schema", "name": "x", "schema": TWO}},
@@ -49,10 +55,12 @@ def counts(server: LiveServer) -> dict[str, float]:
     return {name: float(value) for name, value in found if "_created" not in name}
 
 
-def counted(server: LiveServer, path: str, answer: str, body: Fields) -> dict[str, float]:
-    """Return what the check of one answer added to the metrics."""
+def counted(
+    server: LiveServer, path: str, answers: Sequence[str], body: Fields
+) -> dict[str, float]:
+    """Return what the check of one answer, and of those in its place, added to the metrics."""
     before = counts(server)
-    say(server, answer)
+    say(server, *answers)
     response = server.http.post(path, json=body | {"temperature": 0})
     assert response.status_code == 200, response.text
     wait_for(lambda: counts(server) != before)
@@ -61,9 +69,9 @@ def counted(server: LiveServer, path: str, answer: str, body: Fields) -> dict[st
 
 
 MISSED = {
-    'twostroke_constraint_checks_total{result="invalid"}': 1,
-    'twostroke_constraint_misses_total{keyword="repeated member"}': 1,
-    "twostroke_constraint_redraws_total": 2,  # which the script does not follow
+    'twostroke_constraint_checks_total{result="invalid"}': MAX_REDRAWS + 1,
+    'twostroke_constraint_misses_total{keyword="repeated member"}': MAX_REDRAWS + 1,
+    "twostroke_constraint_redraws_total": MAX_REDRAWS,
 }
 KEPT = {'twostroke_constraint_checks_total{result="valid"}': 1}
 
@@ -74,23 +82,25 @@ def test_wrong_answer_is_counted_and_a_right_one_is_not(
     server: LiveServer, path: str, stream: bool
 ):
     body = PROTOCOLS[path] | {"stream": stream}
-    assert counted(server, path, WRONG, body) == MISSED
-    assert counted(server, path, RIGHT, body) == KEPT
+    assert counted(server, path, WRONGS, body) == MISSED
+    assert counted(server, path, [RIGHT], body) == KEPT
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_arguments_of_calls_are_checked(server: LiveServer, stream: bool):
     body = {"messages": TALK, "tools": [TOOL], "stream": stream}
-    for text, expected in ((WRONG, MISSED), (RIGHT, KEPT)):
-        call = f'<tool_call>\n{{"name": "count", "arguments": {text}}}\n</tool_call>'
-        assert counted(server, CHAT, call, body) == expected
+    for texts, expected in ((WRONGS, MISSED), ([RIGHT], KEPT)):
+        calls = [
+            f'<tool_call>\n{{"name": "count", "arguments": {text}}}\n</tool_call>' for text in texts
+        ]
+        assert counted(server, CHAT, calls, body) == expected
 
 
 def test_log_names_keyword_and_request_but_no_content(
     server: LiveServer, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING, "twostroke.serve"):
-        counted(server, CHAT, WRONG, PROTOCOLS[CHAT])
+        counted(server, CHAT, WRONGS, PROTOCOLS[CHAT])
         wait_for(lambda: caplog.records)
     [record] = caplog.records
     figures = record.figures  # type: ignore[attr-defined]
@@ -109,7 +119,7 @@ def test_answer_that_was_cut_or_that_the_grammar_holds_is_not_checked(server: Li
     ):
         say(server, answer)
         assert server.chat(temperature=0, **body).status_code == 200
-    assert counted(server, CHAT, RIGHT, PROTOCOLS[CHAT]) == KEPT
+    assert counted(server, CHAT, [RIGHT], PROTOCOLS[CHAT]) == KEPT
     assert sum(counts(server).values()) == sum(before.values()) + 1
 
 

@@ -13,6 +13,7 @@ from support import talkers
 from support.servers import wait_for
 from support.talkers import say, talker
 from twostroke.core.sampling import MAX_SEED
+from twostroke.engine.settling import MAX_REDRAWS
 from twostroke.serve.checking import AnswerChecks
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from support.servers import LiveServer
     from twostroke.schema.verify import Fault
-    from twostroke.serve.events import ContentBlock
 
     Fields = dict[str, Any]
 
@@ -39,6 +39,9 @@ TAGS: Fields = {
 WRONG = '{"title": "One", "tags": ["One", "Ones", "One"]}'
 AGAIN = '{"title": "One", "tags": ["One", "Ones", "Ones"]}'
 RIGHT = '{"title": "One", "tags": ["One", "Ones", "Onesie"]}'
+# As many wrong answers as are drawn at most: each repeats an item that is not excluded yet.
+_ITEMS = ("One", "Ones", "Onesie", "Onto", "Oak", "Two", "Axe", "Bee", "Cap")
+WRONGS = [json.dumps({"title": "One", "tags": [*_ITEMS, item]}) for item in _ITEMS]
 MISS = "uniqueItems (/properties/tags/uniqueItems)"
 
 
@@ -145,12 +148,12 @@ def test_a_wrong_answer_is_drawn_again_from_its_first_wrong_value_on(
 
 @pytest.mark.parametrize(("path", "body"), FREE)
 def test_an_answer_that_stays_wrong_is_marked(server: LiveServer, path: str, body: Fields) -> None:
-    say(server, WRONG, AGAIN)
+    say(server, *WRONGS)
     for stream in (False, True):
         response = ask(server, path, body, stream=stream)
         assert response.status_code == 200, response.text
         answer = texts(path, response.text, stream=stream)
-        assert answer == AGAIN
+        assert answer == WRONGS[MAX_REDRAWS]
         assert response.text.count(f'"schema_miss":"{MISS}"') == 1
         assert stream or response.headers["twostroke-schema-miss"] == MISS
 
@@ -159,7 +162,7 @@ def test_an_answer_that_stays_wrong_is_marked(server: LiveServer, path: str, bod
 def test_a_strict_answer_that_stays_wrong_is_an_error(
     server: LiveServer, path: str, body: Fields
 ) -> None:
-    say(server, WRONG, AGAIN)
+    say(server, *WRONGS)
     response = ask(server, path, body, stream=False)
     assert response.status_code == 500
     assert MISS in response.json()["error"]["message"]
@@ -181,7 +184,7 @@ def test_arguments_of_calls_are_drawn_again_or_told(server: LiveServer) -> None:
         said = [
             f'<tool_call>\n{{"name": "note", "arguments": {{"title": "a", "tags": ["b"]}}}}\n'
             f'</tool_call>\n<tool_call>\n{{"name": "note", "arguments": {arguments}}}\n</tool_call>'
-            for arguments in (WRONG, AGAIN, *([RIGHT] if is_mended else []))
+            for arguments in ([WRONG, AGAIN, RIGHT] if is_mended else WRONGS)
         ]
         say(server, *said)
         body = {"messages": TALK, "tools": tools}
@@ -270,6 +273,43 @@ def test_an_answer_that_was_cut_is_not_drawn_again(server: LiveServer) -> None:
         assert '"finish_reason":"length"' in response.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        ("/v1/chat/completions", {"max_tokens": ...}),
+        ("/v1/responses", {"max_output_tokens": ...}),
+        ("/api/chat", {"options": {"temperature": 0, "num_predict": ...}}),
+        ("/completion", {"n_predict": ...}),
+    ],
+)
+def test_a_complete_value_is_checked_though_the_limit_leaves_no_token_for_the_end(
+    server: LiveServer, path: str, limit: Fields, stream: bool
+) -> None:
+    say(server, WRONG, AGAIN)
+    num_tokens = len(server.client.card.tokenizer.encode(WRONG))
+    fields = json.loads(json.dumps(limit, default=lambda _: num_tokens))
+    body = PROTOCOLS[path][0]
+    assert body is not None
+    response = server.http.post(path, json={"temperature": 0, **body, **fields, "stream": stream})
+    assert texts(path, response.text, stream=stream) == AGAIN[: len(WRONG)]
+    assert "schema_miss" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_complete_call_before_the_cut_is_checked(server: LiveServer, stream: bool) -> None:
+    call = '<tool_call>\n{{"name": "note", "arguments": {}}}\n</tool_call>'.format
+    function = {"name": "note", "parameters": TAGS, "strict": True}
+    body = {"messages": TALK, "tools": [{"type": "function", "function": function}]}
+    num_tokens = len(server.client.card.tokenizer.encode(call(WRONG), parse_special=True)) + 40
+    limited = body | {"max_tokens": num_tokens}
+    say(server, *(f"{call(wrong)}\n{call(RIGHT)}" for wrong in (WRONG, AGAIN, RIGHT)))
+    response = ask(server, "/v1/chat/completions", limited, stream=stream)
+    assert '"finish_reason":"length"' in response.text
+    assert "Onesie" in response.text
+    assert MISS not in response.text
+
+
 def test_a_cancelled_answer_is_not_drawn_again(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,8 +317,8 @@ def test_a_cancelled_answer_is_not_drawn_again(
     path, check_fault = "/v1/responses", AnswerChecks.fault
     runs = server.api._background
 
-    async def fault(checks: AnswerChecks, schema: str, block: ContentBlock) -> Fault | None:
-        found = await check_fault(checks, schema, block)
+    async def fault(checks: AnswerChecks, schema: str, text: str) -> Fault | None:
+        found = await check_fault(checks, schema, text)
         [run] = (run for run in runs._runs.values() if not run.is_over)
         cancelling.append(asyncio.create_task(run.cancel()))
         await asyncio.sleep(0)

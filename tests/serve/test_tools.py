@@ -124,7 +124,7 @@ def test_a_streamed_call_comes_in_pieces(server: LiveServer) -> None:
     whole = server.chat(**fields).json()["choices"][0]["message"]["tool_calls"][0]["function"]
     chunks = events(server.chat(stream=True, **fields).text)[:-1]
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    assert deltas[0] == {"role": "assistant"}
+    assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert deltas[-1] == {}
     [first, *more] = [call for delta in deltas for call in delta.get("tool_calls", ())]
@@ -235,7 +235,7 @@ def test_the_beginning_of_a_forced_call_is_no_text(server: LiveServer, num_token
     assert choice["message"]["content"] is None
     assert choice["finish_reason"] == "length"
     text = server.chat(**fields, stream=True).text
-    assert '"content":' not in text
+    assert '"content":"' not in text
 
 
 def test_a_strict_function_needs_a_schema_that_is_kept_to(server: LiveServer) -> None:

@@ -14,7 +14,6 @@ from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.chat.conversation import Chat
 from twostroke.core.config import BatchOptions, SpeculationOptions
-from twostroke.core.errors import RequestError
 from twostroke.core.sampling import SamplingDefaults
 from twostroke.core.step import StepResult, TokenLogprobs
 from twostroke.engine.build import build_speculator
@@ -24,6 +23,7 @@ from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
+from twostroke.sample.reference import draw
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.tokenize import from_gguf
 from twostroke.weights import GgufTokenizer, weights_identity
@@ -42,6 +42,9 @@ PAGE_SIZE = 16
 
 
 _CERTAIN = TokenLogprobs(0.0, (), ())
+# So far apart that neither a temperature nor a penalty changes which token is drawn.
+_LIKELY = 1e30
+_LESS_LIKELY = 1e3
 
 
 class Backend(ReferenceBackend):
@@ -51,6 +54,7 @@ class Backend(ReferenceBackend):
     """
 
     gate: threading.Event
+    vocab_size: int
     poison: int | None = None
     is_broken = False
     pause_s = 0.0
@@ -74,17 +78,23 @@ class Backend(ReferenceBackend):
         return StepResult(tokens, [_CERTAIN if want else None for want in wanted])
 
     def _scripted(self, request: Request) -> int:
-        """Return the next token of the first script that goes on from a request's output."""
-        place, mask = request.num_output, None
+        """Draw, as the sampler does, from logits that prefer the first script that goes on.
+
+        After the end of all scripts an answer ends as soon as its form allows an end.
+        """
+        logits = -_LESS_LIKELY * np.arange(1, self.vocab_size + 1, dtype=np.float32)
+        logits[list(request.end_ids)] = 0.0
+        place = request.num_output
+        scripts = (self.script, *self.other_scripts)
+        for rank, script in reversed(list(enumerate(scripts))):
+            if place < len(script) and list(script[:place]) == request.output:
+                logits[script[place]] = _LIKELY * _LESS_LIKELY**-rank
+        mask = None
         if request.matcher:
-            mask = np.zeros((1, request.matcher.num_words), np.uint32)
-            request.matcher.masks(request.output, (), (), mask)
-        for script in (self.script, *self.other_scripts):
-            if list(script[:place]) == request.output and place < len(script):
-                token = script[place]
-                if mask is None or mask[0, token // 32] >> token % 32 & 1:
-                    return token
-        raise RequestError("The script breaks the form.")
+            masks = np.zeros((1, request.matcher.num_words), np.uint32)
+            request.matcher.masks(request.output, (), (), masks)
+            mask = masks[0]
+        return draw(request, logits, mask=mask)[0]
 
 
 def tiny_card(
@@ -131,6 +141,7 @@ def tiny_client(
     program = build_program(loaded.spec)
     backend = Backend(program, loaded.tensors, num_pages, PAGE_SIZE)
     backend.gate = threading.Event()
+    backend.vocab_size = program.vocab_size
     backend.gate.set()
     if prepare is not None:
         prepare(backend)

@@ -169,7 +169,8 @@ def talker(
 def say(server: LiveServer, text: str, *others: str) -> list[int]:
     """Let every answer be this text, in which control tokens are these; return its tokens.
 
-    Where its form forbids the text, the answer is the first of the `others` that begins alike.
+    Where its form forbids the text, the answer is the first of the `others` that begins alike. The
+    engine draws among the allowed tokens as ever: an answer with none of the texts is another one.
     """
     tokenizer = server.client.card.tokenizer
     scripts = [tokenizer.encode(script, parse_special=True) for script in (text, *others)]

@@ -16,8 +16,10 @@ from twostroke.chat.messages import (
 from twostroke.chat.reader import Reading
 from twostroke.chat.reasoning import (
     AS_IT_IS,
+    closed,
     find_marks,
     followed,
+    is_switched_off,
     preface_of,
     variables_of,
     with_reasoning,
@@ -122,8 +124,16 @@ class TriedTemplate:
 
     @cached_property
     def marks(self) -> ReasoningMarks | None:
-        """The texts around the model's reasoning."""
-        return find_marks(self.template, self._tokenizer)
+        """The texts around the model's reasoning, and whether each prompt opens it."""
+        marks = find_marks(self.template, self._tokenizer)
+        if marks is None:
+            return None
+        user = [{"role": "user", "content": "Hello"}]
+        try:
+            text = self.template.render(self._in_parts(user), tools=self._without_tools).text
+        except TwostrokeError:
+            return marks
+        return replace(marks, is_opened=text.rstrip().endswith(marks.begin))
 
     @cached_property
     def turn_order(self) -> TurnOrder:
@@ -200,7 +210,7 @@ class TriedTemplate:
         for message in checked:
             if message["content"] is None and not message.get("tool_calls"):
                 message["content"] = ""
-        return self._render_in_order(
+        prompt = self._render_in_order(
             checked,
             continues=continue_final_message,
             add_generation_prompt=add_generation_prompt,
@@ -208,6 +218,9 @@ class TriedTemplate:
             has_text_arguments=has_tools and self.capabilities.has_text_arguments,
             **variables_of(thinking, template.variables, self.marks),
         )
+        if add_generation_prompt and self.marks is not None and is_switched_off(thinking):
+            return closed(prompt, self.marks, self._tokenizer)
+        return prompt
 
     def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose content is a list of parts, if the template needs such lists."""

@@ -11,12 +11,13 @@ from msgspec.structs import replace
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.preface import Preface
+from twostroke.tokenize import Piece, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from twostroke.chat.template import ChatTemplate
-    from twostroke.tokenize import Prompt, Tokenizer
+    from twostroke.tokenize import Tokenizer
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as templates call them
@@ -42,11 +43,16 @@ _KEYS: Final = ("reasoning_content", "reasoning", "thinking")
 
 
 class ReasoningMarks(Frozen):
-    """The texts around a model's reasoning; `is_of_template` if its chat template writes them."""
+    """The texts around a model's reasoning.
+
+    Its chat template writes them if `is_of_template`, and begins each answer with `begin` if
+    `is_opened`.
+    """
 
     begin: str
     end: str
     is_of_template: bool
+    is_opened: bool = False
 
 
 class Thinking(Frozen):
@@ -134,6 +140,28 @@ def variables_of(
     return _switched(thinking, known, marks) | given
 
 
+def is_switched_off(thinking: Thinking) -> bool:
+    """Return whether a request asks for an answer without reasoning."""
+    if thinking.effort is not None:
+        return thinking.effort == "none"
+    if thinking.is_on is not None:
+        return not thinking.is_on
+    return any(thinking.variables.get(name) is False for name in _SWITCHES)
+
+
+def closed(prompt: Prompt, marks: ReasoningMarks, tokenizer: Tokenizer) -> Prompt:
+    """Return a prompt that opens the model's reasoning with that reasoning ended at once.
+
+    Templates with a switch write the same: an empty line between the marks, and one after them.
+    """
+    if not prompt.text.rstrip().endswith(marks.begin):
+        return prompt
+    is_on_lines = prompt.text.endswith("\n")
+    end = Piece(marks.end, special=tokenizer.find(marks.end) is not None)
+    pieces = (Piece("\n"), end, Piece("\n\n")) if is_on_lines else (end,)
+    return Prompt((*prompt.pieces, *pieces))
+
+
 def with_reasoning(
     messages: Sequence[Mapping[str, object]], keys: Collection[str]
 ) -> Sequence[Mapping[str, object]]:
@@ -161,7 +189,7 @@ def _switched(
     found: dict[str, object] = {name: is_on for name in _SWITCHES if name in known}
     if is_on and effort is not None and _EFFORT in known:
         found[_EFFORT] = effort
-    if found or is_on == _reasons(marks):
+    if found or is_on == _reasons(marks) or (not is_on and _can_be_closed(marks)):
         return found
     what = "always reasons" if _reasons(marks) else "does not support reasoning"
     reason = f"cannot be followed: this model's chat template {what}. Leave it out."
@@ -169,8 +197,9 @@ def _switched(
 
 
 def _is_met(name: str, value: object, marks: ReasoningMarks | None) -> bool:
-    """Whether a model without such a variable does what it asks for: it never reasons."""
-    return name in _SWITCHES and value is False and not _reasons(marks)
+    """Whether a model without such a variable does what it asks for: it need not reason."""
+    needs_none = not _reasons(marks) or _can_be_closed(marks)
+    return name in _SWITCHES and value is False and needs_none
 
 
 def _unknown_variable(thinking: Thinking, name: str, known: Collection[str]) -> RequestError:
@@ -182,6 +211,11 @@ def _unknown_variable(thinking: Thinking, name: str, known: Collection[str]) -> 
 
 def _reasons(marks: ReasoningMarks | None) -> bool:
     return marks is not None and marks.is_of_template
+
+
+def _can_be_closed(marks: ReasoningMarks | None) -> bool:
+    """Whether the prompt opens the reasoning, so that `closed` leaves none to the model."""
+    return marks is not None and marks.is_opened
 
 
 def _check_variables(given: Mapping[str, Any], param: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 from msgspec.structs import replace
 
@@ -158,7 +159,7 @@ class ChunkReader:
     def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
         """Read answers in the form that `reading` describes."""
         self._reading, self._tokenizer = reading, tokenizer
-        self._answers: dict[int, _CallCollector] = {}  # by choice
+        self._answers: dict[int, CallCollector] = {}  # by choice
 
     def read(self, output: Output) -> AnswerChunk:
         """Return the chunk of an output."""
@@ -166,8 +167,9 @@ class ChunkReader:
         if not self._reading.is_plain:
             if output.index not in self._answers:
                 reader = self._reading.reader(self._tokenizer)
-                self._answers[output.index] = _CallCollector(reader)
-            text, reasoning, calls = self._answers[output.index].take(output)
+                self._answers[output.index] = CallCollector(reader)
+            text, reasoning, written_calls = self._answers[output.index].take(output)
+            calls = _to_calls(written_calls)
         return AnswerChunk(
             index=output.index,
             text=text,
@@ -188,44 +190,55 @@ def read_completion(answer: Completion, reading: Reading, tokenizer: Tokenizer) 
     """Return a whole answer, with reasoning and calls separated from the text."""
     if reading.is_plain:
         return answer
-    text, reasoning, calls = _CallCollector(reading.reader(tokenizer)).take(answer)
-    return replace(answer, text=text, reasoning=reasoning, tool_calls=calls)
+    text, reasoning, calls = CallCollector(reading.reader(tokenizer)).take(answer)
+    return replace(answer, text=text, reasoning=reasoning, tool_calls=_to_calls(calls))
 
 
-class _CallCollector:
-    """Splits one answer into text, reasoning and calls, and returns each call when complete."""
+class WrittenCall(NamedTuple):
+    """A call as the model wrote it; the arguments may be incomplete if the answer was cut."""
+
+    name: str
+    arguments: str
+
+
+class CallCollector:
+    """Splits one answer into text, reasoning and calls, and returns each call when it ends."""
 
     def __init__(self, reader: AnswerReader) -> None:
+        """Read an answer with `reader`."""
         self._reader = reader
         self._name = ""
         self._arguments: list[str] = []
 
-    def take(self, output: Output | Completion) -> tuple[str, str, tuple[AnswerCall, ...]]:
+    def take(self, output: Output | Completion) -> tuple[str, str, list[WrittenCall]]:
         """Return the text, the reasoning and the calls that a part of the answer completes."""
-        text, reasoning, calls = "", "", list[AnswerCall]()
+        text, reasoning, calls = "", "", list[WrittenCall]()
         for piece in self._reader.take(output):
             text += piece.text if isinstance(piece, TextPiece) else ""
             reasoning += piece.text if isinstance(piece, ReasoningPiece) else ""
             calls += self._calls_before(piece)
         if output.finish_reason is not None:
             calls += self._calls_before(None)
-        return text, reasoning, tuple(calls)
+        return text, reasoning, calls
 
-    def _calls_before(self, piece: Piece | None) -> list[AnswerCall]:
+    def _calls_before(self, piece: Piece | None) -> list[WrittenCall]:
         """Read a piece of a call, or the end of the answer; return the calls that it completes."""
         if isinstance(piece, ArgumentsPiece):
             self._arguments.append(piece.text)
         if piece is not None and not isinstance(piece, CallBegin):
             return []
-        call = _to_call(self._name, "".join(self._arguments)) if self._name else None
+        calls = [WrittenCall(self._name, "".join(self._arguments))] if self._name else []
         self._name, self._arguments = "" if piece is None else piece.name, []
-        return [] if call is None else [call]
+        return calls
 
 
-def _to_call(name: str, arguments: str) -> AnswerCall | None:
-    """Return a call; None if its arguments are incomplete because the answer was cut off."""
-    try:
-        values = json.loads(arguments or "{}")
-    except ValueError:
-        return None
-    return AnswerCall(f"call_{secrets.token_hex(_CALL_ID_BYTES)}", name, values)
+def _to_calls(written_calls: list[WrittenCall]) -> tuple[AnswerCall, ...]:
+    """Return the calls, except those that the end of the answer cut off."""
+    calls: list[AnswerCall] = []
+    for written in written_calls:
+        with suppress(ValueError):
+            values = json.loads(written.arguments or "{}")
+            calls.append(
+                AnswerCall(f"call_{secrets.token_hex(_CALL_ID_BYTES)}", written.name, values)
+            )
+    return tuple(calls)

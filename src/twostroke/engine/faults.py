@@ -17,9 +17,10 @@ from twostroke.core.errors import (
 )
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
 from twostroke.core.tree import right_drafts
+from twostroke.sample.masks import allows_only
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.request import Request
     from twostroke.core.step import Slice
@@ -120,11 +121,40 @@ def find_unusable(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request,
     for part in plan.slices:
         drawn = list(islice(tokens, part.num_drawn))
         right = right_drafts(part.drafts, part.branches, drawn)
-        for token in drawn[:1] + [drawn[1 + draft] for draft in right]:
+        taken = drawn[:1] + [drawn[1 + draft] for draft in right]
+        for index, token in enumerate(taken):
             if token == NO_TOKEN:
-                yield part.request, _failure("its logits leave no token to draw.")
-            if token in part.request.end_ids:
+                yield part.request, _undrawn(part.request, taken[:index])
+            if token == NO_TOKEN or token in part.request.end_ids:
                 break
+
+
+def _undrawn(request: Request, taken: Sequence[int]) -> TwostrokeError:
+    """Return the error of a request that has no next token after its output and `taken`.
+
+    If the form of the answer and the request's other rules together allow no token, the error names
+    the rules. Otherwise the model's logits are at fault.
+    """
+    params, constraint = request.params, request.params.constraint
+    if request.matcher is None or constraint is None:
+        return _failure("its logits leave no token to draw.")
+    masks = np.zeros((1, request.matcher.num_words), np.uint32)
+    try:
+        request.matcher.masks([*request.output, *taken], (), (), masks)
+    except RequestError as error:
+        return error
+    is_early = request.num_output + len(taken) < params.min_tokens
+    barred = request.end_ids if is_early else ()
+    if not allows_only(masks[0], barred):
+        return _failure("its logits leave no token to draw.")
+    rules = [
+        name for name in ("min_tokens", "logit_bias", "stop_token_ids") if getattr(params, name)
+    ]
+    if constraint.excluded:
+        rules.append("the excluded texts")
+    reason = f"leaves no token to draw after {request.num_output + len(taken)} tokens"
+    reason += f", together with {' and '.join(rules)}: change one of them." if rules else "."
+    return RequestError(reason, field=constraint.param)
 
 
 def _failed(piece: Slice, error: Exception, fail: Fail) -> StepResult:

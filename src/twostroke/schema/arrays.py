@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+import json
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.schema.branch import key
@@ -10,7 +11,7 @@ from twostroke.schema.overlap import are_apart
 from twostroke.schema.scalars import can_be_written, written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from twostroke.schema.branch import Branch, Contains, State
     from twostroke.schema.expand import Expander
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
     Schema = dict[str, Any]
     Child = Callable[[Sequence[State | None]], Schema | bool]
 
-_MOST_UNIQUE: Final = 4  # values whose orders are spelled
+_MOST_DISTINCT: Final = 400  # arrays of distinct items that are spelled
+_MOST_DISTINCT_TEXT: Final = 20_000  # characters of these arrays
 _MOST_APART: Final = 8  # items that are compared with one another
 _MOST_PLACES: Final = 8  # where the first item of those that `contains` asks for may be
 _MOST_IN_ROW: Final = 4  # of those items
+_MOST_CONTAINED: Final = 3  # keywords `contains` that are held together
+_MOST_PLACES_OF_EACH: Final = 4  # where the items may be that several `contains` ask for
+_NO_PLACES: Final[Mapping[int, Sequence[Contains]]] = {}
 _LONGEST: Final = 64  # array whose places are looked at one by one
 
 
@@ -36,9 +41,23 @@ def arrays(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]
     if not asked:
         yield from _made(branch, child)
         return
+    if 1 < len(asked) <= _MOST_CONTAINED and all(one[1:3] == (1, None) for one in asked):
+        yield from _containing_each(branch, asked, child)
+        return
     for one in asked[1:]:
         branch.gap(one.place)
     yield from _containing(branch, asked[0], child)
+
+
+def _containing_each(branch: Branch, asked: Sequence[Contains], child: Child) -> Iterator[Schema]:
+    """Yield arrays with an item for each of several `contains`; an item may fit several of them."""
+    high = branch.items.high
+    for places in product(range(_MOST_PLACES_OF_EACH), repeat=len(asked)):
+        if high is None or max(places) < high:
+            fixed: dict[int, list[Contains]] = {}
+            for place, one in zip(places, asked, strict=True):
+                fixed.setdefault(place, []).append(one)
+            yield from _made(branch, child, fixed)
 
 
 def _containing(branch: Branch, asked: Contains, child: Child) -> Iterator[Schema]:
@@ -55,26 +74,36 @@ def _containing(branch: Branch, asked: Contains, child: Child) -> Iterator[Schem
         for first in range(_MOST_PLACES if count else 1):
             if high is not None and first + count > high:
                 break
-            yield from _made(branch, child, range(first, first + count), asked)
+            fixed = {place: [asked] for place in range(first, first + count)}
+            yield from _made(branch, child, fixed, asked)
 
 
 def _made(
-    branch: Branch, child: Child, fixed: range = range(0), asked: Contains | None = None
+    branch: Branch,
+    child: Child,
+    fixed: Mapping[int, Sequence[Contains]] = _NO_PLACES,
+    limited: Contains | None = None,
 ) -> Iterator[Schema]:
-    """Yield the schema of arrays of which the items at `fixed` places are those `asked` for."""
+    """Yield the schema of arrays of which the items at `fixed` places fit some `contains`.
+
+    If `limited` has a most number of items, no others fit it.
+    """
     parts = [*branch.arrays, *branch.unevaluated_items()]
-    length = max([fixed.stop, *(len(part.first) for part in parts)])
-    low, high = max(branch.items.low, fixed.stop), branch.items.high
+    end = max(fixed, default=-1) + 1
+    length = max([end, *(len(part.first) for part in parts)])
+    low, high = max(branch.items.low, end), branch.items.high
     others: list[State | None] = []
-    if asked is not None and asked.most is not None:
-        others.append((asked.item.flipped,))
+    if limited is not None and limited.most is not None:
+        others.append((limited.item.flipped,))
     if high is not None:
         length = min(length, high)
     first = []
     for place in range(length):
-        if asked is not None and place in fixed:
-            around = [*branch.arrays, *branch.unevaluated_items(but=asked.scope)]
-            first.append(child([*(part.of(place) for part in around), (asked.item,)]))
+        if place in fixed:
+            scope = tuple(application for one in fixed[place] for application in one.scope)
+            around = [*branch.arrays, *branch.unevaluated_items(but=scope)]
+            items: list[State] = [(one.item,) for one in fixed[place]]
+            first.append(child([*(part.of(place) for part in around), *items]))
         else:
             first.append(child([*branch.item(place), *others]))
     rest = child([*(part.others for part in parts), *others])
@@ -98,20 +127,50 @@ def _distinct(branch: Branch, expander: Expander) -> list[list[Any]] | None:
         return None
     state = expander.state(branch.item(max((len(p.first) for p in branch.arrays), default=0)))
     length = max((len(part.first) for part in branch.arrays), default=0)
-    if state is None or (high is not None and high <= length):
-        if length <= _MOST_APART and _are_apart(branch, expander, length):
+    is_closed = state is None or (high is not None and high <= length)
+    if is_closed and length <= _MOST_APART and _are_apart(branch, expander, length):
+        return None
+    spelled = None if branch.contains else _spelled(branch, expander, length)
+    if spelled is None:
+        branch.gap(branch.unique)
+    return spelled
+
+
+def _spelled(branch: Branch, expander: Expander, length: int) -> list[list[Any]] | None:
+    """Return all arrays of distinct items; None if they are many, or items are not listed.
+
+    From the place `length` on, all items have the same schema.
+    """
+    low, high = branch.items.low, branch.items.high
+    values_at: dict[int, dict[Any, Any] | None] = {}
+    found: list[list[Any]] = []
+    beginnings: list[dict[Any, Any]] = [{}]  # distinct items by their keys
+    count = num_characters = 0
+    while beginnings:
+        if count >= low:
+            found += [list(items.values()) for items in beginnings]
+            num_characters += len(json.dumps(found[-len(beginnings) :], default=str))
+        if len(beginnings) > _MOST_DISTINCT or len(found) > _MOST_DISTINCT:
             return None
-    elif not length and not branch.contains and state:
-        values = _values(expander, state)
-        if values is not None and len(values) <= _MOST_UNIQUE:
-            most = len(values) if high is None else min(high, len(values))
-            return [
-                list(chosen)
-                for count in range(branch.items.low, most + 1)
-                for chosen in permutations(values, count)
-            ]
-    branch.gap(branch.unique)
-    return None
+        if num_characters > _MOST_DISTINCT_TEXT:
+            return None
+        if count == high:
+            break
+        place = min(count, length)
+        if place not in values_at:
+            state = expander.state(branch.item(place))
+            values_at[place] = {} if state is None else _values(expander, state)
+        values = values_at[place]
+        if values is None:
+            return None
+        beginnings = [
+            {**items, name: value}
+            for items in beginnings
+            for name, value in values.items()
+            if name not in items
+        ]
+        count += 1
+    return found
 
 
 def _are_apart(branch: Branch, expander: Expander, length: int) -> bool:
@@ -124,12 +183,14 @@ def _are_apart(branch: Branch, expander: Expander, length: int) -> bool:
     )
 
 
-def _values(expander: Expander, state: State) -> list[Any] | None:
-    """Return the values that fit a state, if they are listed."""
+def _values(expander: Expander, state: State) -> dict[Any, Any] | None:
+    """Return the values that fit a state by their keys, if they are listed."""
     found: dict[Any, Any] = {}
     for branch in expander.branches(state):
         values = branch.allowed()
         if values is None or branch.patterns or branch.gaps:
             return None
         found |= {key(one): written(one) for one in values}
-    return [one for one in found.values() if not isinstance(one, str) or can_be_written(one)]
+    return {
+        name: one for name, one in found.items() if not isinstance(one, str) or can_be_written(one)
+    }

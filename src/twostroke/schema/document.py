@@ -59,8 +59,8 @@ class Node:
         self.resource = resource
 
     def place(self, keyword: str) -> str:
-        """Return a keyword with the place of its schema."""
-        return f"{keyword[:_MOST_SHOWN]} ({_end(self.path) or '/'})"
+        """Return a keyword with the JSON pointer of its schema; `#` is the root."""
+        return f"{keyword[:_MOST_SHOWN]} ({_end(self.path) or '#'})"
 
 
 class Document:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+import json
+from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.schema.branch import Range
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     # The schema of a state, which may be a reference; False if no value fits.
     Child = Callable[[Sequence[State | None]], Schema | bool]
 
-_MOST_CHOSEN: Final = 6  # members of which each selection is spelled
+_MOST_SELECTIONS: Final = 64  # of members, which are spelled one by one
+_MOST_SELECTED_TEXT: Final = 100_000  # characters of these
 _MOST_MATCHES: Final = 20_000  # comparisons of a name with a pattern
 MAX_NAME_SHOWN: Final = 80  # characters of a name
 
@@ -75,23 +77,43 @@ def _counted(branch: Branch, members: dict[str, AnySchema], more: Schema) -> Ite
     if not optional or (not more and high is None and low == len(required) + 1):
         yield shape | _counts(low, high)
         return
-    if len(optional) > _MOST_CHOSEN:
+    selections = _selections(required, optional, branch.members, has_others=bool(more))
+    chosen = [*islice(selections, _MOST_SELECTIONS + 1)]
+    size = len(json.dumps(used)) * len(chosen)
+    if len(chosen) > _MOST_SELECTIONS or size > _MOST_SELECTED_TEXT:
         branch.gap("minProperties or maxProperties (of many)")
         yield shape
         return
-    for count in range(len(optional) + 1):
-        total = len(required) + count
-        if (high is not None and total > high) or (not more and total < low):
-            continue
-        for chosen in combinations(optional, count):
-            kept = {*required, *chosen}
-            inside = {n: inner if n in kept else False for n, inner in used.items()}
-            if not more:
-                inside = {n: inner for n, inner in inside.items() if n in kept}
-            counts = _counts(low, high) if more else {}
-            yield (
-                shape | counts | {"properties": inside, "required": [n for n in used if n in kept]}
-            )
+    for present, free in chosen:
+        kept = {*required, *present}
+        is_kept = kept.union(free).__contains__
+        inside = {n: inner if is_kept(n) else False for n, inner in used.items()}
+        if not more:
+            inside = {n: inner for n, inner in inside.items() if is_kept(n)}
+        counts = _counts(low, high) if more and not free else {}
+        yield shape | counts | {"properties": inside, "required": [n for n in used if n in kept]}
+
+
+def _selections(
+    required: Sequence[str], optional: Sequence[str], members: Range, *, has_others: bool
+) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+    """Yield which optional members there are, and which there may be besides.
+
+    Members beside the named ones, if there can be some, count towards the least number, too.
+    """
+    low, high = members
+    num_named = len(required) + len(optional)
+    num_asked = max(0, low - len(required))
+    if high is not None and (has_others or high < num_named):
+        for count in range(0 if has_others else num_asked, len(optional) + 1):
+            if len(required) + count <= high:
+                yield from ((chosen, ()) for chosen in combinations(optional, count))
+        return
+    for count in range(num_asked if has_others else 0):  # others make up the number
+        yield from ((chosen, ()) for chosen in combinations(optional, count))
+    for chosen in combinations(range(len(optional)), num_asked):  # the first that there are
+        after = chosen[-1] + 1 if chosen else 0
+        yield [optional[index] for index in chosen], optional[after:]
 
 
 def _counts(low: int, high: int | None) -> Schema:

@@ -153,7 +153,7 @@ class _Rewriter:
             for value in branch.allowed() or ()
             if not (can_be_written(value) if isinstance(value, str) else is_exact(value))
         ]
-        named = ", ".join(self._expander.keywords(empty[0])[:_MOST_NAMED]) or "the schema (/)"
+        named = ", ".join(self._expander.keywords(empty[0])[:_MOST_NAMED]) or "the schema (#)"
         if not values:
             return f"no value fits it: no value is left by {named}"
         if isinstance(values[0], str):

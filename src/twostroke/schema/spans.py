@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _BLANK: Final = re.compile(r"[ \t\n\r]*")
 # Numbers stay texts: Python refuses to convert more than 4300 digits.
 _DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str)
-_GAP: Final = re.compile(r"[^ ]+ \((/[^…]*)\)")
+_GAP: Final = re.compile(r"[^ ]+ \((#|/[^…]*)\)")
 _REPEATED: Final = "(names that repeat)"
 _IN_PLACE: Final = frozenset(("allOf", "anyOf", "oneOf"))  # followed by an index
 
@@ -112,7 +112,7 @@ def _instance_path(pointer: str) -> PathPattern | None:
     """
     path: list[str | int | None] = []
     steps = pointer.split("/")[1:]
-    while steps and steps != [""]:
+    while steps:
         keyword = steps.pop(0)
         if keyword == "properties" and steps:
             path.append(steps.pop(0))

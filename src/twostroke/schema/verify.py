@@ -41,8 +41,11 @@ class Fault(Frozen):
     name: str = ""
 
     def __str__(self) -> str:
-        """Return the keyword with its JSON pointer, such as `uniqueItems (/uniqueItems)`."""
-        detail = self.place or ascii(self.name)
+        """Return the keyword with its JSON pointer, such as `uniqueItems (/uniqueItems)`.
+
+        `#` is the schema's root, as for the schema `false`.
+        """
+        detail = ascii(self.name) if self.name else self.place or "#"
         return f"{self.keyword} ({detail})"
 
 

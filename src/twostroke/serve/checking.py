@@ -12,7 +12,6 @@ from twostroke.schema.verify import UncheckedError
 
 if TYPE_CHECKING:
     from twostroke.schema.verify import Fault, Verifier
-    from twostroke.serve.events import ContentBlock
     from twostroke.serve.observe.metrics import Metrics
 
 _MAX_WAITING: Final = 256  # texts; more are counted as unchecked
@@ -28,8 +27,8 @@ class AnswerChecks:
         self._thread = ThreadPoolExecutor(1, "twostroke-check")
         self._num_waiting = 0
 
-    async def fault(self, schema: str, block: ContentBlock) -> Fault | None:
-        """Return the schema rule that a block of an answer breaks; None if it breaks none.
+    async def fault(self, schema: str, text: str) -> Fault | None:
+        """Return the schema rule that a part of an answer breaks; None if it breaks none.
 
         Raises:
             UncheckedError: the check took too much time or memory, or too many answers wait for
@@ -40,7 +39,6 @@ class AnswerChecks:
         loop = asyncio.get_running_loop()
         self._num_waiting += 1
         try:
-            text = block.text
             fault = await loop.run_in_executor(self._thread, self._verifier.fault, schema, text)
         finally:
             self._num_waiting -= 1
@@ -53,16 +51,16 @@ class AnswerChecks:
         """Count an answer that is generated again."""
         self._metrics.redraws.inc()
 
-    def report(self, fault: Fault, block: ContentBlock, request_id: str) -> None:
+    def report(self, fault: Fault, kind: str, request_id: str) -> None:
         """Log that the final answer breaks its schema."""
-        figures = {"request_id": request_id, "part": block.kind.value}
+        figures = {"request_id": request_id, "part": kind}
         extra = {FIGURES: figures | {"keyword": fault.keyword, "place": fault.place}}
         _logger.warning("An answer breaks its schema.", extra=extra)
 
-    def report_unchecked(self, reason: str, block: ContentBlock, request_id: str) -> None:
+    def report_unchecked(self, reason: str, kind: str, request_id: str) -> None:
         """Log and count that an answer could not be checked."""
         self._metrics.checks.labels("unchecked").inc()
-        figures = {"request_id": request_id, "part": block.kind.value, "why": reason}
+        figures = {"request_id": request_id, "part": kind, "why": reason}
         _logger.warning(
             "An answer could not be checked against its schema.", extra={FIGURES: figures}
         )

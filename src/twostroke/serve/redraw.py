@@ -1,39 +1,28 @@
 """Generates an answer again if it breaks its JSON schema, without its wrong value.
 
-The new answer has the same seed, and the wrong value is excluded from it, so the text before the
-value does not change. If new answers break the schema at the same offset several times, shorter and
-shorter prefixes of the value are excluded. A stream holds back events that may still change, until
-the answer is final.
+`engine/settling.py` has the rules, which Python shares. A stream holds back events that may still
+change, until the answer is final.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.core.errors import (
-    DeadlineError,
-    OverloadedError,
-    RequestError,
-)
-from twostroke.core.request import FinishReason
+from twostroke.core.errors import TwostrokeError
 from twostroke.engine.output import join
-from twostroke.engine.redraw import (
-    MAX_REDRAW_S,
-    MAX_REDRAWN_SHARE,
-    MAX_REDRAWS,
-    MIN_REDRAWN_TOKENS,
-    MISSES_AT_LEVEL,
-    exclusions,
+from twostroke.engine.settling import (
+    Check,
+    Draw,
+    Part,
     miss_error,
     redrawn_params,
-    written_text,
+    settling,
 )
-from twostroke.schema.spans import HeldBack, checked_places, wrong_span
+from twostroke.schema.spans import HeldBack, checked_places
 from twostroke.schema.verify import UncheckedError
 from twostroke.serve.callers import begun
 from twostroke.serve.events import (
@@ -50,8 +39,8 @@ from twostroke.serve.events import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator
 
-    from twostroke.core.constraint import Excluded
     from twostroke.engine.output import Completion, Output
+    from twostroke.engine.settling import Miss, Settled
     from twostroke.http.served import ServedRequest
     from twostroke.schema.spans import PathPattern
     from twostroke.schema.verify import Fault
@@ -63,16 +52,6 @@ if TYPE_CHECKING:
 
 HEADER: Final = "twostroke-schema-miss"
 _MAX_HEADER: Final = 1000  # characters
-
-
-@dataclasses.dataclass(slots=True)
-class _Miss:
-    """A schema rule that a block of an answer breaks; the block begins after `num_before` chars."""
-
-    block: ContentBlock
-    fault: Fault
-    num_before: int
-    is_strict: bool
 
 
 @dataclasses.dataclass(slots=True)
@@ -150,45 +129,31 @@ class AnswerGuard:
         Raises:
             SchemaMissError: the answer and all new answers break a strict schema.
         """
-        excluded: list[Excluded] = []
-        num_left = max(MIN_REDRAWN_TOKENS, MAX_REDRAWN_SHARE * len(answer.token_ids))
-        end_s = time.monotonic() + MAX_REDRAW_S
-        miss, last_start, num_misses, is_widened = await self._miss(answer), -1, 0, False
-        for _ in range(MAX_REDRAWS):
-            if miss is None or num_left <= 0 or time.monotonic() > end_s:
-                break
-            start, _ = wrong_span(miss.block.text, miss.fault)
-            if sent is not None and not sent.may_change(miss.block, start):
-                break
-            num_misses = num_misses + 1 if miss.num_before + start == last_start else 0
-            last_start = miss.num_before + start
-            exclusions = list(self._exclusions(answer, miss, num_misses // MISSES_AT_LEVEL))
-            if not exclusions:
-                break
-            excluded += exclusions
+        work = settling(answer, self._parts, self._reply.tokenizer, sent)
+        result: Fault | Completion | None = None
+        error: TwostrokeError | None = None
+        while True:
             try:
-                other = await self._draw(answers, answer, excluded)
-            except RequestError:  # no other value fits there: let the text before it change, too
-                if is_widened:
-                    break
-                num_sent = 0 if sent is None else miss.num_before + sent.num_sent(miss.block)
-                num_bytes = len((self._written(answer) or "")[:num_sent].encode())
-                excluded = [dataclasses.replace(value, start=num_bytes) for value in excluded]
-                is_widened = True
-                continue
-            except (DeadlineError, OverloadedError):
+                step = work.send(result) if error is None else work.throw(error)
+            except StopIteration as end:
+                settled: Settled = end.value
                 break
-            num_left -= len(other.token_ids)
-            if sent is None or sent.goes_on(self._reply.reader().read(other)):
-                answer = other
-                answers.accept(answer)
-                miss = await self._miss(answer)
-        if miss is not None:
-            self._checks.report(miss.fault, miss.block, self._request.request_id)
-            if miss.is_strict:
+            result = error = None
+            try:
+                if isinstance(step, Check):
+                    result = await self._check(step.part)
+                else:
+                    result = await self._draw(answers, step)
+            except TwostrokeError as its_own:
+                error = its_own
+        if settled.answer is not answer:
+            answers.accept(settled.answer)
+        if (miss := settled.miss) is not None:
+            self._checks.report(miss.fault, miss.part.kind, self._request.request_id)
+            if miss.part.is_strict:
                 raise miss_error(miss.fault)
             self.faults[answer.index] = miss.fault
-        return answer
+        return settled.answer
 
     def marked(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yield the events, with the broken rule added to each event that ends a wrong answer."""
@@ -198,53 +163,43 @@ class AnswerGuard:
             else:
                 yield event
 
+    def read(self, answer: Completion) -> list[Event]:
+        """Return the events of a whole answer."""
+        return self._reply.reader().read(answer)
+
     def rule(self, block: ContentBlock) -> _Rule | None:
         """Return the schema of a block with its checked paths; None for a block without one."""
         if block.kind is BlockKind.CALL:
             return None if block.is_custom else self._calls.get(block.name)
         return self._text if block.kind is BlockKind.TEXT else None
 
-    async def _miss(self, answer: Completion) -> _Miss | None:
-        """Return the first rule that an answer breaks; None if it breaks none or was cut off."""
-        has_ended = answer.stop is None or answer.stop in self._reply.tokenizer.eos_ids
-        if answer.finish_reason is not FinishReason.STOP or not has_ended:
-            return None
-        events = self._reply.reader().read(answer)
-        blocks = [event.block for event in events if isinstance(event, Closed)]
+    def _parts(self, answer: Completion) -> list[Part]:
+        """Return the parts of an answer that have rules: its calls, or else its text."""
+        blocks = [event.block for event in self.read(answer) if isinstance(event, Closed)]
         has_calls = any(block.kind is BlockKind.CALL for block in blocks)
-        text, num_before = self._written(answer) or "", 0
+        parts: list[Part] = []
         for block in blocks:
             rule = self.rule(block)
-            if rule is None or (has_calls and block.kind is BlockKind.TEXT):
-                continue
-            num_before = max(0, text.find(block.text, num_before))
-            try:
-                fault = await self._checks.fault(rule.schema, block)
-            except UncheckedError as error:
-                self._checks.report_unchecked(str(error), block, self._request.request_id)
-                fault = None
-            if fault is not None:
-                return _Miss(block, fault, num_before, rule.is_strict)
-            num_before += len(block.text)
-        return None
+            if rule is not None and not (has_calls and block.kind is BlockKind.TEXT):
+                kind, index = block.kind.value, block.index
+                parts.append(Part(block.text, rule.schema, rule.is_strict, kind, index))
+        return parts
 
-    def _written(self, answer: Completion) -> str | None:
-        return written_text(answer, self._reply.tokenizer)
+    async def _check(self, part: Part) -> Fault | None:
+        """Return the rule that a part breaks; None if it breaks none, or cannot be checked."""
+        try:
+            return await self._checks.fault(part.schema, part.text)
+        except UncheckedError as error:
+            self._checks.report_unchecked(str(error), part.kind, self._request.request_id)
+            return None
 
-    def _exclusions(self, answer: Completion, miss: _Miss, level: int) -> Iterator[Excluded]:
-        """Yield the texts to exclude: the wrong value at level 0, its prefixes at higher levels."""
-        written = self._written(answer)
-        return exclusions(written, miss.num_before, miss.block.text, miss.fault, level)
-
-    async def _draw(
-        self, answers: Answers, answer: Completion, excluded: list[Excluded]
-    ) -> Completion:
+    async def _draw(self, answers: Answers, work: Draw) -> Completion:
         """Generate an answer again, without the excluded texts."""
-        params = redrawn_params(self._encoded.params, answer.index, excluded)
+        params = redrawn_params(self._encoded.params, work)
         self._checks.count_redraw()
-        hints = replace(self._encoded.hints, prediction=answer.token_ids, shows_progress=False)
+        hints = replace(self._encoded.hints, prediction=work.answer.token_ids, shows_progress=False)
         caller = begun(self._reply.job, self._request).caller
-        return await answers.draw_again(answer, params, caller, hints)
+        return await answers.draw_again(work.answer, params, caller, hints)
 
 
 class _Sent:
@@ -312,19 +267,21 @@ class _Sent:
         elif isinstance(event, Closed):
             self._num_closed += 1
 
-    def may_change(self, block: ContentBlock, start: int) -> bool:
-        """Return whether the text of a block after an offset, and all later blocks, are unsent."""
-        if block.index >= len(self._num_sent):
+    def may_change(self, part: Part, start: int) -> bool:
+        """Return whether the text of a part after an offset, and all later blocks, are unsent."""
+        if part.index >= len(self._num_sent):
             return True
-        is_open = block.index == len(self._num_sent) - 1
-        return is_open and start >= self._num_sent[block.index]
+        is_open = part.index == len(self._num_sent) - 1
+        return is_open and start >= self._num_sent[part.index]
 
-    def num_sent(self, block: ContentBlock) -> int:
-        """Return how many characters of a block have been sent."""
-        return self._num_sent[block.index] if block.index < len(self._num_sent) else 0
+    def num_shown(self, miss: Miss) -> int:
+        """Return how many characters of the written answer have been sent."""
+        index = miss.part.index
+        return miss.num_before + (self._num_sent[index] if index < len(self._num_sent) else 0)
 
-    def goes_on(self, events: list[Event]) -> bool:
+    def is_continued_by(self, answer: Completion) -> bool:
         """Return whether a new answer begins with the text that the stream has sent."""
+        events = self._guard.read(answer)
         blocks = [event.block for event in events if isinstance(event, Opened)]
         if len(blocks) < len(self._blocks):
             return False

@@ -19,7 +19,7 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.embedding import Embedding
 from twostroke.engine.health import Health
 from twostroke.engine.output import Timings, Usage, join
-from twostroke.engine.redraw import in_place_of
+from twostroke.engine.settling import in_place_of
 from twostroke.http.errors import ServerStoppingError
 
 if TYPE_CHECKING:

@@ -421,7 +421,10 @@ def test_chat_without_the_version_has_llama_servers_form(server: LiveServer) -> 
         events(server.http.post(path, json=fields).text)[0]["choices"][0]["delta"]
         for path in ("/chat/completions", "/v1/chat/completions")
     ]
-    assert firsts == [{"role": "assistant", "content": None}, {"role": "assistant"}]
+    assert firsts == [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": "", "refusal": None},
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])

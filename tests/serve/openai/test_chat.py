@@ -62,7 +62,7 @@ def test_stream_is_right_byte_by_byte(server: LiveServer, hello: Fields) -> None
     )
     end = f'}}],"system_fingerprint":"{FINGERPRINT}"}}\n\n'
     piece = '},"logprobs":null,"finish_reason":null' + end
-    expected = start + '"role":"assistant"' + piece
+    expected = start + '"role":"assistant","content":"","refusal":null' + piece
     expected += (start + '"content":"hello"' + piece) * 2
     expected += start + '},"logprobs":null,"finish_reason":"length"' + end
     expected += "data: [DONE]\n\n"
@@ -277,7 +277,7 @@ def test_n_choices_stream_apart_and_equal_the_whole(server: LiveServer) -> None:
     chunks = events(server.chat(stream=True, **fields).text)[:-1]
     for choice in whole:
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
-        assert mine[0]["delta"] == {"role": "assistant"}
+        assert mine[0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
         assert mine[-1]["delta"] == {}
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         text = "".join(part["delta"].get("content", "") for part in mine)

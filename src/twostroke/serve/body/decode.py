@@ -124,7 +124,7 @@ def not_json(
     error: Exception, text: bytes | mmap | msgspec.Raw, what: str = "body"
 ) -> BodySyntaxError:
     """Return the error about a text that msgspec cannot read; `what` it is."""
-    why = str(error)
+    why = str(error).removeprefix("JSON is malformed: ")
     if not _is_utf8(text):
         why = "it is not UTF-8"
     elif _is_json_without_half_pairs(text):

@@ -108,6 +108,7 @@ class Delta(msgspec.Struct):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    refusal: UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[CallBody] | UnsetType = UNSET
@@ -252,10 +253,21 @@ class ChatEncoder:
             self._verbose.begin(event)
             if self._ids.is_reported:
                 self._chunk.prompt_token_ids = list(self._reply.prompts[0])
-            content = None if self._reply.as_llama_server else UNSET
-            return self._write(event.choice, Delta("assistant", content))
+            return self._write(event.choice, self._first_delta)
         self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._began_s)
         return self._write(event.choice, Delta())
+
+    @property
+    def _first_delta(self) -> Delta:
+        """The role, with an empty text unless the answer may begin with a call, as OpenAI sends.
+
+        Clients such as Vercel's AI SDK show a text as soon as there is any content, even if empty.
+        """
+        reply = self._reply
+        if reply.as_llama_server:
+            return Delta("assistant", content=None)
+        may_call = reply.job.tools is not None
+        return Delta("assistant", content=None if may_call else "", refusal=None)
 
     def _write_text(self, index: int, text: str) -> bytes:
         """Write a chunk that only has text; the rest of it is encoded once for each choice."""

@@ -1,0 +1,260 @@
+"""Decides how an answer that breaks its JSON schema is generated again, for Python and the server.
+
+A new answer has the same seed, and the wrong value is excluded from it, so the text before the
+value does not change. If new answers break the schema at the same offset several times, shorter and
+shorter prefixes of the value are excluded.
+
+`settling` does no work itself. It yields each check and each new answer that it needs, and its
+caller sends the result: `engine/redraw.py` blocks meanwhile, `serve/redraw.py` does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from msgspec.structs import replace
+
+from twostroke.core.constraint import Excluded
+from twostroke.core.errors import DeadlineError, OverloadedError, RequestError, SchemaMissError
+from twostroke.core.request import FinishReason
+from twostroke.core.sampling import MAX_SEED
+from twostroke.engine.output import Timings
+from twostroke.schema.spans import wrong_span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Sequence
+
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.output import Completion
+    from twostroke.schema.verify import Fault
+    from twostroke.tokenize import Tokenizer
+
+MAX_REDRAWS: Final = 8  # new answers in place of one answer
+# The new answers may have this many tokens together, or this many times the first answer's tokens
+# if that is more.
+MIN_REDRAWN_TOKENS: Final = 2048
+MAX_REDRAWN_SHARE: Final = 4
+# A last guard, far beyond what the tokens take on a busy machine: if time decided, a busy machine
+# would mark answers that a quiet one mends.
+MAX_REDRAW_S: Final = 1800.0
+MISSES_AT_LEVEL: Final = 2  # misses at one offset before a prefix of half the length is excluded
+_AFTER_NUMBER: Final = ",}]"
+_VALUE_ENDS: Final = ("}", "]", '"', "true", "false", "null")  # of values that cannot go on
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an answer that has a schema: its text, or the arguments of a call.
+
+    Attributes:
+        text: the part as the model wrote it.
+        schema: the JSON schema of the part.
+        is_strict: whether an answer that breaks the schema is an error.
+        kind: "text" or "call", for reports.
+        index: its place among the blocks of the answer, where a stream has blocks.
+    """
+
+    text: str
+    schema: str
+    is_strict: bool
+    kind: str = "text"
+    index: int = 0
+
+
+class Miss(NamedTuple):
+    """A rule that a part of an answer breaks; `num_before` characters precede the part."""
+
+    part: Part
+    fault: Fault
+    num_before: int
+
+
+class Check(NamedTuple):
+    """Asks for the rule that a part breaks: a `Fault`, or None."""
+
+    part: Part
+
+
+class Draw(NamedTuple):
+    """Asks for another answer in place of `answer`, without the excluded texts.
+
+    The caller throws a RequestError if no other text fits, a DeadlineError or an OverloadedError if
+    there is no time or room for another answer.
+    """
+
+    answer: Completion
+    excluded: tuple[Excluded, ...]
+
+
+class Settled(NamedTuple):
+    """The final answer, and the rule that it still breaks."""
+
+    answer: Completion
+    miss: Miss | None
+
+
+class Shown(Protocol):
+    """The part of an answer that a stream has sent, which cannot change any more."""
+
+    def may_change(self, part: Part, start: int) -> bool:
+        """Return whether the text from an offset in a part on is unsent."""
+
+    def num_shown(self, miss: Miss) -> int:
+        """Return how many characters of the written answer were sent."""
+
+    def is_continued_by(self, answer: Completion) -> bool:
+        """Return whether a new answer begins with everything that was sent."""
+
+
+def settling(
+    answer: Completion,
+    read_parts: Callable[[Completion], Sequence[Part]],
+    tokenizer: Tokenizer,
+    shown: Shown | None = None,
+) -> Generator[Check | Draw, Any, Settled]:
+    """Settle an answer: yield the work, get each result sent, and return the final answer.
+
+    `read_parts` returns the parts of an answer that have a schema. The number of new answers and of
+    their tokens is bounded, so that the result does not depend on the speed of the machine.
+    """
+    excluded: list[Excluded] = []
+    num_left = max(MIN_REDRAWN_TOKENS, MAX_REDRAWN_SHARE * len(answer.token_ids))
+    end_s = time.monotonic() + MAX_REDRAW_S
+    miss = yield from _find_miss(answer, read_parts, tokenizer)
+    last_start, num_misses, is_widened = -1, 0, False
+    for _ in range(MAX_REDRAWS):
+        if miss is None or num_left <= 0 or time.monotonic() > end_s:
+            break
+        start, _ = wrong_span(miss.part.text, miss.fault)
+        if shown is not None and not shown.may_change(miss.part, start):
+            break
+        num_misses = num_misses + 1 if miss.num_before + start == last_start else 0
+        last_start = miss.num_before + start
+        written = written_text(answer, tokenizer)
+        added = list(exclusions(written, miss, num_misses // MISSES_AT_LEVEL))
+        if not added:
+            break
+        excluded += added
+        try:
+            other: Completion = yield Draw(answer, tuple(excluded))
+        except RequestError:  # no other value fits there: let the text before it change, too
+            if is_widened:
+                break
+            num_shown = 0 if shown is None else shown.num_shown(miss)
+            num_bytes = len((written or "")[:num_shown].encode())
+            excluded = [dataclasses.replace(value, start=num_bytes) for value in excluded]
+            is_widened = True
+            continue
+        except (DeadlineError, OverloadedError):
+            break
+        num_left -= len(other.token_ids)
+        if shown is None or shown.is_continued_by(other):
+            answer = other
+            miss = yield from _find_miss(answer, read_parts, tokenizer)
+    return Settled(answer, miss)
+
+
+def _find_miss(
+    answer: Completion, read_parts: Callable[[Completion], Sequence[Part]], tokenizer: Tokenizer
+) -> Generator[Check | Draw, Any, Miss | None]:
+    """Return the first rule that an answer breaks.
+
+    Of an answer that was cut by its limit or by a stop, the parts that are complete are checked.
+    """
+    if answer.finish_reason not in {FinishReason.STOP, FinishReason.LENGTH}:
+        return None
+    has_ended = answer.stop is None or answer.stop in tokenizer.eos_ids
+    is_whole = answer.finish_reason is FinishReason.STOP and has_ended
+    written, num_before = written_text(answer, tokenizer) or "", 0
+    for part in read_parts(answer):
+        num_before = max(0, written.find(part.text, num_before))
+        if is_whole or is_complete_json(part.text):
+            fault: Fault | None = yield Check(part)
+            if fault is not None:
+                return Miss(part, fault, num_before)
+        num_before += len(part.text)
+    return None
+
+
+def is_complete_json(text: str) -> bool:
+    """Return whether a text is a JSON value that cannot go on, as a number could."""
+    text = text.strip()
+    if not text.endswith(_VALUE_ENDS):
+        return False
+    try:
+        json.loads(text, parse_int=str, parse_float=str)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def miss_error(fault: Fault) -> SchemaMissError:
+    """Return the error of an answer that breaks a strict schema."""
+    return SchemaMissError(
+        f"The answer breaks the rule {fault} of its schema, even after it was generated again "
+        f"(up to {MAX_REDRAWS} times). Describe the rule in the prompt, or relax it."
+    )
+
+
+def written_text(answer: Completion, tokenizer: Tokenizer) -> str | None:
+    """Return the text of an answer's tokens, without special ones; None if it is not UTF-8."""
+    special_ids = tokenizer.special_ids
+    tokens = [token for token in answer.token_ids if token not in special_ids]
+    try:
+        return b"".join(map(tokenizer.token_bytes, tokens)).decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[Excluded]:
+    """Yield the texts to exclude: the wrong value at level 0, its prefixes at higher levels."""
+    part = miss.part.text
+    start, end = wrong_span(part, miss.fault)
+    begin = miss.num_before + start
+    if written is None or written[begin:].find(part[start:end]) != 0:
+        return
+    before, value = written[:begin], part[start:end]
+    num_bytes = len(before.encode())
+    length = max(min(2, len(value)), len(value) >> level)
+    if length < len(value):
+        yield Excluded(before + value[:length], num_bytes)
+    elif value[-1] in '"}]':
+        yield Excluded(before + value, num_bytes)
+    elif begin + len(value) == len(written):
+        yield Excluded(before + value, num_bytes, is_whole=True)
+    else:
+        for sign in _AFTER_NUMBER:
+            yield Excluded(before + value + sign, num_bytes)
+
+
+def redrawn_params(params: SamplingParams, work: Draw) -> SamplingParams:
+    """Return the parameters that draw an answer again, without the excluded texts."""
+    assert params.constraint is not None
+    assert params.seed is not None
+    return replace(
+        params,
+        n=1,
+        seed=(params.seed + work.answer.index % params.n) % (MAX_SEED + 1),  # as the engine's
+        prompt_logprobs=None,
+        constraint=dataclasses.replace(params.constraint, excluded=work.excluded),
+    )
+
+
+def in_place_of(answer: Completion, other: Completion) -> Completion:
+    """Return an answer that was drawn again, with index and first times of the answer before."""
+    first = answer.timings
+    return replace(
+        other,
+        index=answer.index,
+        usage=replace(other.usage, cached_tokens=answer.usage.cached_tokens),
+        timings=Timings(
+            arrival_s=first.arrival_s,
+            started_s=first.started_s,
+            first_token_s=first.first_token_s,
+            last_token_s=other.timings.last_token_s,
+        ),
+        prompt_logprobs=answer.prompt_logprobs,
+    )
