@@ -27,6 +27,7 @@ from twostroke.core.errors import (
 )
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.service import DEFAULT_SERVICE
+from twostroke.engine import embedding
 from twostroke.engine.client import Caller
 from twostroke.engine.embedding import Embedding
 
@@ -287,6 +288,26 @@ def test_fewer_dimensions_keep_the_first_values(llm: LLM) -> None:
         found = llm.embed("hello world", dimensions=count)[0].vector
         part = whole[:count].astype(np.float64)
         np.testing.assert_allclose(found, part / np.linalg.norm(part), atol=1e-5)
+
+
+def test_without_pooling_each_token_has_its_own_vector(llm: LLM) -> None:
+    text = "hello world " * 60
+    last, mean, each = (llm.embed(text, pooling=word)[0] for word in ("last", "mean", "none"))
+    assert each.vector.shape == (each.usage.prompt_tokens, len(mean.vector))
+    for states, pooled in ((each.vector[-1], last), (each.vector.mean(axis=0), mean)):
+        found = states / np.linalg.norm(states)
+        np.testing.assert_allclose(found, pooled.vector, atol=1e-4)
+    first_values = llm.embed(text, pooling="none", dimensions=3)[0].vector
+    np.testing.assert_array_equal(first_values, each.vector[:, :3])
+    assert "one for each token" in repr(each)
+
+
+def test_vectors_of_too_many_tokens_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    width = llm.engine.card.embedding_width
+    monkeypatch.setattr(embedding, "MAX_TOKEN_VALUES", 3 * width)
+    assert llm.embed([[5, 6, 7]], pooling="none")[0].vector.shape == (3, width)
+    with pytest.raises(RequestError, match="at most 3 tokens with this model, got 4"):
+        llm.embed([[5, 6, 7, 8]], pooling="none")
 
 
 def test_the_mean_is_the_default_and_never_uses_cached_pages(llm: LLM) -> None:

@@ -71,8 +71,9 @@ def test_messages_are_taken_even_if_the_reader_stops_at_one() -> None:
     assert list(frames.feed(b"")) == REQUESTS[1:]
 
 
-def test_outputs_arrive_as_they_were() -> None:
-    vector = np.arange(4, dtype=np.float32)
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4)])
+def test_outputs_arrive_as_they_were(shape: tuple[int, ...]) -> None:
+    vector = np.arange(4, dtype=np.float32).reshape(shape)
     said = wire.Said([(1, Output(0, "hello", (5,))), (2, LAST), (3, Output(0, "", ()))])
     said.outputs[2][1].embedding = vector
     (found,) = Frames(wire.answers).feed(wire.pack(said))

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     "--pooling",
     type=OneOf(POOLINGS),
     default=AUTO,
-    help="Take the mean of all tokens, or the last token; auto: what suits the model.",
+    help="Take the mean of all tokens, or the last token; auto: what suits the model; none: a "
+    "vector of each token.",
 )
 @option(
     "--parse-special/--no-parse-special",

@@ -14,6 +14,7 @@ class Pooling(Enum):
 
     MEAN = "mean"  # of all tokens
     LAST = "last"  # of the last token, which depends on all
+    NONE = "none"  # of each token: a vector for each, as the model computes it
 
 
 AUTO: Final = "auto"
@@ -21,10 +22,11 @@ POOLINGS: Final = (AUTO, *(pooling.value for pooling in Pooling))
 
 
 class EmbeddingParams(Frozen):
-    """How a text becomes a vector, whose length is always 1.
+    """How a text becomes a vector of length 1, or with the pooling "none" one for each token.
 
     `pooling` is one of `POOLINGS`; "auto" is what the model's files say, else the mean. With
-    `dimensions` only that many first values are kept, scaled to length 1 again.
+    `dimensions` only that many first values are kept, and the vector is scaled to length 1 again.
+    Vectors of tokens are not scaled.
 
     Raises:
         RequestError: a value is outside its bounds; `field` names it.

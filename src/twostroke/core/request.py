@@ -185,7 +185,7 @@ class Request:
     @property
     def needs_all_rows(self) -> bool:
         """Whether all prompt rows must be computed, so that cached pages cannot be used."""
-        return self.pooling is Pooling.MEAN or self.num_unscored > 0
+        return self.pooling in {Pooling.MEAN, Pooling.NONE} or self.num_unscored > 0
 
     @property
     def is_finished(self) -> bool:

@@ -8,19 +8,20 @@ import secrets
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core.embedding import Pooling
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_HINTS, Hints, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.engine.choice import Choice
-from twostroke.engine.embedding import Embedder, choose_pooling, in_order
+from twostroke.engine.embedding import Embedder, check_token_values, choose_pooling, in_order
 from twostroke.engine.generation import AsyncGeneration, Generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from twostroke.core.embedding import EmbeddingParams, Pooling
+    from twostroke.core.embedding import EmbeddingParams
     from twostroke.engine.embedding import Embedding
     from twostroke.engine.generation import Outputs
     from twostroke.engine.handover_view import HandoverView
@@ -179,6 +180,8 @@ class Client:
         card, mailbox = self.card, generation.mailbox
         pooling = choose_pooling(params, card.name, card.pooling, card.embedding_width)
         self._check_prompts(texts, UNDRAWN, caller, pooling)
+        if pooling is Pooling.NONE:
+            check_token_values(texts, params.dimensions or card.embedding_width)
         embedders = []
         for index, tokens in enumerate(texts):
             request = new_request(tokens, UNDRAWN, caller, pooling)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from twostroke.engine.listener import Listener
 from twostroke.engine.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class Embedding(Frozen, eq=False):
-    """One text's vector, of length 1, with its usage and its timings."""
+    """One text's vector, of length 1, with its usage and its timings.
+
+    With the pooling "none", `vector` (tokens, width) has a vector for each token.
+    """
 
     index: int
     vector: Vector
@@ -37,6 +40,8 @@ class Embedding(Frozen, eq=False):
 
     def __repr__(self) -> str:
         """Show the vector's size and its first values."""
+        if self.vector.ndim > 1:
+            return f"Embedding(index={self.index}, {len(self.vector)} vectors, one for each token)"
         first = ", ".join(f"{value:.3f}" for value in self.vector[:3])
         return f"Embedding(index={self.index}, {len(self.vector)} values: {first}, ...)"
 
@@ -66,8 +71,11 @@ def in_order(outputs: Iterable[Output]) -> Iterator[Embedding]:
             index += 1
 
 
+MAX_TOKEN_VALUES: Final = 1 << 24  # of the vectors of all tokens of a text
+
+
 class Embedder(Listener):
-    """Adds up the hidden states of a text.
+    """Adds up the hidden states of a text, or keeps all of them if they are not pooled.
 
     They are added in float64, row by row in the order of the text, so the sum does not depend on
     how the text was divided into steps or on rows that were computed again.
@@ -86,6 +94,7 @@ class Embedder(Listener):
         self._dimensions = dimensions
         self._num_added = 0  # of the text's rows
         self._sum: NDArray[np.float64] | None = None
+        self._rows: list[Vector] = []  # of all tokens, without pooling
 
     def take(self, delta: Delta, now_s: float) -> Output | None:
         """Return the vector once the whole text is computed."""
@@ -103,15 +112,32 @@ class Embedder(Listener):
         if self._sum is None:  # sums begin with the first row that is pooled
             self._sum, self._num_added = np.zeros(states.shape[1]), first
         assert first <= self._num_added, "a row was passed over"
-        for row in states[self._num_added - first :]:
-            self._sum += row
+        if self.request.pooling is Pooling.NONE:
+            self._rows.append(np.array(states[self._num_added - first :, : self._dimensions]))
+        else:
+            for row in states[self._num_added - first :]:
+                self._sum += row
         self._num_added = max(self._num_added, end)
 
     def _vector(self) -> Vector:
+        if self.request.pooling is Pooling.NONE:
+            return np.concatenate(self._rows).astype(np.float32)
         assert self._sum is not None
         kept = self._sum[: self._dimensions]
         length = np.sqrt(np.sum(kept * kept))
         return np.asarray(kept / length if length else kept, np.float32)
+
+
+def check_token_values(texts: Sequence[Sequence[int]], width: int) -> None:
+    """Check that a vector for each token of a text is not too much.
+
+    Raises:
+        RequestError: a text has too many tokens.
+    """
+    limit = MAX_TOKEN_VALUES // width
+    if (most := max(map(len, texts), default=0)) > limit:
+        reason = f"'none' takes texts of at most {limit:,} tokens with this model, got {most:,}."
+        raise RequestError(reason, field="pooling")
 
 
 def choose_pooling(
@@ -132,11 +158,12 @@ def choose_pooling(
             value=params.dimensions,
         )
     wanted = own_pooling if params.pooling == AUTO else params.pooling
-    if wanted is None:
+    if wanted is None or (params.pooling == AUTO and wanted == Pooling.NONE.value):
         return Pooling.MEAN
     if wanted not in {pooling.value for pooling in Pooling}:
         raise RequestError(
-            "must be 'mean' or 'last': {name} was made for {own!r}, which is not supported.",
+            "must be 'mean', 'last' or 'none': {name} was made for {own!r}, which is not "
+            "supported.",
             field="pooling",
             name=model,
             own=wanted,

@@ -208,7 +208,7 @@ def _to_form(value: object) -> object:
         fields = tuple(name for name, fact in value.facts.items() if isinstance(fact, Field))
         return _ErrorForm(_name(type(value)), value.reason, value.field, facts, fields)
     if isinstance(value, np.ndarray):
-        return value.astype("<f4").tobytes()
+        return [*value.shape, value.astype("<f4").tobytes()]
     raise TypeError(f"{type(value).__name__} does not travel")
 
 
@@ -218,7 +218,8 @@ def _from_form(kind: type, value: Any) -> object:
         facts: dict[str, Any] = dict(form.facts)
         facts.update({name: Field(facts[name]) for name in form.fields if name in facts})
         return _kinds()[form.kind](form.reason, field=form.field, **facts)
-    return np.frombuffer(value, "<f4")
+    *shape, data = value
+    return np.frombuffer(data, "<f4").reshape(shape)
 
 
 @cache

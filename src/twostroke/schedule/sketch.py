@@ -219,7 +219,7 @@ def _num_pooled(request: Request, count: int) -> int:
     match request.pooling:
         case None:
             return 0
-        case Pooling.MEAN:
+        case Pooling.MEAN | Pooling.NONE:
             return count
         case Pooling.LAST:
             return int(request.num_planned + count == len(request.tokens))

@@ -114,6 +114,21 @@ def test_templates_are_applied(server: LiveServer) -> None:
     assert body["prompt"].endswith("I am<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_embeddings_without_pooling_are_those_of_each_token(server: LiveServer) -> None:
+    ids = server.http.post("/tokenize", json={"content": "hello world"}).json()["tokens"]
+    texts = [[*ids], [*ids, *ids]]
+    for path in ("/embedding", "/embeddings"):
+        body = {"content": texts, "pooling": "none"}
+        found = server.http.post(path, json=body).json()
+        assert [len(one["embedding"]) for one in found] == [len(ids), 2 * len(ids)]
+        pooled = server.http.post(path, json={"content": texts, "pooling": "last"}).json()
+        last, unit = found[0]["embedding"][-1], pooled[0]["embedding"][0]
+        length = sum(value * value for value in last) ** 0.5
+        assert [value / length for value in last] == pytest.approx(unit, abs=1e-4)
+    error = server.http.post("/embeddings", json={"content": "a", "pooling": "nome"}).json()
+    assert "Did you mean 'none'?" in error["error"]["message"]
+
+
 def test_embeddings_are_lists_of_vectors(server: LiveServer) -> None:
     texts = ["hello", "of the"]
     expected = [one["embedding"] for one in post(server, "/v1/embeddings", input=texts)["data"]]

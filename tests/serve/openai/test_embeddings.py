@@ -136,6 +136,7 @@ def test_ids_and_texts_may_follow_each_other(server: LiveServer, path: str) -> N
         ({"dimensions": 1.5}, "dimensions", "invalid_value", ""),
         ({"encoding_format": "hex"}, "encoding_format", "invalid_value", ""),
         ({"pooling": "cls"}, "pooling", "invalid_value", "auto, mean, last"),
+        ({"pooling": "none"}, "pooling", "invalid_value", "use /embeddings"),
         ({"priority": 1001}, "priority", "invalid_value", "1000"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "unsupported_parameter", ""),
         ({"model": "nobody"}, "model", "model_not_found", "does not exist"),

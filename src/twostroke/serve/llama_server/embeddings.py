@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 
-from twostroke.core.embedding import EmbeddingParams
+from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
 from twostroke.core.json_lines import encode_json
 from twostroke.engine.client import Caller
 from twostroke.http.errors import MissingFieldError
@@ -30,13 +31,23 @@ class LlamaEmbeddingRequest(field.RequestObject):
     ] = None
     input: Annotated[Texts | None, field.doc("The same as `content`.")] = None
     model: field.ModelName = None
+    pooling: Annotated[
+        str | None,
+        field.doc(
+            "The tokens whose hidden states make a vector; `none` returns a vector of each token.",
+            enum=[*POOLINGS, None],
+        ),
+    ] = None
     parse_special: field.ParseSpecial = None
     encoding_format: Annotated[Any, field.unsupported("float")] = None
     embd_normalize: Annotated[Any, field.unsupported(2)] = None
 
 
 class LlamaEmbedding(msgspec.Struct, frozen=True):
-    """The embedding of one text, of length 1, as the only vector of a list."""
+    """The embedding of one text, of length 1, as the only vector of a list, or one of each token.
+
+    Vectors of tokens are as the model computes them.
+    """
 
     index: int
     embedding: list[list[float]]
@@ -57,7 +68,7 @@ def read(asked: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     return EmbeddingJob(
         model=asked.model,
         texts=texts,
-        params=EmbeddingParams(),
+        params=EmbeddingParams(AUTO if asked.pooling is None else asked.pooling),
         caller=caller,
         write=_write,
         parse_special=asked.parse_special,
@@ -72,5 +83,5 @@ def whole(
 
 
 def _write(embedding: Embedding) -> msgspec.Raw:
-    vectors = [embedding.vector.tolist()]
+    vectors = np.atleast_2d(embedding.vector).tolist()
     return msgspec.Raw(encode_json(LlamaEmbedding(embedding.index, vectors)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Final, Literal, cast
 
 import msgspec
 
-from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
+from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams, Pooling
+from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.serve.describe import field
 from twostroke.serve.job import EmbeddingJob
@@ -18,6 +19,8 @@ from twostroke.serve.openai.fields import ServiceFields, to_caller
 if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding
     from twostroke.serve.store import Tenant
+
+_POOLINGS: Final = tuple(name for name in POOLINGS if name != Pooling.NONE.value)
 
 
 class EmbeddingRequest(ServiceFields, kw_only=True):
@@ -38,7 +41,7 @@ class EmbeddingRequest(ServiceFields, kw_only=True):
     ] = None
     pooling: Annotated[
         str | None,
-        field.doc("The tokens whose hidden states make a vector.", enum=[*POOLINGS, None]),
+        field.doc("The tokens whose hidden states make a vector.", enum=[*_POOLINGS, None]),
     ] = None
 
     add_special_tokens: field.AddSpecial = None
@@ -78,6 +81,9 @@ def read(asked: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
     pooling = AUTO if asked.pooling is None else asked.pooling
+    if pooling == Pooling.NONE.value:
+        reason = "cannot be 'none' here, since each input has one vector: use /embeddings."
+        raise RequestError(reason, field="pooling")
     return EmbeddingJob(
         model=asked.model,
         texts=split_inputs(asked.input, "input"),
