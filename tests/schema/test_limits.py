@@ -1,0 +1,114 @@
+"""The limits in docs/structured-output.md: held up to each of them; beyond, checked or refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from support.byte_tokenizer import byte_tokenizer
+from twostroke.core.constraint import MAX_CONSTRAINT, Constraint
+from twostroke.core.errors import RequestError
+from twostroke.sample.grammar import MAX_CHOICES, Grammars
+from twostroke.schema.prepare import prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.schema.prepare import Prepared
+
+    Schema = dict[str, Any]
+
+P: Final = {"type": "integer"}
+ARRAY: Final = {"type": "array"}
+_REPEATED: Final = "additionalProperties (names that repeat)"
+
+
+def members(count: int, **limits: int) -> Schema:
+    """Return the schema of an object with optional members."""
+    names = {f"m{i}": P for i in range(count)}
+    return {"type": "object", "properties": names, "additionalProperties": False, **limits}
+
+
+def distinct(count: int, **limits: int) -> Schema:
+    """Return the schema of an array of distinct values from a list."""
+    return {**ARRAY, "items": {"enum": [*range(count)]}, "uniqueItems": True, **limits}
+
+
+def contained(count: int) -> Schema:
+    """Return the schema of an array with several `contains`."""
+    return {**ARRAY, "allOf": [{"contains": {"const": i}} for i in range(count)]}
+
+
+def multiplied(count: int) -> Schema:
+    """Return a schema with several `anyOf` of two alternatives, all of which must hold."""
+    pairs = [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(count)]
+    names = {f"{letter}{i}": P for i in range(count) for letter in "ab"}
+    return {"type": "object", "properties": names, "allOf": pairs}
+
+
+# The keyword, what makes the schema of a size, the largest size that is held, and the next.
+HELD: list[tuple[str, Callable[[int], Schema], int, int]] = [
+    ("minProperties", lambda n: members(n, minProperties=1, maxProperties=n - 1), 6, 7),
+    ("minProperties", lambda n: members(n, minProperties=2), 11, 12),
+    ("maxProperties", lambda n: members(n, maxProperties=1), 63, 64),
+    ("maxProperties", lambda n: members(n, maxProperties=2), 10, 11),
+    ("uniqueItems", distinct, 5, 6),
+    ("uniqueItems", lambda n: distinct(n, maxItems=2), 19, 20),
+    ("contains", contained, 3, 4),
+    ("anyOf", multiplied, 6, 7),
+    ("multipleOf", lambda n: {"type": "integer", "multipleOf": n}, 20_000, 20_001),
+    ("multipleOf", lambda n: {"type": "integer", "multipleOf": n * 10}, 5_000, 5_001),
+    ("pattern", lambda n: {"type": "string", "pattern": rf"^(?=.{{{n}}}$)a*b"}, 100, 101),
+]
+# What makes a form of a size, the largest that is taken, the next, and the sentence about it.
+TAKEN: list[tuple[Callable[[int], Constraint], int, str]] = [
+    (
+        lambda n: Constraint.json_schema('{"title": "' + "x" * (n - 13) + '"}'),
+        MAX_CONSTRAINT,
+        "json_schema takes at most 262,144 characters",
+    ),
+    (
+        lambda n: Constraint.choice([f"text {i}" for i in range(n)]),
+        MAX_CHOICES,
+        "must be 1 to 1,024 texts",
+    ),
+    (
+        lambda n: Constraint.json_schema({"const": n}),
+        9 * 10**18,
+        "const",
+    ),
+    (
+        lambda n: Constraint.json_schema(
+            {**members(n), "patternProperties": {f"^{i}": P for i in range(10)}}
+        ),
+        2_000,
+        "product must be at most 20,000",
+    ),
+]
+
+
+def gaps(schema: Schema) -> set[str]:
+    """Return the keywords that only the check of the answer holds."""
+    prepared: Prepared = prepare(json.dumps(schema))
+    return {gap for gap in prepared.gaps if gap != _REPEATED}
+
+
+@pytest.mark.parametrize(("keyword", "make", "most", "more"), HELD)
+def test_a_keyword_is_held_up_to_its_limit_and_checked_beyond(
+    keyword: str, make: Callable[[int], Schema], most: int, more: int
+) -> None:
+    assert not gaps(make(most))
+    assert [gap for gap in gaps(make(more)) if keyword in gap], gaps(make(more))
+
+
+@pytest.mark.parametrize(("make", "most", "why"), TAKEN)
+def test_a_form_is_taken_up_to_its_limit_and_refused_beyond(
+    make: Callable[[int], Constraint], most: int, why: str
+) -> None:
+    tokenizer = byte_tokenizer()
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    grammars.matcher(make(most))
+    with pytest.raises(RequestError, match=why):
+        grammars.matcher(make(most + 1))
