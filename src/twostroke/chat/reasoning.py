@@ -197,7 +197,7 @@ def _switched(
 
 
 def _is_met(name: str, value: object, marks: ReasoningMarks | None) -> bool:
-    """Whether a model without such a variable does what it asks for: it need not reason."""
+    """Whether a model without such a variable follows its value, false: no reasoning is needed."""
     needs_none = not _reasons(marks) or _can_be_closed(marks)
     return name in _SWITCHES and value is False and needs_none
 

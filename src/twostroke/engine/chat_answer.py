@@ -233,7 +233,7 @@ class CallCollector:
 
 
 def _to_calls(written_calls: list[WrittenCall]) -> tuple[AnswerCall, ...]:
-    """Return the calls, except those that the end of the answer cut off."""
+    """Return the calls, without a call that the end of the answer cut off."""
     calls: list[AnswerCall] = []
     for written in written_calls:
         with suppress(ValueError):

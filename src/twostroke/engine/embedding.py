@@ -135,8 +135,10 @@ def check_token_values(texts: Sequence[Sequence[int]], width: int) -> None:
         RequestError: a text has too many tokens.
     """
     limit = MAX_TOKEN_VALUES // width
-    if (most := max(map(len, texts), default=0)) > limit:
-        reason = f"'none' takes texts of at most {limit:,} tokens with this model, got {most:,}."
+    if (num_tokens := max(map(len, texts), default=0)) > limit:
+        reason = (
+            f"'none' takes texts of at most {limit:,} tokens with this model, got {num_tokens:,}."
+        )
         raise RequestError(reason, field="pooling")
 
 

@@ -121,16 +121,16 @@ def find_unusable(plan: StepPlan, result: StepResult) -> Iterator[tuple[Request,
     for part in plan.slices:
         drawn = list(islice(tokens, part.num_drawn))
         right = right_drafts(part.drafts, part.branches, drawn)
-        taken = drawn[:1] + [drawn[1 + draft] for draft in right]
-        for index, token in enumerate(taken):
+        drawn_tokens = drawn[:1] + [drawn[1 + draft] for draft in right]
+        for index, token in enumerate(drawn_tokens):
             if token == NO_TOKEN:
-                yield part.request, _undrawn(part.request, taken[:index])
+                yield part.request, _undrawn(part.request, drawn_tokens[:index])
             if token == NO_TOKEN or token in part.request.end_ids:
                 break
 
 
-def _undrawn(request: Request, taken: Sequence[int]) -> TwostrokeError:
-    """Return the error of a request that has no next token after its output and `taken`.
+def _undrawn(request: Request, drawn_tokens: Sequence[int]) -> TwostrokeError:
+    """Return the error of a request that has no next token after its output and `drawn_tokens`.
 
     If the form of the answer and the request's other rules together allow no token, the error names
     the rules. Otherwise the model's logits are at fault.
@@ -140,10 +140,10 @@ def _undrawn(request: Request, taken: Sequence[int]) -> TwostrokeError:
         return _failure("its logits leave no token to draw.")
     masks = np.zeros((1, request.matcher.num_words), np.uint32)
     try:
-        request.matcher.masks([*request.output, *taken], (), (), masks)
+        request.matcher.masks([*request.output, *drawn_tokens], (), (), masks)
     except RequestError as error:
         return error
-    is_early = request.num_output + len(taken) < params.min_tokens
+    is_early = request.num_output + len(drawn_tokens) < params.min_tokens
     barred = request.end_ids if is_early else ()
     if not allows_only(masks[0], barred):
         return _failure("its logits leave no token to draw.")
@@ -152,7 +152,7 @@ def _undrawn(request: Request, taken: Sequence[int]) -> TwostrokeError:
     ]
     if constraint.excluded:
         rules.append("the excluded texts")
-    reason = f"leaves no token to draw after {request.num_output + len(taken)} tokens"
+    reason = f"leaves no token to draw after {request.num_output + len(drawn_tokens)} tokens"
     reason += f", together with {' and '.join(rules)}: change one of them." if rules else "."
     return RequestError(reason, field=constraint.param)
 

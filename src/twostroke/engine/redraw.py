@@ -19,9 +19,9 @@ from twostroke.core.frozen import Frozen
 from twostroke.engine.chat_answer import CallCollector
 from twostroke.engine.output import Completion, Output, join
 from twostroke.engine.settling import (
-    Check,
-    Draw,
-    Part,
+    CheckedPart,
+    CheckPart,
+    DrawAgain,
     in_place_of,
     miss_error,
     redrawn_params,
@@ -29,8 +29,7 @@ from twostroke.engine.settling import (
 )
 from twostroke.schema.spans import HeldBack, checked_places
 from twostroke.schema.verify import UncheckedError
-from twostroke.tokenize.preface import Part as PrefacePart
-from twostroke.tokenize.preface import PrefaceCutter
+from twostroke.tokenize.preface import Part, PrefaceCutter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,7 +172,7 @@ class Redrawer:
                 break
             result = error = None
             try:
-                result = self._check(step.part) if isinstance(step, Check) else self._draw(step)
+                result = self._check(step.part) if isinstance(step, CheckPart) else self._draw(step)
             except TwostrokeError as its_own:
                 error = its_own
         if settled.miss is None:
@@ -182,7 +181,7 @@ class Redrawer:
             raise miss_error(settled.miss.fault)
         return replace(settled.answer, schema_miss=str(settled.miss.fault))
 
-    def _draw(self, work: Draw) -> Completion:
+    def _draw(self, work: DrawAgain) -> Completion:
         params = redrawn_params(self._prompt.params, work)
         hints = replace(self._prompt.hints, prediction=work.answer.token_ids, shows_progress=False)
         generation = self._client.generate(self._prompt.tokens, params, self._prompt.caller, hints)
@@ -190,7 +189,7 @@ class Redrawer:
         [other] = generation.wait()
         return in_place_of(work.answer, other)
 
-    def _check(self, part: Part) -> Fault | None:
+    def _check(self, part: CheckedPart) -> Fault | None:
         """Return the rule that a part breaks; None if it breaks none, or cannot be checked."""
         try:
             return self._client.grammars.verifier.fault(part.schema, part.text)
@@ -198,7 +197,7 @@ class Redrawer:
             _logger.warning("An answer could not be checked against its schema: %s.", error)
             return None
 
-    def _parts(self, answer: Completion) -> list[Part]:
+    def _parts(self, answer: Completion) -> list[CheckedPart]:
         """Return the parts of an answer that have rules: its calls, or else its text."""
         calls: list[WrittenCall] = []
         if self._prompt.reading.is_plain:
@@ -206,17 +205,17 @@ class Redrawer:
             if self._preface is not None:
                 cutter = PrefaceCutter(self._preface)
                 parts = [*cutter.feed(answer.text), *cutter.finish()]
-                text = "".join(stretch for part, stretch in parts if part is PrefacePart.AFTER)
+                text = "".join(stretch for part, stretch in parts if part is Part.AFTER)
         else:
             collector = CallCollector(self._prompt.reading.reader(self._tokenizer))
             text, _, calls = collector.take(answer)
         if calls:
             return [
-                Part(call.arguments, *self._calls[call.name], kind="call")
+                CheckedPart(call.arguments, *self._calls[call.name], kind="call")
                 for call in calls
                 if call.name in self._calls
             ]
-        return [] if self._text is None else [Part(text, *self._text)]
+        return [] if self._text is None else [CheckedPart(text, *self._text)]
 
 
 class SentPart:
@@ -233,9 +232,9 @@ class SentPart:
         text = output.text
         if self._preface is not None:
             text = "".join(
-                stretch for part, stretch in self._preface.feed(text) if part is PrefacePart.AFTER
+                stretch for part, stretch in self._preface.feed(text) if part is Part.AFTER
             )
-        has_begun = self._preface is None or self._preface.place is PrefacePart.AFTER
+        has_begun = self._preface is None or self._preface.place is Part.AFTER
         self._held_back.feed(text)
         is_held = has_begun and (self._held_back.is_held or self._held_back.is_in_name)
         if is_held or output.finish_reason is not None:
@@ -249,7 +248,7 @@ class SentPart:
         """The text that was sent."""
         return "".join(output.text for output in self.outputs[: self._num_sent])
 
-    def may_change(self, part: Part, start: int) -> bool:
+    def may_change(self, part: CheckedPart, start: int) -> bool:
         """Return True; `is_continued_by` finds answers that change sent text."""
         del part, start
         return True

@@ -37,7 +37,7 @@ MAX_REDRAWS: Final = 8  # new answers in place of one answer
 # if that is more.
 MIN_REDRAWN_TOKENS: Final = 2048
 MAX_REDRAWN_SHARE: Final = 4
-# A last guard, far beyond what the tokens take on a busy machine: if time decided, a busy machine
+# A last guard, far longer than the tokens need on a busy machine: if time decided, a busy machine
 # would mark answers that a quiet one mends.
 MAX_REDRAW_S: Final = 1800.0
 MISSES_AT_LEVEL: Final = 2  # misses at one offset before a prefix of half the length is excluded
@@ -46,7 +46,7 @@ _VALUE_ENDS: Final = ("}", "]", '"', "true", "false", "null")  # of values that 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class CheckedPart:
     """A part of an answer that has a schema: its text, or the arguments of a call.
 
     Attributes:
@@ -67,18 +67,18 @@ class Part:
 class Miss(NamedTuple):
     """A rule that a part of an answer breaks; `num_before` characters precede the part."""
 
-    part: Part
+    part: CheckedPart
     fault: Fault
     num_before: int
 
 
-class Check(NamedTuple):
+class CheckPart(NamedTuple):
     """Asks for the rule that a part breaks: a `Fault`, or None."""
 
-    part: Part
+    part: CheckedPart
 
 
-class Draw(NamedTuple):
+class DrawAgain(NamedTuple):
     """Asks for another answer in place of `answer`, without the excluded texts.
 
     The caller throws a RequestError if no other text fits, a DeadlineError or an OverloadedError if
@@ -96,10 +96,10 @@ class Settled(NamedTuple):
     miss: Miss | None
 
 
-class Shown(Protocol):
+class SentText(Protocol):
     """The part of an answer that a stream has sent, which cannot change any more."""
 
-    def may_change(self, part: Part, start: int) -> bool:
+    def may_change(self, part: CheckedPart, start: int) -> bool:
         """Return whether the text from an offset in a part on is unsent."""
 
     def num_shown(self, miss: Miss) -> int:
@@ -111,10 +111,10 @@ class Shown(Protocol):
 
 def settling(
     answer: Completion,
-    read_parts: Callable[[Completion], Sequence[Part]],
+    read_parts: Callable[[Completion], Sequence[CheckedPart]],
     tokenizer: Tokenizer,
-    shown: Shown | None = None,
-) -> Generator[Check | Draw, Any, Settled]:
+    sent: SentText | None = None,
+) -> Generator[CheckPart | DrawAgain, Any, Settled]:
     """Settle an answer: yield the work, get each result sent, and return the final answer.
 
     `read_parts` returns the parts of an answer that have a schema. The number of new answers and of
@@ -129,7 +129,7 @@ def settling(
         if miss is None or num_left <= 0 or time.monotonic() > end_s:
             break
         start, _ = wrong_span(miss.part.text, miss.fault)
-        if shown is not None and not shown.may_change(miss.part, start):
+        if sent is not None and not sent.may_change(miss.part, start):
             break
         num_misses = num_misses + 1 if miss.num_before + start == last_start else 0
         last_start = miss.num_before + start
@@ -139,11 +139,11 @@ def settling(
             break
         excluded += added
         try:
-            other: Completion = yield Draw(answer, tuple(excluded))
+            other: Completion = yield DrawAgain(answer, tuple(excluded))
         except RequestError:  # no other value fits there: let the text before it change, too
             if is_widened:
                 break
-            num_shown = 0 if shown is None else shown.num_shown(miss)
+            num_shown = 0 if sent is None else sent.num_shown(miss)
             num_bytes = len((written or "")[:num_shown].encode())
             excluded = [dataclasses.replace(value, start=num_bytes) for value in excluded]
             is_widened = True
@@ -151,15 +151,17 @@ def settling(
         except (DeadlineError, OverloadedError):
             break
         num_left -= len(other.token_ids)
-        if shown is None or shown.is_continued_by(other):
+        if sent is None or sent.is_continued_by(other):
             answer = other
             miss = yield from _find_miss(answer, read_parts, tokenizer)
     return Settled(answer, miss)
 
 
 def _find_miss(
-    answer: Completion, read_parts: Callable[[Completion], Sequence[Part]], tokenizer: Tokenizer
-) -> Generator[Check | Draw, Any, Miss | None]:
+    answer: Completion,
+    read_parts: Callable[[Completion], Sequence[CheckedPart]],
+    tokenizer: Tokenizer,
+) -> Generator[CheckPart | DrawAgain, Any, Miss | None]:
     """Return the first rule that an answer breaks.
 
     Of an answer that was cut by its limit or by a stop, the parts that are complete are checked.
@@ -172,7 +174,7 @@ def _find_miss(
     for part in read_parts(answer):
         num_before = max(0, written.find(part.text, num_before))
         if is_whole or is_complete_json(part.text):
-            fault: Fault | None = yield Check(part)
+            fault: Fault | None = yield CheckPart(part)
             if fault is not None:
                 return Miss(part, fault, num_before)
         num_before += len(part.text)
@@ -230,7 +232,7 @@ def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[Excluded
             yield Excluded(before + value + sign, num_bytes)
 
 
-def redrawn_params(params: SamplingParams, work: Draw) -> SamplingParams:
+def redrawn_params(params: SamplingParams, work: DrawAgain) -> SamplingParams:
     """Return the parameters that draw an answer again, without the excluded texts."""
     assert params.constraint is not None
     assert params.seed is not None

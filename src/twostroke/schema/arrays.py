@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.schema.branch import key
@@ -41,7 +41,7 @@ def arrays(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]
     if not asked:
         yield from _made(branch, child)
         return
-    if 1 < len(asked) <= _MOST_CONTAINED and all(one[1:3] == (1, None) for one in asked):
+    if 1 < len(asked) <= _MOST_CONTAINED and all(contains[1:3] == (1, None) for contains in asked):
         yield from _containing_each(branch, asked, child)
         return
     for one in asked[1:]:
@@ -49,14 +49,16 @@ def arrays(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]
     yield from _containing(branch, asked[0], child)
 
 
-def _containing_each(branch: Branch, asked: Sequence[Contains], child: Child) -> Iterator[Schema]:
+def _containing_each(
+    branch: Branch, keywords: Sequence[Contains], child: Child
+) -> Iterator[Schema]:
     """Yield arrays with an item for each of several `contains`; an item may fit several of them."""
     high = branch.items.high
-    for places in product(range(_MOST_PLACES_OF_EACH), repeat=len(asked)):
-        if high is None or max(places) < high:
+    for indices in product(range(_MOST_PLACES_OF_EACH), repeat=len(keywords)):
+        if high is None or max(indices) < high:
             fixed: dict[int, list[Contains]] = {}
-            for place, one in zip(places, asked, strict=True):
-                fixed.setdefault(place, []).append(one)
+            for index, contains in zip(indices, keywords, strict=True):
+                fixed.setdefault(index, []).append(contains)
             yield from _made(branch, child, fixed)
 
 
@@ -74,7 +76,7 @@ def _containing(branch: Branch, asked: Contains, child: Child) -> Iterator[Schem
         for first in range(_MOST_PLACES if count else 1):
             if high is not None and first + count > high:
                 break
-            fixed = {place: [asked] for place in range(first, first + count)}
+            fixed = {index: [asked] for index in range(first, first + count)}
             yield from _made(branch, child, fixed, asked)
 
 
@@ -84,7 +86,7 @@ def _made(
     fixed: Mapping[int, Sequence[Contains]] = _NO_PLACES,
     limited: Contains | None = None,
 ) -> Iterator[Schema]:
-    """Yield the schema of arrays of which the items at `fixed` places fit some `contains`.
+    """Yield the schema of arrays whose items at `fixed` places fit some `contains`.
 
     If `limited` has a most number of items, no others fit it.
     """
@@ -100,9 +102,9 @@ def _made(
     first = []
     for place in range(length):
         if place in fixed:
-            scope = tuple(application for one in fixed[place] for application in one.scope)
+            scope = tuple(chain.from_iterable(contains.scope for contains in fixed[place]))
             around = [*branch.arrays, *branch.unevaluated_items(but=scope)]
-            items: list[State] = [(one.item,) for one in fixed[place]]
+            items: list[State] = [(contains.item,) for contains in fixed[place]]
             first.append(child([*(part.of(place) for part in around), *items]))
         else:
             first.append(child([*branch.item(place), *others]))
@@ -143,24 +145,24 @@ def _spelled(branch: Branch, expander: Expander, length: int) -> list[list[Any]]
     """
     low, high = branch.items.low, branch.items.high
     values_at: dict[int, dict[Any, Any] | None] = {}
-    found: list[list[Any]] = []
+    spelled: list[list[Any]] = []
     beginnings: list[dict[Any, Any]] = [{}]  # distinct items by their keys
     count = num_characters = 0
     while beginnings:
         if count >= low:
-            found += [list(items.values()) for items in beginnings]
-            num_characters += len(json.dumps(found[-len(beginnings) :], default=str))
-        if len(beginnings) > _MOST_DISTINCT or len(found) > _MOST_DISTINCT:
+            spelled += [list(items.values()) for items in beginnings]
+            num_characters += len(json.dumps(spelled[-len(beginnings) :], default=str))
+        if len(beginnings) > _MOST_DISTINCT or len(spelled) > _MOST_DISTINCT:
             return None
         if num_characters > _MOST_DISTINCT_TEXT:
             return None
         if count == high:
             break
-        place = min(count, length)
-        if place not in values_at:
-            state = expander.state(branch.item(place))
-            values_at[place] = {} if state is None else _values(expander, state)
-        values = values_at[place]
+        index = min(count, length)
+        if index not in values_at:
+            state = expander.state(branch.item(index))
+            values_at[index] = {} if state is None else _values(expander, state)
+        values = values_at[index]
         if values is None:
             return None
         beginnings = [
@@ -170,7 +172,7 @@ def _spelled(branch: Branch, expander: Expander, length: int) -> list[list[Any]]
             if name not in items
         ]
         count += 1
-    return found
+    return spelled
 
 
 def _are_apart(branch: Branch, expander: Expander, length: int) -> bool:
@@ -190,7 +192,9 @@ def _values(expander: Expander, state: State) -> dict[Any, Any] | None:
         values = branch.allowed()
         if values is None or branch.patterns or branch.gaps:
             return None
-        found |= {key(one): written(one) for one in values}
+        found |= {key(value): written(value) for value in values}
     return {
-        name: one for name, one in found.items() if not isinstance(one, str) or can_be_written(one)
+        name: value
+        for name, value in found.items()
+        if not isinstance(value, str) or can_be_written(value)
     }

@@ -78,20 +78,24 @@ def _counted(branch: Branch, members: dict[str, AnySchema], more: Schema) -> Ite
         yield shape | _counts(low, high)
         return
     selections = _selections(required, optional, branch.members, has_others=bool(more))
-    chosen = [*islice(selections, _MOST_SELECTIONS + 1)]
-    size = len(json.dumps(used)) * len(chosen)
-    if len(chosen) > _MOST_SELECTIONS or size > _MOST_SELECTED_TEXT:
+    choices = [*islice(selections, _MOST_SELECTIONS + 1)]
+    size = len(json.dumps(used)) * len(choices)
+    if len(choices) > _MOST_SELECTIONS or size > _MOST_SELECTED_TEXT:
         branch.gap("minProperties or maxProperties (of many)")
         yield shape
         return
-    for present, free in chosen:
-        kept = {*required, *present}
-        is_kept = kept.union(free).__contains__
+    for present, free in choices:
+        needed_names = {*required, *present}
+        is_kept = needed_names.union(free).__contains__
         inside = {n: inner if is_kept(n) else False for n, inner in used.items()}
         if not more:
             inside = {n: inner for n, inner in inside.items() if is_kept(n)}
         counts = _counts(low, high) if more and not free else {}
-        yield shape | counts | {"properties": inside, "required": [n for n in used if n in kept]}
+        yield (
+            shape
+            | counts
+            | {"properties": inside, "required": [n for n in used if n in needed_names]}
+        )
 
 
 def _selections(
@@ -107,13 +111,13 @@ def _selections(
     if high is not None and (has_others or high < num_named):
         for count in range(0 if has_others else num_asked, len(optional) + 1):
             if len(required) + count <= high:
-                yield from ((chosen, ()) for chosen in combinations(optional, count))
+                yield from ((names, ()) for names in combinations(optional, count))
         return
     for count in range(num_asked if has_others else 0):  # others make up the number
-        yield from ((chosen, ()) for chosen in combinations(optional, count))
-    for chosen in combinations(range(len(optional)), num_asked):  # the first that there are
-        after = chosen[-1] + 1 if chosen else 0
-        yield [optional[index] for index in chosen], optional[after:]
+        yield from ((names, ()) for names in combinations(optional, count))
+    for indices in combinations(range(len(optional)), num_asked):  # the first that there are
+        after = indices[-1] + 1 if indices else 0
+        yield [optional[index] for index in indices], optional[after:]
 
 
 def _counts(low: int, high: int | None) -> Schema:

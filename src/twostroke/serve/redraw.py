@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from twostroke.core.errors import TwostrokeError
 from twostroke.engine.output import join
 from twostroke.engine.settling import (
-    Check,
-    Draw,
-    Part,
+    CheckedPart,
+    CheckPart,
+    DrawAgain,
     miss_error,
     redrawn_params,
     settling,
@@ -140,7 +140,7 @@ class AnswerGuard:
                 break
             result = error = None
             try:
-                if isinstance(step, Check):
+                if isinstance(step, CheckPart):
                     result = await self._check(step.part)
                 else:
                     result = await self._draw(answers, step)
@@ -173,19 +173,19 @@ class AnswerGuard:
             return None if block.is_custom else self._calls.get(block.name)
         return self._text if block.kind is BlockKind.TEXT else None
 
-    def _parts(self, answer: Completion) -> list[Part]:
+    def _parts(self, answer: Completion) -> list[CheckedPart]:
         """Return the parts of an answer that have rules: its calls, or else its text."""
         blocks = [event.block for event in self.read(answer) if isinstance(event, Closed)]
         has_calls = any(block.kind is BlockKind.CALL for block in blocks)
-        parts: list[Part] = []
+        parts: list[CheckedPart] = []
         for block in blocks:
             rule = self.rule(block)
             if rule is not None and not (has_calls and block.kind is BlockKind.TEXT):
                 kind, index = block.kind.value, block.index
-                parts.append(Part(block.text, rule.schema, rule.is_strict, kind, index))
+                parts.append(CheckedPart(block.text, rule.schema, rule.is_strict, kind, index))
         return parts
 
-    async def _check(self, part: Part) -> Fault | None:
+    async def _check(self, part: CheckedPart) -> Fault | None:
         """Return the rule that a part breaks; None if it breaks none, or cannot be checked."""
         try:
             return await self._checks.fault(part.schema, part.text)
@@ -193,7 +193,7 @@ class AnswerGuard:
             self._checks.report_unchecked(str(error), part.kind, self._request.request_id)
             return None
 
-    async def _draw(self, answers: Answers, work: Draw) -> Completion:
+    async def _draw(self, answers: Answers, work: DrawAgain) -> Completion:
         """Generate an answer again, without the excluded texts."""
         params = redrawn_params(self._encoded.params, work)
         self._checks.count_redraw()
@@ -267,7 +267,7 @@ class _Sent:
         elif isinstance(event, Closed):
             self._num_closed += 1
 
-    def may_change(self, part: Part, start: int) -> bool:
+    def may_change(self, part: CheckedPart, start: int) -> bool:
         """Return whether the text of a part after an offset, and all later blocks, are unsent."""
         if part.index >= len(self._num_sent):
             return True
