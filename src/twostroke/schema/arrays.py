@@ -187,14 +187,14 @@ def _are_apart(branch: Branch, expander: Expander, length: int) -> bool:
 
 def _values(expander: Expander, state: State) -> dict[Any, Any] | None:
     """Return the values that fit a state by their keys, if they are listed."""
-    found: dict[Any, Any] = {}
+    values_by_key: dict[Any, Any] = {}
     for branch in expander.branches(state):
         values = branch.allowed()
         if values is None or branch.patterns or branch.gaps:
             return None
-        found |= {key(value): written(value) for value in values}
+        values_by_key |= {key(value): written(value) for value in values}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in values_by_key.items()
         if not isinstance(value, str) or can_be_written(value)
     }
