@@ -184,15 +184,32 @@ def test_what_cannot_be_asked_of_reasoning_is_refused(
     assert word in refused(thinking.chat(**fields), 400, param)
 
 
-def test_what_the_template_cannot_follow_is_named(thinking: LiveServer, always: LiveServer) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": {"thinking": False}},
+    ],
+)
+def test_reasoning_that_the_prompt_opens_can_be_switched_off(
+    always: LiveServer, fields: Fields
+) -> None:
     say(always, "x</think>y")
-    for server, fields in (
-        (always, {"reasoning_effort": "none"}),
-        (thinking, {"reasoning_effort": "much"}),
-        (thinking, {"chat_template_kwargs": {"enable_thinkin": 1}}),
+    response = always.chat(**fields)
+    assert "twostroke-ignored" not in response.headers
+    message = response.json()["choices"][0]["message"]
+    assert message["content"] == "x</think>y"
+    assert "reasoning_content" not in message
+
+
+def test_what_the_template_cannot_follow_is_named(thinking: LiveServer) -> None:
+    for fields in (
+        {"reasoning_effort": "much"},
+        {"chat_template_kwargs": {"enable_thinkin": 1}},
     ):
         (name,) = fields
-        response = server.chat(**fields)
+        response = thinking.chat(**fields)
         assert response.status_code == 200
         assert response.headers["twostroke-ignored"].startswith(name)
 
