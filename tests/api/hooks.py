@@ -42,7 +42,10 @@ REASONS = {
     ),
     "a machine that was not measured": (r"whose limits are not known",),
     "names of devices and formats": (r"^(device|weights|kv_format) must be one of ",),
-    "empty prompts": (r"(prompt|input|content)\S* is empty",),
+    "empty prompts": (
+        r"(prompt|input|content)\S* is empty",
+        r"input (is an empty list|has no items that are known here)",
+    ),
     "one of two fields": (
         r"Give one of prompt, messages and content",
         r" may only be set with (prompt|messages|content)",
@@ -55,7 +58,7 @@ REASONS = {
     "answers that are not in the background": (r"is not in the background",),
     "conversations": (r"cannot be combined with previous_response_id", r"Conversation with id"),
     "answers in the background that are not stored": (r"background needs",),
-    "unknown items": (r"Item with id", r"must be the id of an item"),
+    "unknown items": (r"Item with id", r"must be the id of an? (item|model|file|batch)"),
     "limits of thinking": (r"thinking.budget_tokens must be at least 1 and less than max_tokens",),
     "several forms of an answer": (r" cannot be combined with ", r" has no form"),
     "results of tools without their calls": (

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from twostroke.http.served import ErrorForm
 
-_ANTHROPIC_HEADER: Final = b"anthropic-version"  # which Anthropic's SDKs always send
+ANTHROPIC_HEADER: Final = b"anthropic-version"  # which Anthropic's SDKs always send
 _LLAMA_PATHS: Final = """
     /completion /infill /apply-template /embeddings /props /slots /lora-adapters
     /rerank /reranking /v1/rerank /v1/reranking
@@ -43,5 +43,5 @@ def error_form(scope: Scope, client_path: str = "") -> ErrorForm:
     for prefix, form in _BY_PATH.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return form
-    is_anthropic = any(name == _ANTHROPIC_HEADER for name, _ in scope["headers"])
+    is_anthropic = any(name == ANTHROPIC_HEADER for name, _ in scope["headers"])
     return ANTHROPIC if is_anthropic else OPENAI

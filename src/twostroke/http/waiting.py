@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from twostroke.http.served import ServedRequest
 
 TIMEOUT_HEADER: Final = "x-request-timeout"
-TIMEOUT_FORM: Final = r"^[0-9]{1,9}(\.[0-9]{1,9})?$"
 MAX_TIMEOUT_S: Final = 86400.0
+# All numbers above 0 and up to `MAX_TIMEOUT_S`; the OpenAPI document states a text's form only.
+TIMEOUT_FORM: Final = (
+    r"^(0{1,9}\.0{0,8}[1-9][0-9]{0,8}"
+    r"|0{0,4}([1-9][0-9]{0,3}|[1-7][0-9]{4}|8[0-5][0-9]{3}|86[0-3][0-9]{2})(\.[0-9]{1,9})?"
+    r"|0{0,4}86400(\.0{1,9})?)$"
+)
 RETRY_AFTER_S: Final = 1  # at least, and where nothing is known
 MAX_RETRY_AFTER_S: Final = 60
 _SPREAD: Final = 0.25  # of a time, which is added to it at random

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -20,6 +21,8 @@ from starlette.routing import Route
 from support.described import Description
 from support.servers import chat_body, description_of, live_server
 from support.tiny import Tiny, infill_metadata
+from twostroke.core.errors import RequestError
+from twostroke.http.waiting import timeout_of
 from twostroke.records import Records
 from twostroke.serve.describe.document import components, described_routes
 from twostroke.serve.describe.operations import OPERATIONS as SERVER_OPERATIONS
@@ -143,6 +146,56 @@ def test_items_of_a_response_request_are_described(description: Description) -> 
     assert description.is_valid(schema, {"input": [message, call]})
     for wrong in ({"role": "wizard", "content": "x"}, {**call, "type": "call"}, {"name": "f"}):
         assert not description.is_valid(schema, {"input": [message, wrong]})
+
+
+@pytest.mark.parametrize("name", ["ConversationRequest", "ItemsRequest"])
+def test_items_of_a_conversation_are_described(description: Description, name: str) -> None:
+    schema = {"$ref": f"#/components/schemas/{name}"}
+    message = {"role": "user", "content": "hello"}
+    assert description.is_valid(schema, {"items": [message]})
+    for wrong in ({}, {"role": "user"}, {"type": "custom_tool_call"}):
+        assert not description.is_valid(schema, {"items": [message, wrong]})
+    assert description.is_valid(schema, {"items": []}) == (name == "ConversationRequest")
+
+
+def test_header_for_anthropics_form_is_described_with_its_errors(described: dict[str, Any]) -> None:
+    operations = {
+        f"{method} {path}": operation
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+    }
+    with_header = {
+        name: operation
+        for name, operation in operations.items()
+        if any(one["name"] == "anthropic-version" for one in operation["parameters"])
+    }
+    assert {"get /v1/models", "post /v1/files", "delete /v1/files/{file_id}"} <= set(with_header)
+    for name, operation in with_header.items():
+        failures = [
+            response["content"]["application/json"]["schema"]
+            for status, response in operation["responses"].items()
+            if status >= "400"
+        ]
+        assert failures, name
+        for schema in failures:
+            kinds = {one["$ref"].rpartition("/")[2] for one in schema.get("anyOf", [schema])}
+            is_shared = not name.startswith("post /v1/messages")
+            assert kinds == {"AnthropicErrorBody"} | ({"ErrorBody"} if is_shared else set()), name
+
+
+def test_form_of_timeouts_allows_what_the_server_takes(described: dict[str, Any]) -> None:
+    parameters = described["paths"]["/v1/completions"]["post"]["parameters"]
+    [header] = [one for one in parameters if one["name"] == "x-request-timeout"]
+    seconds = ("0.5", "0.000000001", "1", "9999.25", "79999", "85999.9", "86399.9", "86400.0")
+    wrong = ("0", "0.0", "-1", "86400.1", "86401", "90000", "100000", "1e3", "", "1.", ".5")
+    for value in (*seconds, *wrong):
+        assert bool(re.search(header["schema"]["pattern"], value)) == (value in seconds), value
+        scope = {"headers": [(b"x-request-timeout", value.encode())]}
+        if value in seconds:
+            assert timeout_of(scope) == float(value)
+        else:
+            with pytest.raises(RequestError):
+                timeout_of(scope)
 
 
 def test_links_lead_to_operations(described: dict[str, Any]) -> None:

@@ -15,13 +15,13 @@ _ANTHROPIC: Final = "Anthropic"
 _OFF: Final = (errors.UnknownPathError, RecordsError)
 _NAME: Final = {"type": "string", "minLength": 1}
 _AFTER: Final = parameter("query", "after", "The id before the page.", **TEXT)
-_OF_FILE: Final[dict[str, Any]] = {
-    "errors": (RequestError, files.NoSuchFileError, *_OFF),
-    "parameters": (parameter("path", "file_id", "Its `id`.", **_NAME),),
-}
 _ANTHROPIC_VERSION: Final = parameter(
     "header", "anthropic-version", "Asks for responses in Anthropic's form.", **TEXT
 )
+_OF_FILE: Final[dict[str, Any]] = {
+    "errors": (RequestError, files.NoSuchFileError, *_OFF),
+    "parameters": (parameter("path", "file_id", "Its `id`.", **_NAME), _ANTHROPIC_VERSION),
+}
 _IN_ANTHROPICS_FORM: Final = (
     "Requests with the header `anthropic-version` get responses in Anthropic's form."
 )

@@ -12,7 +12,7 @@ from msgspec import inspect
 from twostroke.core.errors import DeadlineError
 from twostroke.core.frozen import Frozen
 from twostroke.core.mismatch import parts
-from twostroke.http.error_forms import FORMS, error_form
+from twostroke.http.error_forms import ANTHROPIC_HEADER, FORMS, error_form
 from twostroke.http.errors import OPENAI, RETRY_STATUSES
 from twostroke.http.ignored import HEADER
 from twostroke.http.keys import KeyMissingError
@@ -240,7 +240,7 @@ def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
 
 
 def _operation(method: str, path: str, operation: Operation, *, has_keys: bool) -> Parts:
-    form = error_form({"path": path, "headers": []})
+    forms = _error_forms(path, operation)
     is_open = path in OPEN_PATHS
     described: Parts = {
         "operationId": _id(method, path),
@@ -251,13 +251,22 @@ def _operation(method: str, path: str, operation: Operation, *, has_keys: bool) 
             *([_TIMEOUT] if DeadlineError in operation.errors else []),
             *operation.parameters,
         ],
-        "responses": _responses(operation, form, needs_key=has_keys and not is_open),
+        "responses": _responses(operation, forms, needs_key=has_keys and not is_open),
     }
     if has_keys and is_open:
         described["security"] = []
     if operation.description:
         described["description"] = operation.description
     return described
+
+
+def _error_forms(path: str, operation: Operation) -> list[ErrorForm]:
+    """Return the form of errors on a path, and the other one that a described header asks for."""
+    header = ANTHROPIC_HEADER.decode()
+    has_header = any(one["name"] == header for one in operation.parameters)
+    headers = [[], [(ANTHROPIC_HEADER, b"")]] if has_header else [[]]
+    forms = [error_form({"path": path, "headers": sent}) for sent in headers]
+    return [*dict.fromkeys(forms)]
 
 
 def _id(method: str, path: str) -> str:
@@ -272,7 +281,8 @@ def _body(operation: Operation, kind: type[msgspec.Struct], facts: Facts) -> Par
     return {"required": True, "content": {JSON: {"schema": reference(kind), "examples": examples}}}
 
 
-def _responses(operation: Operation, form: ErrorForm, *, needs_key: bool) -> Parts:
+def _responses(operation: Operation, forms: list[ErrorForm], *, needs_key: bool) -> Parts:
+    form = forms[0]
     ids = ["x-request-id", *([form.id_header.decode()] if form.id_header else [])]
     content: Parts = {kind: {"schema": schema} for kind, schema in operation.media.items()}
     if operation.answer is not None:
@@ -289,13 +299,15 @@ def _responses(operation: Operation, form: ErrorForm, *, needs_key: bool) -> Par
         responses["200"]["links"] = {_id(*one): _link(*one) for one in operation.leads_to}
     if operation.may_be_unready:
         responses["503"] = _response("Not ready.", content, [*ids, "retry-after"])
-    failure = {JSON: {"schema": reference(form.struct)}}
+    failures = [reference(form.struct) for form in forms]
+    failure = {JSON: {"schema": {"anyOf": failures} if len(failures) > 1 else failures[0]}}
     reasons: dict[int, str] = {}
     is_limited = needs_key and set(BODY) <= set(operation.errors)
     of_keys = [KeyMissingError] * needs_key + [RateLimitError] * is_limited
     for kind in (*operation.errors, *ANYWHERE, *of_keys):
         text = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
-        reasons.setdefault(form.status(kind("")), text)
+        for form in forms:
+            reasons.setdefault(form.status(kind("")), text)
     reasons[HTTPStatus.INTERNAL_SERVER_ERROR] = "The server failed on this request."
     for status in sorted(reasons):
         headers = [*ids, "retry-after"] if status in RETRY_STATUSES else ids

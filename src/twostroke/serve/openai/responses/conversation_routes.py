@@ -57,16 +57,20 @@ class DeletedConversation(msgspec.Struct, kw_only=True, frozen=True):
 
 
 _ITEMS: Final[dict[str, Any]] = {
+    "type": "array",
     "items": {"anyOf": [*map(field.reference, get_args(Item))]},
     "maxItems": MAX_MESSAGES,
 }
+_ITEMS_OR_NULL: Final[dict[str, Any]] = {"oneOf": [_ITEMS, {"type": "null"}]}
+# A list's own schema would replace `items`.
+_SOME_ITEMS: Final[dict[str, Any]] = {"allOf": [_ITEMS]}
 
 
 class ConversationRequest(field.RequestObject):
     """A new conversation."""
 
     items: Annotated[
-        list[dict[str, Any]] | None, field.doc("The first items, as in `input`.", **_ITEMS)
+        list[dict[str, Any]] | None, field.doc("The first items, as in `input`.", **_ITEMS_OR_NULL)
     ] = None
     metadata: Annotated[Pairs | None, field.doc("Labels, returned with the conversation.")] = None
 
@@ -82,7 +86,9 @@ class ItemsRequest(field.RequestObject):
 
     items: Annotated[
         list[dict[str, Any]],
-        msgspec.Meta(min_length=1, description="Items, as in `input`.", extra_json_schema=_ITEMS),
+        msgspec.Meta(
+            min_length=1, description="Items, as in `input`.", extra_json_schema=_SOME_ITEMS
+        ),
     ]
 
 
