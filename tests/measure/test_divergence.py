@@ -48,6 +48,9 @@ def test_every_figure_is_as_its_definition_says() -> None:
     assert result.perplexity == pytest.approx(math.exp(np.mean(other_nats)))
     change = abs(result.perplexity - result.right_perplexity) / result.right_perplexity
     assert result.perplexity_change == pytest.approx(change)
+    differences = np.abs(np.array(other_nats) - np.array(right_nats))
+    assert result.mean_logprob_change == pytest.approx(differences.mean())
+    assert result.max_logprob_change == pytest.approx(differences.max())
 
 
 def test_few_rows_at_a_time_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,5 +62,7 @@ def test_few_rows_at_a_time_count_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         assert parts.num_rows == whole.num_rows
         assert parts.mean_kl == pytest.approx(whole.mean_kl)
         assert parts.perplexity == pytest.approx(whole.perplexity)
+        assert parts.mean_logprob_change == pytest.approx(whole.mean_logprob_change)
+        assert parts.max_logprob_change == pytest.approx(whole.max_logprob_change)
         assert parts.right_perplexity == pytest.approx(whole.right_perplexity)
         assert parts.top1_agreement == whole.top1_agreement

@@ -90,7 +90,8 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
 
     For each reader (a backend with its settings) this shows the divergence of its next-token
     distributions (KL, in nats), how often the likeliest token is the same, the text's perplexity,
-    and how much the hidden states differ.
+    the mean absolute difference of its tokens' log-probabilities (LOGPROB CHANGE, in nats), and how
+    much the hidden states differ.
     """
     from twostroke.measure import compare as measured
 
@@ -172,11 +173,12 @@ def _compute(reader: str, given: dict[str, Any]) -> ComputeOptions:
 
 
 def _table(reports: Sequence[Report]) -> list[tuple[str, ...]]:
-    headings = ("READER", "MEAN KL", "MAX KL", "SAME TOP-1", "PERPLEXITY", "CHANGE", "ROWS/S")
-    lines: list[tuple[str, ...]] = [headings]
-    lines += [
-        (report.name, *report.comparison.cells(), f"{report.rows_per_s:,.0f}") for report in reports
-    ]
+    quality = ("MEAN KL", "MAX KL", "SAME TOP-1", "PERPLEXITY", "CHANGE", "LOGPROB CHANGE")
+    lines: list[tuple[str, ...]] = [("READER", *quality, "ROWS/S")]
+    for report in reports:
+        logprob_change = f"{report.comparison.mean_logprob_change:.4f}"
+        cells = (*report.comparison.cells(), logprob_change, f"{report.rows_per_s:,.0f}")
+        lines.append((report.name, *cells))
     return lines
 
 

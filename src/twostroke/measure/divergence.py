@@ -26,6 +26,8 @@ class Comparison(Frozen):
     `mean_kl` is the mean Kullback-Leibler divergence KL(right || other) of the next-token
     distributions in nats, `high_kl` is exceeded by one row in a thousand; `top1_agreement` is the
     share of rows with the same likeliest token; perplexities are of the text itself.
+    `mean_logprob_change` and `max_logprob_change` are the mean and the largest absolute difference
+    of the log-probabilities of the text's tokens in nats.
     """
 
     num_rows: int
@@ -34,7 +36,9 @@ class Comparison(Frozen):
     top1_agreement: float
     perplexity: float
     right_perplexity: float
-    high_kl: float = math.nan  # not in the oldest results
+    high_kl: float = math.nan  # not in the oldest results, nor are the following
+    mean_logprob_change: float = math.nan
+    max_logprob_change: float = math.nan
 
     @property
     def perplexity_change(self) -> float:
@@ -61,6 +65,7 @@ def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> Comparison:
     num_rows = num_predicted = agreeing = 0
     right_nats = other_nats = 0.0
     divergences: list[NDArray[np.float64]] = []
+    logprob_changes: list[NDArray[np.float64]] = []
     for right, other, tokens in pieces:
         width = min(right.shape[1], other.shape[1])  # tables may be padded differently
         step = max(1, _CHUNK_VALUES // width)
@@ -72,10 +77,12 @@ def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> Comparison:
             num_rows += len(ours)
             following = np.array(tokens[start + 1 : start + 1 + step], np.int64)
             rows = np.arange(len(following))
-            right_nats -= float(ours[rows, following].sum())
-            other_nats -= float(theirs[rows, following].sum())
+            right_logprobs, other_logprobs = ours[rows, following], theirs[rows, following]
+            right_nats -= float(right_logprobs.sum())
+            other_nats -= float(other_logprobs.sum())
+            logprob_changes.append(np.abs(other_logprobs - right_logprobs))
             num_predicted += len(following)
-    every = np.concatenate(divergences)
+    every, changes = np.concatenate(divergences), np.concatenate(logprob_changes)
     return Comparison(
         num_rows=num_rows,
         mean_kl=float(every.mean()),
@@ -84,6 +91,8 @@ def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> Comparison:
         perplexity=float(np.exp(other_nats / num_predicted)),
         right_perplexity=float(np.exp(right_nats / num_predicted)),
         high_kl=float(np.quantile(every, _HIGH)),
+        mean_logprob_change=float(changes.mean()),
+        max_logprob_change=float(changes.max()),
     )
 
 
