@@ -263,7 +263,7 @@ def _operation(method: str, path: str, operation: Operation, *, has_keys: bool) 
 def _error_forms(path: str, operation: Operation) -> list[ErrorForm]:
     """Return the form of errors on a path; a described header may ask for a second form."""
     header = ANTHROPIC_HEADER.decode()
-    has_header = any(known["name"] == header for known in operation.parameters)
+    has_header = any(described["name"] == header for described in operation.parameters)
     headers = [[], [(ANTHROPIC_HEADER, b"")]] if has_header else [[]]
     forms = [error_form({"path": path, "headers": sent}) for sent in headers]
     return [*dict.fromkeys(forms)]
