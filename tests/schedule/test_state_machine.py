@@ -8,7 +8,7 @@ import pytest
 
 from support.rounds import play_scheduler
 
-NUM_OPERATIONS = 15_000
+NUM_OPERATIONS = 6_000
 
 
 @pytest.mark.slow
