@@ -216,9 +216,10 @@ test-clients: build pull ## Run other projects' clients against a server (CLIENT
 	@$(BIN)/twostroke pull qwen2.5-coder-0.5b
 	@PYTHONPATH=src $(BIN)/python tests/clients/run.py $(CLIENTS)
 
-test-durable: build ## Let each write fail or lose power, and kill a server, while batches run (DURABLE_KILLS=).
+test-durable: build ## Let each write fail or lose power, kill a server while batches run, damage all files (DURABLE_KILLS=).
 	@$(BIN)/python tests/durable/disk.py
 	@PYTHONPATH=src:tests $(BIN)/python tests/durable/damage.py
+	@PYTHONPATH=src:tests $(BIN)/python tests/durable/kept_files.py
 	@PYTHONPATH=src:tests $(BIN)/python tests/durable/kills.py --kills $(DURABLE_KILLS)
 
 test-api: build pull ## Generate requests from the OpenAPI document (API_ARGS="--model smollm2").

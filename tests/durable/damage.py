@@ -7,6 +7,7 @@ before, or an error that says why; other things are as they were. Nothing waits.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -30,6 +31,7 @@ CONTENT = (
     b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
 )
 MAX_START_S = 60.0
+NUM_BITS = 60  # flipped in the database, one in each case
 
 
 def flip(path: Path) -> None:
@@ -37,6 +39,14 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     for offset in range(len(data) // 2, min(len(data), len(data) // 2 + 8)):
         data[offset] ^= 4
+    path.write_bytes(data)
+
+
+def flip_anywhere(path: Path, seed: int) -> None:
+    """Flip a bit where the database has something."""
+    data = bytearray(path.read_bytes())
+    at = random.Random(seed).choice([at for at, byte in enumerate(data) if byte])
+    data[at] ^= 1 << random.Random(seed + 1).randrange(8)
     path.write_bytes(data)
 
 
@@ -64,7 +74,27 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a pipe": replace_by(os.mkfifo),
     "a dangling link": replace_by(lambda path: path.symlink_to(path.with_name("nowhere"))),
 }
+
+
+def change_letter(data: bytes) -> bytes:
+    """Change a letter in the middle, so that JSON stays JSON."""
+    places = [at for at, byte in enumerate(data) if 0x62 <= byte <= 0x79]
+    at = places[len(places) // 2]
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def change_digit(data: bytes) -> bytes:
+    """Change a digit in the middle, so that counts and times are others."""
+    places = [at for at, byte in enumerate(data) if 0x30 <= byte <= 0x39]
+    if not places:
+        return change_letter(data)
+    at = places[len(places) // 2]
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
 ROW_DAMAGES: dict[str, Callable[[bytes], Any]] = {
+    "another letter": change_letter,
+    "another digit": change_digit,
     "flipped bits": lambda data: data[:1] + bytes(byte ^ 0x80 for byte in data[1:3]) + data[3:],
     "truncated": lambda data: data[: len(data) // 2],
     "empty": lambda data: b"",
@@ -76,7 +106,12 @@ ROWS = (
     ("answers", "answer"),
     ("batches", "body"),
     ("uploads", "body"),
+    ("files", "filename"),
+    ("files", "tenant"),
+    ("files", "digest"),
 )
+# Rows whose content another row of the table gets, as if it were written to a wrong place.
+SWAPPED = (("answers", "answer"), ("answers", "items"), ("files", "filename"))
 
 
 def main() -> int:
@@ -96,6 +131,8 @@ def main() -> int:
         cases += [
             ("row", f"{table}.{column}", way) for table, column in ROWS for way in ROW_DAMAGES
         ]
+        cases += [("bit", "records.db", str(seed)) for seed in range(NUM_BITS)]
+        cases += [("swap", f"{table}.{column}", "swapped") for table, column in SWAPPED]
         if options.cases:
             number = min(options.cases, len(cases))
             cases = random.Random(options.seed).sample(cases, number)
@@ -131,10 +168,18 @@ def keep_things(folder: Path) -> dict[str, str]:
         http.post(f"/v1/uploads/{upload}/parts", files={"data": ("d", b"abc")})
         talk = {"input": "hello", "max_output_tokens": 16, "store": True}
         responses = [http.post("/v1/responses", json=talk).json()["id"] for _ in range(2)]
+        talk["previous_response_id"] = responses[0]
+        responses.append(http.post("/v1/responses", json=talk).json()["id"])
+        said = [{"type": "message", "role": "user", "content": "hello"}]
+        talks = http.post("/v1/conversations", json={"items": said}).json()["id"]
+        chat = {"messages": [{"role": "user", "content": "hello"}], "store": True, "max_tokens": 4}
+        chat_id = http.post("/v1/chat/completions", json=chat).json()["id"]
         results = batch.get("output_file_id") or batch["error_file_id"]
         paths = [f"/v1/files/{id_}/content" for id_ in (file_id, other_id, results)]
         paths += [f"/v1/batches/{batch['id']}", "/v1/files", "/v1/batches"]
         paths += [f"/v1/uploads/{upload}", *(f"/v1/responses/{id_}" for id_ in responses)]
+        paths += [f"/v1/conversations/{talks}", f"/v1/conversations/{talks}/items"]
+        paths += [f"/v1/responses/{responses[2]}/input_items", f"/v1/chat/completions/{chat_id}"]
         time.sleep(0.2)
         return {path: http.get(path).text for path in paths}
 
@@ -148,13 +193,12 @@ def check_case(
     shutil.copytree(folder / "records", copy)
     if kind == "file":
         DAMAGES[damage_name](copy / thing)
+    elif kind == "bit":
+        flip_anywhere(copy / thing, int(damage_name))
     else:
         table, column = thing.split(".")
         with closing(sqlite3.connect(copy / "records.db")) as db, db:
-            row_id, value = db.execute(f"SELECT rowid, {column} FROM {table}").fetchone()
-            value = value if isinstance(value, bytes) else str(value).encode()
-            change = f"UPDATE {table} SET {column} = ? WHERE rowid = ?"
-            db.execute(change, (ROW_DAMAGES[damage_name](value), row_id))
+            damage_row(db, table, column, damage_name)
     try:
         records = Records(copy)
     except RecordsError as error:
@@ -167,19 +211,35 @@ def check_case(
             check_answers(http, asked, thing)
 
 
+def damage_row(db: sqlite3.Connection, table: str, column: str, damage_name: str) -> None:
+    """Damage a column of the first row; or give it that of another row."""
+    row_id, value = db.execute(f"SELECT rowid, {column} FROM {table}").fetchone()
+    if damage_name == "swapped":
+        query = f"SELECT {column} FROM {table} WHERE {column} != ?"
+        [other] = db.execute(query, (value,)).fetchone()
+    else:
+        value = value if isinstance(value, bytes) else str(value).encode()
+        other = ROW_DAMAGES[damage_name](value or b"x")
+    db.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (other, row_id))
+
+
 def check_answers(http: httpx.Client, asked: dict[str, str], thing: str) -> None:
     """Check that each answer is that of before, or an error with its reason."""
     num_errors = 0
     for path, before in asked.items():
         response = http.get(path)
         if response.status_code == 200:
-            is_list = path in {"/v1/files", "/v1/batches"}  # of which a damaged one is left out
-            assert is_list or response.text == before, f"{path} has another answer: {response.text}"
+            if path in {"/v1/files", "/v1/batches"}:  # of which a damaged one is left out
+                shown = [one for one in response.json()["data"] if one["id"] in before]
+                assert all(json.loads(before)["data"].count(one) for one in shown), path
+            else:
+                assert response.text == before, f"{path} has another answer: {response.text}"
         else:
             num_errors += 1
             assert response.status_code in {404, 503}, f"{path}: {response.status_code}"
             assert response.json()["error"]["message"], path
-    most = len(asked) if thing == "records.db" else 1
+    # A response may be continued by another, and a conversation's items have a page of their own.
+    most = len(asked) if thing == "records.db" else 2
     assert num_errors <= most, f"{num_errors} things are gone"
 
 

@@ -39,6 +39,11 @@ def test_damaged_records_are_refused_or_left_out(rounds: int) -> None:
     assert " 0 failed" in run("damage.py", "--cases", str(6 * rounds))
 
 
+@pytest.mark.rounds
+def test_damaged_files_are_named_or_made_again(rounds: int) -> None:
+    assert " 0 failed" in run("kept_files.py", "--cases", str(3 * rounds))
+
+
 @pytest.mark.slow
 @pytest.mark.rounds
 def test_no_line_is_lost_or_doubled_where_the_server_is_killed(rounds: int) -> None:

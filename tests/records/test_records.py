@@ -19,7 +19,7 @@ from twostroke.records.schema import MIGRATIONS
 if TYPE_CHECKING:
     from pathlib import Path
 
-_INSERT = "INSERT INTO results VALUES (?, ?, 'ok', ?)"
+_INSERT = "INSERT INTO results (batch, line, kind, body) VALUES (?, ?, 'ok', ?)"
 
 
 def insert(batch: str, line: int, body: bytes = b"{}") -> Any:

@@ -16,7 +16,7 @@ from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
 from twostroke.http.key import all_keys
 from twostroke.http.tenants.prices import read_prices
-from twostroke.http.tenants.usage import amounts
+from twostroke.http.tenants.usage import amounts, damaged_owners
 from twostroke.records import beside
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def command(
     prices: Path | None,
     as_csv: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Show requests and tokens of keys, tenants, days or models; those of batches apart.
 
     Cached tokens are a part of the input.
@@ -83,7 +83,8 @@ def command(
         raise UsageError(f"--since {since} is later than --until {until}.")
     table = read_prices(prices) if prices is not None else None
     with beside(records) as db:
-        found = amounts(db, since or _FIRST, until or _LAST)
+        days = since or _FIRST, until or _LAST
+        found, damaged = amounts(db, *days), damaged_owners(db, *days)
         names = {key.id: key.name for key, _ in all_keys(db)}
     rows = list(_rows(found, by, names, table))
     if as_json:
@@ -97,6 +98,14 @@ def command(
         _show(rows, by, table)
     else:
         click.echo("Nothing was used.")
+    for owner in damaged:
+        whose = f"key {owner.key!r}, tenant {owner.tenant!r}, model {owner.model!r}"
+        click.echo(
+            f"The record of {owner.day}, {whose} in {records / 'records.db'} is damaged and left "
+            "out: restore a backup.",
+            err=True,
+        )
+    return int(bool(damaged))
 
 
 def _columns(by: str) -> tuple[str, ...]:

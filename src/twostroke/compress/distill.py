@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -12,8 +12,8 @@ from twostroke.backends.torch import TorchModel
 from twostroke.compress.quantize import stored
 from twostroke.compress.report import scoring_backend, sound_canary
 from twostroke.compress.unfinished import alone, need, unfinished
-from twostroke.core.errors import QualityError, TwostrokeError, UsageError
-from twostroke.core.files import read_json, write_json
+from twostroke.core.errors import ModelFormatError, QualityError, TwostrokeError, UsageError
+from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.frozen import Frozen
 from twostroke.engine.guessers import has_same_tokens
 from twostroke.engine.loading import build_tokenizer, load
@@ -47,7 +47,12 @@ FILE_NAME: Final = "student.gguf"
 _ABOUT_FILE, _LAYERS_FILE, _WIDTHS_FILE = "about.json", "layers.json", "widths.json"
 _MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
 _CHOOSING_ANSWERS, _CHOOSING_TOKENS = 4, 128  # of each, by which layers are chosen
+T = TypeVar("T")
 _ARRAY, _BOOL = 9, 7  # types of GGUF values
+
+
+class _KeptLayers(Frozen):
+    kept: list[int]
 
 
 class Student(Frozen):
@@ -200,12 +205,12 @@ def _claimed(folder: Path, about: dict[str, Any]) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(alone(lock, folder))
             has_work = path.is_file() and any(one not in {path, lock} for one in folder.iterdir())
-            if has_work and read_json(path) != about:
+            if has_work and _read(path, dict, folder) != about:
                 raise UsageError(
                     f"{folder} holds training for another model or with other options: use the "
                     "same options, or another --output."
                 )
-            write_json(path, about)
+            write_checked_json(path, about)
         except OSError as error:
             raise TwostrokeError(f"{str(folder)!r} cannot be written: {error.strerror}.") from None
         yield
@@ -237,25 +242,33 @@ def _cut(
     if shape.layers is not None and shape.layers < spec.num_layers:
         path = folder / _LAYERS_FILE
         if path.is_file():
-            kept = [int(layer) for layer in read_json(path)["kept"]]
+            kept = _read(path, _KeptLayers, folder).kept
         else:
             kept = choose_layers(spec, whole.tensors, texts, shape.layers, report)
-            write_json(path, {"kept": kept})
+            write_checked_json(path, {"kept": kept})
         whole = _shorter(whole, kept)
     if not shape.is_narrower:
         return whole
     path = folder / _WIDTHS_FILE
     if path.is_file():
-        widths = msgspec.convert(read_json(path), Widths)
+        widths = _read(path, Widths, folder)
     else:
         counts = shape.kv_heads or spec.num_kv_heads, shape.feed_forward or spec.ffn_size
         widths = choose_widths(whole.spec, whole.tensors, texts, *counts)
-        write_json(path, msgspec.to_builtins(widths))
+        write_checked_json(path, msgspec.to_builtins(widths))
         report(
             f"widths: {counts[0]} of {spec.num_kv_heads} heads of keys and values, "
             f"{counts[1]:,} of {spec.ffn_size:,} channels of each feed-forward remain"
         )
     return _narrower(whole, widths)
+
+
+def _read(path: Path, kind: type[T], folder: Path) -> T:
+    """Return what an earlier run chose; raises UsageError if its file is damaged."""
+    try:
+        return msgspec.convert(read_checked_json(path), kind)
+    except (ModelFormatError, msgspec.ValidationError) as error:
+        raise UsageError(f"{path} is damaged ({error}): delete {folder} to start again.") from None
 
 
 def _shorter(whole: Student, kept: list[int]) -> Student:

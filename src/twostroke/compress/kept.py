@@ -16,7 +16,7 @@ import numpy as np
 
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import read_small_file, write_text
+from twostroke.core.files import read_checked_json, read_regular_file, write_checked_json
 from twostroke.quant import QuantTensor
 from twostroke.weights import weights_identity
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     Pieces = Sequence[Sequence[int]]
 
 _METHOD: Final = 2  # raised when prompts or rounding change what would be made
+_DIGEST_BYTES: Final = 16
 _OLDEST_S: Final = 7 * 24 * 3600  # what was interrupted before is dropped
 
 
@@ -50,11 +51,11 @@ class Kept:
         """Return the model's own calibration text: from before, else what `make` returns."""
         path = env.cache_dir() / "calibration" / f"{self._identity}-{num_tokens}-{_METHOD}.json"
         with suppress(TwostrokeError, msgspec.MsgspecError):
-            return msgspec.json.decode(read_small_file(path), type=list[list[int]])
+            return msgspec.convert(read_checked_json(path).get("pieces"), list[list[int]])
         pieces = make()
         with suppress(OSError):  # it is then made again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, msgspec.json.encode(pieces).decode())
+            write_checked_json(path, {"pieces": pieces})
         return pieces
 
     def matrices(
@@ -91,12 +92,14 @@ class Matrices:
     def get(self, name: str, shape: tuple[int, ...], fmt: Format) -> QuantTensor | None:
         """Return a matrix that was rounded before, None if there is none."""
         try:
-            data = np.frombuffer(self._path(name).read_bytes(), np.uint8)
+            content = read_regular_file(self._path(name))
         except OSError:
             return None
-        if data.size != shape[0] * fmt.num_bytes(shape[1]):
-            return None
-        return QuantTensor(fmt, shape, data.reshape(shape[0], -1))
+        num_bytes = shape[0] * fmt.num_bytes(shape[1])
+        codes, digest = content[:num_bytes], content[num_bytes:]
+        if len(codes) != num_bytes or digest != _digest(name, codes, shape, fmt):
+            return None  # it is damaged, or of an earlier version
+        return QuantTensor(fmt, shape, np.frombuffer(codes, np.uint8).reshape(shape[0], -1))
 
     def all_of(self, matrices: Iterable[tuple[str, QuantTensor]]) -> dict[str, QuantTensor]:
         """Return matrices by name, each of which is kept as it comes."""
@@ -113,8 +116,16 @@ class Matrices:
         part = path.with_suffix(".part")
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(tensor.data.tobytes())
+            codes = tensor.data.tobytes()
+            part.write_bytes(codes + _digest(name, codes, tensor.shape, tensor.format))
             part.replace(path)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.codes"
+
+
+def _digest(name: str, codes: bytes, shape: tuple[int, ...], fmt: Format) -> bytes:
+    """Return what follows a matrix in its file, so that damage is noticed."""
+    hashed = hashlib.blake2b(codes, digest_size=_DIGEST_BYTES)
+    hashed.update(repr((name, shape, fmt.name)).encode())
+    return hashed.digest()

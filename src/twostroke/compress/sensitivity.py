@@ -22,7 +22,7 @@ from twostroke.compress.threads import own_threads
 from twostroke.compress.walk import Stream, round_products, watched
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import read_small_file, write_text
+from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.frozen import Frozen
 from twostroke.measure.compare import pieces_of
 from twostroke.precision.choice import RightAnswers, choosing_text
@@ -187,7 +187,7 @@ def _tree(
 
 def _read(path: Path, identity: str) -> Sensitivity | None:
     try:
-        found = msgspec.json.decode(read_small_file(path), type=Sensitivity)
+        found = msgspec.convert(read_checked_json(path), Sensitivity)
     except (TwostrokeError, msgspec.MsgspecError):
         return None
     return found if (found.identity, found.method) == (identity, _METHOD) else None
@@ -196,4 +196,4 @@ def _read(path: Path, identity: str) -> Sensitivity | None:
 def _keep(path: Path, found: Sensitivity) -> None:
     with suppress(OSError):  # it is then measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, msgspec.json.format(msgspec.json.encode(found)).decode())
+        write_checked_json(path, msgspec.to_builtins(found))

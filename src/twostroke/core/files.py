@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import stat
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_JSON_BYTES = 1 << 24
+_CHECKSUM, _CHECKSUM_BYTES = "checksum", 16
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which editors on Windows write
 
 
@@ -47,6 +49,14 @@ def open_regular_file(path: Path, *, follows_links: bool = True) -> BinaryIO:
         os.close(descriptor)
         raise _irregular(path)
     return os.fdopen(descriptor, "rb")
+
+
+def is_there(path: Path) -> bool:
+    """Return whether anything has this name, also a folder, a pipe or a link that leads nowhere.
+
+    An optional file that is there and is no file is damaged, and must not count as left out.
+    """
+    return os.path.lexists(path)
 
 
 def read_regular_file(path: Path) -> bytes:
@@ -105,6 +115,30 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Replace a small file by a JSON object, in one step."""
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_checked_json(path: Path, values: Mapping[str, object]) -> None:
+    """As `write_json`, with a checksum of name and values, which `read_checked_json` compares."""
+    write_json(path, {**values, _CHECKSUM: _checksum(path, values)})
+
+
+def read_checked_json(path: Path) -> dict[str, Any]:
+    """Return the values that `write_checked_json` wrote, or those of a file without a checksum.
+
+    Raises:
+        ModelFormatError: the file cannot be read, has another file's name, or its values are not
+            those that were written.
+    """
+    values = read_json(path)
+    checksum = values.pop(_CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(path, values):
+        raise ModelFormatError(f"{path.name!r} is damaged: its values differ from its checksum.")
+    return values
+
+
+def _checksum(path: Path, values: Mapping[str, object]) -> str:
+    text = json.dumps([path.name, values], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=_CHECKSUM_BYTES).hexdigest()
 
 
 def _parse(path: Path) -> Any:

@@ -16,7 +16,7 @@ from twostroke.backends.cpu import CpuBackend
 from twostroke.core import env
 from twostroke.core.config import AUTO_BITS, DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.files import read_small_file, write_text
+from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.hardware import give_back_memory, resolve_num_threads
 from twostroke.core.precision import ActivationBits
 from twostroke.engine.compute import is_native
@@ -95,7 +95,7 @@ def with_known_bits(
         choice = _choose(compute, loaded, program, products, model_id, check)
         with suppress(OSError):  # it is then made again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, msgspec.json.format(msgspec.json.encode(choice)).decode())
+            write_checked_json(path, msgspec.to_builtins(choice))
         say(f"{loaded.name} is prepared; that took {time.perf_counter() - began:.0f} s.")
     return replace(compute, activation_bits=choice)
 
@@ -152,7 +152,7 @@ def _shipped(model_id: str) -> ActivationBits | None:
 
 def _read(path: Path, model_id: str) -> ActivationBits | None:
     try:
-        choice = msgspec.json.decode(read_small_file(path), type=ActivationBits)
+        choice = msgspec.convert(read_checked_json(path), ActivationBits)
     except (TwostrokeError, msgspec.MsgspecError):
         return None
     return choice if (choice.model_id, choice.version) == (model_id, METHOD) else None

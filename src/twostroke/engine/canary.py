@@ -18,7 +18,7 @@ import numpy as np
 from twostroke.core import env
 from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import Field, ModelFormatError, QualityError, TwostrokeError
-from twostroke.core.files import read_json, write_json
+from twostroke.core.files import is_there, read_json, write_json
 from twostroke.core.frozen import Frozen
 from twostroke.core.precision import ActivationBits
 from twostroke.weights import GgufTokenizer
@@ -214,7 +214,7 @@ def read_report(loaded: LoadedModel) -> str | None:
         text = source.metadata.get(REPORT_KEY)
         return text if isinstance(text, str) else None
     path = loaded.path / REPORT_FILE
-    return json.dumps(read_json(path)) if path.is_file() else None
+    return json.dumps(read_json(path)) if is_there(path) else None
 
 
 def _recorded(loaded: LoadedModel) -> Canary | None:

@@ -11,7 +11,7 @@ from msgspec.structs import asdict, replace
 from twostroke.backends.cpu.team import measure_bandwidth, measure_peak
 from twostroke.core import env
 from twostroke.core.errors import BackendError, ModelFormatError, UsageError
-from twostroke.core.files import read_json, write_json
+from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.hardware import Hardware, memory_total, processor_name
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ def machine(level: str, num_threads: int, stream_bytes: int, *, again: bool = Fa
     )
     with suppress(OSError):  # the machine is then measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(measured))
+        write_checked_json(path, asdict(measured))
     return measured
 
 
 def _read(path: Path) -> Hardware | None:
     try:
-        known = Hardware(**read_json(path))
+        known = Hardware(**read_checked_json(path))
         return known if known.bandwidth > 0 and known.peak > 0 else None
     except (ModelFormatError, TypeError):
         return None

@@ -13,7 +13,7 @@ from twostroke.cache.disk import DiskTier
 from twostroke.cache.store import StoreTier, check_store
 from twostroke.core import env
 from twostroke.core.errors import Field, ModelFormatError, UsageError
-from twostroke.core.files import read_json, write_json
+from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.engine.paging import Paging
 from twostroke.program import BatchShape
 
@@ -79,7 +79,7 @@ def weights_digest(loaded: LoadedModel) -> str:
     key = hashlib.sha256(repr(stamps).encode()).hexdigest()
     path = env.cache_dir() / "digests" / f"{key[:16]}.json"
     with suppress(ModelFormatError):
-        known = read_json(path)
+        known = read_checked_json(path)
         if known.get("files") == key and isinstance(known.get("sha256"), str):
             return str(known["sha256"])
     digest = hashlib.sha256()
@@ -89,5 +89,5 @@ def weights_digest(loaded: LoadedModel) -> str:
         digest.update(tensor.data.data)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"files": key, "sha256": digest.hexdigest()})
+        write_checked_json(path, {"files": key, "sha256": digest.hexdigest()})
     return digest.hexdigest()

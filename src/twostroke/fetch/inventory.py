@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError, nearest
-from twostroke.core.files import file_size
+from twostroke.core.files import file_size, read_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.catalogue import CATALOGUE, PackagedModel
 from twostroke.fetch.disk import file_sha256, is_locked
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.fetch.progress import Inspect, Watcher
 
 _DAY_S = 86400
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 class LocalModel(Frozen):
@@ -252,8 +254,13 @@ def _remove_link(link: Path, snapshot: Path) -> int:
 def _prune(repo: Path) -> None:
     """Remove what leads to no file from a repository in the hub's cache, or all of it."""
     for ref in [path for path in (repo / "refs").rglob("*") if path.is_file()]:
-        snapshot = repo / "snapshots" / ref.read_text().strip()
-        if not any(path.is_symlink() or path.is_file() for path in snapshot.rglob("*")):
+        # A damaged ref may lead anywhere, and leads to nothing.
+        commit = read_regular_file(ref).decode(errors="replace").strip()
+        snapshot = repo / "snapshots" / commit
+        is_commit = _COMMIT.fullmatch(commit) is not None
+        if not is_commit or not any(
+            path.is_symlink() or path.is_file() for path in snapshot.rglob("*")
+        ):
             ref.unlink()
     for folder in sorted((path for path in repo.rglob("*") if path.is_dir()), reverse=True):
         if not any(folder.iterdir()):

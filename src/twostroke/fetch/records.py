@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from twostroke.core import env
-from twostroke.core.files import file_size, read_regular_file, write_text
+from twostroke.core.errors import ModelFormatError
+from twostroke.core.files import file_size, read_checked_json, write_checked_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.fetch.catalogue import PackagedModel
+
+
+_logger = logging.getLogger("twostroke.fetch")
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -83,7 +89,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Write it to its file."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         raw = msgspec.json.encode(self, enc_hook=str)
-        write_text(self.file, msgspec.json.format(raw).decode() + "\n")
+        write_checked_json(self.file, msgspec.json.decode(raw))
 
 
 def models_folder() -> Path:
@@ -134,19 +140,30 @@ def sources_of(model: PackagedModel) -> tuple[str, ...]:
 
 
 def _read(file: Path) -> ModelRecord | None:
-    """Return a record, None if it is missing or damaged."""
+    """Return a record, None if it is missing or damaged; the log names a damaged one."""
     try:
-        record = msgspec.json.decode(
-            read_regular_file(file), type=ModelRecord, dec_hook=_decode_path
-        )
+        if not file.exists():
+            return None
+        record = msgspec.convert(read_checked_json(file), ModelRecord, dec_hook=_decode_path)
         if record.snapshot is None:  # its folder may have moved
             path = file.with_suffix("")
             (stored,) = record.files
             stored = msgspec.structs.replace(stored, path=path)
             record = msgspec.structs.replace(record, path=path, files=(stored,))
         return record if record.file == file else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, ModelFormatError) as error:
+        _warn(file, str(error))
         return None
+
+
+@cache
+def _warn(file: Path, reason: str) -> None:
+    """Say once that a record is left out."""
+    _logger.warning(
+        "The record %s of a model is left out: %s Pull the model again, or delete the record.",
+        file,
+        reason,
+    )
 
 
 def _decode_path(kind: type, value: Any) -> Any:

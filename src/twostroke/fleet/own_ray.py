@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import secrets
 import shutil
@@ -15,14 +15,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from twostroke.core import env
-from twostroke.core.errors import BackendError
-from twostroke.core.files import write_json
+from twostroke.core.errors import BackendError, ModelFormatError
+from twostroke.core.files import read_checked_json, write_checked_json
+from twostroke.core.frozen import Frozen
 
 _START_S: Final = 60.0
 _END_S: Final = 20.0
 _STORE_BYTES: Final = 78_643_200  # the least that Ray takes: no objects are stored
 _LOOK_S: Final = 0.1
+_FOLDER_PREFIX: Final = "twostroke-ray-"
+_logger = logging.getLogger("twostroke.fleet")
+
+
+class _Facts(Frozen):
+    """The cluster's address and token, and its process, which began at a time in clock ticks."""
+
+    address: str
+    token: str
+    pid: int
+    begun: str
+    folder: str
 
 
 class OwnRay:
@@ -36,14 +51,11 @@ class OwnRay:
 
     def find(self) -> str | None:
         """Return its address, and let this process know its token; None if it does not run."""
-        try:
-            facts = json.loads(self._record.read_text())
-        except (OSError, ValueError):
+        facts = self._read()
+        if facts is None or _begun(facts.pid) != facts.begun:
             return None
-        if _begun(facts["pid"]) != facts["begun"]:
-            return None
-        env.use_ray_token(facts["token"])
-        return str(facts["address"])
+        env.use_ray_token(facts.token)
+        return facts.address
 
     def start(self) -> str:
         """Start it, and return its address.
@@ -54,7 +66,7 @@ class OwnRay:
         self._record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         token = secrets.token_hex(32)
         env.use_ray_token(token)
-        folder = Path(tempfile.mkdtemp(prefix="twostroke-ray-"))  # a short path: it holds sockets
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))  # a short path: it holds sockets
         log = folder / "start.log"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
         options = ["--port=0", "--include-dashboard=false", "--disable-usage-stats"]
@@ -75,7 +87,7 @@ class OwnRay:
             address = self._wait(process, folder, log)
             begun = _begun(process.pid)
             facts = {"address": address, "token": token, "pid": process.pid, "begun": begun}
-            write_json(self._record, facts | {"folder": str(folder)})
+            write_checked_json(self._record, facts | {"folder": str(folder)})
             self._record.chmod(0o600)
         except BaseException:  # also Ctrl-C: nothing else would know of it
             with suppress(ProcessLookupError):
@@ -97,21 +109,32 @@ class OwnRay:
 
     def stop(self) -> None:
         """End it and remove its files."""
-        try:
-            facts = json.loads(self._record.read_text())
-        except (OSError, ValueError):
+        facts = self._read()
+        if facts is None:
             return
-        if _begun(facts["pid"]) == facts["begun"]:
-            os.kill(facts["pid"], signal.SIGTERM)
+        if _begun(facts.pid) == facts.begun:
+            os.kill(facts.pid, signal.SIGTERM)
             until_s = time.monotonic() + _END_S
-            while _begun(facts["pid"]) == facts["begun"] and time.monotonic() < until_s:
+            while _begun(facts.pid) == facts.begun and time.monotonic() < until_s:
                 with suppress(ChildProcessError):
-                    os.waitpid(facts["pid"], os.WNOHANG)
+                    os.waitpid(facts.pid, os.WNOHANG)
                 time.sleep(_LOOK_S)
             with suppress(ProcessLookupError):
-                os.killpg(facts["pid"], signal.SIGKILL)
-        shutil.rmtree(facts["folder"], ignore_errors=True)
+                os.killpg(facts.pid, signal.SIGKILL)
+        shutil.rmtree(facts.folder, ignore_errors=True)
         self._record.unlink(missing_ok=True)
+
+    def _read(self) -> _Facts | None:
+        """Return what is known of the cluster; None without a record, or with a damaged one."""
+        try:
+            facts = msgspec.convert(read_checked_json(self._record), _Facts)
+        except (ModelFormatError, msgspec.ValidationError) as error:
+            if self._record.exists():
+                _logger.warning("%s is damaged and not used: %s", self._record, error)
+            return None
+        # What is ended and removed below must be what `start` made.
+        is_ours = facts.pid > 1 and Path(facts.folder).name.startswith(_FOLDER_PREFIX)
+        return facts if is_ours else None
 
 
 def _begun(pid: int) -> str | None:

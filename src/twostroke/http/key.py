@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -12,22 +13,24 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import UsageError, nearest
 from twostroke.http.api_key import FORM, MAX_LENGTH, WORD, Key
-from twostroke.records import Mark
+from twostroke.records import DamagedRowError, Mark
+from twostroke.records.row_digests import is_intact_in_sql, row_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
     from sqlite3 import Connection
 
 _INSERT: Final = """
-    INSERT INTO keys (id, name, is_revoked, change, body)
-    VALUES (?, ?, 0, (SELECT coalesce(max(change), 0) + 1 FROM keys), ?)
+    INSERT INTO keys (id, name, is_revoked, change, body, row_digest)
+    VALUES (?, ?, 0, (SELECT coalesce(max(change), 0) + 1 FROM keys), ?, ?)
 """
+_INTACT: Final = is_intact_in_sql("keys")
 _UPDATE: Final = """
-    UPDATE keys SET is_revoked = ?, body = ?, change = (SELECT max(change) + 1 FROM keys)
+    UPDATE keys SET is_revoked = ?, body = ?, row_digest = ?,
+        change = (SELECT max(change) + 1 FROM keys)
     WHERE id = ?
 """
-
-
+_logger = logging.getLogger("twostroke.serve")
 _decoder: Final = msgspec.json.Decoder(Key)  # made before threads use it
 
 
@@ -55,7 +58,8 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
     key = Key(
         id=id_, name=name, tenant=tenant, digest=digest(text.encode()), created_at=now_s, **facts
     )
-    db.execute(_INSERT, (id_, name, msgspec.json.encode(key)))
+    body = msgspec.json.encode(key)
+    db.execute(_INSERT, (id_, name, body, row_digest(id_, name, body)))
     return key, text
 
 
@@ -65,13 +69,19 @@ def had_keys(folder: Path) -> Mark:
 
 
 def find(db: Connection, word: str) -> Key:
-    """Return the key with this id or name, rather one that is not revoked; raises UsageError."""
+    """Return the key with this id or name, rather one that is not revoked.
+
+    Raises:
+        UsageError: there is none.
+        DamagedRowError: its record is damaged.
+    """
     query = (
-        "SELECT body FROM keys WHERE id = ? OR name = ? ORDER BY id != ?, is_revoked, rowid DESC"
+        f"SELECT id, body, {_INTACT} FROM keys WHERE id = ? OR name = ? "  # noqa: S608 constants
+        "ORDER BY id != ?, is_revoked, rowid DESC"
     )
     found = db.execute(query, (word, word, word)).fetchone()
     if found is not None:
-        return _decode(found[0])
+        return _decode(*found)
     known = [one for pair in db.execute("SELECT id, name FROM keys") for one in pair]
     raise UsageError(f"There is no key '{word[:MAX_LENGTH]}'.{nearest(word, known)}")
 
@@ -85,7 +95,9 @@ def change(db: Connection, key: Key, **facts: Any) -> Key:
     if key.revoked_at is not None:
         raise UsageError(f"The key {key.id} is revoked, which is for good: add another.")
     key = replace(key, **facts)
-    db.execute(_UPDATE, (key.revoked_at is not None, msgspec.json.encode(key), key.id))
+    body = msgspec.json.encode(key)
+    digest_of_row = row_digest(key.id, key.name, body)
+    db.execute(_UPDATE, (key.revoked_at is not None, body, digest_of_row, key.id))
     return key
 
 
@@ -96,9 +108,19 @@ def newest_change(db: Connection) -> int:
 
 
 def all_keys(db: Connection) -> list[tuple[Key, int | None]]:
-    """Return all keys, the oldest first, each with the minute of its last use as Unix time."""
-    rows = db.execute("SELECT body, last_used FROM keys ORDER BY rowid")
-    return [(_decode(body), last_used) for body, last_used in rows]
+    """Return all keys, the oldest first, each with the minute of its last use as Unix time.
+
+    A key whose record is damaged is left out: the log names it, and it is refused.
+    """
+    keys = []
+    for *record, last_used in db.execute(
+        f"SELECT id, body, {_INTACT}, last_used FROM keys ORDER BY rowid"  # noqa: S608 constants
+    ):
+        try:
+            keys.append((_decode(*record), last_used))
+        except DamagedRowError as error:
+            _logger.error("%s", error)  # noqa: TRY400 the sentence is enough
+    return keys
 
 
 def note_use(db: Connection, id_: str, minute: int) -> None:
@@ -106,5 +128,11 @@ def note_use(db: Connection, id_: str, minute: int) -> None:
     db.execute("UPDATE keys SET last_used = ? WHERE id = ?", (minute, id_))
 
 
-def _decode(body: bytes) -> Key:
-    return _decoder.decode(body)
+def _decode(id_: str, body: bytes, is_intact: int) -> Key:
+    try:
+        if not is_intact:
+            raise msgspec.DecodeError("its digest is another")
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, UsageError):
+        reason = "is damaged, and the key is refused: restore a backup, or add another key."
+        raise DamagedRowError(f"The record of key {id_} {reason}") from None

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from twostroke.core import env
 from twostroke.core.config import ComputeOptions
 from twostroke.core.errors import ModelFormatError, UsageError
-from twostroke.core.files import read_json, write_json
+from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import num_cores, processor_name, resolve_num_threads
 from twostroke.measure.single_step import Shape
@@ -292,7 +292,7 @@ def calibrate_from(
 def _keep(identity: str, found: Calibration) -> Calibration:
     path = _path(identity, found.num_threads)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, msgspec.to_builtins(found))
+    write_checked_json(path, msgspec.to_builtins(found))
     return found
 
 
@@ -307,7 +307,7 @@ def known_calibration(identity: str, num_threads: int | None = None) -> Calibrat
     """
     num_threads = resolve_num_threads(num_threads)
     with suppress(ModelFormatError, msgspec.ValidationError):
-        found = msgspec.convert(read_json(_path(identity, num_threads)), Calibration)
+        found = msgspec.convert(read_checked_json(_path(identity, num_threads)), Calibration)
         if found.version == _VERSION and (found.served or len(found.points) > 1):
             return found
     return None

@@ -7,5 +7,6 @@
 from twostroke.records.database import Records, beside
 from twostroke.records.errors import RecordsError
 from twostroke.records.folder import Folder, Mark, Temporary
+from twostroke.records.row_digests import DamagedRowError
 
-__all__ = ["Folder", "Mark", "Records", "RecordsError", "Temporary", "beside"]
+__all__ = ["DamagedRowError", "Folder", "Mark", "Records", "RecordsError", "Temporary", "beside"]

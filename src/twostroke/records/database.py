@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
+import logging
 import os
 import sqlite3
 import time
@@ -17,6 +19,7 @@ import msgspec
 
 from twostroke.records.errors import RecordsError
 from twostroke.records.folder import Folder, explain
+from twostroke.records.row_digests import damaged_rows, use_row_digests
 from twostroke.records.schema import migrate
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ _MOST_WAITING: Final = 4096
 _SHRINK_PAGES: Final = 1024  # at once
 _DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError)  # of JSON in the database
 _FAULTS: Final = (sqlite3.Error, *_DAMAGE)
+_MOST_SAID: Final = 20  # damaged rows that the log names at a start
+_logger = logging.getLogger("twostroke.records")
 
 
 class Records:
@@ -59,8 +64,10 @@ class Records:
             _migrate(self._writer, self.path)
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
+            for sentence in itertools.islice(damaged_rows(self._reader), _MOST_SAID):
+                _logger.error("%s of %s.", sentence, self.path)
             self.files.keep_only({id_ for (id_,) in self._reader.execute("SELECT id FROM files")})
-        except sqlite3.Error as error:
+        except _FAULTS as error:
             os.close(self._lock)
             raise _explain(error, self.path) from None
         except BaseException:
@@ -229,6 +236,7 @@ def _connect(path: Path) -> sqlite3.Connection:
                 one = path.with_name(name)
                 one.chmod(one.stat().st_mode & 0o700)
     connection = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
+    use_row_digests(connection)
     if is_new:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes the lock of writers
     _keep_log(connection)

@@ -111,6 +111,16 @@ MIGRATIONS: Final = (
     """
     ALTER TABLE files ADD COLUMN digest TEXT NOT NULL DEFAULT '';
     """,
+    # The digest of a row's values (`row_digests.py`); empty for rows of earlier versions.
+    """
+    ALTER TABLE files ADD COLUMN row_digest TEXT NOT NULL DEFAULT '';
+    ALTER TABLE batches ADD COLUMN row_digest TEXT NOT NULL DEFAULT '';
+    ALTER TABLE results ADD COLUMN row_digest TEXT NOT NULL DEFAULT '';
+    ALTER TABLE keys ADD COLUMN row_digest TEXT NOT NULL DEFAULT '';
+    ALTER TABLE usage ADD COLUMN row_digest TEXT NOT NULL DEFAULT '';
+    ALTER TABLE answers ADD COLUMN row_digest TEXT NOT NULL DEFAULT '';
+    ALTER TABLE uploads ADD COLUMN row_digest TEXT NOT NULL DEFAULT '';
+    """,
 )
 
 

@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from twostroke.core.json_lines import encode_json
 from twostroke.records import RecordsError
+from twostroke.records.row_digests import is_intact_in_sql, row_digest
 from twostroke.serve.store import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
     from sqlite3 import Connection
 
     from twostroke.records import Records
     from twostroke.serve.store import Store
 
 _QUIET_S: Final = 10.0  # between two lines of the log about a failing disk
-_PUT: Final = "INSERT OR REPLACE INTO answers VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)"
-_ALL: Final = """
-    SELECT id, tenant, kind, previous, is_found, items, asked, answer FROM answers ORDER BY seq
+_PUT: Final = """
+    INSERT OR REPLACE INTO answers
+        (id, tenant, kind, previous, is_found, items, asked, answer, row_digest)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
+_CHANGE: Final = "UPDATE answers SET answer = ?, row_digest = ? WHERE id = ?"
+_ALL: Final = f"""
+    SELECT {is_intact_in_sql("answers")},
+        id, tenant, kind, previous, is_found, items, asked, answer FROM answers ORDER BY seq
+"""  # noqa: S608 constants
+_DAMAGED: Final = [None, None, None]  # the content of a row
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -52,15 +62,16 @@ class Journal:
                 encode_json(kept.item_ids),
                 kept.asked,
                 kept.answer,
+                _digest(tenant, kept),
             )
             for kept in reversed(held)
         ]
         self._write(lambda db: db.executemany(_PUT, rows))
 
-    def change(self, id_: str, answer: bytes) -> None:
-        """Replace an answer."""
-        values = (answer, id_)
-        self._write(lambda db: db.execute("UPDATE answers SET answer = ? WHERE id = ?", values))
+    def change(self, tenant: str, kept: Kept, answer: bytes) -> None:
+        """Replace the answer of a stored response."""
+        values = (answer, _digest(tenant, kept, answer), kept.id)
+        self._write(lambda db: db.execute(_CHANGE, values))
 
     def hide(self, id_: str) -> Future[Any]:
         """Let an answer be found no more; it stays for those that continue it."""
@@ -80,23 +91,28 @@ class Journal:
         `end` is described at `Store.load`.
         """
         try:
-            rows = await self._records.read_long(_rows)
+            rows = await self._records.read_long(partial(_rows, path=self._records.path))
         except RecordsError as error:
             _logger.error("Stored answers are not there: %s", error)  # noqa: TRY400 the sentence is enough
             return
         known: dict[str, Kept] = {}
-        for id_, tenant, kind, previous, is_found, item_ids, asked, answer in rows:
+        for id_, tenant, kind, previous, is_found, *content in rows:
+            if content == _DAMAGED:
+                known[id_] = Kept(id_, b"", b"", (), kind=kind, is_damaged=True)
+                continue
             if previous is not None and previous not in known:
                 continue  # the disk failed when that was written
-            if (ended_answer := end(answer)) is not None:
-                self.change(id_, ended_answer)
-                answer = ended_answer  # noqa: PLW2901 the row is not needed any more
-            response = Kept(id_, asked, answer, item_ids, previous=known.get(previous), kind=kind)
+            item_ids, asked, answer = content
+            ended_answer = end(answer)
+            newest_answer = answer if ended_answer is None else ended_answer
+            response = Kept(id_, asked, newest_answer, item_ids, known.get(previous), kind)
             known[id_] = response
+            if ended_answer is not None:
+                self.change(tenant, response, ended_answer)
             if is_found and store.max_answers:
                 store.shelve(tenant, response)
         with store.lock:
-            self.drop(id_ for id_, *_ in rows if id_ not in known or not known[id_].num_holders)
+            self.drop(id_ for id_, *_ in rows if id_ not in known or _is_unused(known[id_]))
             store.evict(None)
 
     def _write(self, work: Callable[[Connection], object]) -> Future[Any]:
@@ -114,20 +130,43 @@ class Journal:
         _logger.error("Stored answers will be missing after a restart: %s", error)
 
 
-def _rows(db: Connection) -> list[tuple[Any, ...]]:
+def _is_unused(kept: Kept) -> bool:
+    return not (kept.num_holders or kept.is_damaged)
+
+
+def _digest(tenant: str, kept: Kept, answer: bytes | None = None) -> str:
+    """Return the digest of a response's row, with another answer if there is one."""
+    return row_digest(
+        kept.id,
+        tenant,
+        kept.kind,
+        kept.previous.id if kept.previous is not None else None,
+        encode_json(kept.item_ids),
+        kept.asked,
+        kept.answer if answer is None else answer,
+    )
+
+
+def _rows(db: Connection, path: Path) -> list[tuple[Any, ...]]:
     """Return all answers, the oldest first, with the ids of their items.
 
-    An answer whose record is damaged is left out, so that the others are there.
+    Of an answer whose record is damaged, no content is returned, so that the others are there.
     """
     rows = []
-    for id_, *facts, items, request, answer in db.execute(_ALL):
+    for is_intact, id_, *facts, items, request, answer in db.execute(_ALL):
         try:
             item_ids = msgspec.json.decode(items, type=tuple[str, ...])
             for document in (request, answer):
                 bytes.decode(document)
                 msgspec.json.decode(document, type=msgspec.Raw)
+            if not is_intact:
+                raise msgspec.DecodeError("its digest is another")
         except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
-            _logger.error("The record of stored answer %s is damaged: restore a backup.", id_)  # noqa: TRY400
+            reason = (
+                "The record of stored answer %s is damaged and left out: restore a backup of %s."
+            )
+            _logger.error(reason, id_, path)  # noqa: TRY400 the sentence is enough
+            rows.append((id_, *facts, *_DAMAGED))
             continue
         rows.append((id_, *facts, item_ids, request, answer))
     return rows

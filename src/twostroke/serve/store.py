@@ -8,6 +8,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
+from twostroke.records.row_digests import DamagedRowError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ class Kept:
         previous: the response before this one in the conversation.
         kind: the protocol of the response, which alone finds it.
         is_open: whether it has not ended; another one will take its place.
+        is_damaged: its record was damaged; it stands for what later responses continue.
         num_holders: references to it: its entry in the store, and the responses that continue it.
         num_bytes: its share of the store's memory.
         total_bytes: memory of the conversation up to here.
@@ -50,6 +52,7 @@ class Kept:
     previous: Kept | None = None
     kind: str = RESPONSE
     is_open: bool = False
+    is_damaged: bool = False
     num_holders: int = 0
     num_bytes: int = field(init=False)
     total_bytes: int = field(init=False)
@@ -64,10 +67,19 @@ class Kept:
         self.total_items = len(self.item_ids) + (before.total_items if before else 0)
 
     def conversation(self) -> Iterator[Kept]:
-        """Iterate over the conversation up to here, from its first response on."""
+        """Iterate over the conversation up to here, from its first response on.
+
+        Raises:
+            DamagedRowError: a response is damaged, so that the conversation has a gap.
+        """
         found: list[Kept] = []
         step: Kept | None = self
         while step is not None:
+            if step.is_damaged:
+                raise DamagedRowError(
+                    f"The record of '{step.id}', which '{self.id}' continues, is damaged: restore "
+                    "a backup of the server's records, or begin another conversation."
+                )
             found.append(step)
             step = step.previous
         return reversed(found)
@@ -240,7 +252,7 @@ class Tenant(Frozen):
                 shelf.hold(new)
                 shelf.release(kept)
                 if self.store.journal is not None:
-                    self.store.journal.change(kept.id, answer)
+                    self.store.journal.change(self.name, kept, answer)
                 self.store.evict(new)
 
     def supersede(self, old: Kept, new: Kept) -> bool:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.core.files import BYTE_ORDER_MARK
+from twostroke.core.files import BYTE_ORDER_MARK, is_there, open_regular_file
 from twostroke.core.notices import first_names, notice
 from twostroke.tokenize.added_tokens import read_added_tokens
 from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
@@ -234,12 +234,17 @@ def _configured_ends(folder: Path) -> Iterator[int]:
 
 def _read(file: Path) -> dict[str, Any]:
     """Return a JSON object from a file; an empty one where there is no such file."""
-    if not file.is_file():
+    if not is_there(file):
         return {}
-    if file.stat().st_size > _MAX_FILE_BYTES:
+    try:
+        with open_regular_file(file) as opened:
+            data = opened.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ModelFormatError(f"{file.name} cannot be read: {error.strerror}.") from None
+    if len(data) > _MAX_FILE_BYTES:
         raise ModelFormatError(f"{file.name} is larger than {_MAX_FILE_BYTES // 1024**2} MiB.")
     try:
-        value = json.loads(file.read_bytes().removeprefix(BYTE_ORDER_MARK))
+        value = json.loads(data.removeprefix(BYTE_ORDER_MARK))
     except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{file.name} is not valid JSON ({error}).") from error
     if not isinstance(value, dict):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.core.errors import ModelFormatError
+from twostroke.core.files import is_there, open_regular_file
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -30,7 +33,7 @@ def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 def _in_files(folder: Path) -> list[tuple[str, str]]:
     """Return the names and texts of the templates that are files of their own."""
-    templates = [("default", _text(folder / _FILE))] if (folder / _FILE).is_file() else []
+    templates = [("default", _text(folder / _FILE))] if is_there(folder / _FILE) else []
     for inner in FOLDERS:
         files = sorted((folder / inner).glob(f"*{_SUFFIX}"))
         templates += [(file.stem, _text(file)) for file in files if file.is_file()]
@@ -54,13 +57,19 @@ def _in_processor(folder: Path) -> list[tuple[str, str]]:
     """Return the names and texts of templates in chat_template.json; empty if not readable."""
     file = folder / "chat_template.json"
     try:
-        value = json.loads(_text(file)) if file.is_file() else None
+        value = json.loads(_text(file)) if is_there(file) else None
     except (ValueError, RecursionError):
         return []
     return _in_value(value.get("chat_template")) if isinstance(value, dict) else []
 
 
 def _text(file: Path) -> str:
-    """Return a template's text, cut at `_MAX_BYTES`, which is more than can be compiled."""
-    with file.open("rb") as opened:
-        return opened.read(_MAX_BYTES).decode("utf-8", "replace")
+    """Return a template's text, cut at `_MAX_BYTES`, which is more than can be compiled.
+
+    Raises ModelFormatError if the file cannot be read.
+    """
+    try:
+        with open_regular_file(file) as opened:
+            return opened.read(_MAX_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise ModelFormatError(f"{file.name} cannot be read: {error.strerror}.") from None

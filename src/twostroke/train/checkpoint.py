@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
-from twostroke.core.files import read_json, write_json
+from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.safetensors import read_safetensors, write_safetensors
@@ -48,14 +49,20 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             "seconds": checkpoint.seconds,
             "num_steps": checkpoint.num_steps,
             "token_ids": list(checkpoint.token_ids),
+            "weights": _digest(path),
         }
-        write_json(folder / _NAME, facts)
+        write_checked_json(folder / _NAME, facts)
         for other in folder.glob("checkpoint-*.safetensors"):
             if other != path:
                 other.unlink()
     except OSError as error:
         message = f"The checkpoint cannot be written to {str(folder)!r}: {error.strerror}."
         raise TwostrokeError(message) from None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None:
@@ -68,9 +75,12 @@ def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None
     if not path.is_file():
         return None
     try:
-        facts = read_json(path)
+        facts = read_checked_json(path)
         steps = int(facts["num_steps"])
-        files = read_safetensors(folder / f"checkpoint-{steps}.safetensors")
+        weights = folder / f"checkpoint-{steps}.safetensors"
+        files = read_safetensors(weights)
+        if facts.get("weights") not in {None, _digest(weights)}:
+            raise ModelFormatError(f"{weights.name!r} is damaged: its digest is another.")
         found = Checkpoint(
             facts["about"],
             tuple(facts["token_ids"]),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
+from twostroke.core.files import read_checked_json, read_regular_file, write_checked_json
 from twostroke.core.frozen import Frozen
 from twostroke.spec import drawn_rows
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepPlan, StepResult
 
 _TINY = np.float32(1e-30)
+_DAMAGE = (OSError, ValueError, TypeError, OverflowError, RecursionError, ModelFormatError)
 _PART_ROWS = 25_000  # in one pair of files
 
 
@@ -103,14 +106,13 @@ class Store:
         if not self._waiting:
             return
         path = self.folder / f"{self.num_answers:07d}.json"
-        part = path.with_suffix(".part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             hidden = np.concatenate([answer.hidden for answer in self._waiting])
-            path.with_suffix(".f16").write_bytes(hidden.tobytes())
-            texts = [(answer.prompt, answer.tokens.tolist()) for answer in self._waiting]
-            part.write_text(json.dumps(texts))
-            part.replace(path)
+            states = hidden.tobytes()
+            path.with_suffix(".f16").write_bytes(states)
+            texts = [[list(answer.prompt), answer.tokens.tolist()] for answer in self._waiting]
+            write_checked_json(path, {"answers": texts, "states": _digest(states)})
         except OSError as error:
             message = f"Answers cannot be written to {str(self.folder)!r}: {error.strerror}."
             raise TwostrokeError(message) from None
@@ -127,13 +129,14 @@ def kept_answers(folder: Path, width: int) -> list[Answer]:
     answers: list[Answer] = []
     for path in sorted(folder.glob("*.json")):
         try:
-            parts = json.loads(path.read_text())
+            parts, digest = _read(path)
             prompts = [tuple(map(int, prompt)) for prompt, _ in parts]
             tokens = [np.array(own, np.int32) for _, own in parts]
-            hidden = np.fromfile(path.with_suffix(".f16"), np.float16)
+            states = _states(path, digest)
+            hidden = np.frombuffer(states, np.float16)
             counts = [len(own) - 1 for own in tokens]
             rows = hidden.reshape(sum(counts), width)
-        except (OSError, ValueError, TypeError, OverflowError):
+        except _DAMAGE:
             message = f"{path} is damaged, or of another model: delete {folder} to start again."
             raise UsageError(message) from None
         ends = np.cumsum(counts)
@@ -142,3 +145,28 @@ def kept_answers(folder: Path, width: int) -> list[Answer]:
             for prompt, own, end, count in zip(prompts, tokens, ends, counts, strict=True)
         ]
     return answers
+
+
+def _read(path: Path) -> tuple[list[Any], str | None]:
+    """Return the tokens of a part's answers, and the digest of its states.
+
+    Parts of earlier versions are a list without a digest. Raises OSError, ValueError, TypeError,
+    ModelFormatError.
+    """
+    data = read_regular_file(path)
+    if data.startswith(b"["):
+        return json.loads(data), None
+    values = read_checked_json(path)
+    return list(values.get("answers", ())), str(values.get("states"))
+
+
+def _states(path: Path, digest: str | None) -> bytes:
+    """Return the states of a part; raises OSError, and ValueError if the digest is another."""
+    states = read_regular_file(path.with_suffix(".f16"))
+    if digest not in {None, _digest(states)}:
+        raise ValueError("the states are damaged")
+    return states
+
+
+def _digest(states: bytes) -> str:
+    return hashlib.blake2b(states, digest_size=16).hexdigest()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.core.files import read_json
+from twostroke.core.files import is_there, read_json
 from twostroke.core.notices import notice
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.models.fields import MAX_LAYERS, Fields
@@ -217,7 +217,7 @@ def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFile
 
     Without an index they are the only file, or all shards of one model.
     """
-    if weights is None and (folder / _INDEX).is_file():
+    if weights is None and is_there(folder / _INDEX):
         return _INDEX, read_sharded(folder / _INDEX)
     weights = weights or folder / "model.safetensors"
     candidates = sorted(path for path in folder.glob("*.safetensors") if "adapter" not in path.name)
@@ -262,7 +262,7 @@ def _folder_eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tupl
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if is_there(path) else {}
 
 
 def _num_extra_layers(fields: Fields, family: Family) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from twostroke.core.files import read_json, read_small_file
+from twostroke.core.files import is_there, read_json, read_small_file
 from twostroke.weights.safetensors import decode_json
 
 if TYPE_CHECKING:
@@ -56,13 +56,13 @@ def folder_pooling(folder: Path) -> str | None:
     """
     ways: list[str] = []
     config = folder / "1_Pooling" / "config.json"
-    if config.is_file():
+    if is_there(config):
         fields = read_json(config)
         ways = [way for flag, way in _FLAGS.items() if fields.get(flag) is True]
         if isinstance(word := fields.get("pooling_mode"), str):
             ways = [_WORDS.get(word, word[:40])]
     file = folder / "modules.json"
-    if file.is_file():
+    if is_there(file):
         modules = decode_json(read_small_file(file), list[_Module], file.name)
         kinds = [module.type.rpartition(".")[2][:40] for module in modules]
         ways += [kind for kind in kinds if kind not in _PLAIN_MODULES]

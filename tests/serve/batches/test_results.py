@@ -23,7 +23,7 @@ from twostroke.serve.turns import Readers
 if TYPE_CHECKING:
     from pathlib import Path
 
-_INSERT = "INSERT INTO results VALUES (?, ?, 'ok', ?)"
+_INSERT = "INSERT INTO results (batch, line, kind, body) VALUES (?, ?, 'ok', ?)"
 
 
 @pytest.fixture

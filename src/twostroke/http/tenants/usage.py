@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from twostroke.core.errors import DeadlineError
 from twostroke.core.service import BATCH_SERVICE
+from twostroke.records.row_digests import digest_in_sql, is_intact_in_sql, row_digest
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -17,12 +18,26 @@ if TYPE_CHECKING:
     Rows = dict["Owner", list[int]]  # requests, input, cached and output tokens
 
 _DAY_S: Final = 86_400
-_ADD: Final = """
-    INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT DO UPDATE SET requests = requests + excluded.requests,
-        input = input + excluded.input, cached = cached + excluded.cached,
-        output = output + excluded.output
-"""
+_OWNER: Final = ("day", "key", "tenant", "model", "is_batch")
+_COUNTS: Final = ("requests", "input", "cached", "output")
+_COLUMNS: Final = ", ".join((*_OWNER, *_COUNTS))
+_SUM: Final = ", ".join(
+    (
+        *(f"CAST(usage.{name} AS BLOB)" for name in _OWNER),
+        *(f"CAST(usage.{name} + excluded.{name} AS BLOB)" for name in _COUNTS),
+    )
+)
+# A sum with a damaged count stays damaged.
+_ADD: Final = f"""
+    INSERT INTO usage ({_COLUMNS}, row_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)},
+        row_digest = CASE WHEN usage.row_digest = {digest_in_sql("usage")}
+            THEN row_digest({_SUM}) ELSE usage.row_digest END
+"""  # noqa: S608 constants
+_ALL: Final = f"""
+    SELECT {_COLUMNS}, {is_intact_in_sql("usage")} FROM usage
+    WHERE day BETWEEN ? AND ? ORDER BY day, key, tenant, model
+"""  # noqa: S608 constants
 
 
 class Owner(NamedTuple):
@@ -116,13 +131,32 @@ class UsageBook:
 
 def add(db: Connection, rows: Rows) -> None:
     """Add what was used to the records."""
-    db.executemany(_ADD, [(*owner, *counts) for owner, counts in rows.items()])
+    values: list[tuple[str | int, ...]] = [(*owner, *counts) for owner, counts in rows.items()]
+    db.executemany(_ADD, [(*row, row_digest(*row)) for row in values])
 
 
 def amounts(db: Connection, since: str, until: str) -> list[Amount]:
-    """Return what was used from the day `since` to the day `until`, by day."""
-    query = "SELECT * FROM usage WHERE day BETWEEN ? AND ? ORDER BY day, key, tenant, model"
+    """Return what was used from the day `since` to the day `until`, by day.
+
+    Damaged records are left out; `damaged_owners` names them.
+    """
     return [
-        Amount(Owner(day, key, tenant, model, bool(is_batch)), *counts)
-        for day, key, tenant, model, is_batch, *counts in db.execute(query, (since, until))
+        Amount(_owner(row), *row[len(_OWNER) : -1])
+        for row in db.execute(_ALL, (since, until))
+        if _is_whole(row)
     ]
+
+
+def damaged_owners(db: Connection, since: str, until: str) -> list[Owner]:
+    """Return whose records are damaged, from the day `since` to the day `until`."""
+    return [_owner(row) for row in db.execute(_ALL, (since, until)) if not _is_whole(row)]
+
+
+def _owner(row: tuple[Any, ...]) -> Owner:
+    day, key, tenant, model, is_batch = row[: len(_OWNER)]
+    return Owner(day, key, tenant, model, bool(is_batch))
+
+
+def _is_whole(row: tuple[Any, ...]) -> bool:
+    *counts, is_intact = row[len(_OWNER) :]
+    return bool(is_intact) and all(isinstance(count, int) for count in counts)

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import field
 
 from twostroke.core.frozen import Frozen
+from twostroke.records.row_digests import DamagedRowError, is_intact_in_sql, row_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -115,6 +116,22 @@ class Batch(Frozen, kw_only=True):
         return self.status not in ENDED
 
 
+_INTACT: Final = is_intact_in_sql("batches")
+_LISTED: Final = f"id, body, {_INTACT}"
+_RESULT_INTACT: Final = is_intact_in_sql("results")
+_COUNT_RESULTS: Final = (
+    f"SELECT line, kind, length(body), {_RESULT_INTACT} FROM results WHERE batch = ?"  # noqa: S608 constants
+)
+_RESULTS: Final = f"""
+    SELECT line, kind = 'ok', body, {_RESULT_INTACT} FROM results WHERE batch = ? ORDER BY line
+"""  # noqa: S608 constants
+_KEEP_RESULT: Final = f"""
+    INSERT INTO results (batch, line, kind, body, row_digest) VALUES (?, ?, ?, ?, ?)
+    ON CONFLICT DO UPDATE
+        SET kind = excluded.kind, body = excluded.body, row_digest = excluded.row_digest
+        WHERE NOT {_RESULT_INTACT}
+"""  # noqa: S608 constants
+_DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, TypeError)
 _decoder: Final = msgspec.json.Decoder(Batch)  # made before threads use it
 _logger = logging.getLogger("twostroke.serve")
 
@@ -122,27 +139,33 @@ _logger = logging.getLogger("twostroke.serve")
 def insert(db: Connection, batch: Batch) -> None:
     """Keep a new batch."""
     db.execute(
-        "INSERT INTO batches (id, tenant, protocol, is_open, input_file, body) "
-        "VALUES (?, ?, ?, 1, ?, ?)",
-        (batch.id, batch.tenant, batch.protocol, batch.input_file, msgspec.json.encode(batch)),
+        "INSERT INTO batches (id, tenant, protocol, is_open, input_file, body, row_digest) "
+        "VALUES (?, ?, ?, 1, ?, ?, ?)",
+        (*_values(batch), row_digest(*_values(batch))),
     )
 
 
 def update(db: Connection, batch: Batch) -> None:
     """Keep the new state of a batch."""
     db.execute(
-        "UPDATE batches SET is_open = ?, body = ? WHERE id = ?",
-        (batch.is_open, msgspec.json.encode(batch), batch.id),
+        "UPDATE batches SET is_open = ?, body = ?, row_digest = ? WHERE id = ?",
+        (batch.is_open, _values(batch)[-1], row_digest(*_values(batch)), batch.id),
     )
 
 
 def find(db: Connection, id_: str, tenant: str, protocol: str) -> Batch | None:
     """Return a tenant's batch; None if there is none with this id."""
     found = db.execute(
-        "SELECT body FROM batches WHERE id = ? AND tenant = ? AND protocol = ?",
+        f"SELECT body, {_INTACT} FROM batches WHERE id = ? AND tenant = ? AND protocol = ?",  # noqa: S608 constants
         (id_, tenant, protocol),
     ).fetchone()
-    return None if found is None else _decode(found[0])
+    if found is None:
+        return None
+    try:
+        return _decode(*found)
+    except _DAMAGE:
+        reason = "The record of batch '{id}' is damaged: restore a backup of the server's records."
+        raise DamagedRowError(reason.format(id=id_)) from None
 
 
 def open_batches(db: Connection) -> list[Batch]:
@@ -150,7 +173,7 @@ def open_batches(db: Connection) -> list[Batch]:
 
     A batch with a damaged record is left out, so that the other batches run.
     """
-    return _readable(db.execute("SELECT id, body FROM batches WHERE is_open ORDER BY seq"))
+    return _readable(db.execute(f"SELECT {_LISTED} FROM batches WHERE is_open ORDER BY seq"))  # noqa: S608 constants
 
 
 def count_open(db: Connection, tenant: str) -> int:
@@ -175,7 +198,7 @@ def page(
     not the id of such a batch. A batch whose record is damaged is left out.
     """
     order, than = ("DESC", "<") if is_older else ("ASC", ">")
-    query = "SELECT id, body FROM batches WHERE tenant = ? AND protocol = ?"
+    query = f"SELECT {_LISTED} FROM batches WHERE tenant = ? AND protocol = ?"  # noqa: S608 constants
     values = [tenant, protocol]
     if cursor is not None:
         one = "SELECT seq FROM batches WHERE id = ? AND tenant = ? AND protocol = ?"
@@ -207,23 +230,29 @@ def forget_oldest(db: Connection, tenant: str, protocol: str, most: int) -> None
 
 
 def count_results(db: Connection, id_: str) -> tuple[set[int], int, int]:
-    """Return the lines of a batch that have results, how many failures, and bytes, these are."""
-    query = "SELECT line, kind, length(body) FROM results WHERE batch = ?"
-    rows = db.execute(query, (id_,)).fetchall()
+    """Return the lines of a batch that have results, how many failures, and bytes, these are.
+
+    A line with a damaged result has none, and runs again.
+    """
+    rows = db.execute(_COUNT_RESULTS, (id_,)).fetchall()
+    for line, *_ in (row for row in rows if not row[3]):
+        _logger.error("The result of line %d of batch %s is damaged: it runs again.", line, id_)
+    rows = [row[:3] for row in rows if row[3]]
     num_failed, num_bytes = sum(kind != "ok" for _, kind, _ in rows), sum(row[2] for row in rows)
     return {line for line, _, _ in rows}, num_failed, num_bytes
 
 
 def num_results(db: Connection, id_: str) -> int:
-    """Return how many lines of a batch have results."""
-    [count] = db.execute("SELECT count(*) FROM results WHERE batch = ?", (id_,)).fetchone()
+    """Return how many lines of a batch have results that are not damaged."""
+    query = f"SELECT count(*) FROM results WHERE batch = ? AND {_RESULT_INTACT}"  # noqa: S608 constants
+    [count] = db.execute(query, (id_,)).fetchone()
     return int(count)
 
 
 def keep_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bool) -> None:
-    """Keep the result of a line; a line has only one."""
-    kind = "ok" if is_ok else "failed"
-    db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", (id_, line, kind, body))
+    """Keep the result of a line; a line has only one, which replaces a damaged one."""
+    values = (id_, line, "ok" if is_ok else "failed", body)
+    db.execute(_KEEP_RESULT, (*values, row_digest(*values)))
 
 
 def count_death(db: Connection, id_: str, line: int) -> int:
@@ -234,9 +263,12 @@ def count_death(db: Connection, id_: str, line: int) -> int:
 
 
 def results(db: Connection, id_: str) -> Iterator[tuple[int, bool, bytes]]:
-    """Yield the results of a batch by line: number, success, result."""
-    query = "SELECT line, kind = 'ok', body FROM results WHERE batch = ? ORDER BY line"
-    yield from db.execute(query, (id_,))
+    """Yield the results of a batch by line: number, success, result; no damaged ones."""
+    for line, is_ok, body, is_intact in db.execute(_RESULTS, (id_,)):
+        if is_intact and isinstance(body, bytes):
+            yield line, is_ok, body
+        else:
+            _logger.error("The result of line %d of batch %s is damaged.", line, id_)
 
 
 def end(db: Connection, batch: Batch) -> None:
@@ -264,18 +296,24 @@ def drop_results(db: Connection) -> bool:
     return True
 
 
-def _readable(rows: Iterable[tuple[str, bytes]]) -> list[Batch]:
+def _values(batch: Batch) -> tuple[str | bytes, ...]:
+    """Return the values of a batch's row that its digest covers."""
+    body = msgspec.json.encode(batch)
+    return batch.id, batch.tenant, batch.protocol, batch.input_file, body
+
+
+def _readable(rows: Iterable[tuple[str, bytes, int]]) -> list[Batch]:
     """Return the batches of the rows; a row with a damaged record is logged and left out."""
     batches = []
-    for id_, body in rows:
+    for id_, body, is_intact in rows:
         try:
-            batches.append(_decode(body))
-        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
+            batches.append(_decode(body, is_intact))
+        except _DAMAGE:
             _logger.error("The record of batch %s is damaged: restore a backup.", id_)  # noqa: TRY400
     return batches
 
 
-def _decode(body: object) -> Batch:
-    if not isinstance(body, bytes):
-        raise msgspec.DecodeError("the record is not JSON")
+def _decode(body: object, is_intact: int) -> Batch:
+    if not isinstance(body, bytes) or not is_intact:
+        raise msgspec.DecodeError("the record is damaged")
     return _decoder.decode(body)

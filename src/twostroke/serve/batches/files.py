@@ -19,6 +19,7 @@ from twostroke.http.errors import BodySizeError, UnsupportedFieldError
 from twostroke.http.served import served_of
 from twostroke.records import RecordsError
 from twostroke.records.folder import has_digest
+from twostroke.records.row_digests import is_intact_in_sql, row_digest
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ MAX_LISTED: Final = 10_000
 _STEPS: Final = 1 << 13  # in which a room is shared out, so that few results need a look at files
 _COLUMNS: Final = "id, bytes, created_at, filename, purpose, expires_at"
 # Conditions for files that clients see.
+_INTACT: Final = is_intact_in_sql("files")
 _VISIBLE: Final = f"purpose NOT IN ('{HIDDEN}', '{PART}') AND ifnull(expires_at > ?, 1)"
 _EXPIRY: Final = ("expires_after[anchor]", "expires_after[seconds]")
 
@@ -95,7 +97,8 @@ class DeletedFile(msgspec.Struct, kw_only=True, frozen=True):
 def insert(db: Connection, file: FileBody, tenant: str, digest: str = "") -> None:
     """Keep the record and the digest of a file, if no file has its id yet."""
     db.execute(
-        f"INSERT OR IGNORE INTO files (tenant, {_COLUMNS}, digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608 constants
+        f"INSERT OR IGNORE INTO files (tenant, {_COLUMNS}, digest, row_digest) "  # noqa: S608 constants
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             tenant,
             file.id,
@@ -105,17 +108,31 @@ def insert(db: Connection, file: FileBody, tenant: str, digest: str = "") -> Non
             file.purpose,
             file.expires_at,
             digest,
+            row_digest(
+                file.id,
+                tenant,
+                file.purpose,
+                file.filename,
+                file.bytes,
+                file.created_at,
+                file.expires_at,
+                digest,
+            ),
         ),
     )
 
 
 def find(db: Connection, id_: str, tenant: str) -> FileBody:
-    """Return a tenant's file; raises NoSuchFileError."""
-    query = f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND {_VISIBLE}"  # noqa: S608 constants
+    """Return a tenant's file; raises NoSuchFileError, and DamagedFileError for its record."""
+    query = f"SELECT {_INTACT}, {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND {_VISIBLE}"  # noqa: S608 constants
     row = db.execute(query, (id_, tenant, time.time())).fetchone()
     if row is None:
         raise NoSuchFileError(f"No such file: '{id_[:MAX_NAME_LENGTH]}'.")
-    return _body(*row)
+    is_intact, *values = row
+    if not is_intact:
+        reason = f"The record of '{id_}' is damaged: upload the file again."
+        raise DamagedFileError(reason)
+    return _body(*values)
 
 
 async def content_of(records: Records, id_: str, media_type: str, filename: str) -> Response:
@@ -414,7 +431,7 @@ def page(db: Connection, tenant: str, query: dict[str, str]) -> FileList:
     limit, order = page_size(query, MAX_LISTED, MAX_LISTED), query.get("order", "desc")
     if order not in {"asc", "desc"}:
         raise RequestError("must be asc or desc.", field="order")
-    condition, values = f"tenant = ? AND {_VISIBLE}", [tenant, time.time()]
+    condition, values = f"tenant = ? AND {_VISIBLE} AND {_INTACT}", [tenant, time.time()]
     if "purpose" in query:
         condition, values = f"{condition} AND purpose = ?", [*values, query["purpose"]]
     if after := query.get("after"):
@@ -442,7 +459,7 @@ def rows_of_page(
 
     With `ids`, only these files are returned. None if the file `cursor` does not exist.
     """
-    condition, values = f"tenant = ? AND {_VISIBLE}", [tenant, time.time()]
+    condition, values = f"tenant = ? AND {_VISIBLE} AND {_INTACT}", [tenant, time.time()]
     if cursor is not None:
         if (seq := _seq(db, cursor, tenant)) is None:
             return None

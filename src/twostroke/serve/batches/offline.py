@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
-import secrets
 import sys
 import time
 from array import array
@@ -35,11 +35,17 @@ if TYPE_CHECKING:
 
     Send = Callable[[Line], Awaitable[Answer]]
 
-# In a result's id: digests of the model and of the line, so that they are as durable as the result.
+# In a result's id: digests of the model and of the line, so that they are as durable as the result,
+# and of the result itself, so that damage is noticed. Ids of earlier versions had 8 random digits
+# instead of the last one.
 _MODEL_LENGTH: Final = 8
 _LINE_LENGTH: Final = 16
 _RANDOM_LENGTH: Final = 8
-_ID_LENGTH: Final = len(ID) + _MODEL_LENGTH + _LINE_LENGTH + _RANDOM_LENGTH
+_RESULT_LENGTH: Final = 16
+_OLD_ID_LENGTH: Final = len(ID) + _MODEL_LENGTH + _LINE_LENGTH + _RANDOM_LENGTH
+_ID_LENGTH: Final = len(ID) + _MODEL_LENGTH + _LINE_LENGTH + _RESULT_LENGTH
+_MOST_SAID: Final = 5  # damaged lines that the log names
+_logger = logging.getLogger("twostroke.serve")
 _SYNC_S: Final = 1.0  # a loss of power costs the lines of the last second, which are run again
 
 
@@ -85,7 +91,7 @@ class Results:
     """
 
     def __init__(self, path: Path, *, goes_on: bool, replaces: bool = False) -> None:
-        """Open it; with `goes_on`, keep the lines of an earlier run, but not one that was cut.
+        """Open it; with `goes_on`, keep the lines of an earlier run, but not cut or damaged ones.
 
         With `replaces`, a file with the name is of an earlier run that ended before its last step.
 
@@ -116,17 +122,7 @@ class Results:
         if not goes_on:
             self._file.truncate()
         self._end = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                known = _id.decode(line)
-            except msgspec.MsgspecError:
-                self._file.close()
-                message = f"{self.partial} is not a file of results: remove it to begin again."
-                raise UsageError(message) from None
-            self.ids[known.custom_id] = known.id
-            self._note(known.custom_id, line)
+        self._read()
         self._file.truncate(self._end)
         self._file.seek(self._end)
         self._synced_s = time.monotonic()
@@ -165,6 +161,34 @@ class Results:
             ordered.replace(self.path)
             sync_folder(self.path.absolute().parent)
         self.partial.unlink()
+
+    def _read(self) -> None:
+        """Note the lines of an earlier run; damaged ones are left out, so that they run again."""
+        damaged: list[int] = []
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                known = _id.decode(line)
+                is_intact = _is_intact(known.id, line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                is_intact = False
+            if is_intact and not (known.id == "" and any(self.ids.values())):
+                self.ids[known.custom_id] = known.id
+                self._note(known.custom_id, line)
+            else:
+                damaged.append(number)
+                self._end += len(line)
+        if damaged and not self.places:
+            self._file.close()
+            message = f"{self.partial} is not a file of results: remove it to begin again."
+            raise UsageError(message)
+        if damaged:
+            numbers = ", ".join(map(str, damaged[:_MOST_SAID]))
+            more = " and others" if len(damaged) > _MOST_SAID else ""
+            _logger.warning(
+                "Damaged results in %s run again: line %s%s.", self.partial, numbers, more
+            )
 
     def _note(self, id_: str, line: bytes) -> None:
         self.places[id_] = (self._end, len(line))
@@ -211,7 +235,8 @@ class Files(msgspec.Struct):
         for line in self.lines(limits):
             known.add(line.custom_id)
             id_ = self.output.ids.get(line.custom_id, "")
-            if len(id_) == _ID_LENGTH and not id_.startswith(self._begin_id(line)):
+            has_digests = len(id_) in {_ID_LENGTH, _OLD_ID_LENGTH}
+            if has_digests and not id_.startswith(self._begin_id(line)):
                 is_line = id_.startswith(ID + _digest(_MODEL_LENGTH, self.model or ""))
                 what = f"The line '{line.custom_id[:40]}'" if is_line else "--model"
                 raise UsageError(
@@ -225,9 +250,11 @@ class Files(msgspec.Struct):
                 f"not have: remove it to begin again, or choose another output."
             )
 
-    def id_of(self, line: Line) -> str:
-        """Return the id of a result of a line."""
-        return self._begin_id(line) + secrets.token_hex(_RANDOM_LENGTH // 2)
+    def result(self, line: Line, answer: Answer) -> bytes:
+        """Return the result of a line."""
+        id_ = self._begin_id(line) + "0" * _RESULT_LENGTH
+        body = result(line.custom_id, answer, id_)
+        return body.replace(id_.encode(), _with_digest(id_, body), 1)
 
     def _begin_id(self, line: Line) -> str:
         model = _digest(_MODEL_LENGTH, self.model or "")
@@ -258,7 +285,7 @@ async def run(
             room.release()
         is_ok = answer.status < 400
         target = files.output if is_ok else files.errors
-        target.add(line.custom_id, result(line.custom_id, answer, files.id_of(line)))
+        target.add(line.custom_id, files.result(line, answer))
         progress.num_done += 1
         progress.num_failed += not is_ok
         progress.num_tokens += _num_tokens(answer) if is_ok else 0
@@ -282,6 +309,20 @@ def _digest(length: int, *parts: str | bytes) -> str:
         hashed.update(part.encode() if isinstance(part, str) else part)
         hashed.update(b"\0")
     return hashed.hexdigest()
+
+
+def _with_digest(id_: str, body: bytes) -> bytes:
+    """Return the id of a result; its last digits are the digest of a result where they are 0."""
+    return (id_[:-_RESULT_LENGTH] + _digest(_RESULT_LENGTH, body)).encode()
+
+
+def _is_intact(id_: str, line: bytes) -> bool:
+    """Return whether a line of results is as it was written, as far as its id tells."""
+    if len(id_) != _ID_LENGTH:
+        return True  # of an earlier version, or of another program
+    zeros = id_[:-_RESULT_LENGTH] + "0" * _RESULT_LENGTH
+    body = line.removesuffix(b"\n").replace(id_.encode(), zeros.encode(), 1)
+    return _with_digest(id_, body) == id_.encode()
 
 
 def _num_tokens(answer: Answer) -> int:

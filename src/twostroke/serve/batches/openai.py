@@ -281,6 +281,7 @@ def _unrun(custom_id: str, batch: Batch) -> bytes:
     message = {
         "expired": "This request could not be executed before the completion window expired.",
         "cancelled": "This batch was cancelled before the request was executed.",
+        "completed": "The request's result was damaged on the server's disk: send it again.",
     }.get(batch.ends_as or "", "This batch failed before the request was executed: see its errors.")
     return _line(custom_id, error={"code": f"batch_{batch.ends_as}", "message": message})
 

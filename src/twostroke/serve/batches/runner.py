@@ -252,7 +252,7 @@ class Runner:
         if batch.status == "cancelling":  # since it was read
             return batch
         count = partial(kept.count_results, id_=batch.id)
-        done, num_failed, num_bytes = await self._records.read(count)
+        done, num_failed, num_bytes = await self._records.read_long(count)
         self._end_share(batch.id)
         self._shares[batch.id] = self.rooms.share(batch.tenant, num_bytes)
         self._paces[batch.id] = Pace(len(done), num_failed, batch.total)

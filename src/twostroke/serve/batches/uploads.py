@@ -21,8 +21,9 @@ from twostroke.http.json_responses import to_json
 from twostroke.http.limits import read_json
 from twostroke.http.multipart import read_form
 from twostroke.http.served import served_of
-from twostroke.records import RecordsError
+from twostroke.records import DamagedRowError, RecordsError
 from twostroke.records.folder import new_hash
+from twostroke.records.row_digests import is_intact_in_sql, row_digest
 from twostroke.serve.batches import files
 from twostroke.serve.batches.files import (
     MAX_EXPIRY_S,
@@ -128,6 +129,7 @@ class StoredUpload(msgspec.Struct, kw_only=True, frozen=True):
     expires_after_s: int | None = None
 
 
+_INTACT: Final = is_intact_in_sql("uploads")
 _upload_decoder: Final = msgspec.json.Decoder(StoredUpload)
 BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     PATH: UploadRequest,
@@ -182,13 +184,15 @@ class Uploads:
         )
         expiry = fields.expires_after
         stored = StoredUpload(body=upload, expires_after_s=expiry.seconds if expiry else None)
+        values = (upload.id, tenant, upload.expires_at, encode_json(stored))
 
         def insert(db: Connection) -> None:
             files.check_room(db, tenant, self._limits)
             check_count(db, tenant, self._limits)
             db.execute(
-                "INSERT INTO uploads (id, tenant, expires_at, body) VALUES (?, ?, ?, ?)",
-                (upload.id, tenant, upload.expires_at, encode_json(stored)),
+                "INSERT INTO uploads (id, tenant, expires_at, body, row_digest) "
+                "VALUES (?, ?, ?, ?, ?)",
+                (*values, row_digest(*values)),
             )
 
         await records.write(insert)
@@ -304,13 +308,18 @@ class Uploads:
 
 def find(db: Connection, id_: str, tenant: str) -> StoredUpload:
     """Return a tenant's upload; raises NoSuchUploadError."""
-    query = "SELECT body FROM uploads WHERE id = ? AND tenant = ?"
+    query = f"SELECT body, {_INTACT} FROM uploads WHERE id = ? AND tenant = ?"  # noqa: S608 constants
     row = db.execute(query, (id_, tenant)).fetchone()
     if row is None:
         raise NoSuchUploadError("No such upload: '{id}'.", id=id_[:MAX_NAME_LENGTH])
-    if not isinstance(row[0], bytes):
-        raise msgspec.DecodeError("the record is not JSON")
-    stored = _upload_decoder.decode(row[0])
+    body, is_intact = row
+    try:
+        if not is_intact:
+            raise msgspec.DecodeError("its digest is another")
+        stored = _upload_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
+        reason = f"The record of upload '{id_}' is damaged: begin another upload."
+        raise DamagedRowError(reason) from None
     if stored.body.status == "pending" and stored.body.expires_at <= time.time():
         return replace(stored, body=replace(stored.body, status="expired"))
     return stored
@@ -396,8 +405,10 @@ def remove_files(records: Records, ids: Iterable[str]) -> None:
 
 def update(db: Connection, stored: StoredUpload) -> None:
     """Replace the record of an upload."""
-    query = "UPDATE uploads SET body = ? WHERE id = ?"
-    db.execute(query, (encode_json(stored), stored.body.id))
+    body, id_ = encode_json(stored), stored.body.id
+    [tenant] = db.execute("SELECT tenant FROM uploads WHERE id = ?", (id_,)).fetchone()
+    query = "UPDATE uploads SET body = ?, row_digest = ? WHERE id = ?"
+    db.execute(query, (body, row_digest(id_, tenant, stored.body.expires_at, body), id_))
 
 
 def delete_expired(db: Connection, now_s: float) -> list[str]:
