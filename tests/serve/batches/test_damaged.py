@@ -250,3 +250,106 @@ def test_a_damaged_record_of_a_batch_holds_up_no_other(records: Records, body: o
         return await last.ended()
 
     assert asyncio.run(go()).completed == 3
+
+
+_SPOIL = "UPDATE results SET body = ? WHERE line = 3"
+
+
+@pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
+def test_a_line_whose_result_is_damaged_runs_again(records: Records, protocol: str) -> None:
+    first_app, next_app = App(), App()
+
+    async def go() -> tuple[Batch, Bench]:
+        bench = Bench(records, first_app)
+        bench.protocol = protocol
+        first_app.fail = _none_after(first_app, 20)
+        await bench.begin(40, protocol)
+        await until(lambda: not first_app.is_open.is_set())
+        await bench.runner.stop()
+        await records.write(lambda db: db.execute(_SPOIL, (b'{"custom_id": "2"}',)) and None)
+        last = Bench(records, next_app)
+        last.protocol = protocol
+        await last.runner.start(next_app)
+        return await last.ended(), last
+
+    batch, bench = asyncio.run(go())
+    assert (batch.status, batch.completed, batch.failed) == ("completed", 40, 0)
+    assert len(bench.lines(batch.output_file)) == 40
+    again = set(first_app.sent) & set(next_app.sent)
+    assert "2" in again
+
+
+def test_a_result_that_is_damaged_as_its_batch_ends_is_told(records: Records) -> None:
+    app = App()
+
+    async def go() -> tuple[Batch, Bench]:
+        bench = Bench(records, app)
+        app.fail = _none_after(app, 20)
+        await bench.begin(40)
+        await until(lambda: not app.is_open.is_set())
+        await until(lambda: len(_lines_done(records)) >= 8)
+        await records.write(lambda db: db.execute(_SPOIL, (b'{"custom_id": "2"}',)) and None)
+        app.fail = lambda _id, _times: None
+        app.is_open.set()
+        return await bench.ended(), bench
+
+    batch, bench = asyncio.run(go())
+    assert (batch.status, batch.completed, batch.failed) == ("completed", 39, 1)
+    assert len(bench.lines(batch.output_file)) == 39
+    [error] = bench.lines(batch.error_file).values()
+    assert error["custom_id"] == "2"
+    assert "was damaged" in error["error"]["message"]
+
+
+def _none_after(app: App, count: int) -> Callable[[str, int], None]:
+    """Return a function that lets all lines pass, and none any more after so many."""
+
+    def hold(_id: str, _times: int) -> None:
+        if len(app.sent) >= count:
+            app.is_open.clear()
+
+    return hold
+
+
+def _lines_done(records: Records) -> set[int]:
+    with records.alone() as db:
+        return kept.count_results(db, "b")[0]
+
+
+def test_a_command_runs_damaged_results_again_and_keeps_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "in.jsonl"
+    asked = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    path.write_text("".join(json.dumps({"custom_id": f"{i}", **asked}) + "\n" for i in range(9)))
+    answer = Answer(200, {"x-request-id": "r"}, b'{"choices": [{"text": "some words"}]}')
+    out = tmp_path / "out"
+    with Results(out, goes_on=True) as output, Results(tmp_path / "e", goes_on=True) as errors:
+        files_ = Files(path, output, errors)
+        files_.check(Limits())
+        for line in files_.lines(Limits()):
+            output.add(line.custom_id, files_.result(line, answer))
+    lines = output.partial.read_bytes().splitlines(keepends=True)
+    for number, (old, new) in {
+        2: (b"words", b"woods"),
+        4: (b"{", b"["),
+        6: (b'"id"', b'"ie"'),
+    }.items():
+        lines[number] = lines[number].replace(old, new, 1)
+    output.partial.write_bytes(b"".join(lines))
+    sent: list[str] = []
+
+    async def send(line: Line) -> Answer:
+        sent.append(line.custom_id)
+        return answer
+
+    with Results(out, goes_on=True) as output, Results(tmp_path / "e", goes_on=True) as errors:
+        files_ = Files(path, output, errors)
+        files_.check(Limits())
+        asyncio.run(run(files_, send, 1, Limits(), Progress(9), lambda _: None))
+    assert sent == ["2", "4", "6"]
+    assert f"Damaged results in {output.partial} run again: line 3, 5, 7." in caplog.text
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["custom_id"] for one in found] == [f"{i}" for i in range(9)]
+    assert {one["response"]["body"]["choices"][0]["text"] for one in found} == {"some words"}
+    assert len({one["id"] for one in found}) == 9

@@ -331,6 +331,8 @@ def _unrun(custom_id: str, batch: Batch) -> bytes:
         return _line(custom_id, {"type": "expired"})
     kind = "request_too_large" if batch.errors == (kept.NO_ROOM,) else "api_error"
     why = f"Not run: {batch.errors[0].message}" if batch.errors else "Not run."
+    if batch.ends_as == "completed":
+        why = "The request's result was damaged on the server's disk: send it again."
     error = {"type": "error", "error": {"type": kind, "message": why}}
     return _line(custom_id, {"type": "errored", "error": error})
 
