@@ -478,7 +478,9 @@ def main() -> int:
                 for number in range(num_files)
                 for _ in range(times)
             ]
-            for case in rng.sample(cases, options.cases) if options.cases else cases:
+            for case in (
+                rng.sample(cases, min(options.cases, len(cases))) if options.cases else cases
+            ):
                 counts[kind_name] += 1
                 signal.alarm(_HANG_S)
                 try:

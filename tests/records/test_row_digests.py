@@ -57,7 +57,7 @@ def fill(folder: Path) -> None:
                 usage.add(db, {owner: [1, 2, 3, 4]})
             values = ("word", "word", 5, b"word")
             insert = "INSERT INTO uploads (id, tenant, expires_at, body, row_digest) VALUES "
-            db.execute(f"{insert} (?, ?, ?, ?, ?)", (*values, row_digest(*values)))
+            db.execute(f"{insert} (?, ?, ?, ?, ?)", (*values, row_digest(values)))
 
         records.post(write).result()
 

@@ -83,10 +83,11 @@ def command(
         raise UsageError(f"--since {since} is later than --until {until}.")
     table = read_prices(prices) if prices is not None else None
     with beside(records) as db:
-        days = since or _FIRST, until or _LAST
-        found, damaged = amounts(db, *days), damaged_owners(db, *days)
+        first_day, last_day = since or _FIRST, until or _LAST
+        all_amounts = amounts(db, first_day, last_day)
+        damaged = damaged_owners(db, first_day, last_day)
         names = {key.id: key.name for key, _ in all_keys(db)}
-    rows = list(_rows(found, by, names, table))
+    rows = list(_rows(all_amounts, by, names, table))
     if as_json:
         click.echo(json.dumps([row | _costs(row, _rounded) for row in rows]))
     elif as_csv:

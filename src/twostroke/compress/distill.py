@@ -51,8 +51,8 @@ T = TypeVar("T")
 _ARRAY, _BOOL = 9, 7  # types of GGUF values
 
 
-class _KeptLayers(Frozen):
-    kept: list[int]
+class _KeptLayers(msgspec.Struct, frozen=True):
+    layers: list[int] = msgspec.field(name="kept")
 
 
 class Student(Frozen):
@@ -231,40 +231,40 @@ def _translation(teacher: LoadedModel, student: LoadedModel) -> Translation | No
 
 
 def _cut(
-    whole: Student, shape: StudentShape, examples: list[Example], folder: Path, report: Report
+    student: Student, shape: StudentShape, examples: list[Example], folder: Path, report: Report
 ) -> Student:
     """Return the part of a teacher that has a shape; what it keeps is chosen once."""
     texts = [
         [int(token) for token in example.tokens[-_CHOOSING_TOKENS:]]
         for example in learned(examples)[:_CHOOSING_ANSWERS]
     ]
-    spec = whole.spec
+    spec = student.spec
     if shape.layers is not None and shape.layers < spec.num_layers:
         path = folder / _LAYERS_FILE
         if path.is_file():
-            kept = _read(path, _KeptLayers, folder).kept
+            layers = _read(path, _KeptLayers, folder).layers
         else:
-            kept = choose_layers(spec, whole.tensors, texts, shape.layers, report)
-            write_checked_json(path, {"kept": kept})
-        whole = _shorter(whole, kept)
+            layers = choose_layers(spec, student.tensors, texts, shape.layers, report)
+            write_checked_json(path, {"kept": layers})
+        student = _shorter(student, layers)
     if not shape.is_narrower:
-        return whole
+        return student
     path = folder / _WIDTHS_FILE
     if path.is_file():
         widths = _read(path, Widths, folder)
     else:
         counts = shape.kv_heads or spec.num_kv_heads, shape.feed_forward or spec.ffn_size
-        widths = choose_widths(whole.spec, whole.tensors, texts, *counts)
+        widths = choose_widths(student.spec, student.tensors, texts, *counts)
         write_checked_json(path, msgspec.to_builtins(widths))
         report(
             f"widths: {counts[0]} of {spec.num_kv_heads} heads of keys and values, "
             f"{counts[1]:,} of {spec.ffn_size:,} channels of each feed-forward remain"
         )
-    return _narrower(whole, widths)
+    return _narrower(student, widths)
 
 
 def _read(path: Path, kind: type[T], folder: Path) -> T:
-    """Return what an earlier run chose; raises UsageError if its file is damaged."""
+    """Return the choice of an earlier run; raises UsageError if its file is damaged."""
     try:
         return msgspec.convert(read_checked_json(path), kind)
     except (ModelFormatError, msgspec.ValidationError) as error:

@@ -125,7 +125,7 @@ class Matrices:
 
 
 def _digest(name: str, codes: bytes, shape: tuple[int, ...], fmt: Format) -> bytes:
-    """Return what follows a matrix in its file, so that damage is noticed."""
+    """Return the digest that follows a matrix in its file, so that damage is noticed."""
     hashed = hashlib.blake2b(codes, digest_size=_DIGEST_BYTES)
     hashed.update(repr((name, shape, fmt.name)).encode())
     return hashed.digest()

@@ -187,10 +187,11 @@ def _tree(
 
 def _read(path: Path, identity: str) -> Sensitivity | None:
     try:
-        found = msgspec.convert(read_checked_json(path), Sensitivity)
+        sensitivity = msgspec.convert(read_checked_json(path), Sensitivity)
     except (TwostrokeError, msgspec.MsgspecError):
         return None
-    return found if (found.identity, found.method) == (identity, _METHOD) else None
+    is_right = (sensitivity.identity, sensitivity.method) == (identity, _METHOD)
+    return sensitivity if is_right else None
 
 
 def _keep(path: Path, found: Sensitivity) -> None:

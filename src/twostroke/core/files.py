@@ -123,11 +123,11 @@ def write_checked_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """Return the values that `write_checked_json` wrote, or those of a file without a checksum.
+    """Return values that `write_checked_json` wrote, or all of a file without a checksum.
 
     Raises:
-        ModelFormatError: the file cannot be read, has another file's name, or its values are not
-            those that were written.
+        ModelFormatError: the file cannot be read, has another file's name, or its values have
+            changed since they were written.
     """
     values = read_json(path)
     checksum = values.pop(_CHECKSUM, None)

@@ -109,7 +109,7 @@ def machine(level: str, num_threads: int, stream_bytes: int, *, again: bool = Fa
 
 def _read(path: Path) -> Hardware | None:
     try:
-        known = Hardware(**read_checked_json(path))
-        return known if known.bandwidth > 0 and known.peak > 0 else None
+        hardware = Hardware(**read_checked_json(path))
+        return hardware if hardware.bandwidth > 0 and hardware.peak > 0 else None
     except (ModelFormatError, TypeError):
         return None

@@ -79,9 +79,9 @@ def weights_digest(loaded: LoadedModel) -> str:
     key = hashlib.sha256(repr(stamps).encode()).hexdigest()
     path = env.cache_dir() / "digests" / f"{key[:16]}.json"
     with suppress(ModelFormatError):
-        known = read_checked_json(path)
-        if known.get("files") == key and isinstance(known.get("sha256"), str):
-            return str(known["sha256"])
+        values = read_checked_json(path)
+        if values.get("files") == key and isinstance(values.get("sha256"), str):
+            return str(values["sha256"])
     digest = hashlib.sha256()
     for name, tensor in sorted(loaded.tensors.items()):
         digest.update(f"{name} {tensor.format.name} {tensor.shape}\n".encode())

@@ -125,14 +125,14 @@ class OwnRay:
         self._record.unlink(missing_ok=True)
 
     def _read(self) -> _Facts | None:
-        """Return what is known of the cluster; None without a record, or with a damaged one."""
+        """Return the cluster's facts; None without a record, or with a damaged one."""
         try:
             facts = msgspec.convert(read_checked_json(self._record), _Facts)
         except (ModelFormatError, msgspec.ValidationError) as error:
             if self._record.exists():
                 _logger.warning("%s is damaged and not used: %s", self._record, error)
             return None
-        # What is ended and removed below must be what `start` made.
+        # `stop` ends this process and removes this folder: `start` must have made them.
         is_ours = facts.pid > 1 and Path(facts.folder).name.startswith(_FOLDER_PREFIX)
         return facts if is_ours else None
 

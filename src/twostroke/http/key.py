@@ -59,7 +59,7 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
         id=id_, name=name, tenant=tenant, digest=digest(text.encode()), created_at=now_s, **facts
     )
     body = msgspec.json.encode(key)
-    db.execute(_INSERT, (id_, name, body, row_digest(id_, name, body)))
+    db.execute(_INSERT, (id_, name, body, row_digest((id_, name, body))))
     return key, text
 
 
@@ -69,7 +69,7 @@ def had_keys(folder: Path) -> Mark:
 
 
 def find(db: Connection, word: str) -> Key:
-    """Return the key with this id or name, rather one that is not revoked.
+    """Return the key with this id or name; of several, the key that is not revoked.
 
     Raises:
         UsageError: there is none.
@@ -96,7 +96,7 @@ def change(db: Connection, key: Key, **facts: Any) -> Key:
         raise UsageError(f"The key {key.id} is revoked, which is for good: add another.")
     key = replace(key, **facts)
     body = msgspec.json.encode(key)
-    digest_of_row = row_digest(key.id, key.name, body)
+    digest_of_row = row_digest((key.id, key.name, body))
     db.execute(_UPDATE, (key.revoked_at is not None, body, digest_of_row, key.id))
     return key
 

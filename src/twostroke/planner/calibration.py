@@ -307,9 +307,11 @@ def known_calibration(identity: str, num_threads: int | None = None) -> Calibrat
     """
     num_threads = resolve_num_threads(num_threads)
     with suppress(ModelFormatError, msgspec.ValidationError):
-        found = msgspec.convert(read_checked_json(_path(identity, num_threads)), Calibration)
-        if found.version == _VERSION and (found.served or len(found.points) > 1):
-            return found
+        path = _path(identity, num_threads)
+        calibration = msgspec.convert(read_checked_json(path), Calibration)
+        has_steps = bool(calibration.served) or len(calibration.points) > 1
+        if calibration.version == _VERSION and has_steps:
+            return calibration
     return None
 
 

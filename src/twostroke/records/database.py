@@ -38,7 +38,7 @@ _MOST_WAITING: Final = 4096
 _SHRINK_PAGES: Final = 1024  # at once
 _DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError)  # of JSON in the database
 _FAULTS: Final = (sqlite3.Error, *_DAMAGE)
-_MOST_SAID: Final = 20  # damaged rows that the log names at a start
+_MAX_NAMED_ROWS: Final = 20  # damaged rows that the log names at a start
 _logger = logging.getLogger("twostroke.records")
 
 
@@ -64,7 +64,7 @@ class Records:
             _migrate(self._writer, self.path)
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
-            for sentence in itertools.islice(damaged_rows(self._reader), _MOST_SAID):
+            for sentence in itertools.islice(damaged_rows(self._reader), _MAX_NAMED_ROWS):
                 _logger.error("%s of %s.", sentence, self.path)
             self.files.keep_only({id_ for (id_,) in self._reader.execute("SELECT id FROM files")})
         except _FAULTS as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.records.errors import RecordsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from sqlite3 import Connection
 
 # The columns that a row's digest covers, by table; the first ones name the row. `is_found`,
@@ -55,7 +55,7 @@ class DamagedRowError(RecordsError):
     code = "record_damaged"
 
 
-def row_digest(*values: str | bytes | int | None) -> str:
+def row_digest(values: Iterable[str | bytes | int | None]) -> str:
     """Return the digest of a row's values, in the order of `COLUMNS`, as hexadecimal digits."""
     row_hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for value in values:
@@ -87,7 +87,7 @@ def damaged_rows(db: Connection) -> Iterator[str]:
 
 def use_row_digests(db: Connection) -> None:
     """Make the function `row_digest` known to a connection, which reads damaged text, too."""
-    db.create_function("row_digest", -1, row_digest, deterministic=True)
+    db.create_function("row_digest", -1, lambda *values: row_digest(values), deterministic=True)
     db.text_factory = _as_text
 
 

@@ -68,9 +68,9 @@ class Journal:
         ]
         self._write(lambda db: db.executemany(_PUT, rows))
 
-    def change(self, tenant: str, kept: Kept, answer: bytes) -> None:
+    def change(self, tenant: str, response: Kept, answer: bytes) -> None:
         """Replace the answer of a stored response."""
-        values = (answer, _digest(tenant, kept, answer), kept.id)
+        values = (answer, _digest(tenant, response, answer), response.id)
         self._write(lambda db: db.execute(_CHANGE, values))
 
     def hide(self, id_: str) -> Future[Any]:
@@ -102,10 +102,16 @@ class Journal:
                 continue
             if previous is not None and previous not in known:
                 continue  # the disk failed when that was written
-            item_ids, asked, answer = content
+            item_ids, request_items, answer = content
             ended_answer = end(answer)
-            newest_answer = answer if ended_answer is None else ended_answer
-            response = Kept(id_, asked, newest_answer, item_ids, known.get(previous), kind)
+            response = Kept(
+                id=id_,
+                asked=request_items,
+                answer=answer if ended_answer is None else ended_answer,
+                item_ids=item_ids,
+                previous=known.get(previous),
+                kind=kind,
+            )
             known[id_] = response
             if ended_answer is not None:
                 self.change(tenant, response, ended_answer)
@@ -130,20 +136,23 @@ class Journal:
         _logger.error("Stored answers will be missing after a restart: %s", error)
 
 
-def _is_unused(kept: Kept) -> bool:
-    return not (kept.num_holders or kept.is_damaged)
+def _is_unused(response: Kept) -> bool:
+    return not (response.num_holders or response.is_damaged)
 
 
-def _digest(tenant: str, kept: Kept, answer: bytes | None = None) -> str:
+def _digest(tenant: str, response: Kept, answer: bytes | None = None) -> str:
     """Return the digest of a response's row, with another answer if there is one."""
+    previous = response.previous
     return row_digest(
-        kept.id,
-        tenant,
-        kept.kind,
-        kept.previous.id if kept.previous is not None else None,
-        encode_json(kept.item_ids),
-        kept.asked,
-        kept.answer if answer is None else answer,
+        (
+            response.id,
+            tenant,
+            response.kind,
+            previous.id if previous is not None else None,
+            encode_json(response.item_ids),
+            response.asked,
+            response.answer if answer is None else answer,
+        )
     )
 
 

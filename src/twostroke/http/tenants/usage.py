@@ -132,11 +132,11 @@ class UsageBook:
 def add(db: Connection, rows: Rows) -> None:
     """Add what was used to the records."""
     values: list[tuple[str | int, ...]] = [(*owner, *counts) for owner, counts in rows.items()]
-    db.executemany(_ADD, [(*row, row_digest(*row)) for row in values])
+    db.executemany(_ADD, [(*row, row_digest(row)) for row in values])
 
 
 def amounts(db: Connection, since: str, until: str) -> list[Amount]:
-    """Return what was used from the day `since` to the day `until`, by day.
+    """Return the amounts used from the day `since` to the day `until`, by day.
 
     Damaged records are left out; `damaged_owners` names them.
     """

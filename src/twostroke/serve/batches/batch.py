@@ -141,7 +141,7 @@ def insert(db: Connection, batch: Batch) -> None:
     db.execute(
         "INSERT INTO batches (id, tenant, protocol, is_open, input_file, body, row_digest) "
         "VALUES (?, ?, ?, 1, ?, ?, ?)",
-        (*_values(batch), row_digest(*_values(batch))),
+        (*_values(batch), row_digest(_values(batch))),
     )
 
 
@@ -149,7 +149,7 @@ def update(db: Connection, batch: Batch) -> None:
     """Keep the new state of a batch."""
     db.execute(
         "UPDATE batches SET is_open = ?, body = ?, row_digest = ? WHERE id = ?",
-        (batch.is_open, _values(batch)[-1], row_digest(*_values(batch)), batch.id),
+        (batch.is_open, _values(batch)[-1], row_digest(_values(batch)), batch.id),
     )
 
 
@@ -251,8 +251,9 @@ def num_results(db: Connection, id_: str) -> int:
 
 def keep_result(db: Connection, id_: str, line: int, body: bytes, *, is_ok: bool) -> None:
     """Keep the result of a line; a line has only one, which replaces a damaged one."""
-    values = (id_, line, "ok" if is_ok else "failed", body)
-    db.execute(_KEEP_RESULT, (*values, row_digest(*values)))
+    kind = "ok" if is_ok else "failed"
+    digest = row_digest((id_, line, kind, body))
+    db.execute(_KEEP_RESULT, (id_, line, kind, body, digest))
 
 
 def count_death(db: Connection, id_: str, line: int) -> int:

@@ -109,14 +109,16 @@ def insert(db: Connection, file: FileBody, tenant: str, digest: str = "") -> Non
             file.expires_at,
             digest,
             row_digest(
-                file.id,
-                tenant,
-                file.purpose,
-                file.filename,
-                file.bytes,
-                file.created_at,
-                file.expires_at,
-                digest,
+                (
+                    file.id,
+                    tenant,
+                    file.purpose,
+                    file.filename,
+                    file.bytes,
+                    file.created_at,
+                    file.expires_at,
+                    digest,
+                )
             ),
         ),
     )

@@ -44,7 +44,7 @@ _RANDOM_LENGTH: Final = 8
 _RESULT_LENGTH: Final = 16
 _OLD_ID_LENGTH: Final = len(ID) + _MODEL_LENGTH + _LINE_LENGTH + _RANDOM_LENGTH
 _ID_LENGTH: Final = len(ID) + _MODEL_LENGTH + _LINE_LENGTH + _RESULT_LENGTH
-_MOST_SAID: Final = 5  # damaged lines that the log names
+_MAX_NAMED_LINES: Final = 5  # damaged lines that the log names
 _logger = logging.getLogger("twostroke.serve")
 _SYNC_S: Final = 1.0  # a loss of power costs the lines of the last second, which are run again
 
@@ -169,13 +169,13 @@ class Results:
             if not line.endswith(b"\n"):
                 break
             try:
-                known = _id.decode(line)
-                is_intact = _is_intact(known.id, line)
+                result_id = _id.decode(line)
+                is_intact = _is_intact(result_id.id, line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 is_intact = False
-            if is_intact and not (known.id == "" and any(self.ids.values())):
-                self.ids[known.custom_id] = known.id
-                self._note(known.custom_id, line)
+            if is_intact and not (result_id.id == "" and any(self.ids.values())):
+                self.ids[result_id.custom_id] = result_id.id
+                self._note(result_id.custom_id, line)
             else:
                 damaged.append(number)
                 self._end += len(line)
@@ -184,10 +184,10 @@ class Results:
             message = f"{self.partial} is not a file of results: remove it to begin again."
             raise UsageError(message)
         if damaged:
-            numbers = ", ".join(map(str, damaged[:_MOST_SAID]))
-            more = " and others" if len(damaged) > _MOST_SAID else ""
+            numbers = ", ".join(map(str, damaged[:_MAX_NAMED_LINES]))
+            others = " and others" if len(damaged) > _MAX_NAMED_LINES else ""
             _logger.warning(
-                "Damaged results in %s run again: line %s%s.", self.partial, numbers, more
+                "Damaged results in %s run again: line %s%s.", self.partial, numbers, others
             )
 
     def _note(self, id_: str, line: bytes) -> None:
@@ -317,7 +317,7 @@ def _with_digest(id_: str, body: bytes) -> bytes:
 
 
 def _is_intact(id_: str, line: bytes) -> bool:
-    """Return whether a line of results is as it was written, as far as its id tells."""
+    """Return whether a line of results has the digest that its id ends with."""
     if len(id_) != _ID_LENGTH:
         return True  # of an earlier version, or of another program
     zeros = id_[:-_RESULT_LENGTH] + "0" * _RESULT_LENGTH

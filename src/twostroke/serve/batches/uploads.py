@@ -192,7 +192,7 @@ class Uploads:
             db.execute(
                 "INSERT INTO uploads (id, tenant, expires_at, body, row_digest) "
                 "VALUES (?, ?, ?, ?, ?)",
-                (*values, row_digest(*values)),
+                (*values, row_digest(values)),
             )
 
         await records.write(insert)
@@ -408,7 +408,7 @@ def update(db: Connection, stored: StoredUpload) -> None:
     body, id_ = encode_json(stored), stored.body.id
     [tenant] = db.execute("SELECT tenant FROM uploads WHERE id = ?", (id_,)).fetchone()
     query = "UPDATE uploads SET body = ?, row_digest = ? WHERE id = ?"
-    db.execute(query, (body, row_digest(id_, tenant, stored.body.expires_at, body), id_))
+    db.execute(query, (body, row_digest((id_, tenant, stored.body.expires_at, body)), id_))
 
 
 def delete_expired(db: Connection, now_s: float) -> list[str]:
