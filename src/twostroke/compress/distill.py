@@ -254,7 +254,7 @@ def _cut(
         widths = _read(path, Widths, folder)
     else:
         counts = shape.kv_heads or spec.num_kv_heads, shape.feed_forward or spec.ffn_size
-        widths = choose_widths(student.spec, student.tensors, texts, *counts)
+        widths = choose_widths(student.spec, student.tensors, texts, counts[0], counts[1])
         write_checked_json(path, msgspec.to_builtins(widths))
         report(
             f"widths: {counts[0]} of {spec.num_kv_heads} heads of keys and values, "
