@@ -44,8 +44,9 @@ REASONS = {
     "names of devices and formats": (r"^(device|weights|kv_format) must be one of ",),
     "empty prompts": (
         r"(prompt|input|content)\S* is empty",
-        r"input (is an empty list|has no items that are known here)",
+        r"input (is missing|is an empty list|has no items that are known here)",
     ),
+    "the size of a page in Anthropic's form": (r"limit must be from 1 to 1000",),
     "one of two fields": (
         r"Give one of prompt, messages and content",
         r" may only be set with (prompt|messages|content)",
