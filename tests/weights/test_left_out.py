@@ -84,6 +84,10 @@ PREFIXES: dict[str, Callable[[str], str]] = {
     "model.language_model.": lambda name: name.replace("model.", "model.language_model."),
     "transformer.": lambda name: f"transformer.{name}",
     "_fsdp_wrapped_module.": lambda name: f"_fsdp_wrapped_module.{name}",
+    "pretrained_model.": lambda name: f"pretrained_model.{name}",
+    "state_dict.actor.module.": lambda name: f"state_dict.actor.module.{name}",
+    "thinker.": lambda name: f"thinker.{name}",
+    "student.": lambda name: f"student.{name}",
     "no prefix": lambda name: name.removeprefix("model."),
     "in each layer": wrapped_layers,
 }
@@ -150,6 +154,11 @@ BUFFERS = (
     "model.layers.0.attn.bias",
     "model.layers.0.attn.masked_bias",
     "model.layers.1.attention.bias",
+    "model.freqs_cis",
+    "rope.freqs",
+    "model.layers.0.self_attn.rotary_emb.cos",
+    "model.layers.0.input_layernorm._extra_state",
+    "model.layers.1.self_attn.attention_mask",
 )
 
 

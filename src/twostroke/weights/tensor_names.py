@@ -51,16 +51,20 @@ _WRAPPER = re.compile(
     r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
 )
 # Prefixes before the names of a text model: `module.` from data parallelism, `base_model.model.`
-# from peft, `language_model.` from multimodal models. A checkpoint without an output matrix, such
+# from peft, `language_model.` and `thinker.` from multimodal models, `pretrained_model.` from trl,
+# the rest from programs that train. A checkpoint without an output matrix, such
 # as an embedding model, may have no prefix.
 _PREFIX = re.compile(
-    r"(?:(?:module|model|base_model|transformer|language_model|text_model|llm)\.)*"
+    r"(?:(?:module|model|base_model|transformer|language_model|text_model|llm|lm|thinker"
+    r"|pretrained_model|policy|actor|student|backbone|net|ema|ema_model|state_dict)\.)*"
     r"(?=(?:embed_tokens|embed_tokens_per_layer|per_layer_\w+|norm|layers|rotary_emb|lm_head)\.)"
 )
-# Tables in old checkpoints that follow from the configuration: angles, places and masks.
+# Tables in old checkpoints that follow from the configuration: angles, places and masks; and the
+# empty states that TransformerEngine writes beside its modules.
 _DERIVED = re.compile(
     r"(?:.*\.)?(?:inv_freq|original_inv_freq|cos_cached|sin_cached|position_ids|masked_bias"
-    r"|causal_mask|(?:attn|attention|self_attn)\.bias|attn_rot_embd(?:\.weight)?)"
+    r"|causal_mask|attention_mask|freqs_cis|freqs_cos|freqs_sin|rope\.freqs|_extra_state"
+    r"|rotary_emb\.(?:cos|sin|freqs|scale)|rotary_pos_emb\.\w+|(?:attn|attention|self_attn)\.bias|attn_rot_embd(?:\.weight)?)"
 )
 # The parts of a model that sees or hears, other than its text model.
 _BESIDES_TEXT = re.compile(
