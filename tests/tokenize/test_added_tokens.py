@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tokenizers
 
+from support.vocabulary_kinds import FOLDER_KINDS, kind_json
 from twostroke.tokenize import Piece, Prompt, Tokenizer, from_tokenizer_json
 
 if TYPE_CHECKING:
@@ -121,3 +122,62 @@ def test_a_template_may_write_a_normalized_token(composing: Tokenizer) -> None:
     prompt = Prompt((Piece("a"), Piece("<e\u0301>", special=True), Piece(" \na<e\u0301>")))
     a, id_ = composing.find("a"), composing.find("<e\u0301>")
     assert composing.encode_prompt(prompt) == [a, id_, *composing.encode("a<é>")]
+
+
+def _compare_texts(folder: Path, description: dict[str, Any], texts: tuple[str, ...]) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
+    ours = from_tokenizer_json(folder)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(description))
+    for text in texts:
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids)
+        exact = ours.encode_exact(text)
+        assert b"".join(map(ours.token_bytes, exact)).decode() == text
+
+
+@pytest.mark.parametrize("kind", FOLDER_KINDS)
+def test_added_tokens_of_spaces_are_written_as_spaces(tmp_path: Path, kind: str) -> None:
+    """Gemma lists runs of spaces as added tokens, which merges make as well."""
+    description = kind_json(FOLDER_KINDS[kind])
+    model, space = description["model"], "Ġ" if FOLDER_KINDS[kind].is_byte_level else "\u2581"
+    runs = (space * 2, space * 3)
+    model["vocab"] |= {text: len(model["vocab"]) + place for place, text in enumerate(runs)}
+    model["merges"] = [f"{space} {space}", f"{runs[0]} {space}", *model["merges"]]
+    flags = dict.fromkeys(FLAGS, False)
+    added = {**{text: model["vocab"][text] for text in runs}, f"a{space}b": len(model["vocab"])}
+    description["added_tokens"] += [
+        {"id": id_, "content": text, **flags} for text, id_ in added.items()
+    ]
+    texts = ("yes   no", "a  b", "x = [\n   yes,\n  no]", f"a{space}b", f"yes{space}{space}no", "é")
+    _compare_texts(tmp_path, description, texts)
+
+
+REPLACE_MARK = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+BYTES_AND_FUSE = ({"type": "ByteFallback"}, {"type": "Fuse"})
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [REPLACE_MARK, *BYTES_AND_FUSE],
+        [REPLACE_MARK, *BYTES_AND_FUSE, {"type": "Strip", "content": " ", "start": 1, "stop": 0}],
+        [REPLACE_MARK, *BYTES_AND_FUSE, {"type": "Strip", "content": "y", "start": 0, "stop": 0}],
+        [{"type": "ByteFallback"}, {**METASPACE, "split": True}],
+        [{"type": "ByteFallback"}, {**METASPACE, "prepend_scheme": "never", "split": True}],
+        [
+            {**REPLACE_MARK, "pattern": {"Regex": "^is|e"}, "content": "\n"},
+            REPLACE_MARK,
+            *BYTES_AND_FUSE,
+        ],
+    ],
+)
+def test_decoders_write_the_same_text(tmp_path: Path, steps: list[dict[str, Any]]) -> None:
+    description = kind_json(FOLDER_KINDS["prepend"])
+    description["decoder"] = {"type": "Sequence", "decoders": steps}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
+    ours = from_tokenizer_json(tmp_path)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(description))
+    for text in ("yes no", "  yes is", " Paris", "is is true\n\n", "the name", ""):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids) == theirs.decode(ids)

@@ -121,7 +121,7 @@ def _step(known: dict[str, Any], step: Description, what: str) -> Any:
     return found
 
 
-def _pattern(step: Description) -> str:
+def pattern_of(step: Description) -> str:
     """Return a step's pattern, which is a text or a regular expression."""
     ((kind, pattern),) = step["pattern"].items()
     return re.escape(pattern) if kind == "String" else str(pattern)
@@ -133,7 +133,7 @@ _NORMALIZERS: dict[str, Callable[[Description], Normalize]] = {
     "NFKC": lambda _step: unicode_form("NFKC"),
     "NFKD": lambda _step: unicode_form("NFKD"),
     "Prepend": lambda step: lambda text: str(step["prepend"]) + text if text else text,
-    "Replace": lambda step: replacing(_pattern(step), str(step["content"])),
+    "Replace": lambda step: replacing(pattern_of(step), str(step["content"])),
     "Lowercase": lambda _step: normalizers.lower_case,
     "Strip": lambda step: partial(
         normalizers.strip, left=bool(step["strip_left"]), right=bool(step["strip_right"])
@@ -177,7 +177,7 @@ def _behavior(behavior: str, schemes: frozenset[str]) -> str:
 _PRE_TOKENIZERS: dict[str, Callable[[Description, frozenset[str]], Cut]] = {
     "ByteLevel": _byte_level,
     "Split": lambda step, schemes: cut_at(
-        _pattern(step), _behavior(step["behavior"], schemes), invert=bool(step.get("invert"))
+        pattern_of(step), _behavior(step["behavior"], schemes), invert=bool(step.get("invert"))
     ),
     "Digits": lambda step, _schemes: cut_at(
         DIGIT, "Isolated" if step.get("individual_digits") else "Contiguous"

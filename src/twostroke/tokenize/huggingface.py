@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.core.files import BYTE_ORDER_MARK, is_there, open_regular_file
 from twostroke.core.notices import first_names, notice
 from twostroke.tokenize.added_tokens import read_added_tokens
-from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
-from twostroke.tokenize.descriptions import flat, read_words
+from twostroke.tokenize.alphabets import SPACE, byte_level_bytes, byte_token, sentencepiece_bytes
+from twostroke.tokenize.descriptions import flat, pattern_of, read_words
 from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import ListedPairs, MergeOptions, Merges
 from twostroke.tokenize.specials import end_ids
 from twostroke.tokenize.template_files import read_chat_templates
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
+from twostroke.tokenize.words import normalizing, replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from twostroke.tokenize.specials import AddedToken
@@ -97,7 +99,8 @@ def _build(
             cut_rest=words.cut_rest,
             cut_exact=words.cut_exact,
             vocab_size=vocab_size,
-            to_bytes=byte_level_bytes if words.has_bytes else sentencepiece_bytes,
+            to_bytes=byte_level_bytes if words.has_bytes else _piece_bytes(description),
+            spells_added=True,
             added=added,
             bos_id=by_text.get(named.get("bos_token", "")),
             eos_ids=end_ids(ends, added),
@@ -220,8 +223,28 @@ def _strips_space(description: dict[str, Any]) -> bool:
                 f"its decoder '{kind}' is not known; known are {', '.join(_DECODERS)}, Sequence."
             )
         prefixed = step.get("prepend_scheme", "always") != "never"
-        strips |= kind == "Strip" or (kind == "Metaspace" and prefixed)
+        from_start = bool(step.get("start")) and step.get("content", " ") == " "
+        strips |= (kind == "Strip" and from_start) or (kind == "Metaspace" and prefixed)
     return strips
+
+
+def _piece_bytes(description: dict[str, Any]) -> Callable[[str], bytes]:
+    """Return what gives the bytes of a token of characters, by the steps of the decoder."""
+    replacements = []
+    for step in flat(description.get("decoder"), "decoders"):
+        if step.get("type") == "Replace":
+            replacements.append(replacing(pattern_of(step), str(step["content"])))
+        elif step.get("type") == "Metaspace":
+            replacements.append(replacing(re.escape(str(step.get("replacement", SPACE))), " "))
+    if not replacements:
+        return sentencepiece_bytes
+    replaced = normalizing(replacements)
+
+    def to_bytes(text: str) -> bytes:
+        value = byte_token(text)
+        return replaced(text).encode("utf-8", "replace") if value is None else value
+
+    return to_bytes
 
 
 def _configured_ends(folder: Path) -> Iterator[int]:

@@ -79,7 +79,8 @@ class TokenizerParts(Frozen):
     knows no added token; control tokens are not in its vocabulary, so no text reaches them by
     merging. `cut_rest`, where it differs, does the stretches after the first (SentencePiece puts a
     space before the first word only). `cut_exact`, where it differs, puts no space anywhere.
-    `to_bytes` gives the bytes of an ordinary token's text; `odd_bytes` overrides it by id.
+    `to_bytes` gives the bytes of an ordinary token's text; `odd_bytes` overrides it by id. With
+    `spells_added` it does so for added tokens that are not special, too.
     `add_special` puts `prefix_ids` and `suffix_ids` around a text. `space_prefix` adds a space
     before a text that does not begin with one, and `strip_space` removes the first space of decoded
     text again (SentencePiece). `named_texts` are the texts of tokens such as `bos_token`, under the
@@ -105,6 +106,7 @@ class TokenizerParts(Frozen):
     strip_space: bool = False
     named_texts: Mapping[str, str] = field(default_factory=dict)
     additional_texts: tuple[str, ...] = ()
+    spells_added: bool = False
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     infill: InfillTokens | None = None
 
@@ -307,9 +309,15 @@ class Tokenizer:
         text = self.token_text(token_id)
         if text is None:
             return b""
-        if token_id in self._added_by_id:  # spelled as it is, in no alphabet
-            return text.encode("utf-8", "replace")
-        return self._parts.to_bytes(text)
+        added = self._added_by_id.get(token_id)
+        if added is None:
+            return self._parts.to_bytes(text)
+        plain = text.encode("utf-8", "replace")
+        if added.special or not self._parts.spells_added:
+            return plain
+        spelled = self._parts.to_bytes(text)
+        # A text such as "é" does not spell bytes that are UTF-8: it is what the token means.
+        return plain if "\ufffd" in spelled.decode("utf-8", "replace") else spelled
 
     def _check_size(self, texts: Sequence[str], *, parse_special: bool, max_tokens: int) -> None:
         """Raise TooManyTokensError if long texts certainly have more than `max_tokens` tokens.
