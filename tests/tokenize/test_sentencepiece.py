@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.gguf_writer import Typed
 from support.piece_tokenizer import (
     END,
     LETTERS,
@@ -18,6 +19,7 @@ from support.piece_tokenizer import (
     slow_pieces,
     spelled,
 )
+from support.vocabulary_kinds import GGUF_KINDS, kind_metadata
 from twostroke.core.errors import ModelFormatError
 from twostroke.tokenize import Piece, Prompt, StreamDecoder, from_gguf, merges
 
@@ -153,3 +155,21 @@ def test_words_met_before_are_remembered_up_to_a_bound(monkeypatch: pytest.Monke
     texts = ["hello hell", "he lo lo hell", "aa ab hello"]
     expected = [piece_tokenizer().encode(text) for text in texts]
     assert [TOKENIZER.encode(text) for text in texts * 2] == expected * 2
+
+
+@pytest.mark.parametrize("kind", GGUF_KINDS)
+@pytest.mark.parametrize("type_", [None, 0, 1])
+def test_a_file_without_types_of_tokens_is_read(kind: str, type_: int | None) -> None:
+    """Types are optional; without them, byte tokens are known by their texts."""
+    metadata = {
+        name: value.value if isinstance(value, Typed) else value
+        for name, value in kind_metadata(GGUF_KINDS[kind]).items()
+    }
+    types = metadata.pop("tokenizer.ggml.token_type")
+    if type_ is not None:
+        metadata["tokenizer.ggml.token_type"] = [type_ for _ in types]
+    tokenizer = from_gguf(metadata)
+    text = "yes \t日 the"
+    assert tokenizer.decode(tokenizer.encode(text)).strip() == text
+    if type_ is None:
+        assert {tokenizer.find("<s>"), tokenizer.find("<|im_end|>")} <= tokenizer.special_ids

@@ -25,7 +25,7 @@ from twostroke.tokenize.vocabulary import Vocabulary
 from twostroke.tokenize.words import cut_at, normalizing, unicode_form, words_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from twostroke.tokenize.words import Cut
 
@@ -198,9 +198,11 @@ def _characters(fields: _Fields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
 
 
 def _byte_tokens(fields: _Fields) -> dict[int, bytes]:
-    pairs = (
-        (id_, byte_token(fields.tokens[id_])) for id_, kind in fields.types.items() if kind == _BYTE
-    )
+    """Return the byte tokens; by their texts if SentencePiece's file has none of that type."""
+    ids: Iterable[int] = [id_ for id_, kind in fields.types.items() if kind == _BYTE]
+    if not ids and fields.spells_pieces:
+        ids = range(len(fields.tokens))
+    pairs = ((id_, byte_token(fields.tokens[id_])) for id_ in ids)
     return {id_: value for id_, value in pairs if value is not None}
 
 
@@ -220,9 +222,15 @@ class _Fields:
             )
         # Only of ids that are not ordinary tokens.
         self.types = {id_: kind for id_, kind in enumerate(types) if kind != 1}
+        pieces = {"llama", "gemma4"}
+        self.spells_pieces = self.get("model", str) in pieces or self.get("pre", str) in PIECES
         self.bos_id = self.token_id("bos_token_id")
         self.unknown_id = self.token_id("unknown_token_id")
         self.ends = [token_id for key in _END_KEYS for token_id in self.token_ids(key)]
+        if len(types) == 0:  # an old file: the ids that it names are of control tokens
+            named = [self.bos_id, *self.ends, self.token_id("padding_token_id")]
+            self.types = {id_: _CONTROL for id_ in named if id_ is not None}
+            self.types |= {self.unknown_id: _UNKNOWN} if self.unknown_id is not None else {}
 
     def added(self) -> tuple[AddedToken, ...]:
         """Return the tokens that are matched whole in a text."""

@@ -229,7 +229,7 @@ def _strips_space(description: dict[str, Any]) -> bool:
 
 
 def _piece_bytes(description: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return what gives the bytes of a token of characters, by the steps of the decoder."""
+    """Return a function from a token of characters to its bytes, by the steps of the decoder."""
     replacements = []
     for step in flat(description.get("decoder"), "decoders"):
         if step.get("type") == "Replace":

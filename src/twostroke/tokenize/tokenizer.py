@@ -316,7 +316,7 @@ class Tokenizer:
         if added.special or not self._parts.spells_added:
             return plain
         spelled = self._parts.to_bytes(text)
-        # A text such as "é" does not spell bytes that are UTF-8: it is what the token means.
+        # A text such as "é" spells bytes that are not UTF-8, so it stands for itself.
         return plain if "\ufffd" in spelled.decode("utf-8", "replace") else spelled
 
     def _check_size(self, texts: Sequence[str], *, parse_special: bool, max_tokens: int) -> None:
