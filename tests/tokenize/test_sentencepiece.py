@@ -87,10 +87,13 @@ def test_the_text_of_a_byte_token_does_not_become_that_byte() -> None:
 
 def test_without_byte_tokens_a_run_of_unknown_characters_is_one_unknown() -> None:
     metadata = piece_metadata(add_space_prefix=False)
-    types = metadata["tokenizer.ggml.token_type"]
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list)
     assert isinstance(types, list)
     tokenizer = piece_tokenizer(
-        add_space_prefix=False, token_type=[1 if kind == 6 else kind for kind in types]
+        add_space_prefix=False,
+        tokens=[text.replace("<0x", "<1x") for text in tokens],
+        token_type=[1 if kind == 6 else kind for kind in types],
     )
     assert spelled(tokenizer, tokenizer.encode("a€€a")) == ["a", "<unk>", "a"]
 
