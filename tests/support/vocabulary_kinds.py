@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import field
 
+from support.character_map import CHARACTER_MAP
 from support.gguf_writer import F32, I32, Typed
 from support.tiny import CHAT_TEMPLATE, byte_alphabet
 from twostroke.core.frozen import Frozen
@@ -51,6 +52,8 @@ class Kind(Frozen):
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _PREPEND = {"type": "Prepend", "prepend": SPACE}
 _BYTES = {"type": "ByteLevel", "use_regex": True, "trim_offsets": True}
+_TO_BYTES = {"type": "ByteLevel"}
+_DIGITS = {"type": "Digits", "individual_digits": True}
 _SPLIT = {
     "type": "Split",
     "pattern": {"String": " "},
@@ -88,6 +91,16 @@ FOLDER_KINDS = {
         "bytes",
         normalizers=({"type": "NFKC"},),
         pre_tokenizers=({**_BYTES, "add_prefix_space": True},),
+    ),
+    "bytes_folded": Kind(
+        "bytes",
+        normalizers=({"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"}),
+        pre_tokenizers=({**_BYTES, "add_prefix_space": False}, _DIGITS),
+    ),
+    "bytes_normalized": Kind(
+        "bytes",
+        normalizers=({"type": "Precompiled", "precompiled_charsmap": CHARACTER_MAP}, _TO_BYTES),
+        pre_tokenizers=(_DIGITS,),
     ),
     "prepend": Kind("pieces", normalizers=(_PREPEND, _REPLACE), strips_space=True),
     "prepend_nfkc": Kind(
