@@ -169,6 +169,11 @@ class LiveRouter:
         """Know where it runs."""
         self.url, self.router, self._thread = f"http://127.0.0.1:{thread.port}", router, thread
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop in which it runs."""
+        return self._thread.loop
+
     def abort(self) -> None:
         """Cut off all requests, as a second signal does."""
         self._thread.call(self.router.abort)

@@ -104,6 +104,7 @@ def followed(
     """Return what a template can follow of a request, and the errors about the rest."""
     if thinking is AS_IT_IS:
         return thinking, []
+    _check_variables(thinking.variables, thinking.variables_param)
     errors = {
         name: _unknown_variable(thinking, name, known)
         for name, value in thinking.variables.items()
@@ -219,7 +220,7 @@ def _can_be_closed(marks: ReasoningMarks | None) -> bool:
 
 
 def _check_variables(given: Mapping[str, Any], param: str) -> None:
-    size = len(json.dumps(given)) if given else 0
-    if len(given) > MAX_VARIABLES or size > _MAX_VARIABLES_SIZE:
+    is_small = len(given) <= MAX_VARIABLES and len(json.dumps(given)) <= _MAX_VARIABLES_SIZE
+    if not is_small:
         limits = f"{MAX_VARIABLES} variables and {_MAX_VARIABLES_SIZE:,} characters"
         raise RequestError(f"takes at most {limits}.", field=param)

@@ -67,8 +67,9 @@ def loads(planner: Planner, streams: int) -> tuple[Loaded, ...]:
 def user_load(planner: Planner, streams: int) -> UserLoad | None:
     """Return the load of the question's users on the fewest replicas that meet the objectives.
 
-    A replica computes at most `streams` requests at once. The load is that on one replica if there
-    are no objectives, or if no number of replicas meets them. None if the question names no users.
+    A replica computes at most `streams` requests at once. Without an objective for the first token,
+    there are so many replicas that on average no request queues for its turn. The load is that on
+    one replica if no number of replicas meets the objectives. None if the question names no users.
     """
     question = planner.question
     num_users = question.users
@@ -77,8 +78,12 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
     times = _times(planner, streams)
 
     def meets_objectives(num_replicas: int) -> bool:
-        load = _closed(times, ceil(num_users / num_replicas), question.think_s)
-        is_soon = question.ttft_s is None or load.ttft_s <= question.ttft_s
+        num_sharing = ceil(num_users / num_replicas)
+        load = _closed(times, num_sharing, question.think_s)
+        if question.ttft_s is None:  # the users who do not think wait for an answer
+            is_soon = num_sharing - load.requests_per_s * question.think_s <= streams
+        else:
+            is_soon = load.ttft_s <= question.ttft_s
         return is_soon and (question.tpot_s is None or load.tpot_s <= question.tpot_s)
 
     is_possible = meets_objectives(num_users)  # with a replica for each user

@@ -255,7 +255,7 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
     """Return a sentence about the best of ranked plans, or that none meets the objectives."""
     best = plans[0]
     if not is_met(best):
-        return f"No: none of the {len(plans)} devices meets the objectives."
+        return f"No: none of the {len(plans)} devices {_why_none(plans)}"
     usd = cost_of(best)
     if usd is None:
         return f"Yes: {title(best)} is the fastest; the prices of these devices are not known."
@@ -266,6 +266,14 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
     ratio = (cost_of(second) or usd) / usd
     difference = f"{ratio - 1:.0%} more" if ratio < 2 else f"{ratio:.1f} times as much"
     return f"{text}; {second.device} costs {difference}."
+
+
+def _why_none(plans: Sequence[Plan]) -> str:
+    """Return the end of a sentence about devices none of which does what is asked."""
+    reasons = list(dict.fromkeys(verdict(plan) for plan in plans))
+    if len(reasons) == 1:
+        return f"can do it: {reasons[0]}"
+    return f"meets the objectives. {plans[0].device}: {reasons[0]}"
 
 
 def about_ranking(plans: Sequence[Plan]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from twostroke.http.nesting import MAX_CONTAINERS, nesting_of
 from twostroke.router.prompt import UNREADABLE
 
 if TYPE_CHECKING:
@@ -36,8 +37,11 @@ def content_hash(body: bytes, model: str) -> bytes:
     """Return a hash that all requests to `model` with the same texts, tools and schema share.
 
     The path, the protocol, field names, roles and sampling options do not change the hash. A body
-    that is not a JSON object is hashed as bytes.
+    that is not a JSON object is hashed as bytes, as is one with more lists and objects than servers
+    read.
     """
+    if nesting_of(body, MAX_CONTAINERS).num_containers > MAX_CONTAINERS:
+        return blake2b(body, digest_size=16).digest()
     try:
         fields = msgspec.json.decode(body)
         if not isinstance(fields, dict):

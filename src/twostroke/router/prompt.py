@@ -10,6 +10,7 @@ from msgspec import Raw
 
 from twostroke.core.frozen import Frozen
 from twostroke.http.answer_limits import ANSWER_FIELDS, AnswerFields
+from twostroke.http.nesting import nesting_of
 from twostroke.router.dispatch import Asked
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _UNKNOWN: Final = AnswerFields(
     counts=_COUNTS, has_best_of=True
 )  # a path that only servers of others have
 _MOST_NAME: Final = 1024  # of a model's name, which the fleet remembers: longer ones are of none
+_MOST_PROMPTS: Final = 10_000  # lists of tokens: more than servers take are not decoded here
 _MAX_TOKENS: Final = 1 << 40  # of one request: more would not fit a bucket's arithmetic
 _NONE: Final = Raw()
 UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)  # JSON of others
@@ -228,6 +230,8 @@ def _num_prompts(raw: Raw) -> int:
     text = bytes(raw)
     if text[:1] != b"[" or (b'"' not in text and text.count(b"[") == 1):
         return 1
+    if nesting_of(text, _MOST_PROMPTS).num_containers > _MOST_PROMPTS:
+        return text.count(b",") + 1
     try:
         prompts = msgspec.json.decode(raw)
     except UNREADABLE:

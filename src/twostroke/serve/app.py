@@ -63,6 +63,7 @@ from twostroke.serve.openai.responses.routes import StoredResponses
 from twostroke.serve.openai.tokens import tokenizer_routes
 from twostroke.serve.pins import KEEPING
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.serve.receive import LARGE_BODY_BYTES
 from twostroke.serve.redraw import AnswerGuard
 from twostroke.serve.running import Accepting, Answers, Vectors
 from twostroke.serve.store import Store, Tenant
@@ -93,9 +94,6 @@ T = TypeVar("T")
 
 STATE_PATH: Final = "/api/state"
 
-# Longer bodies are decoded, rendered and tokenized in a thread, so that other streams do not wait;
-# for shorter ones the hand-over would take longer than the work.
-_LARGE_BODY_BYTES = 16 * 1024
 # Python runs one thread at a time: more would only delay the event loop.
 _NUM_READERS = 2
 _WAITING_LINES: Final = 16  # of batches, so that a step need not wait for the next
@@ -187,7 +185,7 @@ class Api:
             ),
             *info_routes(self.models, self.options),
             *tokenizer_routes(self.models),
-            *self.keeping.routes(self._ignored.note),
+            *self.keeping.routes(self._ignored.note, self._readers),
             *(
                 route
                 for extension in self._extensions
@@ -449,7 +447,7 @@ class Api:
         async with in_time(served), body_of(request, self.options.limits) as body:
             if has_files(body):
                 return await self._readers.run_for(request, self._read_files, work, body, request)
-            if not is_long and len(body) <= _LARGE_BODY_BYTES:
+            if not is_long and len(body) <= LARGE_BODY_BYTES:
                 return work(body, request)
             return await self._readers.run_for(request, work, body, request)
 

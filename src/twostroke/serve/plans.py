@@ -14,11 +14,11 @@ from twostroke.core.errors import OverloadedError, RequestError, nearest
 from twostroke.http.disconnect import while_connected
 from twostroke.http.errors import UnknownPathError
 from twostroke.http.json_responses import to_json
-from twostroke.http.limits import read_json
 from twostroke.http.served import served_of
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.describe import field
 from twostroke.serve.describe.operation import BODY, Operation
+from twostroke.serve.receive import receive_fields
 from twostroke.serve.turns import Readers
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ class Plans:
             record = served_of(request.scope)
             if request.method != "POST":
                 return to_json(await self.choices(record.tenant))
-            plan_request, ignored = decoder.decode(await read_json(request, options.limits))
+            receiving = receive_fields(request, decoder, options.limits, self._thread)
+            plan_request, ignored = await receiving
             note_ignored(ignored, record)
             work = self.plan(plan_request, record.tenant)
             return to_json(await while_connected(request.receive, work))

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.core.errors import RequestError
-from twostroke.serve.body.decode import BodyDecoder, depth_exceeds
+from twostroke.http.nesting import MAX_CONTAINERS, nesting_of
+from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.openai.chat import ChatRequest
 from twostroke.serve.openai.completions import CompletionRequest
 
@@ -29,24 +30,25 @@ json_values = st.recursive(
 def test_depth_is_counted_exactly(value: Any) -> None:
     body = json.dumps(value).encode()
     depth = _depth(value)
-    assert not depth_exceeds(body, depth)
-    if depth:
-        assert depth_exceeds(body, depth - 1)
+    nesting = nesting_of(body, 0)
+    assert nesting.depth == depth
+    assert nesting.num_containers == _num_containers(value)
+    assert nesting_of(body, 10**9).depth <= 10**9
 
 
 @pytest.mark.parametrize(
     "body", [b'"' + b"[" * 100, b'"\\"' + b"[" * 100, b'{"a":"' + b"]{" * 100 + b'"}']
 )
 def test_brackets_in_strings_do_not_count(body: bytes) -> None:
-    assert not depth_exceeds(body, 2)
+    assert nesting_of(body, 2).depth <= 2
 
 
 @pytest.mark.parametrize("unit", [b'"', b'\\"', b'"\\', b"[]", b'"[', b"{", b"\\", b'["\\\\'])
 def test_scan_is_linear_whatever_it_reads(unit: bytes) -> None:
     body = b"[[" + unit * (2_000_000 // len(unit))
     began = time.perf_counter()
-    depth_exceeds(body, 10**9)
-    depth_exceeds(body, 1)
+    nesting_of(body, 10**9)
+    nesting_of(body, 1)
     assert time.perf_counter() - began < 3
 
 
@@ -166,6 +168,24 @@ def test_value_out_of_bounds_is_refused_with_the_bounds(fields: str, said: str) 
 def test_empty_body_is_refused_as_empty(body: bytes) -> None:
     with pytest.raises(RequestError, match="The body is empty: send a JSON object"):
         DECODER.decode(body)
+
+
+def test_lists_and_objects_are_counted_across_the_parts_of_a_long_body() -> None:
+    unit = b'{"a": ["[\\"", [[]], "\\\\"]},'
+    body = b"[" + unit * 100_000 + b"1]"
+    assert nesting_of(body, 0) == (5, 1 + 4 * 100_000)
+
+
+def test_more_lists_and_objects_than_are_read_are_refused_with_the_limit() -> None:
+    body = b'{"prompt": "a", "foreign": [' + b"[]," * MAX_CONTAINERS + b"1]}"
+    with pytest.raises(RequestError, match=f"at most {MAX_CONTAINERS:,} are read"):
+        BodyDecoder(CompletionRequest, 64).decode(body)
+
+
+def _num_containers(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + sum(map(_num_containers, value)) if isinstance(value, list) else 0
 
 
 def _depth(value: Any) -> int:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.http.served import ServedRequest
     from twostroke.records import Records
     from twostroke.serve.body.attached_files import ReadFile
+    from twostroke.serve.turns import Readers
 
 _SWEEP_S: Final = 60.0
 FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
@@ -59,8 +60,11 @@ class Keeping:
         self._stopping: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
-    def routes(self, note: Callable[[Iterable[Ignored], ServedRequest], None]) -> list[Route]:
-        """Return the routes; `note` takes a request's ignored fields."""
+    def routes(
+        self, note: Callable[[Iterable[Ignored], ServedRequest], None], readers: Readers
+    ) -> list[Route]:
+        """Return the routes; `note` takes a request's ignored fields, `readers` read long bodies.
+        """
 
         def both() -> tuple[Records, Runner]:
             if self._records is None or self._runner is None:
@@ -71,8 +75,8 @@ class Keeping:
         rooms = self._runner.rooms if self._runner is not None else files.Rooms(self._limits)
         return [
             *FileRoutes(lambda: both()[0], rooms, self._limits).routes(),
-            *Uploads(lambda: both()[0], rooms, self._limits, note).routes(),
-            *openai.routes(both, self._limits, note),
+            *Uploads(lambda: both()[0], rooms, self._limits, note, readers).routes(),
+            *openai.routes(both, self._limits, note, readers),
             *messages.MessageBatches(both, rooms, self._limits).routes(),
         ]
 

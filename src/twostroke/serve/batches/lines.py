@@ -11,8 +11,9 @@ import msgspec
 from twostroke.core.files import open_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.http.errors import one_line
+from twostroke.http.nesting import MAX_CONTAINERS, nesting_of
 from twostroke.serve.batches.batch import LineError
-from twostroke.serve.body.decode import depth_exceeds, not_json
+from twostroke.serve.body.decode import not_json
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -156,8 +157,12 @@ def parse(number: int, text: bytes, limits: Limits) -> Line:
 
     if len(text.rstrip(b"\r\n")) > limits.max_body_bytes:
         raise wrong("line_too_large", f"The line is larger than {limits.max_body_bytes} bytes.")
-    if depth_exceeds(text, limits.max_json_depth):
+    nesting = nesting_of(text, limits.max_json_depth)
+    if nesting.depth > limits.max_json_depth:
         raise wrong("invalid_json_line", "The line is nested too deeply.")
+    if nesting.num_containers > MAX_CONTAINERS:
+        message = f"The line has more than {MAX_CONTAINERS:,} lists and objects."
+        raise wrong("invalid_json_line", message)
     try:
         fields = _fields.decode(text.removeprefix(b"\xef\xbb\xbf"))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -14,7 +14,6 @@ from starlette.routing import Route
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_lines import encode_json
 from twostroke.http.json_responses import to_json
-from twostroke.http.limits import read_json
 from twostroke.http.served import served_of
 from twostroke.serve.batches import batch as kept
 from twostroke.serve.batches import files
@@ -25,6 +24,7 @@ from twostroke.serve.batches.uploads import ExpiresAfter
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
+from twostroke.serve.receive import receive_fields
 from twostroke.serve.openai.fields import Pairs
 from twostroke.serve.openai.listing import query_of
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from twostroke.records import Records
     from twostroke.serve.batches.pace import Pace
     from twostroke.serve.batches.runner import Runner
+    from twostroke.serve.turns import Readers
 
 PATH: Final = "/v1/batches"
 ONE: Final = f"{PATH}/{{batch_id}}"
@@ -152,13 +153,17 @@ def routes(
     records: Callable[[], tuple[Records, Runner]],
     limits: Limits,
     note: Callable[[Iterable[Ignored], ServedRequest], None],
+    readers: Readers,
 ) -> list[Route]:
-    """Return the routes of batches; `records` raises if the server keeps none."""
+    """Return the routes of batches; `records` raises if the server keeps none.
+
+    `note` takes a request's ignored fields; `readers` read long bodies.
+    """
     decoder = BodyDecoder(BatchRequest, limits.max_json_depth)
 
     async def create(request: Request) -> Response:
         _, runner = records()
-        asked, ignored = decoder.decode(await read_json(request, limits))
+        asked, ignored = await receive_fields(request, decoder, limits, readers)
         note(ignored, served_of(request.scope))
         batch = _new(asked, served_of(request.scope))
         await runner.add(batch)

@@ -18,7 +18,6 @@ from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.json_lines import encode_json
 from twostroke.http.errors import BodySizeError
 from twostroke.http.json_responses import to_json
-from twostroke.http.limits import read_json
 from twostroke.http.multipart import read_form
 from twostroke.http.served import served_of
 from twostroke.records import DamagedRowError, RecordsError
@@ -37,6 +36,7 @@ from twostroke.serve.batches.files import (
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
+from twostroke.serve.receive import receive_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from twostroke.http.limits import Limits
     from twostroke.http.served import ServedRequest
     from twostroke.records import Records, Temporary
+    from twostroke.serve.turns import Readers
 
 PATH: Final = "/v1/uploads"
 UPLOAD_PATH: Final = f"{PATH}/{{upload_id}}"
@@ -146,9 +147,14 @@ class Uploads:
         rooms: Rooms,
         limits: Limits,
         note: Callable[[Iterable[Ignored], ServedRequest], None],
+        readers: Readers,
     ) -> None:
-        """Store uploads in the result of `records`, which raises if the server stores no files."""
+        """Store uploads in the result of `records`, which raises if the server stores no files.
+
+        `note` takes a request's ignored fields; `readers` read long bodies.
+        """
         self._records, self._rooms, self._limits, self._note = records, rooms, limits, note
+        self._readers = readers
         self._joining_ids: set[str] = set()  # uploads whose parts are being written into a file
         self._decoders: dict[str, BodyDecoder[Any]] = {
             path: BodyDecoder(kind, limits.max_json_depth) for path, kind in BODIES.items()
@@ -301,7 +307,8 @@ class Uploads:
         return to_json(body)
 
     async def _decode(self, path: str, request: Request) -> Any:
-        fields, ignored = self._decoders[path].decode(await read_json(request, self._limits))
+        decoding = receive_fields(request, self._decoders[path], self._limits, self._readers)
+        fields, ignored = await decoding
         self._note(ignored, served_of(request.scope))
         return fields
 

@@ -19,6 +19,7 @@ from twostroke.http.errors import (
     UnsupportedFieldError,
 )
 from twostroke.http.ignored import MAX_IGNORED, Ignored
+from twostroke.http.nesting import MAX_CONTAINERS, nesting_of
 from twostroke.serve.body.explain import explain
 from twostroke.serve.body.lenient import drop_unknown
 from twostroke.serve.describe.field import Effect
@@ -37,8 +38,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 _ANY = msgspec.json.Decoder()
 _preparing = threading.Lock()
 
-# A string is consumed whole, also one without an end, so that the scan is linear.
-_BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
 _DECODED_BYTES = 1 << 20  # at a time
 _MAX_REPAIRED_BYTES = 1 << 20  # of a text that is decoded once more to find the error's cause
@@ -63,9 +62,15 @@ class BodyDecoder(Generic[T]):
         """
         if not body.strip():
             raise BodySyntaxError("The body is empty: send a JSON object of fields.")
-        if depth_exceeds(body, self._max_depth):
+        nesting = nesting_of(body, self._max_depth)
+        if nesting.depth > self._max_depth:
             raise BodySyntaxError(
                 f"The body is nested deeper than {self._max_depth} lists and objects."
+            )
+        if nesting.num_containers > MAX_CONTAINERS:
+            raise BodySyntaxError(
+                f"The body has {nesting.num_containers:,} lists and objects: at most "
+                f"{MAX_CONTAINERS:,} are read."
             )
         ignored: list[Ignored] = []
         try:
@@ -99,25 +104,6 @@ def _prepare(kind: Any) -> None:
     """Have msgspec read a type's fields in one thread: two at once crash the process."""
     with _preparing:
         msgspec.json.Decoder(kind)
-
-
-def depth_exceeds(body: bytes, limit: int) -> bool:
-    """Return whether lists and objects in a JSON text are nested deeper than `limit`.
-
-    Takes time in proportion to the body, whatever it contains.
-    """
-    if body.count(b"[") + body.count(b"{") <= limit:
-        return False
-    depth = 0
-    for match in _BRACKET_OR_STRING.finditer(body):
-        first = match[0][:1]
-        if first in b"[{":
-            depth += 1
-            if depth > limit:
-                return True
-        elif first in b"]}":
-            depth -= 1
-    return False
 
 
 def not_json(

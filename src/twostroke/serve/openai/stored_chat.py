@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -13,7 +12,6 @@ from starlette.routing import Route
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.json_lines import encode_json
 from twostroke.http.json_responses import to_json
-from twostroke.http.limits import read_json
 from twostroke.http.served import served_of
 from twostroke.serve import events
 from twostroke.serve.body.decode import BodyDecoder
@@ -23,6 +21,7 @@ from twostroke.serve.openai import chat
 from twostroke.serve.openai.chat_reply import ChatCompletion, ChatEncoder
 from twostroke.serve.openai.fields import Pairs
 from twostroke.serve.openai.listing import page_of, query_of
+from twostroke.serve.receive import receive_fields
 from twostroke.serve.store import Kept
 
 if TYPE_CHECKING:
@@ -181,8 +180,7 @@ def routes(
 
     async def label(request: Request) -> Response:
         kept = find(request)
-        body = await read_json(request, limits)
-        asked, ignored = await asyncio.to_thread(decoder.decode, body)
+        asked, ignored = await receive_fields(request, decoder, limits, readers)
         note(ignored, served_of(request.scope))
         completion = msgspec.json.decode(kept.answer, type=dict[str, Any])
         completion["metadata"] = asked.metadata or {}
@@ -192,8 +190,12 @@ def routes(
 
     async def messages(request: Request) -> Response:
         kept, asked = find(request), query_of(request, ("after", "limit", "order"))
-        items = msgspec.json.decode(kept.asked, type=list[dict[str, Any]])
-        return to_json(page_of(items, asked, order="asc"))
+
+        def work() -> Response:
+            items = msgspec.json.decode(kept.asked, type=list[dict[str, Any]])
+            return to_json(page_of(items, asked, order="asc"))
+
+        return await readers.run_for(request, work)
 
     return [
         Route(LIST_PATH, several, methods=["GET"], name=f"GET {LIST_PATH}"),
