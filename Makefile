@@ -20,6 +20,7 @@ FORMS ?=
 MUTANTS ?=
 API_ARGS ?=
 MALFORMED_ARGS ?=
+FLOOD_ARGS ?=
 FUZZ_ARGS ?=
 CLIENTS ?=
 LEVEL ?=
@@ -53,7 +54,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check types style levels format tables newest lock setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile gpu-campaign test-parallel test-kills test-machine test-handover test-handover-nixl test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-malformed test-memory test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
+.PHONY: help run test check types style levels format tables newest lock setup build native pull wheel clean test-models test-long test-mutants test-oracle test-gpu gpu-compile gpu-campaign test-parallel test-kills test-machine test-handover test-handover-nixl test-fleet test-models-on-demand test-ray test-tiers bench-tiers bench-handover test-exact-fleet soak test-speculation test-forms test-calls test-clients test-durable test-api test-floods test-malformed test-memory test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-batch bench-crowd bench-hostile bench-overload bench-parallel bench-plan bench-simulate bench-router bench-fleet bench-compress bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -221,6 +222,9 @@ test-durable: build ## Let each write fail or lose power, kill a server while ba
 	@PYTHONPATH=src:tests $(BIN)/python tests/durable/damage.py
 	@PYTHONPATH=src:tests $(BIN)/python tests/durable/kept_files.py
 	@PYTHONPATH=src:tests $(BIN)/python tests/durable/kills.py --kills $(DURABLE_KILLS)
+
+test-floods: build ## Send the costliest bodies of every path to a server and a router (FLOOD_ARGS=).
+	@PYTHONPATH=src:tests $(BIN)/python tests/exact/floods.py $(FLOOD_ARGS)
 
 test-api: build pull ## Generate requests from the OpenAPI document (API_ARGS="--model smollm2").
 	@$(MAKE) --no-print-directory .venv-api/.ready

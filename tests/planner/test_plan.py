@@ -228,7 +228,7 @@ def test_one_user_sees_the_times_of_a_request_that_comes_alone(model):
 
 def test_users_wait_for_one_server_as_machines_for_one_repairman(model, monkeypatch):
     """The finite-source queue M/M/1//N: users are served one at a time, a second each."""
-    question = Question(users=6, think_s=4.0, output=1)
+    question = Question(users=6, think_s=4.0, output=1, ttft_s=100.0)  # else nobody would queue
     planner = Planner(model("8B"), find_device("L4"), question)
     monkeypatch.setattr(planner, "prompt_s", lambda _: 1.0)
     monkeypatch.setattr(planner, "step_s", lambda _: 1e-9)
@@ -239,8 +239,8 @@ def test_users_wait_for_one_server_as_machines_for_one_repairman(model, monkeypa
 
 
 def test_more_users_wait_longer_and_get_more_replicas(model):
-    def load_of(users, **objectives):
-        question = Question(users=users, think_s=5.0, output=64, **objectives)
+    def load_of(users, ttft_s=1e6, **objectives):
+        question = Question(users=users, think_s=5.0, output=64, ttft_s=ttft_s, **objectives)
         planner = Planner(model("8B"), find_device("L4"), question)
         return user_load(planner, 32)
 
@@ -253,6 +253,16 @@ def test_more_users_wait_longer_and_get_more_replicas(model):
     fewer = load_of(math.ceil(400 / (shared.num_replicas - 1)))
     assert fewer.ttft_s > 1.0 or fewer.tpot_s > 0.12, "one replica less would be too few"
     assert not load_of(400, ttft_s=1e-4).meets_objectives
+
+
+def test_without_an_objective_users_get_replicas_on_which_nobody_queues(model):
+    question = Question(users=2000, think_s=5.0, output=64)
+    load = user_load(Planner(model("8B"), find_device("L4"), question), 32)
+    assert load.num_replicas > 1
+    waiting = load.users_per_replica - load.requests_per_s / load.num_replicas * 5.0
+    assert waiting <= 33
+    alone = Planner(model("8B"), find_device("L4"), replace(question, users=30))
+    assert user_load(alone, 32).num_replicas == 1
 
 
 @pytest.mark.parametrize(

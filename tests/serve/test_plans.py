@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from support.kept_plans import check_refused, is_kept
 from support.servers import live_server
 from twostroke import planner
 from twostroke.core.errors import OverloadedError
@@ -146,3 +148,57 @@ def test_more_plans_than_can_wait_are_refused(server: LiveServer) -> None:
             made.close()
 
     assert "fp8" in asyncio.run(crowd())
+
+
+IMPOSSIBLE = [
+    ({"prompt": 400, "output": 113}, "Shorten them by 1 tokens"),
+    ({"prompt": 1 << 20, "output": 1 << 20}, "cannot answer these requests"),
+    ({"prompt": 9, "output": 9, "tpot_s": 1e-12}, "times the objective"),
+    ({"prompt": 9, "output": 9, "ttft_s": 1e-12, "tpot_s": 1}, "times the objective"),
+    ({"prompt": 9, "output": 9, "ttft_s": 1e-12, "users": 5}, "times the objective"),
+    ({"prompt": 500, "output": 1, "streams": 16_000}, "can decode at once"),
+]
+
+
+@pytest.mark.parametrize(("body", "reason"), IMPOSSIBLE)
+def test_what_cannot_be_has_a_reason_and_no_price(
+    server: LiveServer, body: dict[str, Any], reason: str
+) -> None:
+    plan = server.http.post(plans.PATH, json={"device": "T4", **body}).json()
+    check_refused(plan)
+    assert reason in plan["verdict"]
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "1e400", "1e18", "NaN", "Infinity", '"x"', "[1]"])
+def test_numbers_that_nothing_can_have_are_refused(server: LiveServer, number: str) -> None:
+    names = ("prompt", "output", "streams", "users", "count", "ttft_s", "tpot_s", "cached")
+    for name in names + ("think_s",):
+        if number == "0" and name in {"cached", "think_s"}:
+            continue
+        body = f'{{"device": "T4", "{name}": {number}}}'
+        headers = {"content-type": "application/json"}
+        answer = server.http.post(plans.PATH, content=body, headers=headers)
+        assert answer.status_code == 400, (name, answer.text[:200])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_plan_keeps_to_its_question_or_is_refused(server: LiveServer, seed: int) -> None:
+    draw, num_chosen = random.Random(seed), 0
+    drawn: dict[str, tuple[Any, ...]] = {
+        "prompt": (1, 100, 400, 512, 1 << 20), "output": (1, 100, 112, 512),
+        "cached": (0, 0.5, 0.999), "streams": (1, 100, 10_000), "users": (1, 50, 100_000),
+        "think_s": (0, 5, 1e6), "ttft_s": (1e-9, 1e-3, 1e9), "tpot_s": (1e-9, 1e-3, 1),
+        "count": (1, 64), "weights": ("fp8", "w4a16"), "kv_format": ("int8",),
+    }  # fmt: skip
+    for _ in range(40):
+        body = {name: draw.choice(values) for name, values in drawn.items() if draw.random() < 0.4}
+        answer = server.http.post(plans.PATH, json={"device": "L4"} | body)
+        assert answer.status_code == 200, (body, answer.text)
+        plan = answer.json()
+        if plan["chosen"] is None:
+            check_refused(plan)
+            continue
+        num_chosen += 1
+        load = plan["user_load"]
+        assert is_kept(plan) or not load["meets_objectives"], body
+    assert num_chosen

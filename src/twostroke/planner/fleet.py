@@ -136,6 +136,8 @@ class _Choice:
         packed = self._packer.pack(demand)
         if demand.must_serve and not packed.carries(demand):
             return self._none(self._refused(demand, packed))
+        if not packed.used:
+            return self._none(self._buys_nothing())
         others = list(self._alternatives(demand, packed))
         packed = self._packer.pack(demand)  # with the patterns found for the others, too
         bought = sum(pattern.place.count * times for pattern, times in packed.used)
@@ -233,6 +235,15 @@ class _Choice:
                 )
         text = f"The devices cannot carry the load; missing in the best packing: {shown}."
         return f"{text} {self._enough(demand)}"
+
+    def _buys_nothing(self) -> str:
+        """Return by how much a budget is too small for any replica."""
+        least_usd = min(place.usd_per_hour for place, found in self._options if found)
+        times = least_usd / (self._asked.budget or least_usd)
+        return (
+            f"The budget is too small for any replica: the cheapest place costs {least_usd:,.2f} $ "
+            f"an hour, {times:.2f} times the budget."
+        )
 
     def _enough(self, demand: Demand) -> str:
         """Return what would have to be bought beside the stock."""

@@ -99,11 +99,12 @@ export class Planning {
     this.#about.textContent = aboutOf(plan);
     this.#answer.textContent = answerOf(plan);
     this.#answer.dataset.kind = plan.chosen ? "right" : "wrong";
-    this.#tiles.replaceChildren(...tilesOf(plan));
+    const fits = fitsOf(plan);
+    this.#tiles.replaceChildren(...(fits ? tilesOf(plan) : []));
     this.#roofline.show(plan);
     this.#latency.show(plan);
     this.#memory.show(plan);
-    this.#tables.replaceChildren(streamsTable(plan), ...loadsTable(plan), whatIfTable(plan));
+    this.#tables.replaceChildren(...(fits ? [streamsTable(plan), ...loadsTable(plan), whatIfTable(plan)] : []));
     this.#formulas.replaceChildren(...plan.steps.map((line) => h("li", {}, line)));
   }
 }
@@ -117,6 +118,12 @@ function aboutOf({ model, device, question, stored, calibrated, usual, roof }) {
   if (roof.source) parts.push(roof.source);
   if (roof.price_source) parts.push(`price: ${roof.price_source}`);
   return parts.join(" · ");
+}
+
+/** Whether the context holds a request, and the memory as many streams as are asked: else no price counts. */
+function fitsOf({ question, context_length, memory, shown }) {
+  const isShortEnough = question.prompt + question.output <= context_length;
+  return isShortEnough && memory.most_streams !== 0 && shown >= (question.streams ?? 1);
 }
 
 function answerOf({ chosen, verdict, bound, prefill_per_decode: ratio }) {
