@@ -172,7 +172,7 @@ def test_what_cannot_be_has_a_reason_and_no_price(
 @pytest.mark.parametrize("number", ["0", "-1", "1e400", "1e18", "NaN", "Infinity", '"x"', "[1]"])
 def test_numbers_that_nothing_can_have_are_refused(server: LiveServer, number: str) -> None:
     names = ("prompt", "output", "streams", "users", "count", "ttft_s", "tpot_s", "cached")
-    for name in names + ("think_s",):
+    for name in (*names, "think_s"):
         if number == "0" and name in {"cached", "think_s"}:
             continue
         body = f'{{"device": "T4", "{name}": {number}}}'

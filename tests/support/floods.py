@@ -180,7 +180,7 @@ class Flood:
         return Cost(status, text, self._pulse.held_s, used_s, _peak() - before)
 
     def _check(self, what: str, cost: Cost, num_bytes: int) -> None:
-        if cost.status == 0 or cost.status >= 500 and cost.status != 501:
+        if cost.status == 0 or (cost.status >= 500 and cost.status != 501):
             self.wrong.append(f"{what}: {cost.status} {cost.text[:200]}")
         if cost.held_s > (most_s := _MOST_HELD * self._unit_s):
             held = f"{cost.held_s:.3f} processor seconds"
@@ -195,7 +195,7 @@ class Flood:
     def abandon(self, server: LiveServer, path: str, body: Body) -> None:
         """Send a body several times and leave; check that another tenant did not wait for it."""
         what, single_s = f"{path}, {body.label}, abandoned", self._single_s(path, body)
-        lines = (server.api._readers._turns, server.api._plans._thread._turns)
+        lines = (server.api._readers._turns, server.api._extensions[0]._thread._turns)
         headers = "Authorization: Bearer k\r\n"
         data = post_bytes(url_of(path), body.data, headers=headers)
         if body.media_type != "application/json":
@@ -216,7 +216,9 @@ class Flood:
         for name, waited_s in (("a small request", max(waits_s)), ("a stream", max(gaps_s))):
             if waited_s > most_s:
                 waited = f"{waited_s:.3f} processor seconds"
-                self.wrong.append(f"{what}: {name} of another waited for {waited}, not {most_s:.3f}")
+                self.wrong.append(
+                    f"{what}: {name} of another waited for {waited}, not {most_s:.3f}"
+                )
         if rest_s > 1.5 * single_s + most_s:  # the one that was begun, and not the others
             self.wrong.append(f"{what}: {rest_s:.3f} processor seconds after its clients had left")
 

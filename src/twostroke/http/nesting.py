@@ -21,7 +21,7 @@ class Nesting(NamedTuple):
 
 
 def nesting_of(body: bytes, max_depth: int) -> Nesting:
-    """Return the nesting of a JSON text; one with at most `max_depth` brackets is not looked into.
+    """Return the nesting of a JSON text, an upper bound if it has at most `max_depth` brackets.
 
     Takes time in proportion to the body, whatever it contains, and lets other threads run.
     """

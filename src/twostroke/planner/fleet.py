@@ -238,7 +238,7 @@ class _Choice:
 
     def _buys_nothing(self) -> str:
         """Return by how much a budget is too small for any replica."""
-        least_usd = min(place.usd_per_hour for place, found in self._options if found)
+        least_usd = min(option.usd_per_hour for option, replicas in self._options if replicas)
         times = least_usd / (self._asked.budget or least_usd)
         return (
             f"The budget is too small for any replica: the cheapest place costs {least_usd:,.2f} $ "

@@ -68,7 +68,7 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
     """Return the load of the question's users on the fewest replicas that meet the objectives.
 
     A replica computes at most `streams` requests at once. Without an objective for the first token,
-    there are so many replicas that on average no request queues for its turn. The load is that on
+    the replicas are enough for requests not to queue for their turn on average. The load is that on
     one replica if no number of replicas meets the objectives. None if the question names no users.
     """
     question = planner.question

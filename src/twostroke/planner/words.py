@@ -269,7 +269,7 @@ def rank_verdict(plans: Sequence[Plan]) -> str:
 
 
 def _why_none(plans: Sequence[Plan]) -> str:
-    """Return the end of a sentence about devices none of which does what is asked."""
+    """Return the end of a sentence about devices that all miss the question."""
     reasons = list(dict.fromkeys(verdict(plan) for plan in plans))
     if len(reasons) == 1:
         return f"can do it: {reasons[0]}"

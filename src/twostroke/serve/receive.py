@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from twostroke.http.limits import body_of
-from twostroke.http.served import served_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request

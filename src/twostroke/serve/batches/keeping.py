@@ -63,8 +63,7 @@ class Keeping:
     def routes(
         self, note: Callable[[Iterable[Ignored], ServedRequest], None], readers: Readers
     ) -> list[Route]:
-        """Return the routes; `note` takes a request's ignored fields, `readers` read long bodies.
-        """
+        """Return the routes; `note` takes ignored fields, `readers` read long bodies."""
 
         def both() -> tuple[Records, Runner]:
             if self._records is None or self._runner is None:

@@ -163,9 +163,9 @@ def routes(
 
     async def create(request: Request) -> Response:
         _, runner = records()
-        asked, ignored = await receive_fields(request, decoder, limits, readers)
+        fields, ignored = await receive_fields(request, decoder, limits, readers)
         note(ignored, served_of(request.scope))
-        batch = _new(asked, served_of(request.scope))
+        batch = _new(fields, served_of(request.scope))
         await runner.add(batch)
         return to_json(body_of(batch, None))
 

@@ -180,10 +180,10 @@ def routes(
 
     async def label(request: Request) -> Response:
         kept = find(request)
-        asked, ignored = await receive_fields(request, decoder, limits, readers)
+        fields, ignored = await receive_fields(request, decoder, limits, readers)
         note(ignored, served_of(request.scope))
         completion = msgspec.json.decode(kept.answer, type=dict[str, Any])
-        completion["metadata"] = asked.metadata or {}
+        completion["metadata"] = fields.metadata or {}
         answer = encode_json(completion)
         tenant_of(request).replace(kept, answer)
         return Response(answer, media_type="application/json")
