@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+import random
+import re
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
+import httpx
+import msgspec
 import pytest
+from msgspec import inspect
 
+from support.replicas import live_router
+from support.servers import live_server, wait_for
+from support.tiny import Tiny, infill_metadata
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.mismatch import parts
 from twostroke.http.answer_limits import ANSWER_FIELDS
+from twostroke.http.paths import ALIASES
+from twostroke.records import Records
 from twostroke.router.paths import COMPUTED, FREE, READ
-from twostroke.router.prompt import read_prompt
+from twostroke.router.prompt import Prompt, read_prompt
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.protocols import DIALECTS
 from twostroke.serve.store import Store, Tenant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.replicas import LiveRouter
 
 CONTEXT = 1000
 SAID = [{"role": "user", "content": "Hi"}]
@@ -61,12 +79,16 @@ def spellings(path: str) -> list[dict[str, Any]]:
     return found
 
 
-def replicas_count(path: str, body: bytes) -> int | None:
-    """Return how many tokens all answers may have at a replica; None if it refuses the body."""
+def replicas_count(path: str, body: bytes, *, is_llama_path: bool = False) -> int | None:
+    """Return how many tokens all answers may have at a replica; None if it refuses the body.
+
+    With `is_llama_path` the request came by a path without /v1.
+    """
     dialect = DIALECTS[path]
+    reader = (dialect.read_as_llama_server if is_llama_path else None) or dialect.read
     try:
         asked, _ = BodyDecoder(dialect.request, 64).decode(body)
-        job = dialect.read(asked, Tenant("", Store(10, 100_000)))
+        job = reader(asked, Tenant("", Store(10, 100_000)))
     except TwostrokeError:
         return None
     limit = job.params.max_tokens
@@ -76,15 +98,15 @@ def replicas_count(path: str, body: bytes) -> int | None:
 @pytest.mark.parametrize("path", BODIES)
 def test_every_spelling_of_a_limit_counts_the_same(path: str) -> None:
     differing, num_taken = [], 0
+    readings = (False, True) if DIALECTS[path].read_as_llama_server else (False,)
     for fields in spellings(path):
         for text in (json.dumps(BODIES[path] | fields), escaped(BODIES[path] | fields)):
-            expected = replicas_count(path, text.encode())
-            if expected is None:
-                continue
-            num_taken += 1
             routed = read_prompt(text.encode(), b"").max_answer_tokens(path, CONTEXT)
-            if routed != expected:
-                differing.append((text, expected, routed))
+            for is_llama_path in readings:
+                expected = replicas_count(path, text.encode(), is_llama_path=is_llama_path)
+                num_taken += expected is not None
+                if expected not in {None, routed}:
+                    differing.append((text, expected, routed, is_llama_path))
     assert not differing, differing[:5]
     assert num_taken > 20
 
@@ -99,3 +121,116 @@ def escaped(body: dict[str, Any]) -> str:
 
 def test_every_path_that_answers_says_how_it_limits_answers() -> None:
     assert set(ANSWER_FIELDS) == set(COMPUTED) - set(READ) - set(FREE) == set(DIALECTS)
+
+
+# Fields with whole numbers that change neither how long answers are nor how many there are.
+OTHER_NUMBERS = frozenset(
+    (
+        *("seed", "top_k", "min_keep", "top_logprobs", "logprobs", "prompt_logprobs", "n_probs"),
+        *("min_tokens", "priority", "stop_token_ids", "prompt", "id_slot", "mirostat"),
+        "max_tool_calls",
+    )
+)
+
+
+def test_every_field_with_a_whole_number_is_a_limit_or_none() -> None:
+    """A new field of any protocol fails here until it is known whether it limits answers."""
+    unknown = {
+        f"{path} {name}"
+        for path, dialect in DIALECTS.items()
+        for name in _whole_numbers(dialect.request)
+        if name not in {*LIMITS, *COUNTS, *OTHER_NUMBERS}
+    }
+    assert not unknown
+    named = {name for fields in ANSWER_FIELDS.values() for name in (*fields.limits, *fields.counts)}
+    assert named <= {*LIMITS, *COUNTS}
+    assert set(BODIES) == set(DIALECTS)
+
+
+def _whole_numbers(kind: type[msgspec.Struct]) -> Iterator[str]:
+    """Yield the names of fields with whole numbers of a request, and of the objects in it."""
+    known, waiting = set[type](), [kind]
+    while waiting:
+        struct = inspect.type_info(waiting.pop())
+        assert isinstance(struct, inspect.StructType)
+        for field in struct.fields:
+            for part in parts([field.type]):
+                item = part.item_type if isinstance(part, inspect.ListType) else part
+                is_inner = isinstance(item, inspect.StructType) and field.name == "options"
+                if isinstance(part, inspect.IntType):
+                    yield field.encode_name
+                elif is_inner and item.cls not in known:
+                    known.add(item.cls)
+                    waiting.append(item.cls)
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouter]:
+    """A router that keeps usage, before a server with a context of 48 tokens."""
+    folder: Path = tmp_path_factory.mktemp("limits")
+    with (
+        closing(Records(folder / "records")) as records,
+        live_server(folder, tiny=Tiny(context_length=48), metadata=infill_metadata()) as server,
+        live_router(server.url, records=records) as live,
+    ):
+        wait_for(lambda: bool(live.router.fleet.ready))
+        yield live
+
+
+# No field limits summaries (/v1/responses/compact), whose instructions fill this context.
+PATHS = [
+    *(path for path in BODIES if ANSWER_FIELDS[path].limits),
+    *(alias for alias, path in ALIASES.items() if path in BODIES),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_server_writes_no_more_than_its_router_counts(
+    router: LiveRouter, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random spellings go through a router; the answer's own count of tokens is compared."""
+    counted: list[int] = []
+    count = Prompt.max_answer_tokens
+
+    def noted(self: Prompt, *args: Any, **options: Any) -> int:
+        counted.append(count(self, *args, **options))
+        return counted[-1]
+
+    monkeypatch.setattr(Prompt, "max_answer_tokens", noted)
+    draw, written = random.Random(path), list[int]()
+    with httpx.Client(base_url=router.url, timeout=60, trust_env=False) as http:
+        for _ in range(24):
+            text = random_body(ALIASES.get(path, path), draw)
+            headers = {"content-type": "application/json"}
+            answer = http.post(path, content=text, headers=headers)
+            assert answer.status_code in {200, 400}, answer.text
+            if answer.status_code == 200:
+                written.append(num_written(answer.json()))
+                assert written[-1] <= counted[-1], (text, counted[-1], answer.text[:300])
+    assert any(written)
+
+
+def random_body(path: str, draw: random.Random) -> str:
+    """Return a body with up to three fields that may limit answers, some of them twice."""
+    fields: list[tuple[str, Any]] = list(BODIES[path].items())
+    fields += [("stream", False), ("ignore_eos", True), ("temperature", 0)]
+    if path == "/v1/messages":
+        fields.append(("max_tokens", 9))
+    if "prompt" in BODIES[path] and draw.random() < 0.3:
+        fields.append(("prompt", draw.choice((["a", "b"], [[5, 6], [7]], [5, 6], ["a", [5]]))))
+    for _ in range(draw.randint(0, 3)):
+        name = draw.choice((*LIMITS, *COUNTS))
+        value = draw.choice(VALUES) if draw.random() < 0.5 else draw.randint(0, 9)
+        fields.append(("options", {name: value}) if draw.random() < 0.2 else (name, value))
+    return (
+        "{" + ", ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields) + "}"
+    )
+
+
+def num_written(answer: Any) -> int:
+    """Return how many tokens an answer, or each of several, says that it has."""
+    found = re.findall(
+        r'"(?:completion_tokens|output_tokens|eval_count|tokens_predicted)": ?(\d+)',
+        json.dumps(answer),
+    )
+    return sum(map(int, found)) if isinstance(answer, list) else int(found[0] if found else 0)
