@@ -21,6 +21,7 @@ import msgspec
 from support.flood_bodies import CostlyBodies
 from support.servers import post_bytes, wait_for
 from twostroke.http.nesting import MAX_CONTAINERS
+from twostroke.serve.plans import Plans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,7 +196,9 @@ class Flood:
     def abandon(self, server: LiveServer, path: str, body: Body) -> None:
         """Send a body several times and leave; check that another tenant did not wait for it."""
         what, single_s = f"{path}, {body.label}, abandoned", self._single_s(path, body)
-        lines = (server.api._readers._turns, server.api._extensions[0]._thread._turns)
+        (plans,) = server.api._extensions
+        assert isinstance(plans, Plans)
+        lines = (server.api._readers._turns, plans._thread._turns)
         headers = "Authorization: Bearer k\r\n"
         data = post_bytes(url_of(path), body.data, headers=headers)
         if body.media_type != "application/json":

@@ -24,9 +24,9 @@ from twostroke.serve.batches.uploads import ExpiresAfter
 from twostroke.serve.body.decode import BodyDecoder
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
-from twostroke.serve.receive import receive_fields
 from twostroke.serve.openai.fields import Pairs
 from twostroke.serve.openai.listing import query_of
+from twostroke.serve.receive import receive_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
