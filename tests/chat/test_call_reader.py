@@ -19,9 +19,11 @@ BLANKS = " \n" * 600
 BARE = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
 
 
-def read(text: str, cuts: list[int], form: CallForm = HERMES) -> tuple[str, list[tuple[str, str]]]:
+def read(
+    text: str, cuts: list[int], form: CallForm = HERMES, names: tuple[str, ...] = ("f", "g-2")
+) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls of an answer that comes in pieces."""
-    reader, said, calls = CallReader(("f", "g-2"), form), "", list[tuple[str, str]]()
+    reader, said, calls = CallReader(names, form), "", list[tuple[str, str]]()
     pieces = []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         pieces += reader.feed(text[start:end])
@@ -312,3 +314,22 @@ def test_hostile_text_is_read_in_linear_time(text: str) -> None:
         return time.process_time() - began
 
     assert seconds(text) < 10 * seconds(text[: len(text) // 4]) + 0.5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "name", ["a.b", "a/b:c", "mcp__a__b-c", "1", "f" * 128, "n" * 128 + "." + "f" * 128]
+)
+def test_calls_are_read_whatever_their_functions_are_called(form: str, name: str) -> None:
+    text = FORMS[form].write([(name, ARGUMENTS)])
+    for cuts in ([], list(range(1, len(text)))):
+        assert read(text, cuts, FORMS[form], (name, "f")) == ("", [(name, ARGUMENTS)])
+
+
+@pytest.mark.parametrize("name", ["a.b", "a/b:c", "n" * 128 + "." + "f" * 128])
+def test_calls_without_marks_are_read_whatever_their_functions_are_called(name: str) -> None:
+    bare = f'{{"name": "{name}", "arguments": {ARGUMENTS}}}'
+    for text in (bare, f"```json\n{bare}\n```"):
+        assert read(text, list(range(1, len(text))), names=(name,)) == ("", [(name, ARGUMENTS)])
+        cut = text[: text.index("arguments")]
+        assert read(cut, [5, 20], names=(name,))[1] == []

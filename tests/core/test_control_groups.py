@@ -98,6 +98,30 @@ MEMORY = {
         {"my groups/a/memory.max": "350"},
         (350, 350, "memory.max of /sys/fs/cgroup/my groups/a"),
     ),
+    "version 2, beside a mount of another container's subtree": (
+        f"0::{UNIT}\n",
+        V2.replace(" / /sys/fs/cgroup", " /lxc/c1 /var/lib/c1") + V2,
+        {f"{UNIT[1:]}/memory.max": "350", "../../../var/lib/c1/memory.max": "100"},
+        (350, 350, f"memory.max of /sys/fs/cgroup{UNIT}"),
+    ),
+    "version 2, mounted twice": (
+        f"0::{UNIT}\n",
+        V2.replace("/sys/fs/cgroup", "/host/sys/fs/cgroup") + V2,
+        {f"{UNIT[1:]}/memory.max": "350"},
+        (350, 350, f"memory.max of /sys/fs/cgroup{UNIT}"),
+    ),
+    "version 2, no mount is listed": (
+        f"0::{UNIT}\n",
+        "",
+        {f"{UNIT[1:]}/memory.max": "350"},
+        (350, 350, f"memory.max of /sys/fs/cgroup{UNIT}"),
+    ),
+    "version 2, a group that was removed while its process runs": (
+        "0::/pod/gone (deleted)\n",
+        V2,
+        {"pod/memory.max": "350"},
+        (350, 350, "memory.max of /sys/fs/cgroup/pod"),
+    ),
     "version 1, its own group": (
         "4:memory:/box\n1:name=systemd:/\n0::/\n",
         V1_MEMORY,
@@ -131,6 +155,21 @@ MEMORY = {
         V1_MEMORY.replace(" / /sys", " /docker/c1 /sys"),
         {"memory/memory.limit_in_bytes": "350"},
         (350, 350, "memory.limit_in_bytes of /sys/fs/cgroup/memory"),
+    ),
+    "version 1, beside a mount of another container's subtree": (
+        "4:memory:/docker/c1\n",
+        V1_MEMORY.replace(" / /sys/fs/cgroup/memory", " /docker/c2 /var/lib/c2") + V1_MEMORY,
+        {
+            "memory/docker/c1/memory.limit_in_bytes": "350",
+            "../../../var/lib/c2/memory.limit_in_bytes": "100",
+        },
+        (350, 350, "memory.limit_in_bytes of /sys/fs/cgroup/memory/docker/c1"),
+    ),
+    "version 1, no mount is listed": (
+        "4:memory:/docker/c1\n",
+        "",
+        {"memory/docker/c1/memory.limit_in_bytes": "350"},
+        (350, 350, "memory.limit_in_bytes of /sys/fs/cgroup/memory/docker/c1"),
     ),
     "version 1, a limit above the mounted subtree": (
         "4:memory:/pod/c1\n",
@@ -250,6 +289,26 @@ CORES = {
             "cpu,cpuacct/a/cpu.cfs_period_us": "100000",
         },
         3,
+    ),
+    "version 1, beside a mount of another container's subtree": (
+        "2:cpu,cpuacct:/docker/c1\n",
+        V1_CPU.replace(" / /sys/fs/cgroup/cpu,cpuacct", " /docker/c2 /var/lib/c2") + V1_CPU,
+        {
+            "cpu,cpuacct/docker/c1/cpu.cfs_quota_us": "500000",
+            "cpu,cpuacct/docker/c1/cpu.cfs_period_us": "100000",
+            "../../../var/lib/c2/cpu.cfs_quota_us": "100000",
+            "../../../var/lib/c2/cpu.cfs_period_us": "100000",
+        },
+        5,
+    ),
+    "version 1, no mount is listed": (
+        "2:cpuacct,cpu:/docker/c1\n",
+        "",
+        {
+            "cpu/docker/c1/cpu.cfs_quota_us": "500000",
+            "cpu/docker/c1/cpu.cfs_period_us": "100000",
+        },
+        5,
     ),
     "version 1, a container that sees only its own subtree": (
         "2:cpu,cpuacct:/docker/c1\n",

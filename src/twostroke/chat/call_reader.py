@@ -18,19 +18,22 @@ if TYPE_CHECKING:
     from twostroke.chat.call_forms import CallForm
 
 _MAX_HELD: Final = 500  # characters of what may become a call, and of blanks
-_MAX_NAME: Final = 128
+_MAX_NAME: Final = 257  # of a namespace and a tool, 128 each, with a dot between them
+_SIGN: Final = r"[\w.:/\-]"  # of a name without quotes
 _FENCE_END: Final = regex.compile(r"\s*+```")
 _BRACES: Final = (regex.compile(r"\s*+\}"), regex.compile(r"\}"))  # the second may be missing
 _TAILS: Final = (*_BRACES, _FENCE_END)
 # An object that is a call without marks; `;` or `,` may separate it from the one before.
 _BARE: Final = regex.compile(
-    r'\s*+(?:[;,]\s*+)?(?<fence>```(json)?\s*+)?\{\{?+\s*+"name"\s*+:\s*+"(?<name>[\w.\-]{1,128}+)"'
+    r'\s*+(?:[;,]\s*+)?(?<fence>```(json)?\s*+)?\{\{?+\s*+"name"\s*+:\s*+'
+    rf'"(?<name>{_SIGN}{{1,{_MAX_NAME}}}+)"'
     r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?<arguments>\{)',
     regex.ASCII,
 )
 # The beginning of such an object, up to its name.
 _BARE_BEGIN: Final = regex.compile(
-    r'\s*+(?:[;,]\s*+)?(?:```(?:json)?\s*+)?\{\{?+\s*+"name"\s*+:\s*+"(?<name>[\w.\-]*+)',
+    r'\s*+(?:[;,]\s*+)?(?:```(?:json)?\s*+)?\{\{?+\s*+"name"\s*+:\s*+'
+    rf'"(?<name>{_SIGN}*+)',
     regex.ASCII,
 )
 _TWICE: Final = {"{": r"\{?+", "}": r"\}?+"}
@@ -343,7 +346,7 @@ class _Shapes(Frozen):
 def _shapes_of(form: CallForm) -> _Shapes:
     """Return the patterns of a form."""
     name = (
-        rf'"(?:[^"\\]|\\.){{1,{_MAX_NAME}}}+"' if form.is_quoted else rf"[\w.\-]{{1,{_MAX_NAME}}}+"
+        rf'"(?:[^"\\]|\\.){{1,{_MAX_NAME}}}+"' if form.is_quoted else rf"{_SIGN}{{1,{_MAX_NAME}}}+"
     )
     named = rf"\s*+(?<name>{name})\s*+"
     if form.id_mark:

@@ -153,7 +153,7 @@ def _there(url: str, most: int) -> Iterator[tuple[Send, int]]:
     """Yield what sends lines to a server, and how many at once."""
     from twostroke.serve.batches.remote import Remote
 
-    with closing(Remote(url, env.api_key(), most)) as remote:
+    with closing(Remote(url, env.own_api_key(), most)) as remote:
         yield remote.send, most
 
 

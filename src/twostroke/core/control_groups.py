@@ -123,14 +123,39 @@ def _free(limit_bytes: int, used_bytes: int, reclaimable_bytes: int) -> int:
 
 def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the version and folders of this process's groups with a controller, innermost first."""
-    own_groups = list(_own_groups(root))
-    for mount in _mounts(root):
-        for controllers, path in own_groups:
-            is_version_2 = not controllers
-            if mount.version == 2 and is_version_2:
-                yield 2, _levels(root, mount, path)
-            elif mount.version == 1 and controller in controllers & mount.controllers:
-                yield 1, _levels(root, mount, path)
+    mounts = list(_mounts(root)) or _usual_mounts(controller)
+    for controllers, path in _own_groups(root):
+        version = 1 if controllers else 2
+        if version == 1 and controller not in controllers:
+            continue
+        shown = [
+            mount
+            for mount in mounts
+            if mount.version == version and (version == 2 or controller in mount.controllers)
+        ]
+        # Other mounts may show the subtrees of other containers.
+        with_group = [mount for mount in shown if _shows(mount, path)]
+        for mount in with_group or shown:
+            yield version, _levels(root, mount, path)
+
+
+def _usual_mounts(controller: str) -> list[_Mount]:
+    """Return where hierarchies are mounted nearly everywhere, if no mount can be read."""
+    return [
+        _Mount(2, frozenset(), "/", "/sys/fs/cgroup"),
+        _Mount(1, frozenset((controller,)), "/", f"/sys/fs/cgroup/{controller}"),
+    ]
+
+
+def _shows(mount: _Mount, path: str) -> bool:
+    """Whether the group with this path lies below the mounted root."""
+    return not _below(mount, path).startswith("..")
+
+
+def _below(mount: _Mount, path: str) -> str:
+    """Return the path of a group, relative to the mounted root."""
+    relative = posixpath.relpath(posixpath.normpath(path), posixpath.normpath(mount.root))
+    return relative if relative.split("/")[0] == ".." else f"./{relative}"
 
 
 def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
@@ -140,8 +165,8 @@ def _levels(root: Path, mount: _Mount, path: str) -> list[str]:
     group then does not lie below the mounted root, the mounted root is the group.
     """
     top = PurePosixPath(mount.folder)
-    relative = posixpath.relpath(posixpath.normpath(path), posixpath.normpath(mount.root))
-    if relative.split("/")[0] == "..":
+    relative = _below(mount, path)
+    if not _shows(mount, path):
         relative = posixpath.normpath(path).lstrip("/")
         if not _within(root, str(top / relative)).is_dir():
             relative = "."

@@ -41,13 +41,34 @@ def native_dir() -> Path | None:
 
 
 def api_key() -> str | None:
-    """Return the key for a server's clients from `TWOSTROKE_API_KEY`, None if not set."""
-    return os.environ.get("TWOSTROKE_API_KEY")
+    """Return the key for a server's clients from `TWOSTROKE_API_KEY`, None if not set.
+
+    Raises:
+        UsageError: it is set and empty: a secret that was not filled in must not open a server.
+    """
+    return _secret("TWOSTROKE_API_KEY", "key")
+
+
+def own_api_key() -> str | None:
+    """Return the key that this program, as a client, shows to a server; None if there is none."""
+    return os.environ.get("TWOSTROKE_API_KEY", "").strip() or None
 
 
 def replica_key() -> str | None:
-    """Return the key that a router shows to its replicas, from `TWOSTROKE_REPLICA_KEY`."""
-    return os.environ.get("TWOSTROKE_REPLICA_KEY")
+    """Return the key that a router shows to its replicas, from `TWOSTROKE_REPLICA_KEY`.
+
+    Raises:
+        UsageError: it is set and empty.
+    """
+    return _secret("TWOSTROKE_REPLICA_KEY", "key")
+
+
+def _secret(name: str, kind: str = "secret") -> str | None:
+    """Return the value of a variable, None if it is not set; UsageError if it is empty."""
+    secret = os.environ.get(name)
+    if secret is not None and not secret.strip():
+        raise UsageError(f"{name} is empty: set it to a {kind}, or unset it.")
+    return secret
 
 
 def launcher() -> dict[str, str]:
@@ -66,10 +87,7 @@ def rank_secret() -> bytes:
     Raises:
         UsageError: it is set and empty, as by a script whose file was not there.
     """
-    secret = os.environ.get("TWOSTROKE_RANK_SECRET")
-    if secret is not None and not secret.strip():
-        raise UsageError("TWOSTROKE_RANK_SECRET is empty: set it to a secret, or unset it.")
-    return (secret or "").encode()
+    return (_secret("TWOSTROKE_RANK_SECRET") or "").encode()
 
 
 def peer_secret() -> bytes:
@@ -78,10 +96,7 @@ def peer_secret() -> bytes:
     Raises:
         UsageError: it is set and empty.
     """
-    secret = os.environ.get("TWOSTROKE_PEER_SECRET")
-    if secret is not None and not secret.strip():
-        raise UsageError("TWOSTROKE_PEER_SECRET is empty: set it to a secret, or unset it.")
-    return (secret or "").encode()
+    return (_secret("TWOSTROKE_PEER_SECRET") or "").encode()
 
 
 def store_key() -> bytes:

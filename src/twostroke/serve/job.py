@@ -223,6 +223,7 @@ class Job(Frozen):
         is_verbose: whether to report each answer in llama-server's form, too.
         splits_reasoning: whether reasoning is separated from the answers; None leaves that to the
             server.
+        omits_reasoning: whether separated reasoning is left out of the response.
         tools: the tools that answers to a conversation may call.
         tier: the class of service to report; None reports nothing.
         keep: stores the whole response when it has ended, if the request says so.
@@ -255,6 +256,7 @@ class Job(Frozen):
     llama_timings: bool = False
     is_verbose: bool = False
     splits_reasoning: bool | None = None
+    omits_reasoning: bool = False
     tools: Tools | None = None
     tier: str | None = None
     keep: Callable[[Any], None] | None = None

@@ -11,7 +11,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from twostroke.chat.tools import Function, Tools
-from twostroke.core.errors import RequestError
+from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.schema.prepare import prepare
 from twostroke.serve.describe import field
@@ -70,6 +70,13 @@ class FreeText(Frozen):
             text["pattern"] = f"^(?:{pattern})$"
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         return FunctionBody(self.name, "\n\n".join(described), schema, strict=True)
+
+
+def arguments_text(arguments: str | Mapping[str, Any] | None) -> str:
+    """Return a call's arguments as JSON; clients also send an object, or none for no arguments."""
+    if arguments is None:
+        return "{}"
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def arguments_of(text: str) -> str:
@@ -162,7 +169,24 @@ class NamedCustomChoice(field.TaggedObject, tag="custom"):
         return self.custom
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice | NamedCustomChoice
+class AllowedTools(field.RequestObject):
+    """Tools that may be called, and whether one of them must be."""
+
+    other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice | NamedCustomChoice], field.unknown_left_out()]
+
+
+class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
+    """Only these tools may be called, although the model sees all."""
+
+    other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | NamedCustomChoice | AllowedChoice
 ToolsAs = Annotated[
     Annotated[list[T], Meta(max_length=MAX_TOOLS), field.unknown_left_out("custom")] | None,
     field.doc("The functions that the model may call."),
@@ -178,8 +202,12 @@ def to_tools(
     choice: str | NamedFunction | None,
     *,
     parallel: bool | None,
+    places: Sequence[str] = (),
 ) -> Tools | None:
     """Return the tools that the answer may call, or None if there are none.
+
+    `places` are the request's fields with the tools, where these are not a plain list; their names
+    are checked already.
 
     Raises:
         RequestError: a name is not valid or used twice, the schema of a `strict` function cannot
@@ -192,13 +220,12 @@ def to_tools(
     known: dict[str, Function] = {}
     functions = []
     for place, tool in enumerate(tools):
-        where = f"tools[{place}]"
+        where = places[place] if places else f"tools[{place}]"
         is_custom = isinstance(tool, FreeText)
         function = tool.function() if isinstance(tool, FreeText) else tool
         functions.append(function)
-        if not _NAME.fullmatch(function.name):
-            reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-', '.', ':' and '/'."
-            raise RequestError(reason, field=f"{where}.name")
+        if not places:
+            check_name(function.name, where)
         if function.name in known:
             reason = f"must be unique: an earlier tool is named '{function.name}', too."
             raise RequestError(reason, field=f"{where}.name")
@@ -226,6 +253,44 @@ def to_tools(
         is_forced=is_named or choice == "required",
         is_parallel=parallel is not False and not is_named,
     )
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise RequestError unless the tool at the place `where` may have this name."""
+    if not _NAME.fullmatch(name):
+        reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-', '.', ':' and '/'."
+        raise RequestError(reason, field=f"{where}.name")
+
+
+def only_allowed(
+    tools: Tools | None,
+    allowed: Sequence[NamedFunction],
+    *,
+    mode: str,
+    where: str,
+    name_field: str = "name",
+) -> Tools | None:
+    """Return tools of which only the `allowed` ones may be called; None if there are none.
+
+    `where` is the request's field with the allowed tools, of which those that cannot be called here
+    are left out; `name_field` is the field of an allowed tool with its name.
+
+    Raises:
+        RequestError: a tool does not exist, or one must be called and there are none.
+    """
+    if tools is None:
+        return None
+    names = [tool.name for tool in allowed]
+    for place, name in enumerate(names):
+        if name not in tools.names:
+            reason = "must be the name of one of the tools, got '{value}'.{hint}"
+            param = f"{where}[{place}].{name_field}"
+            hint = nearest(name[:_MAX_NAME], tools.names)
+            raise RequestError(reason, field=param, value=name[:_MAX_NAME], hint=hint)
+    if not names and mode == "required":
+        raise RequestError("must have a tool that can be called here.", field=where)
+    functions = tuple(function for function in tools.functions if function.name in names)
+    return replace(tools, functions=functions) if functions else None
 
 
 def _is_held(function: Function) -> bool:

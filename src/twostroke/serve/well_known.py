@@ -39,7 +39,9 @@ _FORMS: Final = """
     ebnf format grammar guided_choice guided_grammar guided_json guided_regex json_schema
     output_format regex response_format structured_outputs
 """
-_PROMPTS: Final = "context input instructions messages prompt suffix system system_prompt"
+_PROMPTS: Final = """
+    context input instructions messages prompt prompt_embeds suffix system system_prompt
+"""
 _LIMITS: Final = """
     max_completion_tokens max_new_tokens max_output_tokens max_tokens stop stop_sequences
     stopping_strings
@@ -49,7 +51,10 @@ _TOOLS: Final = """
     web_search web_search_options
 """
 _OTHERS: Final = "adapter_id logprobs lora lora_path n negative_prompt"
-_MEDIA: Final = "attachments audio documents file files image image_url images input_audio video"
+_MEDIA: Final = """
+    attachments audio documents file files image image_data image_url images
+    input_audio video
+"""
 _OF_BODIES: Final = frozenset(" ".join((_FORMS, _PROMPTS, _LIMITS, _TOOLS, _OTHERS)).split())
 _ANYWHERE: Final = frozenset(_MEDIA.split())
 

@@ -165,3 +165,15 @@ def test_models_that_do_not_reason_say_so(tmp_path: Any) -> None:
             response = ask(server, thinking=thinking)
             assert response.json()["content"][0]["text"] == "x"
             assert ("twostroke-ignored" in response.headers) == (thinking is on)
+
+
+@pytest.mark.parametrize("kind", ["enabled", "adaptive"])
+def test_reasoning_is_omitted_where_the_request_says_so(server: LiveServer, kind: str) -> None:
+    budget = {"budget_tokens": 100} if kind == "enabled" else {}
+    thinking = {"type": kind, "display": "omitted", **budget}
+    say(server, SAID)
+    expected = ask(server, thinking=thinking | {"display": "summarized"}).json()["content"]
+    assert expected[0]["thinking"]
+    expected[0]["thinking"] = ""
+    assert ask(server, thinking=thinking).json()["content"] == expected
+    assert streamed(server, thinking=thinking) == expected

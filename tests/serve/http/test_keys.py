@@ -15,7 +15,7 @@ from twostroke.http.keys import ApiKeys
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 KEY, OTHER = "sk-first", "sk-second"
@@ -155,15 +155,33 @@ def test_a_file_of_keys_names_tenants(tmp_path: Path) -> None:
     assert tenant_of(only, b"sk-4") == ""
 
 
-def test_the_variables_key_is_never_passed_over_for_being_empty(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("value", ["", " ", "\n"])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("TWOSTROKE_API_KEY", env.api_key),
+        ("TWOSTROKE_REPLICA_KEY", env.replica_key),
+        ("TWOSTROKE_RANK_SECRET", env.rank_secret),
+        ("TWOSTROKE_PEER_SECRET", env.peer_secret),
+    ],
+)
+def test_a_secret_is_never_passed_over_for_being_empty(
+    monkeypatch: pytest.MonkeyPatch, name: str, read: Callable[[], object], value: str
 ) -> None:
     """A secret that was not filled in must not open the server."""
-    monkeypatch.delenv("TWOSTROKE_API_KEY", raising=False)
-    assert ApiKeys.read(None, env.api_key()) is None
-    monkeypatch.setenv("TWOSTROKE_API_KEY", "")
-    with pytest.raises(UsageError, match="TWOSTROKE_API_KEY"):
-        ApiKeys.read(None, env.api_key())
+    monkeypatch.delenv(name, raising=False)
+    assert not read()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name} is empty: set it to a .*, or unset it"):
+        read()
+
+
+def test_a_client_with_an_empty_key_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, key in (("", None), (" ", None), ("sk-1", "sk-1")):
+        monkeypatch.setenv("TWOSTROKE_API_KEY", value)
+        assert env.own_api_key() == key
+    monkeypatch.delenv("TWOSTROKE_API_KEY")
+    assert env.own_api_key() is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -29,7 +28,7 @@ from twostroke.serve.job import MAX_MESSAGES, Conversation, Job
 from twostroke.serve.openai.fields import StopText
 from twostroke.serve.openai.structure import to_schema
 from twostroke.serve.pins import CacheControl, CacheMark, marked_s
-from twostroke.serve.tools import TOOL_CHOICE, ToolsAs
+from twostroke.serve.tools import TOOL_CHOICE, ToolsAs, arguments_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -67,6 +66,12 @@ class OutputConfig(field.RequestObject):
     effort: field.Hint = None
 
 
+Display = Annotated[
+    Literal["summarized", "omitted"] | None,
+    field.doc("`summarized` sends the reasoning itself, `omitted` blocks without it."),
+]
+
+
 class ThinkingOn(field.TaggedObject, tag="enabled"):
     """The model is to reason."""
 
@@ -74,13 +79,13 @@ class ThinkingOn(field.TaggedObject, tag="enabled"):
         Annotated[int, Meta(ge=1)],
         field.doc("Less than `max_tokens`; without effect: the model does not know it."),
     ]
-    display: Literal["summarized"] | None = None
+    display: Display = None
 
 
 class ThinkingAsNeeded(field.TaggedObject, tag="adaptive"):
     """The model decides whether to reason."""
 
-    display: Literal["summarized"] | None = None
+    display: Display = None
 
 
 class ThinkingOff(field.TaggedObject, tag="disabled"):
@@ -102,6 +107,9 @@ class CountRequest(field.RequestObject):
         str | Annotated[list[TextBlock], field.PARTS] | None, field.doc("Text before the messages.")
     ] = None
     output_config: Annotated[OutputConfig | None, field.doc("The form of the answer.")] = None
+    output_format: Annotated[
+        JsonFormat | None, field.doc("The older name of `output_config.format`.")
+    ] = None
     tools: ToolsAs[Tool] = None
     tool_choice: Annotated[Choice | None, TOOL_CHOICE] = None
     thinking: Annotated[ThinkingConfig | None, field.doc("Whether to reason first.")] = None
@@ -158,7 +166,7 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
         "top_k": 0 if asked.top_k == -1 else asked.top_k,
         "top_p": asked.top_p,
         "stop": tuple(asked.stop_sequences or ()),
-        "constraint": _constraint(asked.output_config),
+        "constraint": _constraint(asked),
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     return Job(
@@ -168,6 +176,7 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
         caller=Caller(tenant=tenant.name, prompt_field="messages"),
         stream=bool(asked.stream),
         timings=bool(asked.return_timings),
+        omits_reasoning=getattr(asked.thinking, "display", None) == "omitted",
         tools=tools,
         keep_s=marked_s(_marks(asked)),
     )
@@ -241,8 +250,7 @@ def _turns(message: AnthropicMessage) -> list[dict[str, Any]]:
     results, thoughts = [], []
     for block in () if isinstance(message.content, str) else message.content:
         if isinstance(block, ToolUseBlock):
-            arguments = json.dumps(block.input, ensure_ascii=False)
-            function = {"name": block.name, "arguments": arguments}
+            function = {"name": block.name, "arguments": arguments_text(block.input)}
             call = {"id": block.id, "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
         elif isinstance(block, ThinkingBlock):
@@ -255,10 +263,13 @@ def _turns(message: AnthropicMessage) -> list[dict[str, Any]]:
     return [*results, turn] if turn["content"] or not results else results
 
 
-def _constraint(config: OutputConfig | None) -> Constraint | None:
-    if config is None or config.format is None:
-        return None
-    return to_schema(config.format.schema, "output_config.format.schema", is_strict=True)
+def _constraint(asked: MessagesRequest) -> Constraint | None:
+    config = asked.output_config
+    if config is not None and config.format is not None:
+        return to_schema(config.format.schema, "output_config.format.schema", is_strict=True)
+    if asked.output_format is not None:
+        return to_schema(asked.output_format.schema, "output_format.schema", is_strict=True)
+    return None
 
 
 def names(_asked: CountRequest) -> Mapping[str, str]:

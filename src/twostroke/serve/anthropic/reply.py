@@ -172,6 +172,8 @@ class MessageEncoder:
         """Return the named server-sent events of an event."""
         match event:
             case events.Added(block=block):
+                if self._is_omitted(block):
+                    return b""
                 return named_sse(BlockDelta(block.index, _DELTAS[block.kind](event.text)))
             case events.Opened(block=block):
                 start = named_sse(BlockStart(block.index, _begun(block)))
@@ -203,6 +205,8 @@ class MessageEncoder:
             match event:
                 case events.Closed():
                     block = _complete(event.block)
+                    if isinstance(block, ThinkingBody) and self._is_omitted(event.block):
+                        block.thinking = ""
                     content += [block] if block is not None else []
                 case events.Ended():
                     is_called = any(isinstance(block, ToolUseBody) for block in content)
@@ -213,6 +217,11 @@ class MessageEncoder:
         message.stop_sequence = self._stop.stop_sequence
         message.timings, message.schema_miss = self._timings, self._schema_miss
         return message
+
+    def _is_omitted(self, block: events.ContentBlock) -> bool:
+        """Whether clients get a block without its text, as `thinking.display` can ask for."""
+        is_reasoning = block.kind is events.BlockKind.REASONING
+        return is_reasoning and self._reply.job.omits_reasoning
 
     def _message(self, content: list[BlockBody], usage: Usage) -> MessageBody:
         """Return the message, which has not ended yet."""

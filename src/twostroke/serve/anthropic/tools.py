@@ -74,7 +74,9 @@ class ToolUseBlock(field.TaggedObject, tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: Annotated[
+        dict[str, Any] | str | None, field.doc("An object, or its JSON; null has no fields.")
+    ] = None
     cache_control: CacheControl = None
     caller: field.SentBack = None
 

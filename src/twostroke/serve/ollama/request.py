@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
@@ -90,10 +89,10 @@ class OllamaOptions(field.RequestObject):
 
 
 class OllamaFunction(msgspec.Struct):
-    """The function of a call, with its arguments as an object."""
+    """The function of a call, with its arguments as an object or its JSON; null has none."""
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | str | None = None
     index: int | None = None
 
 
@@ -297,9 +296,7 @@ def _message(message: OllamaMessage) -> ChatMessage:
     """Return a message in OpenAI's form."""
     calls = [
         ToolCall(
-            CalledFunction(
-                call.function.name, json.dumps(call.function.arguments, ensure_ascii=False)
-            ),
+            CalledFunction(call.function.name, call.function.arguments),
             call.id,
         )
         for call in message.tool_calls or ()

@@ -33,12 +33,17 @@ from twostroke.serve.openai.fields import (
 )
 from twostroke.serve.tools import (
     TOOL_CHOICE,
+    AllowedChoice,
     CustomToolBody,
+    NamedChoice,
+    NamedCustomChoice,
     ParallelCalls,
     ToolBody,
     ToolChoice,
     ToolsAs,
     arguments_of,
+    arguments_text,
+    only_allowed,
     to_tools,
 )
 
@@ -74,10 +79,10 @@ class OutputTextPart(TextPart, tag="output_text"):
 
 
 class CalledFunction(msgspec.Struct):
-    """The function of a call, with its arguments as JSON."""
+    """The function of a call, with its arguments as JSON or as an object; null has none."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class CalledCustom(msgspec.Struct):
@@ -201,12 +206,7 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
     check_combinations(asked)
     if asked.functions and asked.function_call != "none":
         raise UnsupportedFieldError("is not supported yet: send tools.", field="functions")
-    choice = asked.tool_choice
-    tools = to_tools(
-        [tool.offered() for tool in asked.tools or ()],
-        choice if choice is None or isinstance(choice, str) else choice.named,
-        parallel=asked.parallel_tool_calls,
-    )
+    tools = _read_tools(asked)
     conversation = to_conversation(
         asked.messages,
         tools,
@@ -233,6 +233,29 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
         ignored=(*job.ignored, *ignored),
         splits_reasoning=_SPLITS_REASONING.get(asked.reasoning_format or ""),
     )
+
+
+def _read_tools(asked: ChatRequest) -> Tools | None:
+    """Return the tools that the answer may call, or None if there are none.
+
+    Raises:
+        RequestError: as `to_tools` and `only_allowed`.
+    """
+    choice = asked.tool_choice
+    offered = [tool.offered() for tool in asked.tools or ()]
+    parallel = asked.parallel_tool_calls
+    if isinstance(choice, AllowedChoice):
+        allowed = choice.allowed_tools
+        tools = to_tools(offered, allowed.mode, parallel=parallel)
+        return only_allowed(
+            tools,
+            [tool.named for tool in allowed.tools],
+            mode=allowed.mode,
+            where="tool_choice.allowed_tools.tools",
+            name_field="function.name",
+        )
+    mode = choice.named if isinstance(choice, NamedChoice | NamedCustomChoice) else choice
+    return to_tools(offered, mode, parallel=parallel)
 
 
 class Conversing(Protocol):
@@ -388,7 +411,9 @@ def _call(call: ToolCall, where: str) -> dict[str, Any]:
         function = CalledFunction(call.custom.name, arguments_of(call.custom.input))
     if function is None:
         raise MissingFieldError("is missing.", field=f"{where}.function")
-    return {"id": call.id, "type": "function", "function": msgspec.to_builtins(function)}
+    arguments = arguments_text(function.arguments)
+    called = {"name": function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": called}
 
 
 def names(asked: ChatRequest) -> Mapping[str, str]:

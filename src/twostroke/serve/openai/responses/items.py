@@ -15,10 +15,11 @@ from twostroke.serve.body.decode import convert
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.body.lenient import left_out_item
 from twostroke.serve.describe import field
+from twostroke.serve.openai.chat import TextPart
 from twostroke.serve.openai.fields import RefusalPart
 from twostroke.serve.openai.responses.recall import missing_item, recall
 from twostroke.serve.openai.responses.tools import ResponsesTool
-from twostroke.serve.tools import arguments_of
+from twostroke.serve.tools import arguments_of, arguments_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,7 +46,7 @@ class AnswerText(field.TaggedObject, tag="output_text"):
     parsed: field.SentBack = None
 
 
-Part = InputText | AnswerText | RefusalPart
+Part = InputText | AnswerText | TextPart | RefusalPart
 Parts = Annotated[list[Part], field.PARTS]
 
 
@@ -73,10 +74,10 @@ class CallFields(field.TaggedObject):
 
 
 class FunctionCall(CallFields, tag="function_call", kw_only=True):
-    """A call that an answer made; arguments are JSON."""
+    """A call that an answer made; arguments are JSON, or an object; null has none."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
     parsed_arguments: field.SentBack = None
     is_async: field.SentBack = msgspec.field(default=None, name="async")
 
@@ -109,13 +110,19 @@ class ReasoningText(field.TaggedObject, tag="reasoning_text"):
     text: str
 
 
+class PlainReasoningText(ReasoningText, tag="text"):
+    """A piece of reasoning as some clients call it."""
+
+
 class Reasoning(field.TaggedObject, tag="reasoning"):
     """The reasoning of an answer, for templates that show it to the model again.
 
     The summary adds nothing, and only the server that encrypted a content can read it.
     """
 
-    content: Annotated[list[ReasoningText], field.unknown_left_out()] | None = None
+    content: (
+        Annotated[list[ReasoningText | PlainReasoningText], field.unknown_left_out()] | None
+    ) = None
     summary: field.SentBack = None
     encrypted_content: field.SentBack = None
     id: str | None = None
@@ -344,7 +351,10 @@ def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
         message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
     elif isinstance(item, FunctionCall | CustomToolCall):
         name = f"{item.namespace}.{item.name}" if item.namespace else item.name
-        arguments = arguments_of(item.input) if isinstance(item, CustomToolCall) else item.arguments
+        if isinstance(item, CustomToolCall):
+            arguments = arguments_of(item.input)
+        else:
+            arguments = arguments_text(item.arguments)
         function = {"name": name, "arguments": arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         if last["role"] == "assistant":
@@ -369,6 +379,8 @@ def _complete(raw: RawItem, item: Item) -> RawItem:
     raw = raw | {"id": item.id or new_id(_PREFIXES[raw["type"]])}
     if not isinstance(item, Reasoning | Compaction | ToolsItem):
         raw["status"] = "completed"
+    if isinstance(item, FunctionCall):
+        raw["arguments"] = arguments_text(item.arguments)
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         part = "output_text" if item.role == "assistant" else "input_text"
         raw["content"] = [{"type": part, "text": item.content}]

@@ -8,8 +8,6 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from twostroke.core.errors import RequestError, nearest
-from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.describe import field
 from twostroke.serve.tools import (
     MAX_TOOLS,
@@ -19,6 +17,8 @@ from twostroke.serve.tools import (
     GrammarDefinition,
     NamedFunction,
     Text,
+    check_name,
+    only_allowed,
     to_tools,
 )
 
@@ -89,9 +89,7 @@ class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
     """Only these functions may be called, although the model sees all."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[
-        list[NamedTool | NamedCustomTool], Meta(min_length=1), field.unknown_left_out()
-    ]
+    tools: Annotated[list[NamedTool | NamedCustomTool], field.unknown_left_out()]
 
 
 Choice = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedChoice
@@ -106,17 +104,14 @@ def read_tools(
         RequestError: as `to_tools`, or the choice names a function that does not exist.
     """
     mode = choice.mode if isinstance(choice, AllowedChoice) else choice
-    found = to_tools(list(_flat(tools or ())), mode, parallel=parallel)
-    if found is None or not isinstance(choice, AllowedChoice):
+    places, offered = [], []
+    for place, tool in _flat(tools or ()):
+        places.append(place)
+        offered.append(tool)
+    found = to_tools(offered, mode, parallel=parallel, places=places)
+    if not isinstance(choice, AllowedChoice):
         return found
-    for place, tool in enumerate(choice.tools):
-        if tool.name not in found.names:
-            word, where = tool.name[:MAX_NAME_LENGTH], f"tool_choice.tools[{place}].name"
-            reason = "must be one of the tools, got '{value}'.{hint}"
-            hint = nearest(word, found.names)
-            raise RequestError(reason, field=where, value=word, hint=hint)
-    allowed = {tool.name for tool in choice.tools}
-    return replace(found, functions=tuple(one for one in found.functions if one.name in allowed))
+    return only_allowed(found, choice.tools, mode=choice.mode, where="tool_choice.tools")
 
 
 def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, str | None]:
@@ -128,14 +123,21 @@ def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, s
     return name, None
 
 
-def _flat(tools: Sequence[ResponsesTool]) -> Iterator[FunctionBody | FreeText]:
-    """Yield all tools, those of namespaces with longer names."""
-    for tool in tools:
+def _flat(tools: Sequence[ResponsesTool]) -> Iterator[tuple[str, FunctionBody | FreeText]]:
+    """Yield all tools with their places, those of namespaces with longer names.
+
+    Raises:
+        RequestError: a name is not valid.
+    """
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}]"
+        check_name(tool.name, place)
         if not isinstance(tool, NamespaceTool):
-            yield tool.offered()
+            yield place, tool.offered()
             continue
-        for one in tool.tools:
-            described = "\n".join(filter(None, (tool.description, one.description)))
-            yield replace(
-                one.offered(), name=f"{tool.name}.{one.name}", description=described or None
-            )
+        for inner_index, inner in enumerate(tool.tools):
+            inner_place = f"{place}.tools[{inner_index}]"
+            check_name(inner.name, inner_place)
+            name = f"{tool.name}.{inner.name}"
+            described = "\n".join(filter(None, (tool.description, inner.description)))
+            yield inner_place, replace(inner.offered(), name=name, description=described or None)
