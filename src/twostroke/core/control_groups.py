@@ -128,14 +128,14 @@ def _hierarchies(root: Path, controller: str) -> Iterator[tuple[int, list[str]]]
         version = 1 if controllers else 2
         if version == 1 and controller not in controllers:
             continue
-        shown = [
+        candidate_mounts = [
             mount
             for mount in mounts
             if mount.version == version and (version == 2 or controller in mount.controllers)
         ]
         # Other mounts may show the subtrees of other containers.
-        with_group = [mount for mount in shown if _shows(mount, path)]
-        for mount in with_group or shown:
+        with_group = [mount for mount in candidate_mounts if _shows(mount, path)]
+        for mount in with_group or candidate_mounts:
             yield version, _levels(root, mount, path)
 
 

@@ -17,11 +17,31 @@ def cache_dir() -> Path:
     """Return the folder for downloaded models and measured machine facts.
 
     `TWOSTROKE_CACHE` if set, else `$XDG_CACHE_HOME/twostroke`, else `~/.cache/twostroke`.
+
+    Raises:
+        UsageError: the user has no home folder, as in some containers.
     """
     if path := os.environ.get("TWOSTROKE_CACHE"):
-        return Path(path).expanduser()
+        return with_home(path)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "twostroke"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "twostroke"
+    except RuntimeError:
+        reason = "This user has no home folder for models: set TWOSTROKE_CACHE to a folder."
+        raise UsageError(reason) from None
+
+
+def with_home(path: str | Path) -> Path:
+    """Return a path with its `~` or `~user` replaced.
+
+    Raises:
+        UsageError: the user is not known, or has no home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise UsageError(f"There is no home folder {user!r}: write the whole path.") from None
 
 
 def cpu_level() -> str | None:

@@ -53,7 +53,7 @@ def begin_paging(client: Client, kind: PageKind, digest: str, tiers: TierOptions
 
     found: list[Tier] = []
     if tiers.page_cache is not None:
-        folder = Path(tiers.page_cache).expanduser()
+        folder = env.with_home(tiers.page_cache)
         found.append(DiskTier(folder, kind, tiers.most_bytes, client.card.name))
     if tiers.page_store is not None:
         found.append(StoreTier(tiers.page_store, kind))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 from urllib.parse import unquote
 
+from twostroke.core import env
 from twostroke.core.errors import ModelNotFoundError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.fetch.catalogue import CATALOGUE, PackagedModel, Part
@@ -103,7 +104,7 @@ def _parse_package(name: str) -> PackagedModel:
 
 
 def _find_path(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = env.with_home(name)
     if name and "\0" not in name and path.exists():
         return path
     if _SCHEME.match(name):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from twostroke.core import env
 from twostroke.core.errors import ModelFormatError, UsageError, nearest
 from twostroke.core.files import read_json
 from twostroke.core.frozen import Frozen
@@ -101,7 +102,7 @@ def planned_model(model: str) -> PlannedModel:
         ModelNotFoundError, ModelFormatError: as `load`.
         DownloadError: the hub cannot be reached.
     """
-    path = Path(model).expanduser()
+    path = env.with_home(model)
     config = path / "config.json" if path.is_dir() else path
     is_whole = path.is_dir() and any(path.glob("*.safetensors"))
     if config.suffix == ".json" and config.is_file():

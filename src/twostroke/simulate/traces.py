@@ -83,7 +83,7 @@ def read_trace(name: str) -> Load:
     if known is not None:
         path = _published(name, known)
     else:
-        path = Path(name).expanduser()
+        path = env.with_home(name)
         if path.suffix not in _READERS:
             raise UsageError(
                 f"must be {', '.join(PUBLISHED)}, or a file .csv, .jsonl or .json, got '{{value}}'."
