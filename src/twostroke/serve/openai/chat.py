@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +23,7 @@ from twostroke.serve.openai.fields import (
     ReasoningEffort,
     RefusalPart,
     TemplateVariables,
+    TextPart,
     TopLogprobs,
     check_combinations,
     other_names,
@@ -48,6 +48,8 @@ from twostroke.serve.tools import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from twostroke.chat.tools import Tools
     from twostroke.engine.model_card import ModelCard
     from twostroke.serve.job import Job
@@ -60,14 +62,6 @@ TOOL_NAMES: Final = {
     "tools[].name": "tools[].function.name",
     "tools[].parameters": "tools[].function.parameters",
 }
-
-
-class TextPart(field.TaggedObject, tag="text"):
-    """A part of a message's content; only text is read."""
-
-    other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
-
-    text: str
 
 
 class InputTextPart(TextPart, tag="input_text"):

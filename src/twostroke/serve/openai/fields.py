@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta
 
@@ -70,6 +71,14 @@ TemplateVariables = Annotated[
     dict[str, Any] | None,
     field.doc("Variables for the chat template.", maxProperties=MAX_VARIABLES),
 ]
+
+
+class TextPart(field.TaggedObject, tag="text"):
+    """A part of a message's content; only text is read."""
+
+    other_types: ClassVar[Mapping[str, str]] = field.TEXT_ONLY
+
+    text: str
 
 
 class RefusalPart(field.TaggedObject, tag="refusal"):

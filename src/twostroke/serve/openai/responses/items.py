@@ -15,8 +15,7 @@ from twostroke.serve.body.decode import convert
 from twostroke.serve.body.explain import MAX_NAME_LENGTH
 from twostroke.serve.body.lenient import left_out_item
 from twostroke.serve.describe import field
-from twostroke.serve.openai.chat import TextPart
-from twostroke.serve.openai.fields import RefusalPart
+from twostroke.serve.openai.fields import RefusalPart, TextPart
 from twostroke.serve.openai.responses.recall import missing_item, recall
 from twostroke.serve.openai.responses.tools import ResponsesTool
 from twostroke.serve.tools import arguments_of, arguments_text
