@@ -178,7 +178,7 @@ class AllowedTools(field.RequestObject):
     tools: Annotated[list[NamedChoice | NamedCustomChoice], field.unknown_left_out()]
 
 
-class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
+class AllowedToolsChoice(field.TaggedObject, tag="allowed_tools"):
     """Only these tools may be called, although the model sees all."""
 
     other_types: ClassVar[Mapping[str, str]] = FUNCTIONS_ONLY
@@ -186,7 +186,9 @@ class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice | NamedCustomChoice | AllowedChoice
+ToolChoice = (
+    Literal["none", "auto", "required"] | NamedChoice | NamedCustomChoice | AllowedToolsChoice
+)
 ToolsAs = Annotated[
     Annotated[list[T], Meta(max_length=MAX_TOOLS), field.unknown_left_out("custom")] | None,
     field.doc("The functions that the model may call."),
@@ -202,11 +204,11 @@ def to_tools(
     choice: str | NamedFunction | None,
     *,
     parallel: bool | None,
-    places: Sequence[str] = (),
+    tool_fields: Sequence[str] = (),
 ) -> Tools | None:
     """Return the tools that the answer may call, or None if there are none.
 
-    `places` are the request's fields with the tools, where these are not a plain list; their names
+    `tool_fields` are the request's fields with the tools, where these are not a plain list; their names
     are checked already.
 
     Raises:
@@ -220,11 +222,11 @@ def to_tools(
     known: dict[str, Function] = {}
     functions = []
     for place, tool in enumerate(tools):
-        where = places[place] if places else f"tools[{place}]"
+        where = tool_fields[place] if tool_fields else f"tools[{place}]"
         is_custom = isinstance(tool, FreeText)
         function = tool.function() if isinstance(tool, FreeText) else tool
         functions.append(function)
-        if not places:
+        if not tool_fields:
             check_name(function.name, where)
         if function.name in known:
             reason = f"must be unique: an earlier tool is named '{function.name}', too."
@@ -270,10 +272,10 @@ def only_allowed(
     where: str,
     name_field: str = "name",
 ) -> Tools | None:
-    """Return tools of which only the `allowed` ones may be called; None if there are none.
+    """Return tools with calls of the `allowed` ones only; None if there are none.
 
-    `where` is the request's field with the allowed tools, of which those that cannot be called here
-    are left out; `name_field` is the field of an allowed tool with its name.
+    `where` is the request's field with the allowed tools; tools that cannot be called here are left
+    out of it; `name_field` is the field of an allowed tool with its name.
 
     Raises:
         RequestError: a tool does not exist, or one must be called and there are none.

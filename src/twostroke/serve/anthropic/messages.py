@@ -263,12 +263,12 @@ def _turns(message: AnthropicMessage) -> list[dict[str, Any]]:
     return [*results, turn] if turn["content"] or not results else results
 
 
-def _constraint(asked: MessagesRequest) -> Constraint | None:
-    config = asked.output_config
+def _constraint(request: MessagesRequest) -> Constraint | None:
+    config = request.output_config
     if config is not None and config.format is not None:
         return to_schema(config.format.schema, "output_config.format.schema", is_strict=True)
-    if asked.output_format is not None:
-        return to_schema(asked.output_format.schema, "output_format.schema", is_strict=True)
+    if request.output_format is not None:
+        return to_schema(request.output_format.schema, "output_format.schema", is_strict=True)
     return None
 
 

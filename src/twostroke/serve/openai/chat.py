@@ -33,7 +33,7 @@ from twostroke.serve.openai.fields import (
 )
 from twostroke.serve.tools import (
     TOOL_CHOICE,
-    AllowedChoice,
+    AllowedToolsChoice,
     CustomToolBody,
     NamedChoice,
     NamedCustomChoice,
@@ -229,16 +229,16 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
     )
 
 
-def _read_tools(asked: ChatRequest) -> Tools | None:
+def _read_tools(request: ChatRequest) -> Tools | None:
     """Return the tools that the answer may call, or None if there are none.
 
     Raises:
         RequestError: as `to_tools` and `only_allowed`.
     """
-    choice = asked.tool_choice
-    offered = [tool.offered() for tool in asked.tools or ()]
-    parallel = asked.parallel_tool_calls
-    if isinstance(choice, AllowedChoice):
+    choice = request.tool_choice
+    offered = [tool.offered() for tool in request.tools or ()]
+    parallel = request.parallel_tool_calls
+    if isinstance(choice, AllowedToolsChoice):
         allowed = choice.allowed_tools
         tools = to_tools(offered, allowed.mode, parallel=parallel)
         return only_allowed(

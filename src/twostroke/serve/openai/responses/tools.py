@@ -104,14 +104,14 @@ def read_tools(
         RequestError: as `to_tools`, or the choice names a function that does not exist.
     """
     mode = choice.mode if isinstance(choice, AllowedChoice) else choice
-    places, offered = [], []
-    for place, tool in _flat(tools or ()):
-        places.append(place)
+    tool_fields, offered = [], []
+    for tool_field, tool in _flat(tools or ()):
+        tool_fields.append(tool_field)
         offered.append(tool)
-    found = to_tools(offered, mode, parallel=parallel, places=places)
+    all_tools = to_tools(offered, mode, parallel=parallel, tool_fields=tool_fields)
     if not isinstance(choice, AllowedChoice):
-        return found
-    return only_allowed(found, choice.tools, mode=choice.mode, where="tool_choice.tools")
+        return all_tools
+    return only_allowed(all_tools, choice.tools, mode=choice.mode, where="tool_choice.tools")
 
 
 def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, str | None]:
@@ -124,20 +124,20 @@ def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, s
 
 
 def _flat(tools: Sequence[ResponsesTool]) -> Iterator[tuple[str, FunctionBody | FreeText]]:
-    """Yield all tools with their places, those of namespaces with longer names.
+    """Yield all tools and their fields of the request; tools of namespaces get longer names.
 
     Raises:
         RequestError: a name is not valid.
     """
     for index, tool in enumerate(tools):
-        place = f"tools[{index}]"
-        check_name(tool.name, place)
+        tool_field = f"tools[{index}]"
+        check_name(tool.name, tool_field)
         if not isinstance(tool, NamespaceTool):
-            yield place, tool.offered()
+            yield tool_field, tool.offered()
             continue
         for inner_index, inner in enumerate(tool.tools):
-            inner_place = f"{place}.tools[{inner_index}]"
-            check_name(inner.name, inner_place)
+            inner_field = f"{tool_field}.tools[{inner_index}]"
+            check_name(inner.name, inner_field)
             name = f"{tool.name}.{inner.name}"
             described = "\n".join(filter(None, (tool.description, inner.description)))
-            yield inner_place, replace(inner.offered(), name=name, description=described or None)
+            yield inner_field, replace(inner.offered(), name=name, description=described or None)
