@@ -208,8 +208,8 @@ def to_tools(
 ) -> Tools | None:
     """Return the tools that the answer may call, or None if there are none.
 
-    `tool_fields` are the request's fields with the tools, where these are not a plain list; their names
-    are checked already.
+    `tool_fields` are the request's fields with the tools, where these are not a plain list; their
+    names are checked already.
 
     Raises:
         RequestError: a name is not valid or used twice, the schema of a `strict` function cannot
@@ -283,10 +283,10 @@ def only_allowed(
     if tools is None:
         return None
     names = [tool.name for tool in allowed]
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if name not in tools.names:
             reason = "must be the name of one of the tools, got '{value}'.{hint}"
-            param = f"{where}[{place}].{name_field}"
+            param = f"{where}[{index}].{name_field}"
             hint = nearest(name[:_MAX_NAME], tools.names)
             raise RequestError(reason, field=param, value=name[:_MAX_NAME], hint=hint)
     if not names and mode == "required":
