@@ -131,20 +131,27 @@ def with_orders(program, tensors, is_shared):
     return found
 
 
+@cache
+def expected_of_orders(kind, is_shared):
+    """Return a model whose matrices have orders, and what the reference computes for its layers."""
+    program = PROGRAMS[kind]
+    tensors = with_orders(program, random_tensors(program, "Q8_0", "Q8_0"), is_shared)
+    values = [name for name in program.value_widths if name[0] in "hxl"]
+    expected = ReferenceBackend(program, tensors, 1, 16).trace(tokens_of(2, 60), values)
+    return (program, tensors), expected
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("kind", PROGRAMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_inputs_are_gathered_in_the_order_of_columns(level, kind, is_shared):
     load_level(level)
-    program = PROGRAMS[kind]
-    tensors = with_orders(program, random_tensors(program, "Q8_0", "Q8_0"), is_shared)
-    values = [name for name in program.value_widths if name[0] in "hxl"]
-    expected = ReferenceBackend(program, tensors, 1, 16).trace(tokens_of(2, 60), values)
-    with cpu_backend((program, tensors), level, 4) as backend:
+    model, expected = expected_of_orders(kind, is_shared)
+    with cpu_backend(model, level, 4) as backend:
         for generated in (False, True):
-            actual = backend.trace(tokens_of(2, 60), values, generated=generated)
+            actual = backend.trace(tokens_of(2, 60), list(expected), generated=generated)
             tiles = level.startswith("amx") and not generated
-            for name in values:
+            for name in expected:
                 far = np.abs(actual[name] - expected[name]).max(axis=1)
                 most = np.quantile(far, 0.8 if "experts" in kind else 1)
                 assert most < (6e-2 if tiles else 5e-3) * np.abs(expected[name]).max(), name
@@ -173,23 +180,31 @@ def test_tiny_models_of_every_family_agree_with_the_reference(level, family):
             assert same > (0.9 if tiles and not spec.experts else 0.97)
 
 
+@cache
+def expected_with_windows():
+    """Return a model with a window, and what the reference computes with its default pages."""
+    program, tensors = tiny_model(head_dim=64, windows=(50, None))
+    expected = ReferenceBackend(program, tensors, 26, 16).score(tokens_of(0, 200))
+    return (program, tensors), expected
+
+
 @pytest.mark.parametrize(
     ("kv_format", "most_kl"), [("bf16", 1e-4), ("int16", 1e-5), ("int8", 1e-3)]
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_keys_and_values_in_fewer_bits_stay_close_to_the_reference(level, kv_format, most_kl):
-    program, tensors = tiny_model(head_dim=64, windows=(50, None))
-    tokens = tokens_of(0, 200)
-    with cpu_backend((program, tensors), level, 4, kv_format=kv_format) as backend:
-        actual = backend.score(tokens, generated=True)
-    expected = ReferenceBackend(program, tensors, 26, 16).score(tokens)
+    load_level(level)
+    model, expected = expected_with_windows()
+    with cpu_backend(model, level, 4, kv_format=kv_format) as backend:
+        actual = backend.score(tokens_of(0, 200), generated=True)
     mean_kl, same = divergence(expected, actual)
     assert 0 < mean_kl < most_kl
     assert same > 0.9
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_int8_keys_do_not_suffer_from_a_large_bias(level):
+@cache
+def expected_with_a_large_bias():
+    """Return a model whose keys have a large bias, and what the reference computes."""
     program = PROGRAMS["biases"]
     tensors = dict(random_tensors(program))
     slow = [31, 15, 47]  # one of each head's pairs that hardly turn
@@ -197,10 +212,17 @@ def test_int8_keys_do_not_suffer_from_a_large_bias(level):
         bias = tensors[name].dequantize()
         bias[slow] += 40
         tensors[name] = QuantTensor.from_floats(bias, FORMATS["F32"])
-    tokens = tokens_of(0, 200)
-    with cpu_backend((program, tensors), level, 14, kv_format="int8") as backend:
-        actual = backend.score(tokens, generated=True)
-    mean_kl, _ = divergence(ReferenceBackend(program, tensors, 14, 16).score(tokens), actual)
+    expected = ReferenceBackend(program, tensors, 14, 16).score(tokens_of(0, 200))
+    return (program, tensors), expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_int8_keys_do_not_suffer_from_a_large_bias(level):
+    load_level(level)
+    model, expected = expected_with_a_large_bias()
+    with cpu_backend(model, level, 14, kv_format="int8") as backend:
+        actual = backend.score(tokens_of(0, 200), generated=True)
+    mean_kl, _ = divergence(expected, actual)
     assert mean_kl < 1e-4
 
 
@@ -265,20 +287,28 @@ def program_around(op):
     return Program("one", (embed, *inputs, op, *last), NUM_IDS, 64)
 
 
+@cache
+def expected_alone(place):
+    """Return a model around OPS[place], and what the reference computes for the operation."""
+    program = program_around(OPS[place])
+    tensors = random_tensors(program)
+    tokens = tokens_of(4, 40, NUM_IDS)
+    expected = ReferenceBackend(program, tensors, 3, 16).trace(tokens, ["out"])["out"]
+    return (program, tensors), expected
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_each_operation_alone_agrees_with_the_reference(level):
     load_level(level)
     tokens = tokens_of(4, 40, NUM_IDS)
-    for op in OPS:
+    for place, op in enumerate(OPS):
         # For the first see test_external_input.py, for the second tests of whole Programs; the
         # others are operations of ranks.
         ranks = ExpertTerms | SumTerms | TakeColumns
         if isinstance(op, ExternalInput | BorrowingAttention | ranks):
             continue
-        program = program_around(op)
-        tensors = random_tensors(program)
-        expected = ReferenceBackend(program, tensors, 3, 16).trace(tokens, ["out"])["out"]
-        with cpu_backend((program, tensors), level, 3) as backend:
+        model, expected = expected_alone(place)
+        with cpu_backend(model, level, 3) as backend:
             for generated in (False, True):
                 actual = backend.trace(tokens, ["out"], generated=generated)["out"]
                 atol = 4e-3 * np.abs(expected).max()
@@ -290,7 +320,7 @@ def real(smollm2_path):
     """The real model, tokens of held-out text, and the reference's logits."""
     loaded = load_path(smollm2_path)
     program = build_program(loaded.spec)
-    tokens = heldout_pieces(loaded, 128)[0]
+    tokens = heldout_pieces(loaded, 64)[0]
     expected = ReferenceBackend(program, loaded.tensors, 1, 16).score(tokens)
     return (program, loaded.tensors), tokens, expected
 
