@@ -36,8 +36,14 @@ class PageKind(Frozen):
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that stand for the kind."""
-        return blake2b(repr(self).encode(), digest_size=32).digest()
+        """32 bytes that stand for the kind, from a text that renamed classes do not change."""
+        groups = f"PageGroups(page_size={self.groups.page_size}, windows={self.groups.windows})"
+        text = (
+            f"PageKind(model={self.model!r}, kv_format={self.kv_format!r}, "
+            f"page_bytes={self.page_bytes}, groups={groups}, arithmetic={self.arithmetic!r}, "
+            f"only_prompts={self.only_prompts}, version={self.version})"
+        )
+        return blake2b(text.encode(), digest_size=32).digest()
 
     def name(self, key: PageKey) -> bytes:
         """Return the page's name outside of the pool, `NAME_BYTES` long."""

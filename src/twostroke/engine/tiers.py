@@ -15,6 +15,7 @@ from twostroke.core.errors import Field, ModelFormatError, UsageError
 from twostroke.core.files import read_checked_json, write_checked_json
 from twostroke.engine.paging import Paging
 from twostroke.program import BatchShape
+from twostroke.program.stored_form import stored_form
 
 if TYPE_CHECKING:
     from twostroke.cache.tiers import PageKind, Tier
@@ -34,7 +35,7 @@ def begin_paging(client: Client, kind: PageKind, digest: str, tiers: TierOptions
     loop, program = client.loop, client.card.cost.program
     time, budget = loop.speculator.step_time, loop.config.step_budget
     loop.speculator.times_steps = True
-    model = hashlib.sha256(f"{digest} {program.ops!r}".encode()).hexdigest()
+    model = hashlib.sha256(f"{digest} {stored_form(program.ops)}".encode()).hexdigest()
     kind = replace(kind, model=model)
     if not loop.pages.most_held:
         raise UsageError(
