@@ -17,8 +17,7 @@ from twostroke.records.schema import MIGRATIONS
 from twostroke.serve.batches import batch as batches
 from twostroke.serve.batches import files
 from twostroke.serve.batches.batch import Batch
-from twostroke.serve.journal import Journal
-from twostroke.serve.store import Kept, Store, Tenant
+from twostroke.serve.store import Journal, Kept, Store, Tenant
 
 if TYPE_CHECKING:
     from pathlib import Path

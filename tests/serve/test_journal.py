@@ -12,9 +12,8 @@ import pytest
 from support.servers import live_server, wait_for
 from twostroke.http.keys import ApiKeys
 from twostroke.records import Records, RecordsError
-from twostroke.serve.journal import Journal
 from twostroke.serve.options import ServeOptions
-from twostroke.serve.store import Kept, Store, Tenant
+from twostroke.serve.store import Journal, Kept, Store, Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

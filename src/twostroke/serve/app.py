@@ -43,7 +43,6 @@ from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.encoder import Reply
 from twostroke.serve.health import HealthReports
 from twostroke.serve.job import check_choices, check_texts
-from twostroke.serve.journal import Journal
 from twostroke.serve.llama_server.info import info_routes
 from twostroke.serve.models import model_routes
 from twostroke.serve.observe.metrics import Metrics
@@ -66,7 +65,7 @@ from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.receive import LARGE_BODY_BYTES
 from twostroke.serve.redraw import AnswerGuard
 from twostroke.serve.running import Accepting, Answers, Vectors
-from twostroke.serve.store import Store, Tenant
+from twostroke.serve.store import Journal, Store, Tenant
 from twostroke.serve.stream import EventStream
 from twostroke.serve.turns import Readers
 from twostroke.serve.whole import respond_whole

@@ -13,7 +13,7 @@ from twostroke.engine.client import Caller
 from twostroke.http.errors import MissingFieldError
 from twostroke.serve.describe import field
 from twostroke.serve.job import EmbeddingJob
-from twostroke.serve.openai.completions import split_inputs
+from twostroke.serve.openai.inputs import split_inputs
 
 if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding

@@ -13,8 +13,8 @@ from twostroke.core.errors import RequestError
 from twostroke.core.json_lines import encode_json
 from twostroke.serve.describe import field
 from twostroke.serve.job import EmbeddingJob
-from twostroke.serve.openai.completions import split_inputs
 from twostroke.serve.openai.fields import ServiceFields, to_caller
+from twostroke.serve.openai.inputs import split_inputs
 
 if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding
