@@ -183,7 +183,7 @@ def test_line_that_changed_after_its_answer_is_refused(
     assert cli("batch", given, "-o", str(out), "--url", busy, "-q").code == 0
     first, second = out.read_text().splitlines(keepends=True)
     assert list(json.loads(first)) == ["id", "custom_id", "response", "error"]
-    assert re.fullmatch("batch_req_[0-9a-f]{32}", json.loads(first)["id"])
+    assert re.fullmatch("batch_req_[0-9a-f]{40}", json.loads(first)["id"])
     out.unlink()
     words = ("-o", str(out), "--url", busy, "-q")
     for cut in range(len(first), len(first + second)):  # of a line that was cut nothing stays

@@ -104,10 +104,14 @@ def test_a_limit_holds_for_two_servers_together(tmp_path: Path) -> None:
 
 
 def test_the_secret_of_the_replicas_is_checked_at_the_start() -> None:
-    for secret in ("", "two words"):
+    reasons = {
+        "": "TWOSTROKE_REPLICA_KEY is empty",
+        "two words": "The key in TWOSTROKE_REPLICA_KEY must be 1 to",
+    }
+    for secret, reason in reasons.items():
         code, said = refusal(TWOSTROKE_REPLICA_KEY=secret)
         assert (code, said.count("\n")) == (2, 1)
-        assert "The key in TWOSTROKE_REPLICA_KEY must be 1 to" in said
+        assert reason in said
 
 
 def test_records_need_the_secret_of_the_replicas(tmp_path: Path) -> None:

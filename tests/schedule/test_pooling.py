@@ -52,7 +52,7 @@ def test_a_text_ends_without_a_token(pooling: Pooling, length: int) -> None:
     steps = Steps()
     request = steps.add("r", [i % 50 for i in range(length)], pooling=pooling)
     right = expected_states(request)
-    assert states_of(steps, request) == [right if pooling is MEAN else right[-1:]]
+    assert states_of(steps, request) == [right[-1:] if pooling is LAST else right]
     assert (request.output, request.finish_reason) == ([], FinishReason.LENGTH)
     check_pool(steps.pool)
 
@@ -83,7 +83,7 @@ def test_all_rows_of_a_mean_are_computed_and_a_last_one_takes_known_pages() -> N
     for pooling, num_cached in ((LAST, 0), (LAST, 8), (MEAN, 0), (LAST, 8)):
         request = steps.add("r", 12, pooling=pooling)
         right = expected_states(request)
-        assert states_of(steps, request) == [right if pooling is MEAN else right[-1:]]
+        assert states_of(steps, request) == [right[-1:] if pooling is LAST else right]
         assert request.num_cached == num_cached
     plain = steps.add("plain", 12)
     steps.finish()
@@ -100,7 +100,7 @@ def test_a_preempted_text_is_read_again_from_the_start(pooling: Pooling) -> None
     steps.add("urgent", 30, priority=-1, max_tokens=1)
     (found,) = states_of(steps, victim)
     assert victim.num_preemptions == 1
-    assert found == (right if pooling is MEAN else right[-1:])
+    assert found == (right[-1:] if pooling is LAST else right)
     check_pool(steps.pool)
 
 

@@ -244,6 +244,12 @@ class Listener:
         with suppress(OSError):  # ends `accept`
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._close_unaccepted()
+
+    def _close_unaccepted(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._greeted.get_nowait().close()
 
     def _accept(self) -> None:
         while self.is_open:
@@ -264,6 +270,8 @@ class Listener:
             self._tell_stranger(host, has_spoken=isinstance(error, PermissionError))
             return
         self._greeted.put(channel)
+        if not self.is_open:  # closed meanwhile: nobody accepts the connection any more
+            self._close_unaccepted()
 
     def _tell_stranger(self, host: str, *, has_spoken: bool) -> None:
         """Report a connection that was refused; those like an earlier one are not."""

@@ -261,7 +261,8 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     try:
         with open_regular_file(file) as opened:
-            data = opened.read(_MAX_FILE_BYTES + 1)
+            # A read reserves memory for its limit: the file's size keeps that small.
+            data = opened.read(min(file.stat().st_size, _MAX_FILE_BYTES) + 1)
     except OSError as error:
         raise ModelFormatError(f"{file.name} cannot be read: {error.strerror}.") from None
     if len(data) > _MAX_FILE_BYTES:

@@ -70,6 +70,6 @@ def _text(file: Path) -> str:
     """
     try:
         with open_regular_file(file) as opened:
-            return opened.read(_MAX_BYTES).decode("utf-8", "replace")
+            return opened.read(min(file.stat().st_size, _MAX_BYTES)).decode("utf-8", "replace")
     except OSError as error:
         raise ModelFormatError(f"{file.name} cannot be read: {error.strerror}.") from None
